@@ -1,0 +1,1 @@
+"""Hooks into vLLM, one file each, verified against named versions."""

@@ -1,0 +1,25 @@
+"""Packaging of vllm-ext.
+
+The top-level ``kernels/`` and ``patches/`` ship as ``vllm_ext.kernels`` and ``vllm_ext.patches``:
+importable top-level packages of those names would shadow published ones.
+"""
+
+from setuptools import find_packages, setup
+
+packages = find_packages(include=["vllm_ext", "vllm_ext.*"])
+package_dir = {"vllm_ext": "vllm_ext"}
+for folder in ("kernels", "patches"):
+    for package in [folder, *(f"{folder}.{name}" for name in find_packages(folder))]:
+        packages.append(f"vllm_ext.{package}")
+        package_dir[f"vllm_ext.{package}"] = package.replace(".", "/")
+
+setup(
+    name="vllm-ext",
+    version="0.1.0",
+    packages=packages,
+    package_dir=package_dir,
+    entry_points={
+        "vllm.general_plugins": ["vllm_ext = vllm_ext.plugin:register"],
+        "console_scripts": ["vllm-ext = vllm_ext.cli.main:main"],
+    },
+)
