@@ -1,0 +1,1 @@
+"""Metrics, records, reports: what can be seen from outside."""

@@ -1,0 +1,1 @@
+"""Who may join? One admission rule per file."""

@@ -1,0 +1,1 @@
+"""How many tokens? One budget rule per file."""

@@ -1,0 +1,1 @@
+"""Who first? One ordering per file."""

@@ -1,0 +1,17 @@
+"""First come, first served: vLLM's own order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_ext.scheduling.plan import Rank
+from vllm_ext.scheduling.views import RequestView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Order requests by arrival. Ties end in arrival anyway, so every key is the same."""
+
+    def rank(self, request: RequestView, now: float) -> Rank:
+        """Return a rank that never expires and leaves the order to the arrival time."""
+        return Rank(())

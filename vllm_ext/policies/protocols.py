@@ -1,0 +1,40 @@
+"""The four axes of a serving system. A policy is a frozen dataclass of its parameters with one of these methods."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
+from vllm_ext.scheduling.views import RequestView, StepView
+
+
+class Ordering(Protocol):
+    """Who first?"""
+
+    def rank(self, request: RequestView, now: float) -> Rank:
+        """Return the place of ``request`` at time ``now`` (s); lower keys go first."""
+        ...
+
+
+class Admission(Protocol):
+    """Who may join, and who must leave for it?"""
+
+    def plan(self, step: StepView) -> AdmissionPlan:
+        """Return this step's preemptions, cap and holds; nothing is changed by asking."""
+        ...
+
+
+class Budget(Protocol):
+    """How many tokens?"""
+
+    def plan(self, step: StepView) -> BudgetPlan:
+        """Return this step's token budget; nothing is changed by asking."""
+        ...
+
+
+class Residency(Protocol):
+    """Whose KV lives where?"""
+
+    def on_preempt(self, request: RequestView) -> Literal["recompute"]:
+        """Return what happens to the KV of a preempted request."""
+        ...

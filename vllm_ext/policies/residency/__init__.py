@@ -1,0 +1,1 @@
+"""Whose KV lives where? One residency rule per file."""

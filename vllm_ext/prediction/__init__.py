@@ -1,0 +1,1 @@
+"""Forecasts a scheduler can act on: output length and run time."""

@@ -1,0 +1,72 @@
+"""Length history: quantiles of what recently finished requests generated, by prompt length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ext.prediction.length import LengthQuery
+
+_SHRINKAGE = 8
+"""Observations at which a bucket's quantile weighs as much as the quantile over all buckets."""
+
+
+class _Window:
+    """The last ``size`` lengths, kept sorted beside their order of arrival."""
+
+    def __init__(self, size: int) -> None:
+        self._order: deque[int] = deque(maxlen=size)
+        self._sorted: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, length: int) -> None:
+        if len(self._order) == self._order.maxlen:
+            del self._sorted[bisect_left(self._sorted, self._order[0])]
+        self._order.append(length)
+        insort(self._sorted, length)
+
+    def quantile(self, q: float) -> float:
+        """Return the q-quantile with linear interpolation; the window must not be empty."""
+        position = q * (len(self._sorted) - 1)
+        low = int(position)
+        high = min(low + 1, len(self._sorted) - 1)
+        return self._sorted[low] + (position - low) * (self._sorted[high] - self._sorted[low])
+
+
+class LengthHistory:
+    """Predict a quantile of recent output lengths of requests with prompts of like length.
+
+    Prompts fall into buckets by powers of two. A bucket with n observations is trusted n / (n + 8), the rest of the weight
+    goes to the quantile over all buckets, so that a rare prompt length does not follow its few examples blindly.
+
+    Source: Past-Future keeps such a window (its default is 1000 requests); the buckets are ours.
+    """
+
+    name = "history"
+
+    def __init__(self, window: int, quantile: float) -> None:
+        self._window = window
+        self._quantile = quantile
+        self._all = _Window(window)
+        self._buckets: dict[int, _Window] = {}
+
+    def predict(self, query: LengthQuery) -> int | None:
+        """Return the predicted output length in tokens, or None before anything finished."""
+        if not len(self._all):
+            return None
+        overall = self._all.quantile(self._quantile)
+        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
+        if bucket is None:
+            return round(overall)
+        weight = len(bucket) / (len(bucket) + _SHRINKAGE)
+        return round(weight * bucket.quantile(self._quantile) + (1 - weight) * overall)
+
+    def observe(self, query: LengthQuery, output_tokens: int) -> None:
+        """Remember the output length of a finished request; the oldest one leaves a full window."""
+        self._all.add(output_tokens)
+        key = query.num_prompt_tokens.bit_length()
+        self._buckets.setdefault(key, _Window(self._window)).add(output_tokens)

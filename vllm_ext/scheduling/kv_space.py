@@ -1,0 +1,52 @@
+"""KV block arithmetic on vLLM's manager: what is free, what an admission needs, what a preemption returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+class KvSpace:
+    """Counts KV blocks for one scheduler. Exact for full attention; other groups hold fewer blocks than counted."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.only_full_attention = all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)
+        """False for sliding-window, Mamba and hybrid models, where the counts here are upper bounds."""
+
+    def free_blocks(self) -> int:
+        """Return the blocks an admission may take now; vLLM keeps its watermark while anything runs."""
+        free = self._manager.block_pool.get_num_free_blocks()
+        return free - self._manager.watermark_blocks if self._scheduler.running else free
+
+    def blocks_to_admit(self, request: Request) -> int:
+        """Return the blocks vLLM wants free to admit ``request``, as if nothing of it were cached.
+
+        With ``scheduler_reserve_full_isl`` that is the whole sequence, else the chunk the token budget allows.
+        """
+        scheduler = self._scheduler
+        tokens = request.num_tokens
+        if not scheduler.scheduler_reserve_full_isl:
+            tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+        tokens = min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len)
+        return sum(-(-tokens // size) for size in self._block_sizes)
+
+    def blocks_freed_by(self, request: Request) -> int:
+        """Return the blocks that would be free after preempting ``request``; shared prefix blocks stay held."""
+        freed = 0
+        for blocks in self._manager.get_blocks(request.request_id).blocks:
+            shared = 0
+            for block in blocks:  # what is shared is shared from the front
+                if block.ref_cnt <= 1:
+                    break
+                shared += 1
+            freed += len(blocks) - shared
+        return freed

@@ -1,0 +1,160 @@
+"""What the scheduler remembers of each request beyond vLLM's own state, and the views made from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
+from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
+from vllm_ext.prediction.oracle import true_output_tokens
+from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.scheduling.views import RequestView
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Job:
+    """Our side of one request."""
+
+    __slots__ = (
+        "arrival_time",
+        "demotions",
+        "estimate",
+        "first_scheduled",
+        "first_token",
+        "hints",
+        "number",
+        "output_at_admission",
+        "prediction",
+        "query",
+        "request",
+        "waited_s",
+        "waiting_since",
+    )
+
+    def __init__(self, request: Request, number: int, now: float, hints: RequestHints) -> None:
+        self.request = request
+        self.number = number
+        """Order of arrival; ends every tie."""
+        self.arrival_time = now
+        self.hints = hints
+        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl)
+        self.prediction = Prediction(1, "prior")
+        """First prediction, kept for the record."""
+        self.estimate = 1
+        """Current estimate of the total output, in tokens."""
+        self.demotions = 0
+        self.waiting_since: float | None = None
+        self.waited_s = 0.0
+        self.output_at_admission = 0
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+
+    @property
+    def ties(self) -> tuple[float, int]:
+        """What ends every comparison of ranks."""
+        return (self.arrival_time, self.number)
+
+
+class Ledger:
+    """All jobs by request id; turns them into views."""
+
+    def __init__(self, predictor: LengthPredictor, runtime: RuntimeModel, *, use_oracle: bool) -> None:
+        self.predictor = predictor
+        self.runtime = runtime
+        self.use_oracle = use_oracle
+        self.jobs: dict[str, Job] = {}
+        self._count = 0
+
+    def __getitem__(self, req_id: str) -> Job:
+        return self.jobs[req_id]
+
+    def get(self, req_id: str) -> Job | None:
+        """Return the job of a request, if it is known."""
+        return self.jobs.get(req_id)
+
+    def add(self, request: Request, now: float) -> HintError | None:
+        """Open the job of a new request; malformed hints are left out and returned as the error they are."""
+        params = request.sampling_params
+        extra_args = params.extra_args if params is not None else None
+        problem = None
+        try:
+            hints = from_extra_args(extra_args, request.session_id)
+        except HintError as error:
+            hints, problem = NO_HINTS, error
+        self._count += 1
+        job = Job(request, self._count, now, hints)
+        true_length = true_output_tokens(extra_args) if self.use_oracle else None
+        job.prediction = (
+            Prediction(true_length, "oracle") if true_length is not None else self.predictor.predict(job.query)
+        )
+        job.estimate = job.prediction.tokens
+        self.jobs[request.request_id] = job
+        return problem
+
+    def close(self, req_id: str, *, learn: bool) -> Job | None:
+        """Forget a finished request; learn its length unless it was cut short from outside."""
+        job = self.jobs.pop(req_id, None)
+        if job is not None and learn and job.request.num_output_tokens:
+            self.predictor.observe(job.query, job.request.num_output_tokens)
+        return job
+
+    def start_wait(self, job: Job, now: float) -> None:
+        """Note that the job waits from now on, unless it already does."""
+        if job.waiting_since is None:
+            job.waiting_since = now
+
+    def end_wait(self, job: Job, now: float) -> None:
+        """Note that the job left the queue."""
+        if job.waiting_since is not None:
+            job.waited_s += now - job.waiting_since
+            job.waiting_since = None
+            job.output_at_admission = job.request.num_output_tokens
+
+    def outlived(self, job: Job) -> bool:
+        """Double the estimate of a job that generated all it was predicted to, and demote it.
+
+        Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
+        length". The bound ``max_tokens`` caps the doubling; a job at that bound is about to end.
+        """
+        generated: int = job.request.num_output_tokens
+        if generated < job.estimate or job.estimate >= job.query.max_tokens:
+            return False
+        while job.estimate <= generated:
+            job.estimate *= 2
+            job.demotions += 1
+        job.estimate = min(job.estimate, job.query.max_tokens)
+        return True
+
+    def view(self, job: Job, num_blocks: int = 0) -> RequestView:
+        """Return the snapshot of a job."""
+        request, runtime = job.request, self.runtime
+        generated: int = request.num_output_tokens
+        tokens: int = request.num_tokens
+        computed = min(request.num_computed_tokens, tokens)
+        remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
+        recompute_s = 0.0
+        if computed < tokens - 1:
+            remaining_s += runtime.prefill_s(tokens - computed, computed)
+        if computed:
+            recompute_s = runtime.prefill_s(computed)
+        return RequestView(
+            request.request_id,
+            job.arrival_time,
+            job.query.num_prompt_tokens,
+            generated,
+            computed,
+            job.query.max_tokens,
+            request.priority,
+            job.hints,
+            job.estimate,
+            job.demotions,
+            remaining_s,
+            recompute_s,
+            job.waiting_since,
+            job.waited_s,
+            request.num_preemptions,
+            generated - job.output_at_admission,
+            num_blocks,
+        )

@@ -1,0 +1,50 @@
+"""Turns a plan into moves of vLLM's own knobs; nothing here decides.
+
+Every knob was shown to leave the outputs of greedy requests as they are; what a step changes is put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm_ext.scheduling.plan import StepPlan
+
+if TYPE_CHECKING:
+    from vllm_ext.scheduling.scheduler import SteeredScheduler
+
+
+@contextmanager
+def applied(scheduler: SteeredScheduler, plan: StepPlan, now: float) -> Iterator[None]:
+    """Apply ``plan`` for the step scheduled inside the context.
+
+    Requests that are gone meanwhile are passed over. Caps never exceed what vLLM was configured with.
+    """
+    admission, budget = plan.admission, plan.budget
+    for req_id in admission.preempt:
+        scheduler.preempt_by_policy(req_id, now)
+    for req_id in budget.skip:
+        if (job := scheduler.ledger.get(req_id)) is not None:
+            # schedule() counts the step first; only requests due at a later step are passed over in this one.
+            request = job.request
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, scheduler.current_step + 2)
+    if admission.hold:
+        scheduler.ranked.hide(admission.hold)
+    tokens, active = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+    chunk, bound = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.prefill_capacity_bound
+    try:
+        if budget.token_budget is not None:
+            scheduler.max_num_scheduled_tokens = max(0, min(budget.token_budget, tokens))
+        if admission.max_running is not None:
+            scheduler.max_num_active_reqs = max(0, min(admission.max_running, active))
+        if budget.chunk_cap is not None:
+            scheduler.scheduler_config.long_prefill_token_threshold = max(1, budget.chunk_cap)
+        if budget.decode_only:
+            scheduler.prefill_capacity_bound = False
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs = tokens, active
+        scheduler.scheduler_config.long_prefill_token_threshold = chunk
+        if budget.decode_only:
+            scheduler.prefill_capacity_bound = bound

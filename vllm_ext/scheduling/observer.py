@@ -1,0 +1,120 @@
+"""Watches steps and requests: counters, records, and what the runtime model learns from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_ext.hints import HintError
+from vllm_ext.observability.records import Counters, RecordBook, RequestRecord
+from vllm_ext.scheduling.ledger import Job, Ledger
+from vllm_ext.scheduling.step_timer import StepTimer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.vllm_ext.observer")
+
+
+class Observer:
+    """Keeps what is told to the outside. Does no I/O; the front end fetches it."""
+
+    def __init__(self, ledger: Ledger, record_capacity: int) -> None:
+        self.counters = Counters()
+        self.book = RecordBook(record_capacity)
+        self._ledger = ledger
+        self._timer = StepTimer(ledger.runtime)
+        self._awaiting_first_token: dict[str, Job] = {}
+        self._hint_logged = False
+
+    def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
+        """Note a scheduled step and the requests that start in it."""
+        self.counters.steps += 1
+        for new in output.scheduled_new_reqs:
+            job = self._ledger.get(new.req_id)
+            if job is not None and job.first_scheduled is None:
+                job.first_scheduled = now
+                self._awaiting_first_token[new.req_id] = job
+        self._timer.scheduled(output, running, now)
+
+    def planned(self, duration_s: float) -> None:
+        """Add the time policies took in one step."""
+        self.counters.policy_steps += 1
+        self.counters.policy_s += duration_s
+
+    def finished_step(self, output: SchedulerOutput, now: float) -> None:
+        """Note that the output of a step arrived."""
+        self._timer.finished(output, now)
+
+    def note_first_tokens(self, now: float) -> None:
+        """Stamp requests whose first token came with the output just processed."""
+        if not self._awaiting_first_token:
+            return
+        for req_id, job in list(self._awaiting_first_token.items()):
+            if job.request.num_output_tokens:
+                job.first_token = now
+                del self._awaiting_first_token[req_id]
+
+    def preempted(self, reason: str) -> None:
+        """Count a preemption."""
+        self.counters.preemptions[reason] = self.counters.preemptions.get(reason, 0) + 1
+
+    def bad_hint(self, req_id: str, problem: HintError) -> None:
+        """Count hints that were left out; the front end refuses them, so this is logged once."""
+        self.counters.bad_hints += 1
+        if not self._hint_logged:
+            self._hint_logged = True
+            logger.warning("request %s reached the scheduler with a malformed hint, which is ignored: %s", req_id, problem)
+
+    def closed(self, request: Request, now: float) -> None:
+        """Write the record of a finished request and let the predictor learn from it."""
+        reason = str(request.get_finished_reason())
+        job = self._ledger.close(request.request_id, learn=reason in ("stop", "length"))
+        self._awaiting_first_token.pop(request.request_id, None)
+        if job is None:
+            return
+        if job.first_token is None and request.num_output_tokens:
+            job.first_token = now
+        self.book.add(
+            RequestRecord(
+                seq=self.book.next_seq,
+                req_id=request.request_id,
+                arrival_unix_s=request.arrival_time,
+                prompt_tokens=job.query.num_prompt_tokens,
+                output_tokens=request.num_output_tokens,
+                max_tokens=job.query.max_tokens,
+                predicted_tokens=job.prediction.tokens,
+                prediction_source=job.prediction.source,
+                num_preemptions=request.num_preemptions,
+                demotions=job.demotions,
+                queue_s=_since(job, job.first_scheduled),
+                ttft_s=_since(job, job.first_token),
+                e2e_s=now - job.arrival_time,
+                finish_reason=reason,
+                priority=request.priority,
+                conversation_id=job.hints.conversation_id,
+            )
+        )
+
+    def state(self, since: int) -> dict[str, Any]:
+        """Return counters, the runtime model and the records from ``since`` on, fit for JSON."""
+        records, lost = self.book.since(since)
+        runtime = self._ledger.runtime
+        return {
+            **asdict(self.counters),
+            "runtime": {
+                "coefficients": list(runtime.coefficients),
+                "num_observations": runtime.num_observations,
+                "mean_abs_relative_error": runtime.mean_abs_relative_error,
+            },
+            "records": records,
+            "next_record": self.book.next_seq,
+            "lost_records": lost,
+        }
+
+
+def _since(job: Job, moment: float | None) -> float | None:
+    return None if moment is None else moment - job.arrival_time

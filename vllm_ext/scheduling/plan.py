@@ -1,0 +1,58 @@
+"""What policies decide: ranks of requests, and the plan of one step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Rank(NamedTuple):
+    """Place of a request in the order: the lowest ``key`` goes first; ties end in arrival, then id.
+
+    A rank holds until something about the request changes or the clock reaches ``until``, so that nothing needs to be
+    recomputed for requests that merely wait.
+    """
+
+    key: tuple[float, ...]
+    until: float = math.inf
+    """Clock time from which the rank must be asked for again (aging), in seconds."""
+    level: int = 0
+    """Queue the request counts into, for metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionPlan:
+    """Who leaves and who may join in this step."""
+
+    preempt: tuple[str, ...] = ()
+    """Running requests to preempt, by id."""
+    max_running: int | None = None
+    """Cap on running requests while admitting; None leaves vLLM's."""
+    hold: frozenset[str] = frozenset()
+    """Waiting requests that must not be admitted in this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPlan:
+    """How many tokens the step may take. None leaves vLLM's setting."""
+
+    token_budget: int | None = None
+    """Tokens of the whole step; 0 makes an empty step."""
+    chunk_cap: int | None = None
+    """Tokens of one prefill chunk; vLLM ignores it while a single request is eligible."""
+    decode_only: bool = False
+    """No prefill tokens in this step, as long as something decodes."""
+    skip: tuple[str, ...] = ()
+    """Running requests that keep their KV but get no token in this step, by id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The whole decision for one step; made completely before anything is changed (invariant 2)."""
+
+    admission: AdmissionPlan = AdmissionPlan()
+    budget: BudgetPlan = BudgetPlan()
+
+
+NO_PLAN = StepPlan()

@@ -1,0 +1,90 @@
+"""Keeps vLLM's list of running requests in the order of the policy, a few ranks at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from vllm_ext.scheduling.scheduler import SteeredScheduler
+
+Key = tuple[float, ...]
+
+
+class RunningOrder:
+    """Ranks of running requests, refreshed in turn.
+
+    vLLM serves ``running`` from the front and, out of KV memory, preempts from its back: keeping the list sorted by rank
+    is all it takes to choose both.
+    """
+
+    def __init__(self, scheduler: SteeredScheduler, rank: Callable[[Request], Key], refresh: int) -> None:
+        """Args:
+        rank: Computes the key of a running request, ties included.
+        refresh: Requests whose rank is computed again per step.
+        """
+        self._scheduler = scheduler
+        self._rank = rank
+        self._refresh = refresh
+        self.keys: dict[Request, Key] = {}
+        self._rounds: deque[Request] = deque()
+
+    def forget(self, request: Request) -> None:
+        """Drop a request that left the running list."""
+        self.keys.pop(request, None)
+
+    def rerank(self, request: Request) -> None:
+        """Compute the rank of a running request again."""
+        self.keys[request] = self._rank(request)
+
+    def update(self) -> None:
+        """Rank newcomers and a few others, and sort the list."""
+        running = self._scheduler.running
+        if len(self.keys) != len(running):
+            self._reconcile()
+        for _ in range(min(self._refresh, len(self._rounds))):
+            request = self._rounds.popleft()
+            if request in self.keys:
+                self._rounds.append(request)
+                self.rerank(request)
+        try:
+            self._sort()
+        except KeyError:  # one left and another joined unseen (a streaming session): as many, but not the same
+            self._reconcile()
+            self._sort()
+
+    def _sort(self) -> None:
+        keys = self.keys
+        if self._scheduler._inflight_prefills:
+            # A decode may not wait behind the rest of a long prompt, however short its output.
+            self._scheduler.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
+        else:
+            self._scheduler.running.sort(key=keys.__getitem__)
+
+    def _reconcile(self) -> None:
+        running = self._scheduler.running
+        members = set(running)
+        for request in [r for r in self.keys if r not in members]:
+            del self.keys[request]
+        for request in running:
+            if request not in self.keys:
+                self.rerank(request)
+                self._rounds.append(request)
+        if len(self._rounds) > 2 * len(running) + 64:
+            self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in members))
+
+    def worst_first(self) -> Iterator[Request]:
+        """Yield running requests, worst rank first."""
+        if self._scheduler._inflight_prefills:
+            return iter(sorted(self._scheduler.running, key=self.keys.__getitem__, reverse=True))
+        return reversed(list(self._scheduler.running))
+
+    def best(self) -> Request | None:
+        """Return the running request of best rank."""
+        running = self._scheduler.running
+        if not running:
+            return None
+        return min(running, key=self.keys.__getitem__) if self._scheduler._inflight_prefills else running[0]

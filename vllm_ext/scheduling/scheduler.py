@@ -1,0 +1,270 @@
+"""SteeredScheduler: the only class that touches vLLM's scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_ext.config import KEY, parse
+from vllm_ext.patches import registry
+from vllm_ext.prediction.length import LengthPredictor, Prediction
+from vllm_ext.prediction.profile import load_runtime_model
+from vllm_ext.scheduling.kv_space import KvSpace
+from vllm_ext.scheduling.ledger import Job, Ledger
+from vllm_ext.scheduling.moves import applied
+from vllm_ext.scheduling.observer import Observer
+from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan
+from vllm_ext.scheduling.ranked_queue import RankedQueue
+from vllm_ext.scheduling.running_order import RunningOrder
+from vllm_ext.scheduling.step import SchedulerStep
+from vllm_ext.systems import build
+
+logger = init_logger("vllm.vllm_ext.scheduler")
+
+_UNRANKED = Rank((float("inf"),))
+"""Place of a request whose policy failed: last, until its rank is asked for again."""
+_MAX_EXPIRED_PER_STEP = 64
+_WAITING_REFRESHED_PER_STEP = 2
+_RUNNING_REFRESHED_PER_STEP = 16
+
+
+class SteeredScheduler(AsyncScheduler):
+    """vLLM's scheduler, steered by the policies of a system.
+
+    Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
+    ``waiting`` and ``running``, preemption, caps), and vLLM's own ``schedule`` runs. It is neither copied nor cut. A
+    policy that raises costs its step the plan: the step is first come, first served, counted, and logged once.
+
+    Attributes:
+        clock: Returns the time in seconds; replaced by simulations and tests.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments.
+
+        Raises:
+            ConfigError: the options under ``additional_config["vllm_ext"]`` are not valid.
+            ValueError: the system can't work with this model.
+        """
+        super().__init__(*args, **kwargs)
+        registry.install("engine-core")
+        config = parse((self.vllm_config.additional_config or {}).get(KEY) or {})
+        self.config = config
+        self.policies = build(config)
+        self.clock: Callable[[], float] = time.monotonic
+        runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, current_platform.get_device_name())
+        predictor = LengthPredictor.from_config(config.prediction)
+        self.ledger = Ledger(predictor, runtime, use_oracle=self.policies.system.oracle)
+        self.observer = Observer(self.ledger, config.record_capacity)
+        self.kv_space = KvSpace(self)
+        self._now = self.clock()
+        self._steers = not self.policies.is_upstream
+        self._policy_failed_in_step = False
+        self._failure_logged = False
+        self._preempt_reason = "memory"
+        if self._steers:
+            self._check_model()
+            self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
+            self.waiting = self.ranked
+            self.running_order = RunningOrder(self, self._running_key, _RUNNING_REFRESHED_PER_STEP)
+        logger.info("vllm-ext is active: %s", self.policies.describe())
+
+    def _check_model(self) -> None:
+        if self.scheduler_config.policy != "fcfs":
+            raise ValueError(
+                f"scheduling_policy={self.scheduler_config.policy!r}: {self.policies.system.name} chooses order and victims "
+                "itself and honours priority; leave --scheduling-policy out"
+            )
+        if getattr(self.policies.admission, "preempt", False) and not self.kv_space.only_full_attention:
+            raise ValueError(
+                f"{self.policies.system.name} with preemption counts KV blocks, which is exact for full attention only; this "
+                "model has sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
+            )
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Plan, apply the plan, and let vLLM schedule the step."""
+        now = self._now = self.clock()
+        # While paused, a preempted request would be stranded in the queue.
+        if not self._steers or self._pause_state != PauseState.UNPAUSED:
+            output = super().schedule(throttle_prefills)
+        else:
+            plan = self._plan(now)
+            with applied(self, plan, now):
+                output = super().schedule(throttle_prefills or plan.budget.decode_only)
+        self.observer.scheduled(output, self.running, now)
+        return output
+
+    def _plan(self, now: float) -> StepPlan:
+        started = time.perf_counter()
+        plan = NO_PLAN
+        try:
+            self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, _WAITING_REFRESHED_PER_STEP)
+            self.running_order.update()
+            # Blocks of earlier preemptions are still on their way back: what fits can't be told in this step.
+            if not self.deferred_frees:
+                step = SchedulerStep(self, now)
+                plan = StepPlan(admission=self.policies.admission.plan(step), budget=self.policies.budget.plan(step))
+        except Exception:
+            self._policy_failed()
+        if self._policy_failed_in_step:
+            self._policy_failed_in_step = False
+            plan = NO_PLAN
+            self._order_by_arrival()
+        self.observer.planned(time.perf_counter() - started)
+        return plan
+
+    def _order_by_arrival(self) -> None:
+        self.ranked.by_arrival = True
+        self.running.sort(key=lambda request: self.ledger[request.request_id].ties)
+
+    def _policy_failed(self) -> None:
+        """Count a policy's exception and make the step at hand, or the next one, first come, first served."""
+        self._policy_failed_in_step = True
+        self.observer.counters.fallbacks += 1
+        if not self._failure_logged:
+            self._failure_logged = True
+            logger.exception(
+                "a policy of %s failed; steps in which that happens are scheduled first come, first served "
+                "(counted in vllm_ext:policy_fallbacks_total, not logged again)",
+                self.policies.system.name,
+            )
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """Let vLLM process a step's output, and learn from the step."""
+        now = self._now = self.clock()
+        self.observer.finished_step(scheduler_output, now)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.observer.note_first_tokens(now)
+        return outputs
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Predict a new request's length and queue it; an update of a streaming session goes straight to vLLM."""
+        self._now = self.clock()
+        if request.request_id not in self.requests:
+            problem = self.ledger.add(request, self._now)
+            if problem is not None:
+                self.observer.bad_hint(request.request_id, problem)
+            self.ledger.start_wait(self.ledger[request.request_id], self._now)
+        super().add_request(request)
+
+    def update_prediction(self, req_id: str, tokens: int, source: str) -> bool:
+        """Correct the predicted output length of a request, in tokens; False if the request is gone."""
+        job = self.ledger.get(req_id)
+        if job is None:
+            return False
+        job.estimate = max(1, min(tokens, job.query.max_tokens))
+        if job.prediction.source == "prior":
+            job.prediction = Prediction(job.estimate, source)
+        if self._steers:
+            if job.request in self.ranked:
+                self.ranked.rerank(job.request)
+            elif job.request in self.running_order.keys:
+                self.running_order.rerank(job.request)
+        return True
+
+    def preempt_by_policy(self, req_id: str, now: float) -> None:
+        """Preempt a running request; one that does not run is passed over."""
+        job = self.ledger.get(req_id)
+        if job is None or job.request not in self.running_order.keys or job.request not in self.running:
+            return
+        self.running.remove(job.request)
+        self._preempt_reason = "policy"
+        try:
+            self._preempt_request(job.request, now, drop_stale_output=self.requires_kv_delivery)
+        finally:
+            self._preempt_reason = "memory"
+        # The V1 runner must not take a request that resumes in this very step for one that kept running.
+        self.prev_step_scheduled_req_ids.discard(req_id)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self._steers:
+            self.running_order.forget(request)
+        self.observer.preempted(self._preempt_reason)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""
+        self._preempt_reason = "reset"
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self._preempt_reason = "memory"
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        result = super()._free_request(request, *args, **kwargs)
+        if self._steers:
+            self.running_order.forget(request)
+        self.observer.closed(request, self._now)
+        return result
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
+
+    def key_of(self, req_id: str) -> tuple[float, ...]:
+        """Return the key that orders a waiting or running request, ties included."""
+        request = self.ledger[req_id].request
+        key = self.running_order.keys.get(request)
+        return self.ranked.key(request) if key is None else key
+
+    def _ties(self, request: Request) -> tuple[float, int]:
+        return self.ledger[request.request_id].ties
+
+    def _left_queue(self, request: Request) -> None:
+        if (job := self.ledger.get(request.request_id)) is not None:
+            self.ledger.end_wait(job, self._now)
+
+    def _rank(self, request: Request) -> Rank:
+        job = self.ledger[request.request_id]
+        self.ledger.start_wait(job, self._now)
+        return self._ask_rank(job)
+
+    def _running_key(self, request: Request) -> tuple[float, ...]:
+        job = self.ledger[request.request_id]
+        if self.ledger.outlived(job):
+            self.observer.counters.demotions += 1
+        return (*self._ask_rank(job).key, *job.ties)
+
+    def _ask_rank(self, job: Job) -> Rank:
+        try:
+            rank = self.policies.ordering.rank(self.ledger.view(job), self._now)
+            if any(part != part for part in rank.key):
+                raise ValueError(f"{type(self.policies.ordering).__name__} ranked a request with NaN: {rank}")
+            return rank
+        except Exception:
+            self._policy_failed()
+            return _UNRANKED
+
+    # --- seen from outside ------------------------------------------------------------------------------------------
+
+    def vllm_ext_state(self, since: int = 0) -> dict[str, Any]:
+        """Return the state for metrics, with the records of requests finished from number ``since`` on."""
+        waiting = self.waiting
+        levels = dict(self.ranked.levels) if self._steers else {0: len(waiting)}
+        oldest = self.ranked.oldest() if self._steers else next(iter(waiting), None)
+        state = self.observer.state(since)
+        state.update(
+            system=self.policies.system.name,
+            policies=self.policies.describe(),
+            running=len(self.running),
+            waiting_by_level={str(level): count for level, count in levels.items()},
+            oldest_wait_s=self._wait_s(oldest) if oldest is not None else 0.0,
+        )
+        return state
+
+    def _wait_s(self, request: Request) -> float:
+        job = self.ledger.get(request.request_id)
+        if job is None or job.waiting_since is None:
+            return 0.0
+        return self.clock() - job.waiting_since

@@ -1,0 +1,60 @@
+"""The scheduler's state as policies see it before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_ext.scheduling.views import RequestView
+
+if TYPE_CHECKING:
+    from vllm_ext.scheduling.scheduler import SteeredScheduler
+
+_LOOK_AHEAD = 32
+"""Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
+
+
+class SchedulerStep:
+    """The StepView of one moment; makes the views of requests only when they are asked for."""
+
+    def __init__(self, scheduler: SteeredScheduler, now: float) -> None:
+        self._scheduler = scheduler
+        self.now = now
+        self.num_running = len(scheduler.running)
+        self.num_waiting = len(scheduler.waiting)
+        held_seats: int = scheduler.num_waiting_for_streaming_input
+        self.max_running = scheduler.max_num_active_reqs - held_seats
+        self.token_budget = scheduler.max_num_scheduled_tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks free for admissions, the watermark already taken off."""
+        return self._scheduler.kv_space.free_blocks()
+
+    def waiting(self) -> Iterator[RequestView]:
+        """Waiting requests that could be admitted now, best rank first."""
+        scheduler = self._scheduler
+        for request in scheduler.ranked.best(_LOOK_AHEAD):
+            # Blocked on a grammar or a transfer, or its last output is still in flight: vLLM will pass over it.
+            if scheduler._is_blocked_waiting_status(request.status):
+                continue
+            if request.num_stale_output_tokens and not request.drop_stale_output:
+                continue
+            blocks = scheduler.kv_space.blocks_to_admit(request)
+            yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
+
+    def running_worst_first(self) -> Iterator[RequestView]:
+        """Running requests, worst rank first."""
+        scheduler = self._scheduler
+        for request in scheduler.running_order.worst_first():
+            blocks = scheduler.kv_space.blocks_freed_by(request)
+            yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
+
+    def running_best(self) -> RequestView | None:
+        """The running request of the best rank."""
+        request = self._scheduler.running_order.best()
+        return None if request is None else self._scheduler.ledger.view(self._scheduler.ledger[request.request_id])
+
+    def goes_before(self, first: RequestView, second: RequestView) -> bool:
+        """Whether the ordering puts ``first`` before ``second``."""
+        return self._scheduler.key_of(first.req_id) < self._scheduler.key_of(second.req_id)

@@ -1,0 +1,81 @@
+"""Snapshots handed to policies.
+
+A view holds what a client may know and what was predicted. It never holds the true output length, nor any reference
+to an object from which it could be read (invariant 1): every field is a plain value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from vllm_ext.hints import NO_HINTS, RequestHints
+
+
+class RequestView(NamedTuple):
+    """One request at one moment. Times are seconds of the scheduler's clock, lengths are tokens."""
+
+    req_id: str
+    arrival_time: float
+    """When the scheduler received the request."""
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    """Tokens generated so far."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV is held; 0 after a preemption."""
+    max_tokens: int = 1
+    """The client's bound on the output. A bound, not a prediction."""
+    priority: int = 0
+    """vLLM's ``priority``: lower goes first."""
+    hints: RequestHints = NO_HINTS
+    predicted_output_tokens: int = 1
+    """Current estimate of the total output, after doublings."""
+    num_demotions: int = 0
+    """How often the request outlived its estimate."""
+    predicted_remaining_s: float = 0.0
+    """Estimated time to the last token, were the request to run from now on (ALISE eqs. 3-5)."""
+    recompute_s: float = 0.0
+    """Estimated time to rebuild the KV that a preemption would drop."""
+    waiting_since: float | None = None
+    """Start of the current wait; None while running."""
+    waited_s: float = 0.0
+    """Total of the waits that ended before."""
+    num_preemptions: int = 0
+    progress_tokens: int = 0
+    """Output tokens since the request was last admitted."""
+    num_blocks: int = 0
+    """Running: KV blocks a preemption would free. Waiting: KV blocks needed to admit it."""
+
+    def total_wait_s(self, now: float) -> float:
+        """Seconds this request has spent waiting, the current wait included."""
+        return self.waited_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
+
+
+class StepView(Protocol):
+    """The scheduler's state before a step. Sequences are produced lazily: pay only for what is looked at."""
+
+    now: float
+    num_running: int
+    num_waiting: int
+    max_running: int
+    """Sequence cap (``max_num_seqs`` or the active cap if lower)."""
+    token_budget: int
+    """vLLM's configured budget of tokens for one step."""
+    num_free_blocks: int
+    """KV blocks free for admissions, the watermark already taken off."""
+
+    def waiting(self) -> Iterator[RequestView]:
+        """Waiting requests that could be admitted now, best rank first."""
+        ...
+
+    def running_worst_first(self) -> Iterator[RequestView]:
+        """Running requests, worst rank first."""
+        ...
+
+    def running_best(self) -> RequestView | None:
+        """The running request of the best rank."""
+        ...
+
+    def goes_before(self, first: RequestView, second: RequestView) -> bool:
+        """Whether the ordering puts ``first`` before ``second``."""
+        ...
