@@ -38,6 +38,17 @@ class Profile:
     p90_error: float
 
 
+def hardware_name(device: str) -> str:
+    """Return the device's name; for vLLM's plain ``cpu`` that of the processor, where the system tells it."""
+    if device.lower() != "cpu":
+        return device
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return device
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), device)
+
+
 def default_path(model: str, device: str) -> Path:
     """Return where the profile of a model on a device is kept."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{model.strip('/')}--{device}").strip("-")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_SCALE = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
+FEATURE_SCALE = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
 """Typical size of each feature; regressing on scaled features keeps the covariance well conditioned."""
 _DEFAULT = np.array([5e-3, 2e-5, 5e-5, 5e-8, 0.0])
 """Coefficients before anything was observed, in seconds per unit: of the order of an 8B model on one GPU."""
@@ -47,7 +47,7 @@ class StepFeatures(NamedTuple):
                 [1.0, self.num_requests, self.num_prefill_tokens, self.num_context_tokens, self.prefill_context],
                 dtype=np.float64,
             )
-            / _SCALE
+            / FEATURE_SCALE
         )
 
 
@@ -69,7 +69,7 @@ class RuntimeModel:
         start = _DEFAULT if coefficients is None else np.asarray(coefficients, dtype=np.float64)
         if start.shape != (5,) or not np.isfinite(start).all():
             raise ValueError(f"coefficients={coefficients!r}: five finite numbers are needed")
-        self._theta = start * _SCALE
+        self._theta = start * FEATURE_SCALE
         self._covariance = np.eye(5) * (_PRIOR_VARIANCE if coefficients is None else 1.0)
         self._outliers = 0
         self.num_observations = 0
@@ -82,7 +82,7 @@ class RuntimeModel:
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The five coefficients in seconds per unit, none below zero."""
-        return tuple(float(c) for c in np.maximum(self._theta, 0.0) / _SCALE)
+        return tuple(float(c) for c in np.maximum(self._theta, 0.0) / FEATURE_SCALE)
 
     def step_time_s(self, features: StepFeatures) -> float:
         """Return the predicted duration of a step in seconds."""

@@ -26,7 +26,7 @@ class Observer:
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
         self._ledger = ledger
-        self._timer = StepTimer(ledger.runtime)
+        self.timer = StepTimer(ledger.runtime)
         self._awaiting_first_token: dict[str, Job] = {}
         self._hint_logged = False
 
@@ -38,7 +38,7 @@ class Observer:
             if job is not None and job.first_scheduled is None:
                 job.first_scheduled = now
                 self._awaiting_first_token[new.req_id] = job
-        self._timer.scheduled(output, running, now)
+        self.timer.scheduled(output, running, now)
 
     def planned(self, duration_s: float) -> None:
         """Add the time policies took in one step."""
@@ -47,7 +47,7 @@ class Observer:
 
     def finished_step(self, output: SchedulerOutput, now: float) -> None:
         """Note that the output of a step arrived."""
-        self._timer.finished(output, now)
+        self.timer.finished(output, now)
 
     def note_first_tokens(self, now: float) -> None:
         """Stamp requests whose first token came with the output just processed."""

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm_ext.config import KEY, parse
 from vllm_ext.patches import registry
 from vllm_ext.prediction.length import LengthPredictor, Prediction
-from vllm_ext.prediction.profile import load_runtime_model
+from vllm_ext.prediction.profile import hardware_name, load_runtime_model
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
@@ -61,7 +61,8 @@ class SteeredScheduler(AsyncScheduler):
         self.config = config
         self.policies = build(config)
         self.clock: Callable[[], float] = time.monotonic
-        runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, current_platform.get_device_name())
+        device = hardware_name(current_platform.get_device_name())
+        runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, device)
         predictor = LengthPredictor.from_config(config.prediction)
         self.ledger = Ledger(predictor, runtime, use_oracle=self.policies.system.oracle)
         self.observer = Observer(self.ledger, config.record_capacity)

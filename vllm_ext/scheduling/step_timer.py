@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from vllm_ext.prediction.runtime import RuntimeModel, StepFeatures
+from vllm_ext.prediction.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,15 +16,23 @@ _MAX_IN_FLIGHT = 16
 _computed_tokens = attrgetter("num_computed_tokens")
 
 
+class StepSink(Protocol):
+    """Who learns how long steps take: the runtime model, or a profiler."""
+
+    def observe(self, features: StepFeatures, duration_s: float) -> None:
+        """Take one measured step."""
+        ...
+
+
 class StepTimer:
-    """Pairs a scheduled step with its output and tells the runtime model how long it took.
+    """Pairs a scheduled step with its output and tells its sink how long it took.
 
     A step takes from the moment it was scheduled, or from the end of the step before it where several are in flight
     (async scheduling), to its output. Large batches are sampled, one step in ``requests / 32``.
     """
 
-    def __init__(self, runtime: RuntimeModel) -> None:
-        self._runtime = runtime
+    def __init__(self, sink: StepSink) -> None:
+        self.sink = sink
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
         self._until_sample = 0
@@ -48,7 +56,7 @@ class StepTimer:
         noted = self._in_flight.pop(id(output), None)
         if noted is not None:
             started, features = noted
-            self._runtime.observe(features, now - max(started, self._last_end))
+            self.sink.observe(features, now - max(started, self._last_end))
         self._last_end = now
 
     @staticmethod
