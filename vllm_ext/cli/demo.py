@@ -1,0 +1,193 @@
+"""`vllm-ext demo`: serve a small model with a stock `vllm serve`, send it a few dozen requests, show what happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from vllm_ext.serving import ServerError, ServerProcess
+
+if TYPE_CHECKING:  # imported where they are used: the openai client takes a second to load
+    from vllm_ext.demo.client import Answer
+    from vllm_ext.demo.report import Record
+    from vllm_ext.demo.workload import DemoRequest
+
+SERVED_NAME = "demo"
+MAX_MODEL_LEN = 1024
+BLOCK_SIZE = 32
+"""Tokens; vLLM's CPU attention takes multiples of 32 only."""
+NUM_BLOCKS = 40
+"""A pool barely larger than the longest sequence, so that requests compete for it."""
+MAX_NUM_SEQS = 4
+RECORDS_WAIT_S = 5.0
+"""The front end fetches records from time to time: how long to wait for the last ones."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; 0 if every request finished, 1 if not, 128 + signal if it was interrupted."""
+    args = _parser().parse_args(argv)
+    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return _run(args)
+    except (ServerError, ValueError, OSError) as error:
+        print(f"vllm-ext demo: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as interruption:
+        print("interrupted; the server is stopped", file=sys.stderr)
+        return 128 + interruption.number
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Interrupted(SystemExit):
+    """A signal asked the demo to end. Of all exceptions, asyncio lets only KeyboardInterrupt and SystemExit through."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from vllm_ext.demo.workload import make_workload
+
+    requests = make_workload(args.requests, args.seed)
+    model = args.model or _tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="vllm-ext-demo-"))
+    request_log = folder / "requests.jsonl"
+    server = ServerProcess(
+        model,
+        server_args(args.scheduler_cls, request_log),
+        log_path=folder / "server.log",
+        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
+        port=args.port,
+        on_progress=_progress,
+    )
+    _say(f"starting: {shlex.join(server.command)}")
+    _say(f"server log: {server.log_path}")
+    start = time.monotonic()
+    with server:
+        _say(f"healthy after {time.monotonic() - start:.0f} s at {server.base_url}")
+        all_finished = _ask_and_report(server, requests, request_log if args.scheduler_cls else None)
+        if all_finished and args.keep_serving:
+            return _keep_serving(server)
+        return 0 if all_finished else 1
+
+
+def server_args(scheduler_cls: str, request_log: Path) -> list[str]:
+    """Return the arguments of `vllm serve` for the demo; without a scheduler it is plain vLLM."""
+    args = ["--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
+    args += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    args += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    if scheduler_cls:
+        args += ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log)]
+        args += ["--ext-metrics-interval-s", "0.25"]
+    return args
+
+
+def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], request_log: Path | None) -> bool:
+    """Send the requests and print the report on stdout; return whether all of them finished."""
+    from vllm_ext.demo import report
+    from vllm_ext.demo.client import send_all
+
+    _say(f"sending {len(requests)} requests; {MAX_NUM_SEQS} run at a time, the others queue")
+    start = time.monotonic()
+    answers = send_all(requests, base_url=server.base_url, model=SERVED_NAME)
+    wall_s = time.monotonic() - start
+    records = _records(request_log, answers) if request_log is not None else {}
+    print(report.table(answers, records))
+    print()
+    print(report.summary(answers, records, wall_s))
+    failures = [answer for answer in answers if answer.error is not None]
+    for answer in failures:
+        print(f"request {answer.request.number} failed: {answer.error}")
+    if server.is_running():
+        print("", *report.chosen_metrics(server.get("/metrics")), sep="\n")
+    if failures or not server.is_running():
+        _say(f"the end of {server.log_path}:\n{server.log_tail()}")
+        return False
+    sys.stdout.flush()
+    return True
+
+
+def _records(request_log: Path, answers: Sequence[Answer]) -> Mapping[int, Record]:
+    """Return the records of the answered requests, waiting a moment for those that are still on their way."""
+    from vllm_ext.demo import report
+
+    expected = sum(answer.error is None for answer in answers)
+    deadline = time.monotonic() + RECORDS_WAIT_S
+    while True:
+        records = report.match(answers, report.read_records(request_log))
+        if len(records) >= expected:
+            return records
+        if time.monotonic() >= deadline:
+            _say(f"{request_log} holds {len(records)} of {expected} requests; the others show as -")
+            return records
+        time.sleep(0.1)
+
+
+def _keep_serving(server: ServerProcess) -> int:
+    body = json.dumps(
+        {"model": SERVED_NAME, "prompt": "The harbour wakes", "max_tokens": 32, "vllm_xargs": {"osl": 32}}
+    )
+    _say(
+        f"\nstill serving; try\n  curl {server.base_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    )
+    _say(f"  curl {server.base_url}/metrics\nCtrl-C to stop")
+    try:
+        while server.is_running():
+            time.sleep(0.5)
+    except Interrupted as interruption:
+        if interruption.number != signal.SIGINT:
+            raise
+        return 0  # the way this mode is meant to end
+    raise ServerError(f"the server is gone; the end of {server.log_path}:\n{server.log_tail()}")
+
+
+def _tiny_model() -> str:
+    from vllm_ext.tiny_model import build
+
+    path = build()
+    _say(f"model: {path}")
+    return str(path)
+
+
+def _progress(waited_s: float) -> None:
+    if sys.stderr.isatty():
+        print(f"\rwaiting for the server: {waited_s:.0f} s ", end="", file=sys.stderr, flush=True)
+    elif round(waited_s) % 10 == 0:
+        _say(f"waiting for the server: {waited_s:.0f} s")
+
+
+def _say(text: str) -> None:
+    lead = "\r" if sys.stderr.isatty() else ""  # over the line of the progress
+    print(lead + text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-ext demo",
+        description="Serve a small model, send it a few dozen requests in bursts, and print what happened to each.",
+    )
+    parser.add_argument("--model", help="model directory or name (default: the embedded tiny model, built on the spot)")
+    parser.add_argument(
+        "--scheduler-cls", default="alise", help="scheduling system; '' is plain vLLM (default: %(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=36, help="how many to send (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="port of the server; 0 takes a free one (default)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: %(default)s)")
+    parser.add_argument("--keep-serving", action="store_true", help="leave the server up until Ctrl-C")
+    return parser

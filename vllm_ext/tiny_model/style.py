@@ -1,0 +1,12 @@
+"""The model families that the tiny model can imitate."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Style(str, Enum):
+    """A family of architectures; the value is what users write."""
+
+    LLAMA = "llama"
+    OPT = "opt"
