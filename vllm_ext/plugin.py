@@ -1,5 +1,42 @@
-"""Entry point vLLM calls in every process."""
+"""The entry point that vLLM calls in every process of every engine started in this environment.
+
+It makes `--scheduler-cls NAME` and our flags known and does nothing else until the user chooses a system.
+"""
+
+from __future__ import annotations
+
+import logging
+
+_registered = False
 
 
 def register() -> None:
-    """Placeholder until the hooks land."""
+    """Install the hooks that make our options known; idempotent.
+
+    If vLLM has no place for them it says so once and leaves vLLM as it is.
+
+    Raises:
+        ValueError: The environment asks for a benchmark mode in a way that is not allowed. A benchmark that
+            silently ran without it would measure something else.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    try:
+        from vllm_ext.patches import registry
+
+        registry.install("base", check=False)  # these check themselves once a feature is chosen
+    except Exception as error:  # noqa: BLE001 - an installed but unused package must not keep vLLM from starting
+        _logger().warning("vllm-ext is inactive, vLLM runs without it: %s", error)
+    from vllm_ext import envs
+
+    if envs.bench_forced_length():
+        from vllm_ext.observability import forced_length
+
+        forced_length.install()
+
+
+def _logger() -> logging.Logger:
+    """Return a child of vLLM's logger, which is configured in each of its processes."""
+    return logging.getLogger("vllm.vllm_ext")

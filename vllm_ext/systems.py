@@ -144,7 +144,7 @@ def build(config: ExtConfig) -> Policies:
     system = resolve(config.system)
     if system.oracle and not config.allow_oracle:
         raise ConfigError(
-            "system", system.name, "a system that does not read true output lengths; oracles are for offline benchmarks"
+            "system", system.name, "reads true output lengths, which only offline benchmarks may: set allow_oracle there"
         )
     built = {axis: _construct(system, axis, getattr(config, axis)) for axis in AXES}
     return Policies(system=system, **built)

@@ -52,10 +52,12 @@ class SteeredScheduler(AsyncScheduler):
         """Take vLLM's arguments.
 
         Raises:
+            UpstreamMissing, UpstreamChanged: this vLLM's scheduler is not one that was verified.
             ConfigError: the options under ``additional_config["vllm_ext"]`` are not valid.
             ValueError: the system can't work with this model.
         """
         super().__init__(*args, **kwargs)
+        registry.verify("scheduler")  # also where a class name brought us here and no front end checked
         registry.install("engine-core")
         config = parse((self.vllm_config.additional_config or {}).get(KEY) or {})
         self.config = config

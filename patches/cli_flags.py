@@ -1,0 +1,72 @@
+"""Adds our flags to ``vllm serve``, ``vllm bench`` and every other parser that takes the engine's arguments.
+
+Upstream symbol: ``EngineArgs.add_cli_args``. Seams tried: vLLM loads general plugins right before it builds its parser,
+but hands the parser to platform plugins only (``pre_register_and_update``), and we are no platform; options can travel
+in ``--additional-config``, which is what the flags end in, but nothing lists them in ``--help``.
+Breaks without: our flags are unknown arguments; ``--additional-config`` still works.
+Can go: when a general plugin can register arguments.
+
+The parser only grows, so an upstream change does not matter until a feature is chosen; ``engine_config`` verifies then.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.config import FLAGS, Flag
+from vllm_ext.patches.patch import Patch
+
+TITLE = "vllm-ext"
+_DONE = "_vllm_ext_flags"
+
+
+def _add_cli_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+    parser = original(parser, *args, **kwargs)
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the argument group to the parser, once."""
+    if getattr(parser, _DONE, False):
+        return
+    setattr(parser, _DONE, True)
+    group = parser.add_argument_group(TITLE, _description())
+    for flag in FLAGS:
+        group.add_argument(flag.name, **_argument(flag))
+
+
+def _argument(flag: Flag) -> dict[str, Any]:
+    if flag.type is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": None, "help": flag.help}
+    return {"type": flag.type, "metavar": flag.metavar, "default": None, "help": flag.help}
+
+
+def _description() -> str:
+    from vllm_ext import systems
+
+    names = ", ".join(row.name for row in systems.table() if not row.oracle)
+    return (
+        f"Scheduling systems of vllm-ext, chosen with --scheduler-cls NAME: {names}; A+B composes two. "
+        "The flags below set parameters of the chosen system."
+    )
+
+
+HOOKS = (
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        feature="flags",
+        why="general plugins can't register command-line arguments",
+        breaks_without="--ext-* flags are unknown; --additional-config still works",
+        remove_when="a general plugin can register arguments",
+        verified={
+            "0.30.0": "8a4bbee0203eed0f",
+            "0.31.0": "3a96fe4a313de2fd",
+            "0.32.0": "aac69939b5957b28",
+            "0.33.0": "d206cf1386fbb08f",
+        },
+        replacement=_add_cli_args,
+    ),
+)

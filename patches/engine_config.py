@@ -1,0 +1,142 @@
+"""Turns the name of a system into our scheduler, and refuses what can't work, before any engine process starts.
+
+Upstream symbol: ``EngineArgs.create_engine_config``, through which the server, every API server process, ``LLM`` and
+``AsyncLLM`` get their ``VllmConfig``. Seams tried: ``--scheduler-cls`` takes a qualified class name and would do for
+the scheduler itself, but it is resolved only in the engine core, where an error is the failed start of another process;
+nothing else checks our options in the process that the user sees.
+Breaks without: ``--scheduler-cls alise`` is an unknown class.
+Can go: when vLLM resolves names of scheduler plugins and validates plugin options at start.
+
+It does nothing unless a feature is chosen: a scheduler name without dots, or the key ``vllm_ext`` in
+``additional_config``. Only then are vLLM's symbols compared with the verified ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_ext import config as ext_config
+from vllm_ext.config import KEY, ConfigError, ExtConfig
+from vllm_ext.patches import registry
+from vllm_ext.patches.additional_config import with_options
+from vllm_ext.patches.patch import Patch
+
+SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+_SERVERS = ("OPENAI_API_SERVER", "API_SERVER")
+_HTTP = (*_SERVERS, "OPENAI_BATCH_RUNNER")
+
+
+def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_chosen(self.scheduler_cls, self.additional_config):
+        return original(self, *args, **kwargs)
+    registry.verify("base", "scheduler", "engine-core")
+    usage = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("usage_context")
+    config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
+    refuse_oracle(config, usage)
+    refuse_priority(config, self.scheduling_policy)
+    chosen = self.scheduler_cls
+    self.scheduler_cls = scheduler_cls
+    try:
+        vllm_config = original(self, *args, **kwargs)
+    finally:
+        self.scheduler_cls = chosen  # the caller may build from the same arguments again
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
+    vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
+    for name in needed_groups(config, usage):
+        registry.install(name)
+    return vllm_config
+
+
+def is_chosen(scheduler_cls: object, additional_config: object) -> bool:
+    """Whether the user asked for anything of ours."""
+    if isinstance(scheduler_cls, str) and "." not in scheduler_cls:
+        return True
+    return isinstance(additional_config, Mapping) and KEY in additional_config
+
+
+def validate(scheduler_cls: object, additional_config: Mapping[str, Any]) -> tuple[ExtConfig, object]:
+    """Return the resolved configuration and the scheduler class to give to vLLM.
+
+    Args:
+        scheduler_cls: A system's name, a qualified class name, a class, or ``None``.
+        additional_config: As the user gave it; our options are under ``vllm_ext``.
+
+    Raises:
+        ConfigError: An option is wrong, the system is unknown, or no system was named.
+    """
+    from vllm_ext import systems
+
+    raw = additional_config.get(KEY, {})
+    if not isinstance(raw, Mapping):
+        raise ConfigError("", raw, "must be an object")
+    name = scheduler_cls if isinstance(scheduler_cls, str) and "." not in scheduler_cls else None
+    named = raw.get("system")
+    if name is None and named is None:
+        known = ", ".join(systems.known())
+        raise ConfigError("", dict(raw), f"options need a system: add --scheduler-cls NAME, one of {known}")
+    if name is not None and named is not None and name != named:
+        raise ConfigError("system", named, f"contradicts --scheduler-cls {name}; leave one of them out")
+    config = ext_config.parse({**raw, "system": name if named is None else named})
+    systems.build(config)
+    if name is not None or scheduler_cls is None:
+        return config, SCHEDULER
+    refuse_foreign_scheduler(config, scheduler_cls)
+    return config, scheduler_cls
+
+
+def refuse_foreign_scheduler(config: ExtConfig, scheduler_cls: object) -> None:
+    """Raise ConfigError unless the class, given itself or by its qualified name, is a subclass of our scheduler."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    ours = resolve_obj_by_qualname(SCHEDULER)
+    found = resolve_obj_by_qualname(scheduler_cls) if isinstance(scheduler_cls, str) else scheduler_cls
+    if not (isinstance(found, type) and issubclass(found, ours)):
+        allowed = f"needs a subclass of {SCHEDULER}, not --scheduler-cls {scheduler_cls}; leave one of them out"
+        raise ConfigError("system", config.system, allowed)
+
+
+def refuse_oracle(config: ExtConfig, usage_context: object) -> None:
+    """Raise ConfigError if true output lengths would be read where requests come from clients."""
+    from vllm_ext import systems
+
+    oracle = systems.resolve(config.system).oracle or "oracle" in config.prediction.sources
+    if oracle and usage_context in _SERVERS:
+        raise ConfigError("system", config.system, "true output lengths are for offline benchmarks, never for a server")
+
+
+def refuse_priority(config: ExtConfig, scheduling_policy: str) -> None:
+    """Raise ConfigError if vLLM's own priority policy would choose victims against the system's order."""
+    if scheduling_policy == "priority" and config.system != "fcfs":
+        allowed = "orders by itself and honours the priority of a request; leave out --scheduling-policy priority"
+        raise ConfigError("system", config.system, allowed)
+
+
+def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
+    """Return the hook groups that this process needs under the configuration."""
+    groups = ["hints"]
+    if usage_context in _HTTP:
+        groups.append("http")
+    if config.metrics_interval_s > 0:
+        groups.append("metrics")
+    return tuple(groups)
+
+
+HOOKS = (
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        feature="scheduling",
+        why="names of systems and our options must be checked where the user sees it, not in the engine core",
+        breaks_without="--scheduler-cls NAME is an unknown class",
+        remove_when="vLLM resolves names of scheduler plugins and validates plugin options at start",
+        verified={
+            "0.30.0": "39c5eba165a0a7c0",
+            "0.31.0": "ef49ffb8c104f0a8",
+            "0.32.0": "f8c65bf282b8debd",
+            "0.33.0": "ac940debee640002",
+        },
+        replacement=_create_engine_config,
+    ),
+)

@@ -1,0 +1,218 @@
+"""Fingerprints of upstream functions: equal when the code is the same, on every Python this package supports.
+
+A fingerprint is the first 16 hex digits of the SHA-256 of the function's syntax tree, without docstring, positions and
+fields that are empty (newer Pythons add some). A function that something wraps has the code names of the wrappers
+appended, outermost first: ``inspect`` looks through ``__wrapped__``, and by the body alone a stranger's patch passes.
+
+As a command it reads sources without importing them::
+
+    python -m vllm_ext.patches.fingerprint --source DIRECTORY_WHEEL_OR_SDIST TARGET...
+    python -m vllm_ext.patches.fingerprint --source vllm-0.33.0.whl --all
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import hashlib
+import inspect
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_SKIPPED_FIELDS = frozenset({"type_params", "type_comment", "type_ignores", "kind"})
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def fingerprint(function: Callable[..., Any], *, ignore: Callable[[Any], bool] = lambda _: False) -> str:
+    """Return the fingerprint of a live function.
+
+    Args:
+        function: A plain function, perhaps wrapped by others that set ``__wrapped__``.
+        ignore: Tells the wrappers that do not count, such as our own.
+
+    Raises:
+        LookupError: Its source can't be found, so nothing can be said about it.
+    """
+    names = []
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if not ignore(function):
+            names.append(_code_name(function))
+        function = inner
+    return "+".join([_live_hash(function), *names])
+
+
+def fingerprint_source(text: str, qualname: str) -> str:
+    """Return the fingerprint of ``qualname`` (``function`` or ``Class.method``) in the source text of a module.
+
+    Wrappers that decorators add are not seen here.
+
+    Raises:
+        LookupError: The text does not define it.
+    """
+    body: Sequence[ast.AST] = ast.parse(text).body
+    node: ast.AST | None = None
+    for name in qualname.split("."):
+        found = [n for n in _definitions(body) if n.name == name]
+        if not found:
+            raise LookupError(f"{qualname} is not defined here")
+        node = found[-1]  # the last definition of a name wins
+        body = node.body
+    if not isinstance(node, FunctionNode):
+        raise LookupError(f"{qualname} is no function")
+    return hash_function(node)
+
+
+def hash_function(node: FunctionNode) -> str:
+    """Return the fingerprint of a function's syntax tree."""
+    digest = hashlib.sha256()
+    for piece in _dump(node):
+        digest.update(piece.encode())
+    return digest.hexdigest()[:16]
+
+
+def forget_sources() -> None:
+    """Drop the syntax trees kept between calls of `fingerprint`; they are large and seldom needed again."""
+    _functions_of.cache_clear()
+
+
+def _dump(node: object) -> Iterator[str]:
+    """Yield the tree as text in which nothing depends on the version of Python that parsed it."""
+    if isinstance(node, ast.JoinedStr):
+        node = ast.JoinedStr(values=_merge_texts(node.values))
+    if isinstance(node, ast.AST):
+        yield f"({type(node).__name__}"
+        for name in sorted(node._fields):
+            value = getattr(node, name, None)
+            if name == "body" and isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+                value = node.body[1:]
+            if name in _SKIPPED_FIELDS or (value is None and not isinstance(node, ast.Constant)) or value == []:
+                continue
+            yield f" {name}="
+            yield from _dump(value)
+        yield ")"
+    elif isinstance(node, list):
+        yield "["
+        for item in node:
+            yield from _dump(item)
+            yield ","
+        yield "]"
+    else:
+        yield ascii(node)  # not repr: which characters it escapes depends on the Unicode tables
+
+
+def _merge_texts(values: list[ast.expr]) -> list[ast.expr]:
+    """Join neighbouring literal parts of an f-string; parsers cut them differently."""
+    merged: list[ast.expr] = []
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            if not value.value:
+                continue
+            last = merged[-1] if merged else None
+            if isinstance(last, ast.Constant) and isinstance(last.value, str):
+                merged[-1] = ast.Constant(value=last.value + value.value)
+                continue
+        merged.append(value)
+    return merged
+
+
+def _definitions(body: Sequence[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield definitions in these statements, also those below ``if`` and ``try``, but not inside one another."""
+    for statement in body:
+        if isinstance(statement, _DEFINITIONS):
+            yield statement
+        else:
+            yield from _definitions([n for n in ast.iter_child_nodes(statement) if isinstance(n, ast.stmt)])
+            if isinstance(statement, ast.Try):
+                for handler in statement.handlers:
+                    yield from _definitions(handler.body)
+
+
+def _code_name(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return code.co_name if code is not None else type(function).__name__
+
+
+def _live_hash(function: Callable[..., Any]) -> str:
+    if not isinstance(function, FunctionType):
+        raise LookupError(f"{function!r} is no plain function")
+    code = function.__code__
+    filename = inspect.getsourcefile(code)
+    found = _functions_of(filename).get((code.co_name, code.co_firstlineno)) if filename else None
+    if found is None:
+        raise LookupError(f"no source found for {function.__qualname__} (line {code.co_firstlineno} of {filename})")
+    return hash_function(found)
+
+
+@functools.lru_cache(maxsize=16)
+def _functions_of(filename: str) -> dict[tuple[str, int], FunctionNode]:
+    """Return the functions in a file by name and first line, decorators included, as code objects count it."""
+    try:
+        tree = ast.parse(Path(filename).read_bytes())
+    except (OSError, SyntaxError) as error:
+        raise LookupError(f"{filename} can't be read as source: {error}") from error
+    functions = {}
+    for node in ast.walk(tree):
+        if isinstance(node, FunctionNode):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            functions[node.name, first] = node
+    return functions
+
+
+def read_module(source: Path, module: str) -> str:
+    """Return the text of a module in an unpacked tree, a wheel or an sdist.
+
+    Raises:
+        LookupError: ``source`` does not hold the module.
+    """
+    path = module.replace(".", "/")
+    names = (f"{path}.py", f"{path}/__init__.py")
+    if source.is_dir():
+        for name in names:
+            if (source / name).is_file():
+                return (source / name).read_text(encoding="utf-8")
+    elif zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as wheel:
+            for name in names:
+                if name in wheel.namelist():
+                    return wheel.read(name).decode()
+    else:
+        with tarfile.open(source) as sdist:
+            for member in sdist:
+                if member.name.partition("/")[2] in names and (file := sdist.extractfile(member)) is not None:
+                    return file.read().decode()
+    raise LookupError(f"{source} holds no module {module}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one line per target: its fingerprint in ``--source``, or why there is none."""
+    parser = argparse.ArgumentParser(description="Print fingerprints of functions without importing them.")
+    parser.add_argument("--source", type=Path, required=True, help="directory that holds vllm/, a wheel, or an sdist")
+    parser.add_argument("--all", action="store_true", help="every hook of vllm-ext")
+    parser.add_argument("target", nargs="*", help="package.module:Class.method or package.module:function")
+    args = parser.parse_args(argv)
+    targets: list[str] = list(args.target)
+    if args.all:
+        from vllm_ext.patches.registry import hooks
+
+        targets += [hook.target for hook in hooks()]
+    if not targets:
+        parser.error("name a target, or give --all")
+    for target in targets:
+        module, _, qualname = target.partition(":")
+        try:
+            found = fingerprint_source(read_module(args.source, module), qualname)
+        except LookupError as error:
+            found = f"absent: {error}"
+        print(f"{target}  {found}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

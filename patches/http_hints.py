@@ -1,0 +1,82 @@
+"""Collects hints of HTTP requests from headers and body extensions, and answers malformed ones with status 400.
+
+Upstream symbols: ``create_completion``, ``create_chat_completion`` and ``create_responses`` of the OpenAI handlers.
+Seams tried: vLLM's request models keep unknown body fields but never pass them on, nor headers except a fixed few;
+an endpoint plugin can replace a route, but is loaded only if the user names it in ``VLLM_PLUGINS``, and would copy it.
+Breaks without: only ``vllm_xargs`` carries hints; headers and ``nvext`` are ignored.
+Can go: when headers or extra body fields reach ``SamplingParams.extra_args``.
+
+The handlers are wrapped outside of their own clean-up of remote KV transfers, so a refusal is passed through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext import hints
+from vllm_ext.patches.patch import Patch
+from vllm_ext.patches.refusal import refusal
+
+
+async def _create(
+    original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        await add_hints(request, raw_request)
+    except hints.HintError as error:
+        return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
+    return await original(self, request, raw_request, *args, **kwargs)
+
+
+async def add_hints(request: Any, raw_request: Any) -> None:
+    """Put the hints of headers and ``nvext`` into ``request.vllm_xargs``; what the body says there wins.
+
+    A request without such hints is left untouched.
+
+    Raises:
+        HintError: A hint is malformed; the request is not changed.
+    """
+    found = {} if raw_request is None else hints.from_headers(raw_request.headers)
+    found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
+    given = request.vllm_xargs or {}
+    hints.from_extra_args(given)
+    await _refuse_booleans(given, raw_request)
+    if found:
+        request.vllm_xargs = {**found, **given}
+
+
+async def _refuse_booleans(given: dict[str, Any], raw_request: Any) -> None:
+    """vLLM's request model turns ``true`` into 1; only the raw body, which the server keeps parsed, still tells."""
+    suspects = [key for key in hints.KEYS if key in given and given[key] == 1]
+    if not suspects or raw_request is None:
+        return
+    body = await raw_request.json()
+    sent = body.get("vllm_xargs") if isinstance(body, dict) else None
+    if isinstance(sent, dict):
+        hints.from_extra_args({key: sent[key] for key in suspects if key in sent})
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+def _patch(target: str, fingerprint: str) -> Patch:
+    return Patch(
+        target=target,
+        feature="hints",
+        why="headers and extra body fields of a request reach nothing that a plugin can see",
+        breaks_without="hints in headers and nvext are ignored",
+        remove_when="headers or extra body fields reach SamplingParams.extra_args",
+        verified=dict.fromkeys(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprint),
+        replacement=_create,
+    )
+
+
+_HANDLERS = "vllm.entrypoints.openai"
+
+HOOKS = (
+    _patch(f"{_HANDLERS}.completion.serving:OpenAIServingCompletion.create_completion", "07243092e90dbe97"),
+    _patch(f"{_HANDLERS}.chat_completion.serving:OpenAIServingChat.create_chat_completion", "c26d4be269c2feb8"),
+    _patch(f"{_HANDLERS}.responses.serving:OpenAIServingResponses.create_responses", "9a5c17cac3631487"),
+)

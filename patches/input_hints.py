@@ -1,0 +1,48 @@
+"""Validates hints of requests that do not come over HTTP, and those that reach the engine by another way.
+
+Upstream symbol: ``InputProcessor.process_inputs``, through which every request passes in the front-end process. Seams
+tried: a logits processor's ``validate_params`` sees every request too, but one entry point can't serve both of vLLM's
+runners and it is absent under speculative decoding; in the scheduler an error would hit the engine, not the caller.
+Breaks without: a malformed hint given to ``LLM.generate`` is first seen in the engine core and can only be ignored.
+Can go: when a plugin can validate requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext import hints
+from vllm_ext.patches.patch import Patch
+from vllm_ext.patches.refusal import refusal
+
+
+def _process_inputs(
+    original: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    session_id = kwargs.get("session_id")
+    extra = getattr(params, "extra_args", None)
+    if extra or session_id is not None:
+        try:
+            hints.from_extra_args(extra, session_id)
+        except hints.HintError as error:
+            raise refusal(error) from error
+    return original(self, request_id, prompt, params, *args, **kwargs)
+
+
+HOOKS = (
+    Patch(
+        target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        feature="hints",
+        why="no seam sees every request in the front end on both of vLLM's model runners",
+        breaks_without="malformed hints of offline requests are ignored instead of refused",
+        remove_when="a plugin can validate requests",
+        verified={
+            "0.30.0": "e50da75805c19e31",
+            "0.31.0": "2a90414d702472b4",
+            "0.32.0": "8e97b0e56c20cca6",
+            "0.33.0": "8e97b0e56c20cca6",
+        },
+        replacement=_process_inputs,
+    ),
+)

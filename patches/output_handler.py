@@ -1,0 +1,42 @@
+"""Starts the task that fetches the scheduler's state, once the front end's event loop runs.
+
+Upstream symbol: ``AsyncLLM._run_output_handler``, which vLLM calls with the first request, or at construction if a loop
+runs already. Seams tried: stat-logger plugins are constructed before the loop and get neither it nor the engine client;
+endpoint plugins get the client, but are loaded only if the user names them in ``VLLM_PLUGINS``.
+Breaks without: no ``vllm_ext:*`` metrics and no request log.
+Can go: when a plugin is told that the front end is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.patches.patch import Patch
+
+
+def _run_output_handler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    from vllm_ext.observability.frontend import ensure_poller
+
+    ensure_poller(self)
+    return result
+
+
+HOOKS = (
+    Patch(
+        target="vllm.v1.engine.async_llm:AsyncLLM._run_output_handler",
+        feature="metrics",
+        why="no plugin is told when the front end's event loop runs, or gets its engine client unasked",
+        breaks_without="no vllm_ext:* metrics and no request log",
+        remove_when="a plugin is told that the front end is ready",
+        verified={
+            "0.30.0": "a77175de0d81970e",
+            "0.31.0": "a77175de0d81970e",
+            "0.32.0": "87aa85f9cb8507a7",
+            "0.33.0": "face7b8a887e609a",
+        },
+        replacement=_run_output_handler,
+        leave_out="the metrics with --ext-metrics-interval-s 0",
+    ),
+)

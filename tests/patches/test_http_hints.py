@@ -1,0 +1,175 @@
+"""Hints over HTTP, with vLLM's own request models, handlers and error bodies; the engine behind them is not needed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from starlette.requests import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMValidationError
+
+from vllm_ext.hints import HintError
+from vllm_ext.patches import registry
+from vllm_ext.patches.http_hints import add_hints
+
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "completion": (CompletionRequest, {"model": "m", "prompt": "x"}),
+    "chat": (ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    "responses": (ResponsesRequest, {"model": "m", "input": "x"}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_request(kind: str, headers: dict[str, str] | None = None, **body: Any) -> tuple[Any, Request]:
+    """Return the validated request and the raw one, as vLLM's routes hand them to the handler."""
+    cls, least = KINDS[kind]
+    sent = {**least, **body}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(sent).encode(), "more_body": False}
+
+    encoded = [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
+    return cls(**sent), Request({"type": "http", "method": "POST", "headers": encoded}, receive)
+
+
+@kinds
+async def test_a_request_without_hints_is_left_untouched(kind: str) -> None:
+    request, raw = make_request(kind, {"accept": "*/*"}, unknown_field=3)
+    before = request.model_dump()
+    await add_hints(request, raw)
+    assert request.vllm_xargs is None
+    assert request.model_dump() == before
+
+
+@kinds
+async def test_foreign_arguments_are_left_untouched(kind: str) -> None:
+    request, raw = make_request(kind, vllm_xargs={"other": 1, "bench_output_len": 3})
+    await add_hints(request, raw)
+    assert request.vllm_xargs == {"other": 1, "bench_output_len": 3}
+
+
+@kinds
+async def test_headers_and_body_extension_join_the_arguments(kind: str) -> None:
+    request, raw = make_request(
+        kind, {"X-LLM-D-SLO-TTFT-MS": "250"}, nvext={"agent_hints": {"osl": 9}}, vllm_xargs={"tbt_slo_ms": 50}
+    )
+    await add_hints(request, raw)
+    assert request.vllm_xargs == {"ttft_slo_ms": 250.0, "osl": 9, "tbt_slo_ms": 50}
+
+
+PRECEDENCE = [
+    ({"osl": 1}, {"agent_hints": {"osl": 2}}, 1),
+    ({}, {"agent_hints": {"osl": 2}}, 2),
+    ({}, None, 3),
+]
+
+
+@pytest.mark.parametrize(("xargs", "nvext", "expected"), PRECEDENCE, ids=["vllm_xargs", "nvext", "header"])
+async def test_the_body_wins_over_headers(xargs: dict[str, Any], nvext: Any, expected: int) -> None:
+    request, raw = make_request("completion", {"x-dynamo-osl": "3"}, vllm_xargs=xargs, nvext=nvext)
+    await add_hints(request, raw)
+    assert request.vllm_xargs["osl"] == expected
+
+
+@kinds
+async def test_the_arguments_reach_the_sampling_parameters(kind: str) -> None:
+    request, raw = make_request(kind, {"x-dynamo-osl": "3"})
+    await add_hints(request, raw)
+    params = request.to_sampling_params(16, {})
+    assert params.extra_args == {"osl": 3}
+
+
+MALFORMED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "negative": ({}, {"vllm_xargs": {"ttft_slo_ms": -1}}, "ttft_slo_ms"),
+    "zero": ({}, {"vllm_xargs": {"tbt_slo_ms": 0}}, "tbt_slo_ms"),
+    "not a number": ({}, {"vllm_xargs": {"jct_slo_ms": math.nan}}, "jct_slo_ms"),
+    "infinite": ({}, {"vllm_xargs": {"jct_slo_ms": math.inf}}, "jct_slo_ms"),
+    "text": ({}, {"vllm_xargs": {"ttft_slo_ms": "250"}}, "ttft_slo_ms"),
+    "true": ({}, {"vllm_xargs": {"ttft_slo_ms": True}}, "ttft_slo_ms"),
+    "true among others": ({}, {"vllm_xargs": {"other": 1, "osl": True}}, "osl"),
+    "long conversation": ({}, {"vllm_xargs": {"conversation_id": "x" * 257}}, "conversation_id"),
+    "header": ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms"),
+    "length header": ({"x-dynamo-osl": "0"}, {}, "x-dynamo-osl"),
+    "header, though the body says better": ({"x-dynamo-osl": "0"}, {"vllm_xargs": {"osl": 3}}, "x-dynamo-osl"),
+    "body extension": ({}, {"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
+    "body extension of another kind": ({}, {"nvext": 3}, "nvext"),
+}
+malformed = pytest.mark.parametrize(("headers", "body", "field"), MALFORMED.values(), ids=MALFORMED.keys())
+
+
+@kinds
+@malformed
+async def test_a_malformed_hint_is_refused_by_its_name_and_changes_nothing(
+    kind: str, headers: dict[str, str], body: dict[str, Any], field: str
+) -> None:
+    request, raw = make_request(kind, headers, **body)
+    before = request.vllm_xargs
+    with pytest.raises(HintError) as caught:
+        await add_hints(request, raw)
+    assert caught.value.field == field
+    assert request.vllm_xargs == before
+
+
+async def test_the_number_one_is_not_mistaken_for_true() -> None:
+    request, raw = make_request("completion", vllm_xargs={"ttft_slo_ms": 1, "osl": 1})
+    await add_hints(request, raw)
+    assert request.vllm_xargs == {"ttft_slo_ms": 1, "osl": 1}
+
+
+@pytest.fixture
+def handler() -> Iterator[OpenAIServingCompletion]:
+    """vLLM's handler with our hook and without an engine; it notes whose remote KV it would release."""
+    undo = registry.install("http")
+    handler = OpenAIServingCompletion.__new__(OpenAIServingCompletion)
+    handler.has_kv_connector = True
+    handler.released = []  # type: ignore[attr-defined]
+
+    async def release(request_id: str, *_: Any, **__: Any) -> None:
+        handler.released.append(request_id)  # type: ignore[attr-defined]
+
+    handler.engine_client = SimpleNamespace(notify_kv_transfer_request_rejected=release)  # type: ignore[assignment]
+    yield handler
+    undo()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@malformed
+async def test_the_client_gets_status_400_with_the_field(
+    handler: OpenAIServingCompletion, stream: bool, headers: dict[str, str], body: dict[str, Any], field: str
+) -> None:
+    request, raw = make_request("completion", headers, stream=stream, **body)
+    with pytest.raises(VLLMValidationError) as caught:
+        await handler.create_completion(request, raw)
+    error = create_error_response(caught.value).error
+    assert (error.code, error.type, error.param) == (400, "BadRequestError", field)
+    assert field in error.message
+
+
+async def test_a_refusal_releases_the_remote_kv_of_the_request(handler: OpenAIServingCompletion) -> None:
+    request, raw = make_request(
+        "completion", vllm_xargs={"osl": 0}, kv_transfer_params={"do_remote_prefill": True}, request_id="r"
+    )
+    with pytest.raises(VLLMValidationError):
+        await handler.create_completion(request, raw)
+    assert handler.released == ["r"]  # type: ignore[attr-defined]
+
+
+async def test_an_accepted_request_goes_on_to_upstream(handler: OpenAIServingCompletion) -> None:
+    """Upstream answers a stream with beam search by itself, before it needs an engine."""
+    handler.create_error_response = create_error_response  # type: ignore[assignment, method-assign]
+    request, raw = make_request("completion", {"x-dynamo-osl": "3"}, stream=True, use_beam_search=True)
+    answer: Any = await handler.create_completion(request, raw)
+    assert "beam search" in answer.error.message
+    assert request.vllm_xargs == {"osl": 3}

@@ -1,0 +1,119 @@
+"""The hooks themselves: they fit the vLLM installed, come and go as a group, and the documentation lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_ext.cli import patches as command
+from vllm_ext.patches import errors, registry
+from vllm_ext.patches.errors import UpstreamChanged
+from vllm_ext.patches.patch import Hook, Patch, Reliance, resolve_owner
+
+pytest.importorskip("vllm")
+
+HOOKS = registry.hooks()
+ids = [hook.target.partition(":")[2] for hook in HOOKS]
+DOCS = Path(__file__).parents[2] / "docs" / "patches.md"
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=ids)
+def test_every_hook_fits_the_vllm_installed(hook: Hook) -> None:
+    hook.verify()
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=ids)
+def test_every_hook_says_why_it_exists(hook: Hook) -> None:
+    assert all((hook.feature, hook.why, hook.breaks_without, hook.remove_when, hook.leave_out))
+
+
+def test_no_symbol_is_hooked_twice() -> None:
+    assert len({hook.target for hook in HOOKS}) == len(HOOKS)
+
+
+@pytest.mark.parametrize("name", registry.GROUPS)
+def test_a_group_is_installed_once_and_undone(name: str) -> None:
+    before = {hook.target: stored(hook) for hook in registry.group(name)}
+    undo = registry.install(name)
+    installed = {hook.target: stored(hook) for hook in registry.group(name)}
+    registry.install(name)()
+    assert {hook.target: stored(hook) for hook in registry.group(name)} == installed
+    undo()
+    assert {hook.target: stored(hook) for hook in registry.group(name)} == before
+
+
+def stored(hook: Hook) -> object:
+    owner, name = resolve_owner(hook.target)
+    return vars(owner).get(name)
+
+
+def changed(hook: Hook) -> Hook:
+    return dataclasses.replace(hook, verified={"0.0.1": "0" * 16})  # type: ignore[type-var]
+
+
+def test_a_group_with_one_changed_symbol_is_not_installed_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ext.patches import http_hints
+
+    first, second, third = http_hints.HOOKS
+    before = [stored(hook) for hook in http_hints.HOOKS]
+    monkeypatch.setattr(http_hints, "HOOKS", (first, changed(second), third))
+    with pytest.raises(UpstreamChanged, match="create_chat_completion"):
+        registry.install("http")
+    assert [stored(hook) for hook in (first, second, third)] == before
+
+
+def test_all_changed_symbols_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ext.patches import scheduler_reliances
+
+    monkeypatch.setattr(scheduler_reliances, "HOOKS", tuple(changed(h) for h in scheduler_reliances.HOOKS))
+    with pytest.raises(UpstreamChanged) as caught:
+        registry.verify("scheduler")
+    assert all(hook.target in str(caught.value) for hook in scheduler_reliances.HOOKS)
+
+
+def test_an_unknown_group_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"must be one of base, .*engine-core"):
+        registry.install("everything")
+
+
+def test_the_report_tells_changed_and_missing_from_verified() -> None:
+    good = next(hook for hook in HOOKS if isinstance(hook, Reliance))
+    gone = dataclasses.replace(good, target="vllm.v1.core.sched.scheduler:Scheduler.no_such_method")
+    statuses = registry.report([good, changed(good), gone])
+    assert [status.status for status in statuses] == ["verified", "changed", "missing"]
+    assert statuses[0].remedy == ""
+    assert "install a verified version of vLLM (0.0.1), or leave out --scheduler-cls" in statuses[1].remedy
+
+
+def test_without_vllm_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "installed_vllm", lambda: "none")
+    assert {status.status for status in registry.report()} == {"not-checked"}
+
+
+def test_the_installed_version_is_among_the_verified_ones() -> None:
+    public = errors.installed_vllm().partition("+")[0]
+    assert all(public in hook.versions for hook in HOOKS if isinstance(hook, (Patch, Reliance)))
+
+
+def test_the_documentation_lists_the_hooks_as_they_are() -> None:
+    assert DOCS.read_text(encoding="utf-8") == command.markdown(), "run `vllm-ext patches --markdown > docs/patches.md`"
+
+
+def test_the_command_prints_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--json", "--check"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [hook["target"] for hook in printed["hooks"]] == [hook.target for hook in HOOKS]
+
+
+def test_the_check_fails_if_a_hook_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_ext.patches import output_handler
+
+    monkeypatch.setattr(output_handler, "HOOKS", tuple(changed(h) for h in output_handler.HOOKS))
+    assert command.main([]) == 0
+    assert command.main(["--check"]) == 1
+    assert "remedy: vLLM" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""What a client may say of a request: latency objectives, conversation, expected output length.
+
+Hints travel in the request body (``vllm_xargs``), in headers, or in Dynamo's ``nvext`` body extension. All three end in
+vLLM's ``SamplingParams.extra_args``; keys not listed in `KEYS` belong to others and are left alone. A hint is a wish,
+never the true output length. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CONVERSATION_ID_CHARS = 256
+"""Longest conversation id; the scheduler keeps ids in memory, so a client must not choose their size."""
+
+MAX_OSL = 1_000_000
+"""Largest expected output length, in tokens."""
+
+SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
+KEYS = ("conversation_id", *SLO_KEYS, "osl")
+"""The keys of ``extra_args`` that are ours."""
+
+SLO_HEADER = "x-llm-d-slo-ttft-ms"
+OSL_HEADER = "x-dynamo-osl"
+
+_SLO_ALLOWED = "a finite number of milliseconds greater than 0"
+_OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
+_ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
+_SHOWN_CHARS = 80
+
+
+class HintError(ValueError):
+    """A hint is malformed.
+
+    Attributes:
+        field: Name of the hint as the client wrote it, such as ``ttft_slo_ms`` or ``x-dynamo-osl``.
+        value: What the client sent.
+        allowed: What would have been accepted, as a noun phrase.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > _SHOWN_CHARS:
+            shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
+        super().__init__(f"{field}={shown}: must be {allowed}; correct it or leave it out")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+    def __reduce__(self) -> tuple[type[HintError], tuple[str, object, str]]:
+        return type(self), (self.field, self.value, self.allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestHints:
+    """The validated hints of one request; ``None`` means that the client said nothing."""
+
+    conversation_id: str | None = None
+    """Requests of one conversation share it; never used to decide whether KV may be reused."""
+
+    ttft_slo_ms: float | None = None
+    """Wished time to first token, in milliseconds after arrival."""
+
+    tbt_slo_ms: float | None = None
+    """Wished time between tokens, in milliseconds."""
+
+    jct_slo_ms: float | None = None
+    """Wished job completion time, in milliseconds after arrival."""
+
+    osl: int | None = None
+    """Output length the client expects, in tokens."""
+
+
+NO_HINTS = RequestHints()
+
+
+def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = None) -> RequestHints:
+    """Return the hints found in a request's ``extra_args``.
+
+    Args:
+        extra: ``SamplingParams.extra_args``; foreign keys are ignored.
+        session_id: vLLM's own session id, used as conversation where ``conversation_id`` is absent.
+
+    Raises:
+        HintError: One of our keys, or the session id, has a value that is not allowed.
+    """
+    found = {key: extra[key] for key in KEYS if key in extra} if extra else {}
+    if not found and session_id is None:
+        return NO_HINTS
+    conversation_id = check_conversation_id("conversation_id", found.get("conversation_id"))
+    if conversation_id is None:
+        conversation_id = check_conversation_id("session_id", session_id)
+    return RequestHints(
+        conversation_id=conversation_id,
+        ttft_slo_ms=check_slo_ms("ttft_slo_ms", found.get("ttft_slo_ms")),
+        tbt_slo_ms=check_slo_ms("tbt_slo_ms", found.get("tbt_slo_ms")),
+        jct_slo_ms=check_slo_ms("jct_slo_ms", found.get("jct_slo_ms")),
+        osl=check_osl("osl", found.get("osl")),
+    )
+
+
+def from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the hints carried by headers, keyed as in ``extra_args``; header names match in any case.
+
+    Raises:
+        HintError: A header of ours is malformed; ``field`` is the header's name.
+    """
+    hints: dict[str, Any] = {}
+    for name, text in headers.items():
+        lowered = name.lower()
+        if lowered == SLO_HEADER:
+            hints["ttft_slo_ms"] = _header_slo_ms(text)
+        elif lowered == OSL_HEADER:
+            hints["osl"] = _header_osl(text)
+    return hints
+
+
+def from_body_extension(nvext: Any) -> dict[str, Any]:
+    """Return the hints in Dynamo's body extension ``{"agent_hints": {"osl": 123}}``; its other keys are not ours.
+
+    Raises:
+        HintError: The extension or a hint in it is malformed; ``field`` is the path, such as ``nvext.agent_hints.osl``.
+    """
+    if nvext is None:
+        return {}
+    if not isinstance(nvext, Mapping):
+        raise HintError("nvext", nvext, "an object")
+    agent_hints = nvext.get("agent_hints")
+    if agent_hints is None:
+        return {}
+    if not isinstance(agent_hints, Mapping):
+        raise HintError("nvext.agent_hints", agent_hints, "an object")
+    osl = check_osl("nvext.agent_hints.osl", agent_hints.get("osl"))
+    return {} if osl is None else {"osl": osl}
+
+
+def check_slo_ms(field: str, value: Any) -> float | None:
+    """Return a latency objective in milliseconds, or raise `HintError` naming ``field``."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise HintError(field, value, _SLO_ALLOWED)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise HintError(field, value, _SLO_ALLOWED) from error
+    if not math.isfinite(number) or number <= 0:
+        raise HintError(field, value, _SLO_ALLOWED)
+    return number
+
+
+def check_osl(field: str, value: Any) -> int | None:
+    """Return an expected output length in tokens, or raise `HintError` naming ``field``."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_OSL:
+        raise HintError(field, value, _OSL_ALLOWED)
+    return value
+
+
+def check_conversation_id(field: str, value: Any) -> str | None:
+    """Return a conversation id, or raise `HintError` naming ``field``."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CONVERSATION_ID_CHARS:
+        raise HintError(field, value, _ID_ALLOWED)
+    return value
+
+
+def _header_slo_ms(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise HintError(SLO_HEADER, text, _SLO_ALLOWED) from error
+    if not math.isfinite(number) or number <= 0:
+        raise HintError(SLO_HEADER, text, _SLO_ALLOWED)
+    return number
+
+
+def _header_osl(text: str) -> int | None:
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise HintError(OSL_HEADER, text, _OSL_ALLOWED) from error
+    if not 1 <= number <= MAX_OSL:
+        raise HintError(OSL_HEADER, text, _OSL_ALLOWED)
+    return number
