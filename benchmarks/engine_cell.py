@@ -1,0 +1,229 @@
+"""One cell of `engine_compare.py`: a fresh engine, one system, one series of requests; run as a child process.
+
+Method: start `AsyncLLM` in this process (its engine core and worker are processes of their own, as in `vllm serve`
+without the HTTP layer), serve the warm-up requests one by one and the history requests all at once, then release the
+measured requests at their arrival times and note when each token is received. No metric is computed here.
+
+    python benchmarks/engine_cell.py SPEC.json OUT.json        (both written and read by engine_compare.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(spec_path: str, out_path: str) -> None:
+    """Run the cell described by one JSON file and write what was observed to another."""
+    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    os.environ["VLLM_EXT_BENCH_FORCED_LENGTH"] = "1"
+    observed = asyncio.run(_run(spec))
+    Path(out_path).write_text(json.dumps(observed), encoding="utf-8")
+
+
+async def _run(spec: dict[str, Any]) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine_args = AsyncEngineArgs(**spec["engine_args"])
+    load = _load_recorder()
+    started = time.monotonic()
+    engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load])
+    try:
+        start_s = time.monotonic() - started
+        client = _Client(engine, spec["max_tokens"])
+        for index, request in enumerate(spec["warmup"]):
+            await client.serve(f"warmup-{index}", request, due=time.monotonic())
+        await client.serve_all("history", spec["history"])
+        load.state.reset()
+        cpu = _CpuClock()
+        served = await client.serve_all("measured", spec["requests"])
+        return {
+            "foreign_cpu_cores": cpu.foreign_cores(),
+            "requests": served,
+            "load": load.state.summary(),
+            "settings": _settings(engine),
+            "engine_start_s": start_s,
+        }
+    finally:
+        engine.shutdown()
+
+
+class _Client:
+    """Sends requests at their time and notes when tokens come back."""
+
+    def __init__(self, engine: Any, max_tokens: int) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+
+    async def serve_all(self, label: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Serve requests at their ``arrival_s`` from now; times returned count from now."""
+        start = time.monotonic()
+        tasks = [
+            self.serve(f"{label}-{i}", request, start + request["arrival_s"]) for i, request in enumerate(requests)
+        ]
+        served = await asyncio.gather(*tasks)
+        for record in served:
+            record["sent_s"] -= start
+            record["token_times_s"] = [t - start for t in record["token_times_s"]]
+        return list(served)
+
+    async def serve(self, req_id: str, request: dict[str, Any], due: float) -> dict[str, Any]:
+        """Serve one request at monotonic time ``due``."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        from vllm_ext.observability import forced_length
+
+        prompt = TokensPrompt(prompt_token_ids=request["prompt_token_ids"])
+        if request["prompt"] is not None:
+            prompt["prompt"] = request["prompt"]
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=self._max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=forced_length.extra_args(request["output_tokens"]),
+        )
+        await asyncio.sleep(due - time.monotonic())
+        sent = time.monotonic()
+        times: list[float] = []
+        finish_reason = None
+        async for output in self._engine.generate(prompt, sampling, req_id, priority=request["priority"]):
+            completion = output.outputs[0]
+            times.extend([time.monotonic()] * len(completion.token_ids))
+            finish_reason = completion.finish_reason
+        return {"req_id": req_id, "sent_s": sent, "token_times_s": times, "finish_reason": finish_reason}
+
+
+class _LoadState:
+    """Time-weighted queue lengths and counts of preemptions, from the statistics of each engine step."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; counts start now."""
+        self._last = time.monotonic()
+        self._elapsed_s = 0.0
+        self._areas = {"waiting": 0.0, "running": 0.0, "kv_usage": 0.0}
+        self._values = dict.fromkeys(self._areas, 0.0)
+        self._max_kv_usage = 0.0
+        self._preemptions = 0
+        self._steps = 0
+
+    def observe(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Add one engine step; the values of a step hold until the next."""
+        now = time.monotonic()
+        for key, value in self._values.items():
+            self._areas[key] += value * (now - self._last)
+        self._elapsed_s += now - self._last
+        self._last = now
+        if scheduler_stats is not None:
+            waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            usage = scheduler_stats.kv_cache_usage
+            self._values = {"waiting": waiting, "running": scheduler_stats.num_running_reqs, "kv_usage": usage}
+            self._max_kv_usage = max(self._max_kv_usage, usage)
+        if iteration_stats is not None:
+            self._preemptions += iteration_stats.num_preempted_reqs
+            self._steps += 1
+
+    def summary(self) -> dict[str, float]:
+        """Flat metrics of the time since the last reset."""
+        elapsed = self._elapsed_s or 1.0
+        return {
+            "mean_waiting_requests": self._areas["waiting"] / elapsed,
+            "mean_running_requests": self._areas["running"] / elapsed,
+            "mean_kv_usage_fraction": self._areas["kv_usage"] / elapsed,
+            "max_kv_usage_fraction": self._max_kv_usage,
+            "preemptions": float(self._preemptions),
+            "output_steps": float(self._steps),
+        }
+
+
+def _load_recorder() -> Any:
+    """A stat logger class whose ``state`` can be read back: vLLM builds its stat loggers itself."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class LoadRecorder(StatLoggerBase):
+        state = _LoadState()
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            self.state.observe(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return LoadRecorder
+
+
+class _CpuClock:
+    """Cores kept busy by processes that are not ours: the noise a small machine adds to every latency (Linux only)."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def foreign_cores(self) -> float | None:
+        """Mean number of cores used since construction by others than this session; None where it is not known."""
+        if self._start is None or (now := self._read()) is None:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
+        return max(0.0, (busy - own) / wall)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: wall clock, processor time of the whole machine, processor time of this session's processes."""
+        proc = Path("/proc")
+        try:
+            user, nice, system, _, _, irq, softirq, steal = map(int, proc.joinpath("stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return None
+        session, own = os.getsid(0), 0
+        for stat in proc.glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            if int(fields[3]) == session:
+                own += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
+        ticks = os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, own / ticks
+
+
+def _settings(engine: Any) -> dict[str, Any]:
+    """The engine settings that shape a measurement, as vLLM resolved them."""
+    config = engine.vllm_config
+    scheduler, cache, model = config.scheduler_config, config.cache_config, config.model_config
+    return {
+        "async_scheduling": bool(scheduler.async_scheduling),
+        "block_size_tokens": cache.block_size,
+        "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+        "dtype": str(model.dtype),
+        "enforce_eager": bool(model.enforce_eager),
+        "max_model_len": model.max_model_len,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "num_gpu_blocks": cache.num_gpu_blocks_override,
+        "omp_threads_bind": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
+        "policy": scheduler.policy,
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "scheduler_cls": str(scheduler.scheduler_cls or "vLLM's default"),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,133 @@
+"""Command line of `engine_compare.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.observability import results
+from vllm_ext.simulation import datasets, synthetic
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The parser with all defaults of a full run."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results.add_arguments(options)
+    _add_comparison(options.add_argument_group("what is compared"))
+    _add_requests(options.add_argument_group("requests"))
+    _add_engine(options.add_argument_group("engine, the same for every system"))
+    return options
+
+
+def _add_comparison(group: Any) -> None:
+    group.add_argument(
+        "--systems",
+        default="upstream-fcfs,upstream-priority,fcfs,alise,oracle-alise",
+        help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls (default: %(default)s)",
+    )
+    group.add_argument(
+        "--loads", default="0.5,0.9,1.2", help="comma list of fractions of the capacity (default: %(default)s)"
+    )
+    group.add_argument(
+        "--repeats", type=_positive, default=1, help="runs of every cell, with new requests each (default: 1)"
+    )
+    group.add_argument("--capacity", type=float, help="requests/s to take as capacity instead of measuring it first")
+    group.add_argument(
+        "--max-foreign-cores",
+        type=float,
+        metavar="N",
+        help="measure a cell again, up to three times in all, while other processes use more than N cores meanwhile",
+    )
+    group.add_argument(
+        "--priority-by",
+        choices=("none", "prompt-length"),
+        default="none",
+        help="priority of a request: 0, or its prompt length (upstream-priority then takes short prompts first)",
+    )
+    group.add_argument(
+        "--ext-config",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="options of vllm_ext for our systems, as in --additional-config",
+    )
+    group.add_argument(
+        "--record", type=Path, metavar="FILE", help="write one JSON line per request with the time of every token"
+    )
+    group.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
+
+
+def _add_requests(group: Any) -> None:
+    group.add_argument("--dataset", type=Path, metavar="FILE", help="recorded workload; default: a synthetic one")
+    group.add_argument("--dataset-format", choices=datasets.FORMATS, default="auto", help="(default: %(default)s)")
+    group.add_argument(
+        "--dataset-where",
+        action="append",
+        default=[],
+        metavar="FIELD=V1,V2",
+        help="keep only rows whose field is, or contains, a value",
+    )
+    group.add_argument(
+        "--synthetic", choices=tuple(synthetic.PRESETS), default="alpaca-like", help="(default: %(default)s)"
+    )
+    group.add_argument(
+        "--num-requests", type=_positive, default=1000, help="measured requests per cell (default: 1000)"
+    )
+    group.add_argument(
+        "--history-requests",
+        "--warmup-requests",
+        dest="history_requests",
+        type=_not_negative,
+        default=50,
+        help="served before the clock starts, so that the length history is not cold (default: 50)",
+    )
+    group.add_argument(
+        "--length-scale", type=float, default=0.5, help="factor on recorded output lengths (default: 0.5)"
+    )
+    group.add_argument(
+        "--max-output-tokens", type=_positive, default=256, help="max_tokens of every request (default: 256)"
+    )
+
+
+def _add_engine(group: Any) -> None:
+    group.add_argument("--model", help="model directory or name (default: the embedded tiny model)")
+    group.add_argument("--dtype", default="float32", help="(default: %(default)s)")
+    group.add_argument("--max-model-len", type=_positive, default=512, help="(default: 512)")
+    group.add_argument("--max-num-seqs", type=_positive, default=8, help="seats: requests running at once (default: 8)")
+    group.add_argument("--num-gpu-blocks", type=_positive, default=64, help="KV blocks (default: 64)")
+    group.add_argument("--block-size", type=_positive, default=32, help="tokens per KV block (default: 32)")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.1, help="fraction of memory vLLM may claim (default: 0.1)"
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="no compilation: engines start sooner, and a tiny model gains little from it",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text}: must be a JSON object")
+    return value

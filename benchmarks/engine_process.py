@@ -1,0 +1,58 @@
+"""Run one cell of `engine_compare.py` in a child process of its own, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CELL = Path(__file__).with_name("engine_cell.py")
+TIMEOUT_S = 900.0
+LOG_LINES = 60
+
+
+class CellFailed(RuntimeError):
+    """The engine of a cell did not start, failed or hung; the message ends with its last lines."""
+
+
+def serve(label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Start a fresh engine in a fresh process, serve, and return what was observed.
+
+    Raises:
+        CellFailed: see there; the child and its own children are gone then too.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine_compare-") as folder:
+        spec_file, out_file, log_file = (Path(folder, name) for name in ("spec.json", "out.json", "log.txt"))
+        spec_file.write_text(json.dumps(spec), encoding="utf-8")
+        with log_file.open("wb") as log:
+            status = _run([sys.executable, str(CELL), str(spec_file), str(out_file)], log)
+        if status != "0":
+            tail = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            raise CellFailed("\n".join([f"{label}: the engine failed (exit status {status}); its last lines:", *tail]))
+        observed: dict[str, Any] = json.loads(out_file.read_text(encoding="utf-8"))
+        return observed
+
+
+def _run(command: list[str], log: Any) -> str:
+    """Return the exit status of a command in a session of its own; the whole session ends with it."""
+    child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return str(child.wait(TIMEOUT_S))
+    except subprocess.TimeoutExpired:
+        return f"none after {TIMEOUT_S:.0f} s"
+    finally:
+        _end_session(child)
+
+
+def _end_session(child: subprocess.Popen[bytes]) -> None:
+    """End what is left: engine core and worker share the session, and vLLM's shutdown may have been cut short."""
+    with contextlib.suppress(ProcessLookupError):  # nothing may be left
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

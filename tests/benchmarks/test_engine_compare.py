@@ -1,0 +1,203 @@
+"""The benchmark of schedulers on the real engine: its parts without an engine, and one quick run with one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ext.simulation.datasets import WorkloadRow
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = BENCHMARKS / "engine_compare.py"
+
+
+@pytest.fixture(autouse=True)
+def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def script(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+class Letters:
+    """A tokenizer with one token per letter."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return ([1] if add_special_tokens else []) + [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(token) for token in token_ids if token != 1)
+
+
+def fit(row: WorkloadRow, **limits: Any) -> Any:
+    workload = script("engine_workload")
+    return workload.fit(row, Letters(), workload.Limits(**limits), lambda length: (9,) * length)
+
+
+def row(prompt: str, output: str = "ab") -> WorkloadRow:
+    return WorkloadRow(source_id=prompt, prompt=prompt, output_text=output)
+
+
+def observed(times: dict[str, list[float]], *, reason: str = "stop") -> dict[str, Any]:
+    served = [
+        {"req_id": req_id, "sent_s": 0.5, "token_times_s": when, "finish_reason": reason}
+        for req_id, when in times.items()
+    ]
+    load = {"mean_waiting_requests": 2.0, "preemptions": 1.0}
+    return {"requests": served, "load": load, "engine_start_s": 1.0, "foreign_cpu_cores": None}
+
+
+SPEC = {"requests": [{"arrival_s": 0.0, "output_tokens": 2}]}
+
+
+def cell(system: str, latency_ms: float, *, load: float = 0.9, repeat: int = 0) -> Any:
+    report = script("engine_report")
+    metrics = {**dict.fromkeys(report.RATIOS, 1.0), "mean_waiting_requests": 3.0, "preemptions": 0.0}
+    return report.Cell(system=system, load=load, repeat=repeat, metrics={**metrics, report.NORMALISED: latency_ms})
+
+
+def test_lengths_of_texts_are_counted_with_the_served_tokenizer_and_scaled() -> None:
+    request = fit(row("why", output="abcdefgh"), length_scale=0.5)
+    assert (request.prompt_token_ids, request.output_tokens, request.clipped) == ((1, 119, 104, 121), 4, False)
+
+
+def test_empty_answer_is_one_token() -> None:
+    assert fit(row("why", output="")).output_tokens == 1
+
+
+def test_too_long_prompt_and_output_are_cut_and_the_text_follows_the_tokens() -> None:
+    request = fit(row("abcdef", output="x" * 50), max_prompt_tokens=4, max_output_tokens=10)
+    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == ("abc", 4, 10)
+    assert request.clipped
+
+
+def test_row_of_a_trace_gets_a_made_up_prompt_of_its_scaled_length() -> None:
+    request = fit(WorkloadRow(source_id="t", prompt_tokens=40, output_tokens=20), length_scale=0.25)
+    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == (None, 10, 5)
+
+
+def test_lots_are_disjoint_have_different_prompts_and_repeat_for_a_seed() -> None:
+    workload = script("engine_workload")
+    rows = [row(str(i % 20)) for i in range(100)]
+    drawn = [
+        workload.draw(rows, Letters(), workload.Limits(), vocab_size=50, counts=(2, 3, 10), seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    prompts = [r.prompt for r in [*drawn[0].warmup, *drawn[0].history, *drawn[0].measured]]
+    assert (len(drawn[0].warmup), len(drawn[0].history), len(drawn[0].measured)) == (2, 3, 10)
+    assert len(set(prompts)) == 15
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_workload_with_too_few_different_prompts_is_refused() -> None:
+    workload = script("engine_workload")
+    with pytest.raises(ValueError, match=r"3 requests with different prompts are needed, 1 found in 5 rows"):
+        workload.draw([row("same")] * 5, Letters(), workload.Limits(), vocab_size=50, counts=(1, 1, 1), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (observed({"a": [1.0]}), "ended with 1 tokens"),
+        (observed({"a": [1.0, 2.0, 3.0]}), "ended with 3 tokens"),
+        (observed({"a": [1.0, 2.0]}, reason="length"), "reason 'length'"),
+        (observed({}), "1 requests sent, 0 finished"),
+    ],
+    ids=["too-short", "too-long", "not-by-itself", "lost"],
+)
+def test_cell_with_a_wrong_output_fails_instead_of_reporting_latencies(answer: dict[str, Any], problem: str) -> None:
+    report = script("engine_report")
+    with pytest.raises(report.WrongOutput, match=f"fcfs.*{problem}"):
+        report.cell_metrics("fcfs", SPEC, answer)
+
+
+def test_cell_metrics_count_from_the_intended_arrival_and_state_how_late_the_client_was() -> None:
+    metrics = script("engine_report").cell_metrics("fcfs", SPEC, observed({"a": [1.0, 3.0]}))
+    assert metrics["ttft_mean_ms"] == pytest.approx(1000)
+    assert metrics["client_lateness_max_ms"] == pytest.approx(500)
+    assert metrics["preemptions"] == 1
+    assert "foreign_cpu_cores" not in metrics, "not known on this machine, so not reported"
+
+
+def test_ratios_pair_a_system_with_the_baseline_of_the_same_repeat() -> None:
+    report = script("engine_report")
+    cells = [cell("upstream-fcfs", 10.0), cell("upstream-fcfs", 100.0, repeat=1), cell("upstream-fcfs", 1.0, repeat=2)]
+    cells += [cell("alise", 5.0), cell("alise", 40.0, repeat=1), cell("alise", 0.8, repeat=2)]
+    values = report.reduce(cells)["alise", 0.9]
+    name = report.RATIOS[report.NORMALISED]
+    assert values[report.NORMALISED] == 5.0
+    assert (values[name], values[f"{name}_min"], values[f"{name}_max"]) == (0.5, 0.4, 0.8)
+
+
+def test_upstream_is_reported_as_baseline_with_the_same_keys() -> None:
+    report = script("engine_report")
+    metrics, baselines = report.flatten(report.reduce([cell("upstream-fcfs", 10.0), cell("alise", 5.0)]))
+    assert baselines["upstream-fcfs"][f"load_0.9.{report.NORMALISED}"] == 10.0
+    assert metrics[f"alise.load_0.9.{report.NORMALISED}"] == 5.0
+    assert not [key for key in metrics if key.startswith("upstream")]
+
+
+def test_goals_are_judged_where_measured_and_a_missed_one_states_the_facts() -> None:
+    report = script("engine_report")
+    cells = [cell(s, ms, load=load) for s, ms, load in [("upstream-fcfs", 10, 0.5), ("alise", 11, 0.5)]]
+    cells += [cell("upstream-fcfs", 10.0), cell("oracle-alise", 5.0)]
+    judged = report.goals(report.reduce(cells), "tiny model.")
+    assert [(goal.metric.split(".load")[0], goal.met) for goal in judged] == [("oracle-alise", True), ("alise", False)]
+    assert judged[1].note.startswith("tiny model. waiting on average: 3.0 (upstream-fcfs)")
+
+
+def test_failing_engine_is_reported_with_its_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    process = script("engine_process")
+    child = tmp_path / "child.py"
+    child.write_text("raise SystemExit('no memory left')", encoding="utf-8")
+    monkeypatch.setattr(process, "CELL", child)
+    with pytest.raises(process.CellFailed, match=r"(?s)alise: the engine failed \(exit status 1\).*no memory left"):
+        process.serve("alise", {})
+
+
+def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--systems", "upstream-fcfs,nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "alise" in done.stderr
+    assert "upstream-priority" in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_quick_run_serves_upstream_and_ours_to_exact_lengths_and_writes_the_result(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"Count to {i}.", "output": "one two three " * (1 + i % 5)} for i in range(40)]
+    data.write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
+    out, record = tmp_path / "out.json", tmp_path / "record.jsonl"
+    options = ["--systems", "upstream-fcfs,fcfs", "--capacity", "40", "--num-requests", "16", "--history-requests", "4"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", *options, "--dataset", data, "--out", out, "--record", record],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert result["config"]["engine"]["fcfs"]["max_num_seqs"] == 8
+    assert "steered" in result["config"]["engine"]["fcfs"]["scheduler_cls"].lower()
+    assert result["metrics"]["fcfs.load_0.9.requests"] == 16
+    assert result["baselines"]["upstream-fcfs"]["load_0.9.requests"] == 16
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 32
+    assert all(len(line["token_times_s"]) == line["output_tokens"] for line in lines)
+    assert [line["arrival_s"] for line in lines[:16]] == [line["arrival_s"] for line in lines[16:]]
+    assert str(tmp_path) not in done.stdout
