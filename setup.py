@@ -1,4 +1,4 @@
-"""Packaging of vllm-ext.
+"""Which folders make up the package; everything else about it stands in pyproject.toml.
 
 The top-level ``kernels/`` and ``patches/`` ship as ``vllm_ext.kernels`` and ``vllm_ext.patches``:
 importable top-level packages of those names would shadow published ones.
@@ -13,13 +13,4 @@ for folder in ("kernels", "patches"):
         packages.append(f"vllm_ext.{package}")
         package_dir[f"vllm_ext.{package}"] = package.replace(".", "/")
 
-setup(
-    name="vllm-ext",
-    version="0.1.0",
-    packages=packages,
-    package_dir=package_dir,
-    entry_points={
-        "vllm.general_plugins": ["vllm_ext = vllm_ext.plugin:register"],
-        "console_scripts": ["vllm-ext = vllm_ext.cli.main:main"],
-    },
-)
+setup(packages=packages, package_dir=package_dir, package_data={"vllm_ext": ["py.typed"]})

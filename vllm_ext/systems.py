@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +56,7 @@ class Policies:
     @property
     def is_upstream(self) -> bool:
         """Whether every axis is vLLM's own rule, so that there is nothing to steer."""
-        return (
-            isinstance(self.ordering, Arrival)
-            and isinstance(self.admission, FitsNow)
-            and isinstance(self.budget, StaticBudget)
-        )
+        return (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, FitsNow, StaticBudget)
 
     def describe(self) -> str:
         """Return one line: the system and its policies with their parameters."""
@@ -139,12 +136,17 @@ def build(config: ExtConfig) -> Policies:
     for module in config.modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError("modules", module, f"a module that can be imported ({error})") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the module's own code raises
+            allowed = f"a module that can be imported ({type(error).__name__}: {error})"
+            raise ConfigError("modules", module, allowed) from error
     system = resolve(config.system)
     if system.oracle and not config.allow_oracle:
         raise ConfigError(
-            "system", system.name, "reads true output lengths, which only offline benchmarks may: set allow_oracle there"
+            "system",
+            system.name,
+            "reads true output lengths, which only offline benchmarks may: set allow_oracle there",
         )
     built = {axis: _construct(system, axis, getattr(config, axis)) for axis in AXES}
     return Policies(system=system, **built)
@@ -159,7 +161,7 @@ def _construct(system: System, axis: str, parameters: Mapping[str, Any]) -> Any:
             raise ConfigError(f"{axis}.{name}", value, f"a parameter of {factory.__name__}: {allowed}")
         default = fields[name].default
         if isinstance(default, bool | int | float | str) and not _fits(value, type(default)):
-            raise ConfigError(f"{axis}.{name}", value, f"of type {type(default).__name__}")
+            raise ConfigError(f"{axis}.{name}", value, f"of type {type(default).__name__}, and finite")
     try:
         return factory(**parameters)
     except ConfigError:
@@ -171,7 +173,12 @@ def _construct(system: System, axis: str, parameters: Mapping[str, Any]) -> Any:
 def _fits(value: object, expected: type) -> bool:
     if isinstance(value, bool) or expected is bool:
         return isinstance(value, bool) and expected is bool
-    return isinstance(value, int | float) if expected is float else isinstance(value, expected)
+    if expected is not float:
+        return isinstance(value, expected)
+    try:
+        return isinstance(value, int | float) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 register(System(name="fcfs", summary="vLLM's own scheduling, with our metrics"))

@@ -80,16 +80,16 @@ class Poller:
 
     async def _fetch(self, engine: AsyncLLM) -> None:
         client = engine.engine_core
-        records: list[Mapping[str, Any]] = []
         for index, identity in enumerate(client.core_engines):
             since = self._next_record.get(identity, 0)
             state = await client._call_utility_async(UTILITY, since, engine=identity)
             self._next_record[identity] = state["next_record"]
-            feed = self._feeds.setdefault(identity, EngineFeed(self._model_name, index))
-            feed.update(state)
-            records += [{"engine": index, **record} for record in state["records"]]
-        if self._log is not None and records:
-            await asyncio.to_thread(self._log.append, records)
+            if identity not in self._feeds:
+                self._feeds[identity] = EngineFeed(self._model_name, index)
+            self._feeds[identity].update(state)
+            if self._log is not None and state["records"]:
+                records = [{"engine": index, **record} for record in state["records"]]
+                await asyncio.to_thread(self._log.append, records)
 
 
 class RequestLog:
@@ -109,4 +109,4 @@ class RequestLog:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                logger.error("request_log=%s can't be written (%s); finished requests are not logged", self._path, error)
+                logger.error("request_log=%s can't be written (%s); requests are not logged", self._path, error)

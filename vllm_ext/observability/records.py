@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+OWN_ENDS = frozenset({"stop", "length", "repetition"})
+"""Finish reasons of requests that ended by themselves or at their bound, so that their length says something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,5 @@ class RecordBook:
             return [], 0
         first = self._records[0].seq
         skip = max(0, seq - first)
-        wanted = [asdict(r) for i, r in enumerate(self._records) if i >= skip]
+        wanted = [dict(vars(r)) for r in islice(self._records, skip, None)]  # flat: asdict would copy deeply
         return wanted, max(0, first - max(seq, 0))
-

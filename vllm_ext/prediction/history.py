@@ -40,8 +40,8 @@ class _Window:
 class LengthHistory:
     """Predict a quantile of recent output lengths of requests with prompts of like length.
 
-    Prompts fall into buckets by powers of two. A bucket with n observations is trusted n / (n + 8), the rest of the weight
-    goes to the quantile over all buckets, so that a rare prompt length does not follow its few examples blindly.
+    Prompts fall into buckets by powers of two. A bucket with n observations is trusted n / (n + 8), the rest of the
+    weight goes to the quantile over all buckets, so that a rare prompt length does not follow its few examples blindly.
 
     Source: Past-Future keeps such a window (its default is 1000 requests); the buckets are ours.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm_ext.config import PredictionConfig
@@ -63,7 +63,10 @@ class LengthPredictor:
     @classmethod
     def from_config(cls, config: PredictionConfig) -> LengthPredictor:
         """Build the sources that ``config`` names; ``oracle`` is not one of them, the scheduler asks it itself."""
-        makers = {"hint": HintSource, "history": lambda: LengthHistory(config.window, config.quantile)}
+        makers: dict[str, Callable[[], LengthSource]] = {
+            "hint": HintSource,
+            "history": lambda: LengthHistory(config.window, config.quantile),
+        }
         return cls([makers[name]() for name in config.sources if name in makers], config.prior_tokens)
 
     def predict(self, query: LengthQuery) -> Prediction:

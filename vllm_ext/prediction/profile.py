@@ -89,23 +89,33 @@ def load(path: Path) -> Profile:
 def load_runtime_model(option: str | None, model: str = "", device: str = "") -> RuntimeModel:
     """Return the runtime model that the ``profile`` option asks for; defaults where none is given.
 
-    A damaged file is reported, set aside with the suffix ``.damaged``, and the model starts from defaults and learns.
+    A damaged file of ours in the cache is reported, set aside with the suffix ``.damaged``, and the model starts from
+    defaults and learns. A named file that is no profile may be somebody else's and is left alone.
 
     Raises:
-        ConfigError: a file was named that does not exist or can't be read.
+        ConfigError: a file was named that does not exist, can't be read, or is no profile.
     """
     if option is None:
         return RuntimeModel()
     path = default_path(model, device) if option == AUTO else Path(option)
     try:
         return RuntimeModel(load(path).coefficients)
-    except ValueError as error:
-        aside = path.with_name(f"{path.name}.damaged")
-        os.replace(path, aside)
-        logger.error("the runtime profile %s is damaged (%s); set aside as %s, starting from defaults", path, error, aside)
-        return RuntimeModel()
-    except OSError as error:
-        if option == AUTO:
+    except (OSError, ValueError) as error:
+        if option != AUTO:
+            allowed = f"a file written by `vllm-ext profile`, or {AUTO!r} ({error})"
+            raise ConfigError("profile", option, allowed) from error
+        if isinstance(error, OSError):
             logger.info("no runtime profile of %s on %s yet; `vllm-ext profile` measures one", model, device)
-            return RuntimeModel()
-        raise ConfigError("profile", option, f"a file written by `vllm-ext profile`, or {AUTO!r} ({error})") from error
+        else:
+            _set_aside(path, error)
+        return RuntimeModel()
+
+
+def _set_aside(path: Path, damage: ValueError) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        os.replace(path, aside)
+    except OSError as error:  # a read-only place, or another engine core was quicker
+        logger.error("the runtime profile %s is damaged (%s) and can't be set aside (%s)", path, damage, error)
+    else:
+        logger.error("the runtime profile %s is damaged (%s); set aside as %s", path, damage, aside)

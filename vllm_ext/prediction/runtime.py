@@ -42,20 +42,15 @@ class StepFeatures(NamedTuple):
 
     def vector(self) -> npt.NDArray[np.float64]:
         """Return the scaled features, shape [5]."""
-        return (
-            np.array(
-                [1.0, self.num_requests, self.num_prefill_tokens, self.num_context_tokens, self.prefill_context],
-                dtype=np.float64,
-            )
-            / FEATURE_SCALE
-        )
+        features: npt.NDArray[np.float64] = np.array((1.0, *self), dtype=np.float64) / FEATURE_SCALE
+        return features
 
 
 class RuntimeModel:
     """Step-time model fitted online by recursive least squares with forgetting.
 
-    Deterministic and free of any clock: durations are handed in. Outliers (a compilation, a paused process) more than ten
-    times the estimate are ignored until ten come in a row, which is a change of regime.
+    Deterministic and free of any clock: durations are handed in. Outliers (a compilation, a paused process) more than
+    ten times the estimate are ignored until ten come in a row, which is a change of regime.
 
     Source: ALISE, eqs. 3-5, "linear regression coefficients that can be determined by profiling"; batch terms ours.
     """
@@ -93,19 +88,22 @@ class RuntimeModel:
         if not (math.isfinite(duration_s) and duration_s > 0):
             return
         x = features.vector()
-        predicted = float(x @ self._theta)
+        predicted = self.step_time_s(features)
         if self.num_observations >= 20 and duration_s > _OUTLIER_RATIO * max(predicted, 1e-6):
             self._outliers += 1
             if self._outliers < _OUTLIERS_BELIEVED:
                 return
+            self._covariance = np.eye(5) * _PRIOR_VARIANCE  # a new regime: what was learnt before counts no longer
         self._outliers = 0
-        # Without variety in the steps, forgetting would let the covariance grow without bound.
-        forgetting = _FORGETTING if np.trace(self._covariance) < _MAX_VARIANCE else 1.0
+        # Weighted by 1 / duration: relative errors count alike, and a compilation of seconds weighs next to nothing.
+        x = x / duration_s
         gain = self._covariance @ x
-        gain /= forgetting + float(x @ gain)
-        self._theta = self._theta + gain * (duration_s - predicted)
-        updated = (self._covariance - np.outer(gain, x @ self._covariance)) / forgetting
-        self._covariance = (updated + updated.T) / 2
+        gain /= _FORGETTING + float(x @ gain)
+        self._theta = self._theta + gain * (1.0 - float(x @ self._theta))
+        updated = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGETTING
+        # A direction the steps say nothing about would grow without bound; it is held, the others stay free to forget.
+        shrink = np.sqrt(np.minimum(1.0, _MAX_VARIANCE / np.maximum(np.diag(updated), 1e-300)))
+        self._covariance = (updated + updated.T) / 2 * np.outer(shrink, shrink)
         error = abs(predicted - duration_s) / duration_s
         self.num_observations += 1
         weight = max(_BATCH_WEIGHT, 1 / self.num_observations)
@@ -127,5 +125,5 @@ class RuntimeModel:
         return num_tokens * (self._prefill_token_s + self._pair_s * context)
 
     def decode_s(self, num_tokens: int, context_tokens: int) -> float:
-        """Return the time to generate ``num_tokens`` after ``context_tokens``, in a typical batch, in seconds (eq. 5)."""
+        """Return the time to generate ``num_tokens`` after ``context_tokens`` in a typical batch, in s (eq. 5)."""
         return num_tokens * (self._beta_s + self._alpha_s * (context_tokens + num_tokens / 2))

@@ -86,9 +86,10 @@ class Ledger:
         self._count += 1
         job = Job(request, self._count, now, hints)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
-        job.prediction = (
-            Prediction(true_length, "oracle") if true_length is not None else self.predictor.predict(job.query)
-        )
+        if true_length is not None:
+            job.prediction = Prediction(max(1, min(true_length, request.max_tokens)), "oracle")
+        else:
+            job.prediction = self.predictor.predict(job.query)
         job.estimate = job.prediction.tokens
         self.jobs[request.request_id] = job
         return problem
@@ -112,24 +113,41 @@ class Ledger:
             job.waiting_since = None
             job.output_at_admission = job.request.num_output_tokens
 
-    def outlived(self, job: Job) -> bool:
-        """Double the estimate of a job that generated all it was predicted to, and demote it.
+    def outlived(self, job: Job) -> int:
+        """Double the estimate of a job that generated all it was predicted to, and demote it; return how often.
 
         Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
         length". The bound ``max_tokens`` caps the doubling; a job at that bound is about to end.
         """
         generated: int = job.request.num_output_tokens
         if generated < job.estimate or job.estimate >= job.query.max_tokens:
-            return False
+            return 0
+        times = 0
         while job.estimate <= generated:
             job.estimate *= 2
-            job.demotions += 1
+            times += 1
+        job.demotions += times
         job.estimate = min(job.estimate, job.query.max_tokens)
-        return True
+        return times
+
+    def correct(self, job: Job, tokens: int, source: str) -> None:
+        """Take over a better prediction of the output length, in tokens; what was generated already bounds it below."""
+        job.estimate = max(1, min(max(tokens, job.request.num_output_tokens + 1), job.query.max_tokens))
+        if job.prediction.source == "prior":
+            job.prediction = Prediction(max(1, min(tokens, job.query.max_tokens)), source)
+
+    def _renew(self, job: Job) -> None:
+        """Predict again for a streaming session whose prompt grew or whose bound was moved."""
+        request = job.request
+        job.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, job.hints.osl)
+        tokens = self.predictor.predict(job.query).tokens
+        job.estimate = max(1, min(max(tokens, request.num_output_tokens + 1), job.query.max_tokens))
 
     def view(self, job: Job, num_blocks: int = 0) -> RequestView:
         """Return the snapshot of a job."""
         request, runtime = job.request, self.runtime
+        if job.query.max_tokens != request.max_tokens or job.query.num_prompt_tokens != request.num_prompt_tokens:
+            self._renew(job)
         generated: int = request.num_output_tokens
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_ext.hints import HintError
-from vllm_ext.observability.records import Counters, RecordBook, RequestRecord
+from vllm_ext.observability.records import OWN_ENDS, Counters, RecordBook, RequestRecord
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.step_timer import StepTimer
 
@@ -38,6 +38,11 @@ class Observer:
             if job is not None and job.first_scheduled is None:
                 job.first_scheduled = now
                 self._awaiting_first_token[new.req_id] = job
+            if job is not None:
+                self._ledger.end_wait(job, now)  # does nothing where our own queue has noted it
+        for req_id in output.scheduled_cached_reqs.resumed_req_ids:
+            if (job := self._ledger.get(req_id)) is not None:
+                self._ledger.end_wait(job, now)
         self.timer.scheduled(output, running, now)
 
     def planned(self, duration_s: float) -> None:
@@ -67,12 +72,12 @@ class Observer:
         self.counters.bad_hints += 1
         if not self._hint_logged:
             self._hint_logged = True
-            logger.warning("request %s reached the scheduler with a malformed hint, which is ignored: %s", req_id, problem)
+            logger.warning("a malformed hint of request %s reached the scheduler and is ignored: %s", req_id, problem)
 
     def closed(self, request: Request, now: float) -> None:
         """Write the record of a finished request and let the predictor learn from it."""
         reason = str(request.get_finished_reason())
-        job = self._ledger.close(request.request_id, learn=reason in ("stop", "length"))
+        job = self._ledger.close(request.request_id, learn=reason in OWN_ENDS)
         self._awaiting_first_token.pop(request.request_id, None)
         if job is None:
             return

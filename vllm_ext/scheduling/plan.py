@@ -32,6 +32,12 @@ class AdmissionPlan:
     hold: frozenset[str] = frozenset()
     """Waiting requests that must not be admitted in this step."""
 
+    def __post_init__(self) -> None:
+        if self.max_running is not None and (
+            isinstance(self.max_running, bool) or not isinstance(self.max_running, int)
+        ):
+            raise TypeError(f"max_running={self.max_running!r}: must be a whole number of requests, or None")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan:
@@ -46,6 +52,12 @@ class BudgetPlan:
     skip: tuple[str, ...] = ()
     """Running requests that keep their KV but get no token in this step, by id."""
 
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "chunk_cap"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: must be a whole number of tokens, or None")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -53,6 +65,11 @@ class StepPlan:
 
     admission: AdmissionPlan = AdmissionPlan()
     budget: BudgetPlan = BudgetPlan()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("admission", AdmissionPlan), ("budget", BudgetPlan)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name}={getattr(self, name)!r}: a policy must return {kind.__name__}")
 
 
 NO_PLAN = StepPlan()

@@ -6,6 +6,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
@@ -13,9 +15,12 @@ from vllm.v1.request import Request
 from vllm_ext.scheduling.plan import Rank
 
 _COMPACT_ABOVE = 64
+_OLDEST_KEPT_FRESH = 4
+"""Requests that arrived first and are ranked again as soon as their rank expires, whatever else is due: aged requests
+are served in this order, so that the aging bound holds however long the queue is."""
 
-Entry = tuple[tuple[float, ...], int, Request, int]
-"""Key with its ties, insertion number, request, level."""
+Entry = tuple[tuple[float, ...], int, Request, Rank]
+"""Key with its ties, insertion number, request, rank."""
 
 
 class RankedQueue(RequestQueue):
@@ -27,7 +32,10 @@ class RankedQueue(RequestQueue):
     """
 
     def __init__(
-        self, rank: Callable[[Request], Rank], ties: Callable[[Request], tuple[float, int]], on_leave: Callable[[Request], None]
+        self,
+        rank: Callable[[Request], Rank],
+        ties: Callable[[Request], tuple[float, int]],
+        on_leave: Callable[[Request], None],
     ) -> None:
         """Create an empty queue.
 
@@ -128,12 +136,18 @@ class RankedQueue(RequestQueue):
         """
         self.hide(frozenset())
         self.by_arrival = False
-        for _ in range(max_expired):
-            if not self._expiry or self._expiry[0][0] > now:
-                break
+        self._first_arrival()  # drops what is gone from the front
+        due: list[Request] = []
+        while self._expiry and self._expiry[0][0] <= now and len(due) < max_expired:
             _, number, request = heapq.heappop(self._expiry)
             if (entry := self._live.get(request)) is not None and entry[1] == number:
-                self._push(request)
+                due.append(request)
+        for _, request in islice(_ascending(self._arrivals), _OLDEST_KEPT_FRESH):
+            entry = self._live.get(request)
+            if entry is not None and entry[3].until <= now and request not in due:
+                due.append(request)
+        for request in due:  # after all were taken: one that expires at once must not take the others' turns
+            self._push(request)
         for _ in range(min(refresh, len(self._rounds))):
             request = self._rounds.popleft()
             if request in self._live:
@@ -157,26 +171,23 @@ class RankedQueue(RequestQueue):
         return self._live[request][0]
 
     def best(self, count: int) -> Iterator[Request]:
-        """Yield up to ``count`` requests, best rank first, without changing the queue."""
-        taken: list[Entry] = []
-        try:
-            while len(taken) < count and self._heap:
-                entry = heapq.heappop(self._heap)
-                if self._live.get(entry[2]) is not entry:
-                    continue
-                taken.append(entry)
-                if entry[2].request_id not in self._hidden:
-                    yield entry[2]
-        finally:
-            for entry in taken:
-                heapq.heappush(self._heap, entry)
+        """Yield up to ``count`` visible requests, best rank first, without changing the queue.
+
+        Superseded entries on the way are looked at too, so it costs little more than ``count`` on average.
+        """
+        visible = (
+            entry[2]
+            for entry in _ascending(self._heap)
+            if self._live.get(entry[2]) is entry and entry[2].request_id not in self._hidden
+        )
+        return islice(visible, count)
 
     def _push(self, request: Request) -> None:
         rank = self._rank(request)
         self._counter += 1
-        entry = ((*rank.key, *self._ties(request)), self._counter, request, rank.level)
+        entry = ((*rank.key, *self._ties(request)), self._counter, request, rank)
         if (old := self._live.get(request)) is not None:
-            self._count(old[3], -1)
+            self._count(old[3].level, -1)
         self._count(rank.level, 1)
         self._live[request] = entry
         heapq.heappush(self._heap, entry)
@@ -186,8 +197,11 @@ class RankedQueue(RequestQueue):
 
     def _remove(self, request: Request) -> None:
         entry = self._live.pop(request)
-        self._count(entry[3], -1)
+        self._count(entry[3].level, -1)
         self._on_leave(request)
+        if not self._live:  # nothing to keep alive finished requests for
+            for structure in (self._heap, self._expiry, self._arrivals, self._rounds, self._aside):
+                structure.clear()
 
     def _first(self) -> Request | None:
         if self.by_arrival:
@@ -237,3 +251,20 @@ class RankedQueue(RequestQueue):
             heapq.heapify(self._arrivals)
         if len(self._rounds) > limit:
             self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in self._live))
+
+
+_Item = TypeVar("_Item")
+
+
+def _ascending(heap: list[_Item]) -> Iterator[_Item]:
+    """Yield the items of a heap in order without changing it.
+
+    A child never goes before its parent, so the next item is always a child of one that was already yielded.
+    """
+    frontier = [(heap[0], 0)] if heap else []
+    while frontier:
+        item, place = heapq.heappop(frontier)
+        yield item
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(heap):
+                heapq.heappush(frontier, (heap[child], child))

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 Key = tuple[float, ...]
 
+_REFRESH_EVERY = 16
+"""Steps within which every running request is ranked again: the cost per step stays a fraction of vLLM's own."""
+_MIN_REFRESH = 1
+
 
 class RunningOrder:
     """Ranks of running requests, refreshed in turn.
 
-    vLLM serves ``running`` from the front and, out of KV memory, preempts from its back: keeping the list sorted by rank
-    is all it takes to choose both.
+    vLLM serves ``running`` from the front and, out of KV memory, preempts from its back: keeping the list sorted by
+    rank is all it takes to choose both.
     """
 
-    def __init__(self, scheduler: SteeredScheduler, rank: Callable[[Request], Key], refresh: int) -> None:
-        """Args:
-        rank: Computes the key of a running request, ties included.
-        refresh: Requests whose rank is computed again per step.
-        """
+    def __init__(self, scheduler: SteeredScheduler, rank: Callable[[Request], Key]) -> None:
+        """Start empty; ``rank`` computes the key of a running request, ties included."""
         self._scheduler = scheduler
         self._rank = rank
-        self._refresh = refresh
         self.keys: dict[Request, Key] = {}
         self._rounds: deque[Request] = deque()
 
@@ -45,7 +45,7 @@ class RunningOrder:
         running = self._scheduler.running
         if len(self.keys) != len(running):
             self._reconcile()
-        for _ in range(min(self._refresh, len(self._rounds))):
+        for _ in range(min(_MIN_REFRESH + len(running) // _REFRESH_EVERY, len(self._rounds))):
             request = self._rounds.popleft()
             if request in self.keys:
                 self._rounds.append(request)
@@ -57,12 +57,13 @@ class RunningOrder:
             self._sort()
 
     def _sort(self) -> None:
-        keys = self.keys
-        if self._scheduler._inflight_prefills:
-            # A decode may not wait behind the rest of a long prompt, however short its output.
-            self._scheduler.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
+        keys, scheduler = self.keys, self._scheduler
+        # A decode may not wait behind the rest of a long prompt, however short its output. But when KV memory is about
+        # to run out the back of the list is who leaves, and that must be the worst-ranked.
+        if scheduler._inflight_prefills and scheduler.kv_space.free_blocks() > len(scheduler.running):
+            scheduler.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
         else:
-            self._scheduler.running.sort(key=keys.__getitem__)
+            scheduler.running.sort(key=keys.__getitem__)
 
     def _reconcile(self) -> None:
         running = self._scheduler.running

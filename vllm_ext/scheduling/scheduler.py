@@ -16,13 +16,13 @@ from vllm.v1.request import Request
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.patches import registry
-from vllm_ext.prediction.length import LengthPredictor, Prediction
+from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.profile import hardware_name, load_runtime_model
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
 from vllm_ext.scheduling.observer import Observer
-from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan
+from vllm_ext.scheduling.plan import NO_PLAN, AdmissionPlan, Rank, StepPlan
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
@@ -32,9 +32,8 @@ logger = init_logger("vllm.vllm_ext.scheduler")
 
 _UNRANKED = Rank((float("inf"),))
 """Place of a request whose policy failed: last, until its rank is asked for again."""
-_MAX_EXPIRED_PER_STEP = 64
-_WAITING_REFRESHED_PER_STEP = 2
-_RUNNING_REFRESHED_PER_STEP = 16
+_MAX_EXPIRED_PER_STEP = 24
+_WAITING_REFRESHED_PER_STEP = 1
 
 
 class SteeredScheduler(AsyncScheduler):
@@ -66,7 +65,8 @@ class SteeredScheduler(AsyncScheduler):
         device = hardware_name(current_platform.get_device_name())
         runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, device)
         predictor = LengthPredictor.from_config(config.prediction)
-        self.ledger = Ledger(predictor, runtime, use_oracle=self.policies.system.oracle)
+        use_oracle = self.policies.system.oracle or "oracle" in config.prediction.sources
+        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle)
         self.observer = Observer(self.ledger, config.record_capacity)
         self.kv_space = KvSpace(self)
         self._now = self.clock()
@@ -78,19 +78,19 @@ class SteeredScheduler(AsyncScheduler):
             self._check_model()
             self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
             self.waiting = self.ranked
-            self.running_order = RunningOrder(self, self._running_key, _RUNNING_REFRESHED_PER_STEP)
+            self.running_order = RunningOrder(self, self._running_key)
         logger.info("vllm-ext is active: %s", self.policies.describe())
 
     def _check_model(self) -> None:
         if self.scheduler_config.policy != "fcfs":
             raise ValueError(
-                f"scheduling_policy={self.scheduler_config.policy!r}: {self.policies.system.name} chooses order and victims "
-                "itself and honours priority; leave --scheduling-policy out"
+                f"scheduling_policy={self.scheduler_config.policy!r}: {self.policies.system.name} chooses order and "
+                "victims itself and honours priority; leave --scheduling-policy out"
             )
         if getattr(self.policies.admission, "preempt", False) and not self.kv_space.only_full_attention:
             raise ValueError(
-                f"{self.policies.system.name} with preemption counts KV blocks, which is exact for full attention only; this "
-                "model has sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
+                f"{self.policies.system.name} with preemption counts KV blocks, which is exact for full attention "
+                "only; this model has sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
             )
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ class SteeredScheduler(AsyncScheduler):
         try:
             self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, _WAITING_REFRESHED_PER_STEP)
             self.running_order.update()
-            # Blocks of earlier preemptions are still on their way back: what fits can't be told in this step.
-            if not self.deferred_frees:
-                step = SchedulerStep(self, now)
-                plan = StepPlan(admission=self.policies.admission.plan(step), budget=self.policies.budget.plan(step))
-        except Exception:
+            step = SchedulerStep(self, now)
+            # While blocks of earlier preemptions are on their way back, what fits can't be told.
+            admission = AdmissionPlan() if self.deferred_frees else self.policies.admission.plan(step)
+            plan = StepPlan(admission=admission, budget=self.policies.budget.plan(step))
+        except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
         if self._policy_failed_in_step:
             self._policy_failed_in_step = False
@@ -168,9 +168,7 @@ class SteeredScheduler(AsyncScheduler):
         job = self.ledger.get(req_id)
         if job is None:
             return False
-        job.estimate = max(1, min(tokens, job.query.max_tokens))
-        if job.prediction.source == "prior":
-            job.prediction = Prediction(job.estimate, source)
+        self.ledger.correct(job, tokens, source)
         if self._steers:
             if job.request in self.ranked:
                 self.ranked.rerank(job.request)
@@ -197,14 +195,22 @@ class SteeredScheduler(AsyncScheduler):
             self.running_order.forget(request)
         self.observer.preempted(self._preempt_reason)
         super()._preempt_request(request, *args, **kwargs)
+        if (job := self.ledger.get(request.request_id)) is not None:
+            self.ledger.start_wait(job, self._now)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""
+        self._now = self.clock()
         self._preempt_reason = "reset"
         try:
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
             self._preempt_reason = "memory"
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Finish requests from outside, at the time it happens and not at that of the last step."""
+        self._now = self.clock()
+        return super().finish_requests(*args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         result = super()._free_request(request, *args, **kwargs)
@@ -235,17 +241,16 @@ class SteeredScheduler(AsyncScheduler):
 
     def _running_key(self, request: Request) -> tuple[float, ...]:
         job = self.ledger[request.request_id]
-        if self.ledger.outlived(job):
-            self.observer.counters.demotions += 1
+        self.observer.counters.demotions += self.ledger.outlived(job)
         return (*self._ask_rank(job).key, *job.ties)
 
     def _ask_rank(self, job: Job) -> Rank:
         try:
             rank = self.policies.ordering.rank(self.ledger.view(job), self._now)
-            if any(part != part for part in rank.key):
-                raise ValueError(f"{type(self.policies.ordering).__name__} ranked a request with NaN: {rank}")
+            if rank.until != rank.until or any(not isinstance(p, int | float) or p != p for p in rank.key):
+                raise ValueError(f"{type(self.policies.ordering).__name__} gave no rank of numbers: {rank}")
             return rank
-        except Exception:
+        except Exception:  # noqa: BLE001 - see _plan
             self._policy_failed()
             return _UNRANKED
 

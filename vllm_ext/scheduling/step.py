@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from vllm_ext.scheduling.views import RequestView
 
 if TYPE_CHECKING:
@@ -25,6 +27,17 @@ class SchedulerStep:
         held_seats: int = scheduler.num_waiting_for_streaming_input
         self.max_running = scheduler.max_num_active_reqs - held_seats
         self.token_budget = scheduler.max_num_scheduled_tokens
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens of the budget that running requests will leave for admissions; may be negative."""
+        scheduler = self._scheduler
+        free = self.token_budget - self.num_running
+        cap = scheduler.scheduler_config.long_prefill_token_threshold or self.token_budget
+        for request in scheduler._inflight_prefills:
+            if request.status == RequestStatus.RUNNING:
+                free += 1 - min(cap, request.num_tokens - request.num_computed_tokens)
+        return free
 
     @property
     def num_free_blocks(self) -> int:

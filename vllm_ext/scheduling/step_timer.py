@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_SAMPLES_AT_FIRST = 100
+_DECODE_STRIDE = 8
+_PREFILL_STRIDE = 2
 _REQUESTS_PER_SAMPLE = 32
 _MAX_IN_FLIGHT = 16
 _computed_tokens = attrgetter("num_computed_tokens")
@@ -28,25 +32,29 @@ class StepTimer:
     """Pairs a scheduled step with its output and tells its sink how long it took.
 
     A step takes from the moment it was scheduled, or from the end of the step before it where several are in flight
-    (async scheduling), to its output. Large batches are sampled, one step in ``requests / 32``.
+    (async scheduling), to its output. After the first 100 samples one step in 8 is measured, one in 2 of those with
+    prefill, and fewer of large batches: learning must not cost more than what it is good for.
     """
 
     def __init__(self, sink: StepSink) -> None:
         self.sink = sink
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
-        self._until_sample = 0
+        self._skipped = 0
+        self._samples_at_full_rate = _SAMPLES_AT_FIRST
+
+    def measure_every_step(self) -> None:
+        """Leave no step out from now on."""
+        self._samples_at_full_rate = sys.maxsize
 
     def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
         """Note a step that was just scheduled, unless it is empty or not to be sampled."""
         num_requests = len(output.num_scheduled_tokens)
-        self._until_sample -= 1
-        if not num_requests or self._until_sample > 0:
+        prefill = output.total_num_scheduled_tokens - num_requests
+        if not num_requests or self._skips(num_requests, prefill):
             return
-        self._until_sample = num_requests // _REQUESTS_PER_SAMPLE
         if len(self._in_flight) >= _MAX_IN_FLIGHT:  # outputs that never came: a failed step
             self._in_flight.clear()
-        prefill = max(0, output.total_num_scheduled_tokens - num_requests)
         pairs = self._prefill_context(output, running) if prefill else 0.0
         context = sum(map(_computed_tokens, running))
         self._in_flight[id(output)] = (now, StepFeatures(num_requests, prefill, context, pairs))
@@ -58,6 +66,17 @@ class StepTimer:
             started, features = noted
             self.sink.observe(features, now - max(started, self._last_end))
         self._last_end = now
+
+    def _skips(self, num_requests: int, num_prefill_tokens: int) -> bool:
+        if self._samples_at_full_rate > 0:
+            self._samples_at_full_rate -= 1
+            return False
+        stride = _PREFILL_STRIDE if num_prefill_tokens else _DECODE_STRIDE
+        self._skipped += 1
+        if self._skipped < max(stride, num_requests // _REQUESTS_PER_SAMPLE):
+            return True
+        self._skipped = 0
+        return False
 
     @staticmethod
     def _prefill_context(output: SchedulerOutput, running: list[Request]) -> float:

@@ -54,15 +54,40 @@ class RequestView(NamedTuple):
 class StepView(Protocol):
     """The scheduler's state before a step. Sequences are produced lazily: pay only for what is looked at."""
 
-    now: float
-    num_running: int
-    num_waiting: int
-    max_running: int
-    """Sequence cap (``max_num_seqs`` or the active cap if lower)."""
-    token_budget: int
-    """vLLM's configured budget of tokens for one step."""
-    num_free_blocks: int
-    """KV blocks free for admissions, the watermark already taken off."""
+    @property
+    def now(self) -> float:
+        """Clock time, s."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Running requests."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests, blocked ones included."""
+        ...
+
+    @property
+    def max_running(self) -> int:
+        """Sequence cap (``max_num_seqs`` or the active cap if lower)."""
+        ...
+
+    @property
+    def token_budget(self) -> int:
+        """vLLM's configured budget of tokens for one step."""
+        ...
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens of the budget that running requests will leave for admissions; may be negative."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks free for admissions, the watermark already taken off."""
+        ...
 
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests that could be admitted now, best rank first."""

@@ -9,14 +9,16 @@ from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
 
+_NO_CHANGE = AdmissionPlan()
+
 
 @dataclass(frozen=True, kw_only=True)
 class BestSet:
     """Let the requests that rank first have the seats and the KV memory, when that is worth what it costs.
 
-    Waiting requests are taken in rank order. One that fits is left to vLLM. For one that does not, the running requests
-    of worst rank are gathered until their seats and blocks suffice; they are preempted if normalised latency (seconds
-    per output token, summed over requests) is expected to fall:
+    Waiting requests are taken in rank order while the step has tokens for them. One that fits is left to vLLM. For one
+    that does not, the running requests of worst rank are gathered until their seats and blocks suffice; they are
+    preempted if normalised latency (seconds per output token, summed over requests) is expected to fall:
 
         gain = t / n_w                                              t: time until a seat frees by itself
         loss = sum over victims v of (t + c_v) / n_v + c_v * R * m  n: predicted output, c: time to recompute v's KV,
@@ -25,8 +27,8 @@ class BestSet:
     The last term is what everybody else waits while the victim's KV is recomputed. A victim ranks after the request it
     makes room for, and one that was preempted before must have generated ``min_progress_tokens`` since.
 
-    Source: ALISE, section 3.2 and Algorithm 2 (the first M jobs in order belong on the GPU). The cost term and the guard
-    against thrashing are ours: the paper swaps, and states no price.
+    Source: ALISE, section 3.2 and Algorithm 2 (the first M jobs in order belong on the GPU). The cost term and the
+    guard against thrashing are ours: the paper swaps, and states no price.
     """
 
     preempt: bool = True
@@ -48,14 +50,15 @@ class BestSet:
 
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return whom to preempt so that better-ranked waiting requests fit."""
-        if not self.preempt or not step.num_waiting or not step.num_running or step.num_running >= step.token_budget:
-            return AdmissionPlan()
+        if not self.preempt or not step.num_waiting or not step.num_running:
+            return _NO_CHANGE
         free_seats = step.max_running - step.num_running
         free_blocks = step.num_free_blocks
+        free_tokens = step.num_free_tokens  # a seat is worth nothing to a request that gets no token
         candidates = step.running_worst_first()
         preempt: list[str] = []
         for count, head in enumerate(step.waiting()):
-            if count >= self.max_admissions:
+            if count >= self.max_admissions or free_tokens < 1:
                 break
             if free_seats < 1 or free_blocks < head.num_blocks:
                 victims = self._victims(step, head, candidates, free_seats, free_blocks)
@@ -66,7 +69,8 @@ class BestSet:
                 free_blocks += sum(v.num_blocks for v in victims)
             free_seats -= 1
             free_blocks -= head.num_blocks
-        return AdmissionPlan(preempt=tuple(preempt))
+            free_tokens -= head.num_prompt_tokens + head.num_output_tokens - head.num_computed_tokens
+        return AdmissionPlan(preempt=tuple(preempt)) if preempt else _NO_CHANGE
 
     def _victims(
         self, step: StepView, head: RequestView, candidates: Iterator[RequestView], free_seats: int, free_blocks: int

@@ -21,7 +21,7 @@ class RemainingTimeLevels:
     the last one all the rest; inside a queue the shorter remaining time goes first. A request that outlived its
     estimate k times is never above queue k. Each ``age_limit_s`` of waiting promotes by one queue, and one promoted
     past queue 0 goes before everybody that is not, oldest first, whatever its priority; so no request waits longer than
-    ``num_levels * age_limit_s`` behind younger ones. Promotions are kept when the request runs and when it is preempted.
+    ``num_levels * age_limit_s`` behind younger ones. Promotions are kept while it runs and when it is preempted.
 
     Source: ALISE, section 3.1 (preemptive scheduling, virtual aging, demotion). The paper leaves the number of queues,
     their widths and the unit of the age threshold K open. ``priority`` of vLLM's API is honoured before the queues.
@@ -47,6 +47,8 @@ class RemainingTimeLevels:
     def level(self, request: RequestView) -> int:
         """Return the queue of a request before aging, 0 (highest) to ``num_levels - 1``."""
         ratio = request.predicted_remaining_s / self.base_level_s
+        if math.isinf(ratio):
+            return self.num_levels - 1
         by_time = 0 if ratio < 1 else math.frexp(ratio)[1]  # frexp: 2**(e-1) <= ratio < 2**e
         return min(self.num_levels - 1, max(by_time, request.num_demotions))
 

@@ -1,0 +1,43 @@
+# Every target that needs the environment sets it up first; when it is up to date that costs a fraction of a second.
+
+PYTHON ?= python3
+DEVICE ?= auto
+ARGS ?=
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo test lint format bench-quick clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  ARGS='...'           goes to pytest, the demo or the benchmarks, e.g. make test ARGS='-k hints -x'"
+	@echo "  PYTHON=python3.12    interpreter to start with; DEVICE=cpu|cuda overrides what nvidia-smi says"
+
+setup: ## Build .venv, or bring it up to date
+	@$(PYTHON) scripts/setup_env.py --device $(DEVICE)
+
+serve: setup ## Serve a small model with vllm-ext and keep serving
+	@$(BIN)/vllm-ext demo --keep-serving $(ARGS)
+
+demo: setup ## Serve a small model, show what vllm-ext does, stop
+	@$(BIN)/vllm-ext demo $(ARGS)
+
+test: setup ## Run the tests
+	@$(BIN)/pytest $(ARGS)
+
+lint: setup ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Fix style where that is safe
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
+	@set -e; for file in $$(grep -l -e '\.py --quick' benchmarks/*.py); do echo "== $$file" >&2; $(BIN)/python $$file --quick $(ARGS); done
+
+clean: ## Remove the environment, caches and build output
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,106 @@
+"""True lengths are read by oracle systems only: changed behind anybody else's back, no decision changes."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ext.prediction.oracle import true_output_tokens
+from vllm_ext.simulation.engine_loop import EngineLoop
+from vllm_ext.simulation.fake_runner import FakeRunner
+from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.virtual_clock import VirtualClock
+
+STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_vllm() -> Iterator[None]:
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"osl": 5}, None),
+        ({"bench_output_len": 5}, 5),
+        ({"bench_output_len": 0}, None),
+        ({"bench_output_len": -1}, None),
+        ({"bench_output_len": True}, None),
+        ({"bench_output_len": "5"}, None),
+        ({"bench_output_len": 5.0}, None),
+    ],
+)
+def test_only_a_positive_whole_number_is_a_length(extra: dict[str, Any] | None, expected: int | None) -> None:
+    assert true_output_tokens(extra) == expected
+
+
+def _run(system: str, told: dict[str, int | None], *, max_tokens: int = 60) -> tuple[bytes, list[dict[str, Any]]]:
+    """Serve the same requests with the same true lengths; ``told`` is what ``bench_output_len`` says."""
+    clock = VirtualClock()
+    admission = {} if system == "fcfs" else {"gain_ratio": 0.1}
+    options = {"system": system, "allow_oracle": system.startswith("oracle"), "admission": admission}
+    scheduler: Any = make_scheduler(STEERED, max_num_seqs=3, additional_config={"vllm_ext": options})
+    scheduler.clock = clock
+    rng = random.Random(3)
+    lengths = {f"r{i}": rng.choice((2, 10, 50)) for i in range(20)}
+    loop = EngineLoop(scheduler, FakeRunner(output_lengths=lengths), on_schedule=lambda output: clock.advance(0.01))
+    for number, req_id in enumerate(lengths):
+        extra = {} if told.get(req_id) is None else {"bench_output_len": told[req_id]}
+        if number % 4 == 0:
+            extra["osl"] = lengths[req_id]
+        loop.add(make_request(req_id, 10 + number, max_tokens=max_tokens, extra_args=extra, hasher=block_hasher()))
+        loop.step()
+    loop.run_until_idle()
+    records = scheduler.vllm_ext_state(0)["records"]
+    return loop.decision_log(), records
+
+
+@pytest.mark.parametrize("system", ["fcfs", "alise"])
+def test_without_an_oracle_the_hidden_length_changes_nothing(system: str) -> None:
+    untold = _run(system, {})
+    assert _run(system, {f"r{i}": i % 7 + 1 for i in range(20)}) == untold
+    assert _run(system, {f"r{i}": 10**9 for i in range(20)}) == untold
+    assert {r["prediction_source"] for r in untold[1]} <= {"hint", "history", "prior"}
+
+
+def test_an_oracle_follows_the_hidden_length() -> None:
+    short_first = _run("oracle-alise", {f"r{i}": i + 1 for i in range(20)})
+    long_first = _run("oracle-alise", {f"r{i}": 20 - i for i in range(20)})
+    assert short_first[0] != long_first[0]
+    assert {r["prediction_source"] for r in short_first[1]} == {"oracle"}
+    assert {r["req_id"]: r["predicted_tokens"] for r in short_first[1]} == {f"r{i}": i + 1 for i in range(20)}
+
+
+def test_an_oracle_knows_the_bound_too() -> None:
+    _, records = _run("oracle-alise", {f"r{i}": 500 for i in range(20)})
+    assert {r["predicted_tokens"] for r in records} == {60}
+
+
+def test_requests_without_a_hidden_length_fall_back_to_the_other_sources() -> None:
+    _, records = _run("oracle-alise", {"r1": 5})
+    assert {r["prediction_source"] for r in records if r["req_id"] != "r1"} <= {"hint", "history", "prior"}
+
+
+def test_no_other_module_names_the_hidden_length() -> None:
+    """Invariant 1: policies and predictors have no way to it; the benchmark's own patch and tools do."""
+    import vllm_ext
+
+    root = Path(vllm_ext.__file__).parent
+    readers = {"prediction/oracle.py"}
+    for folder in ("policies", "prediction", "scheduling"):
+        for path in (root / folder).rglob("*.py"):
+            name = path.relative_to(root).as_posix()
+            assert name in readers or "bench_" not in path.read_text(), name
+    assert "bench_" not in (root / "systems.py").read_text()

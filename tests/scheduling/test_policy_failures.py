@@ -1,0 +1,120 @@
+"""Policies that raise or answer nonsense: the step is first come, first served, counted, logged once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
+from vllm_ext.scheduling.views import StepView
+
+from .steering import SCRIPT, Rig, play, workload
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+
+
+@pytest.fixture(autouse=True)
+def _empty_script() -> Iterator[None]:
+    SCRIPT.reset()
+    yield
+    SCRIPT.reset()
+
+
+@pytest.fixture(scope="module")
+def upstream_outputs() -> dict[int, dict[str, list[int]]]:
+    return {depth: play(Rig(None, depth=depth, num_blocks=28, max_num_seqs=5), workload()) for depth in (1, 2)}
+
+
+class _Boom(Exception):
+    pass
+
+
+def _boom(*args: object) -> Any:
+    raise _Boom("policy")
+
+
+def _raise_midway(step: StepView) -> AdmissionPlan:
+    for _ in step.waiting():
+        raise _Boom("midway")
+    return AdmissionPlan()
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "ordering": lambda: setattr(SCRIPT, "rank", _boom),
+    "admission": lambda: setattr(SCRIPT, "admit", _boom),
+    "admission-midway": lambda: setattr(SCRIPT, "admit", _raise_midway),
+    "budget": lambda: setattr(SCRIPT, "budget", _boom),
+    "nan-key": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank((math.nan,))),
+    "nan-in-one-key": lambda: setattr(
+        SCRIPT, "rank", lambda v, now: Rank((math.nan if v.req_id == "r5" else v.num_prompt_tokens,))
+    ),
+    "nan-until": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank((1.0,), until=math.nan)),
+    "no-rank": lambda: setattr(SCRIPT, "rank", lambda v, now: None),
+    "text-in-key": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank(("x" if int(v.req_id[1:]) % 2 else 1.0,))),  # type: ignore[arg-type]
+    "no-plan": lambda: setattr(SCRIPT, "admit", lambda step: None),
+    "fraction-of-a-token": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=7.5)),  # type: ignore[arg-type]
+}
+
+
+@DEPTHS
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_policy_that_fails_costs_no_request_and_is_counted(
+    failure: str, depth: int, upstream_outputs: dict[int, dict[str, list[int]]]
+) -> None:
+    FAILURES[failure]()
+    rig = Rig("scripted", depth=depth, num_blocks=28, max_num_seqs=5)
+    assert play(rig, workload()) == upstream_outputs[depth]
+    assert rig.state["fallbacks"] > 0
+
+
+@pytest.mark.parametrize("failure", ["ordering", "admission", "budget", "nan-key"])
+def test_a_step_whose_policy_fails_is_first_come_first_served(failure: str) -> None:
+    rig = Rig("scripted", max_num_seqs=2)
+    SCRIPT.rank = lambda v, now: Rank((-v.num_prompt_tokens,))  # longest prompt first, when it works
+    rig.add("a", 5)
+    rig.add("b", 6)
+    rig.add("c", 7)
+    assert rig.waiting == ["c", "b", "a"]
+    FAILURES[failure]()
+    rig.step()
+    assert rig.running == ["a", "b"]
+    SCRIPT.reset()
+    SCRIPT.rank = lambda v, now: Rank((-v.num_prompt_tokens,))
+    rig.drain()
+
+
+def test_a_failing_policy_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    import vllm_ext.scheduling.scheduler as module
+
+    records: list[str] = []
+    monkeypatch.setattr(module.logger, "exception", lambda message, *args: records.append(message % args))
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)
+    SCRIPT.admit = _boom
+    rig = Rig("scripted")
+    for i in range(5):
+        rig.add(f"r{i}", length=3)
+    rig.drain()
+    assert len(records) == 1
+    assert "scripted" in records[0]
+    assert rig.state["fallbacks"] >= 3
+
+
+def test_a_policy_that_recovers_steers_again() -> None:
+    rig = Rig("scripted", max_num_seqs=1)
+    SCRIPT.rank = _boom
+    for name, prompt in (("a", 5), ("b", 6), ("c", 7)):
+        rig.add(name, prompt, length=20)
+    rig.step()
+    assert rig.running == ["a"]
+    SCRIPT.rank = lambda v, now: Rank((-v.num_prompt_tokens,))
+    rig.step(2)
+    fallbacks = rig.state["fallbacks"]
+    rig.step(3)
+    assert rig.waiting == ["c", "b"]
+    assert rig.state["fallbacks"] == fallbacks
+    rig.drain()

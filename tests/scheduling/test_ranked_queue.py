@@ -1,0 +1,332 @@
+"""The waiting queue: vLLM's interface, ranks that expire, hiding, the arrival-ordered fallback, bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_ext.scheduling.plan import Rank
+from vllm_ext.scheduling.ranked_queue import RankedQueue
+
+from .ranks import Ranks
+
+
+def test_requests_leave_in_the_order_of_their_keys() -> None:
+    r = Ranks()
+    for name, key in (("c", 3), ("a", 1), ("d", 4), ("b", 2)):
+        r.add(name, key)
+    assert r.names() == ["a", "b", "c", "d"]
+    assert r.drain() == ["a", "b", "c", "d"]
+    assert r.left == ["a", "b", "c", "d"]
+    assert len(r.queue) == 0
+
+
+def test_ties_end_in_arrival_then_number() -> None:
+    r = Ranks()
+    r.add("late", arrival=2.0)
+    r.add("first", arrival=1.0)
+    r.add("second", arrival=1.0)
+    assert r.drain() == ["first", "second", "late"]
+
+
+def test_an_empty_queue_is_false_and_refuses_peek_and_pop() -> None:
+    r = Ranks()
+    assert not r.queue
+    assert len(r.queue) == 0
+    assert list(r.queue) == []
+    assert r.queue.oldest() is None
+    assert list(r.queue.best(5)) == []
+    r.queue.begin_step(1.0, 64, 2)
+    for call in (r.queue.peek_request, r.queue.pop_request):
+        with pytest.raises(IndexError, match="empty"):
+            call()
+
+
+def test_prepending_leaves_the_place_to_the_rank() -> None:
+    r = Ranks()
+    r.add("b", 2)
+    r.queue.prepend_request(r.make("c", 3))
+    r.queue.prepend_requests([r.make("d", 4), r.make("a", 1)])
+    assert r.drain() == ["a", "b", "c", "d"]
+
+
+def test_adding_twice_keeps_one() -> None:
+    r = Ranks()
+    request = r.add("a")
+    r.queue.add_request(request)
+    r.queue.prepend_request(request)
+    assert len(r.queue) == 1
+    assert r.drain() == ["a"]
+
+
+def test_removing_needs_a_member_but_removing_many_does_not() -> None:
+    r = Ranks()
+    kept, gone, stranger = r.add("kept"), r.add("gone"), r.make("stranger")
+    with pytest.raises(ValueError, match="stranger"):
+        r.queue.remove_request(stranger)
+    r.queue.remove_requests([gone, stranger])
+    r.queue.remove_requests({gone})
+    assert r.left == ["gone"]
+    assert gone not in r.queue
+    assert kept in r.queue
+    r.queue.remove_request(kept)
+    assert not r.queue
+
+
+def test_skipped_requests_come_back_to_their_place() -> None:
+    """vLLM pops a request that can't run, looks at the next one, and prepends what it skipped."""
+    r = Ranks()
+    for name, key in (("a", 1), ("b", 2), ("c", 3)):
+        r.add(name, key)
+    skipped = [r.queue.pop_request(), r.queue.pop_request()]
+    assert r.queue.pop_request().request_id == "c"
+    r.queue.prepend_requests(reversed(skipped))
+    assert r.drain() == ["a", "b"]
+
+
+def test_a_readded_request_takes_its_new_rank_and_counts_once() -> None:
+    r = Ranks()
+    r.add("a", 1, level=1)
+    r.add("b", 2)
+    a = r.queue.pop_request()
+    r.ranks["a"] = Rank((3.0,), level=5)
+    r.queue.add_request(a)
+    assert r.queue.levels == {0: 1, 5: 1}
+    assert r.drain() == ["b", "a"]
+    assert r.queue.levels == {}
+
+
+def test_hidden_requests_are_counted_but_not_served() -> None:
+    r = Ranks()
+    for name, key in (("a", 1), ("b", 2), ("c", 3)):
+        r.add(name, key)
+    r.queue.hide(frozenset({"a", "c", "unknown"}))
+    assert len(r.queue) == 3
+    assert r.names() == ["a", "b", "c"]
+    assert r.queue.peek_request().request_id == "b"
+    assert [x.request_id for x in r.queue.best(3)] == ["b"]
+    assert r.drain() == ["b"]
+    assert not r.queue
+    with pytest.raises(IndexError):
+        r.queue.peek_request()
+    r.queue.begin_step(0.0, 64, 0)
+    assert r.drain() == ["a", "c"]
+
+
+def test_hiding_replaces_what_was_hidden() -> None:
+    r = Ranks()
+    r.add("a", 1)
+    r.add("b", 2)
+    r.queue.hide(frozenset({"a"}))
+    assert r.queue.peek_request().request_id == "b"
+    r.queue.hide(frozenset({"b"}))
+    assert r.queue.peek_request().request_id == "a"
+
+
+def test_a_hidden_request_can_be_removed_and_ranked_again() -> None:
+    r = Ranks()
+    a = r.add("a", 1)
+    r.add("b", 2)
+    c = r.add("c", 3)
+    r.queue.hide(frozenset({"a", "b"}))
+    assert r.queue.peek_request() is c
+    r.ranks["a"] = Rank((9.0,))
+    r.queue.rerank(a)
+    r.queue.remove_requests([r.requests["b"]])
+    assert r.queue.peek_request() is c
+    r.queue.hide(frozenset())
+    assert r.drain() == ["c", "a"]
+
+
+def test_rank_is_asked_again_when_it_expires_and_not_before() -> None:
+    r = Ranks()
+    r.add("old", 5, until=10.0)
+    r.add("new", 1)
+    r.asked.clear()
+    r.queue.begin_step(9.999, 64, 0)
+    assert r.asked == []
+    r.ranks["old"] = Rank((0.0,), level=-1)
+    r.queue.begin_step(10.0, 64, 0)
+    assert r.asked == ["old"]
+    assert r.names() == ["old", "new"]
+    assert r.queue.levels == {-1: 1, 0: 1}
+    r.queue.begin_step(1e9, 64, 0)
+    assert r.asked == ["old"], "a rank without an end is not asked for again"
+
+
+def test_the_number_of_expired_ranks_per_step_is_bounded_and_the_rest_follows() -> None:
+    r = Ranks()
+    for i in range(10):
+        r.add(f"r{i}", i, until=1.0 + i / 100)
+    for i in range(10):
+        r.ranks[f"r{i}"] = Rank((-1.0 - i,))
+    r.asked.clear()
+    r.queue.begin_step(5.0, 4, 0)
+    assert r.asked == ["r0", "r1", "r2", "r3"], "the longest overdue first"
+    r.queue.begin_step(5.0, 64, 0)
+    assert r.drain() == [f"r{i}" for i in reversed(range(10))]
+
+
+def test_an_expiry_of_a_superseded_rank_is_ignored() -> None:
+    r = Ranks()
+    a = r.add("a", 1, until=1.0)
+    r.ranks["a"] = Rank((2.0,), until=50.0)
+    r.queue.rerank(a)
+    r.asked.clear()
+    r.queue.begin_step(10.0, 64, 0)
+    assert r.asked == []
+    r.queue.pop_request()
+    r.queue.begin_step(100.0, 64, 0)
+    assert r.asked == [], "a request that left is not ranked"
+
+
+def test_a_rank_that_is_expired_at_once_does_not_take_the_turns_of_others() -> None:
+    """A rounding error suffices: the end of a rank lies at ``now``, and asked again the policy names the same end."""
+    r = Ranks()
+    r.add("stuck", 1, until=1.0)
+    r.add("due", 2, until=1.5)
+    r.asked.clear()
+    r.queue.begin_step(2.0, 64, 0)
+    assert r.asked.count("stuck") == 1
+    assert "due" in r.asked
+
+
+def test_refresh_takes_every_request_in_turn() -> None:
+    r = Ranks()
+    for name in "abcd":
+        r.add(name)
+    r.asked.clear()
+    for _ in range(4):
+        r.queue.begin_step(0.0, 64, 1)
+    assert sorted(r.asked) == ["a", "b", "c", "d"]
+    r.asked.clear()
+    r.queue.begin_step(0.0, 64, 100)
+    assert sorted(r.asked) == ["a", "b", "c", "d"], "no more than there are"
+
+
+def test_ranks_do_not_move_within_a_step() -> None:
+    r = Ranks()
+    r.add("a", 1, until=1.0)
+    r.add("b", 2)
+    r.queue.begin_step(0.5, 64, 2)
+    r.ranks = {"a": Rank((9.0,)), "b": Rank((0.0,))}
+    assert r.queue.peek_request().request_id == "a"
+    assert r.drain() == ["a", "b"]
+
+
+def test_by_arrival_serves_in_order_of_arrival_until_the_next_step() -> None:
+    r = Ranks()
+    for number, (name, key) in enumerate((("a", 3), ("b", 1), ("c", 2))):
+        r.add(name, key, arrival=float(number))
+    r.queue.by_arrival = True
+    assert r.queue.pop_request().request_id == "a"
+    assert r.queue.peek_request().request_id == "b"
+    r.queue.begin_step(0.0, 64, 0)
+    assert r.drain() == ["b", "c"]
+
+
+def test_by_arrival_serves_hidden_requests_too() -> None:
+    """The fallback follows no plan, so nothing may be held back in it."""
+    r = Ranks()
+    r.add("a", 1)
+    r.queue.hide(frozenset({"a"}))
+    assert not r.queue
+    r.queue.by_arrival = True
+    assert r.drain() == ["a"]
+
+
+def test_oldest_is_the_first_arrival_still_here() -> None:
+    r = Ranks()
+    a = r.add("a", 9, arrival=1.0)
+    r.add("b", 1, arrival=2.0)
+    assert r.queue.oldest() is a
+    r.queue.remove_request(a)
+    oldest = r.queue.oldest()
+    assert oldest is not None
+    assert oldest.request_id == "b"
+    r.queue.add_request(a)
+    assert r.queue.oldest() is a
+
+
+def test_looking_at_the_best_changes_nothing() -> None:
+    r = Ranks()
+    for name, key in (("c", 3), ("a", 1), ("b", 2)):
+        r.add(name, key)
+    assert [x.request_id for x in r.queue.best(2)] == ["a", "b"]
+    for request in r.queue.best(3):
+        assert request.request_id == "a"
+        break
+    assert r.drain() == ["a", "b", "c"]
+
+
+def test_a_look_that_was_not_finished_loses_no_request() -> None:
+    """A policy, or the traceback of one that raised, may keep the iterator alive beyond the step."""
+    r = Ranks()
+    for name, key in (("a", 1), ("b", 2), ("c", 3)):
+        r.add(name, key)
+    kept = r.queue.best(3)
+    next(kept)
+    next(kept)
+    r.queue.begin_step(0.0, 64, 0)
+    assert r.queue.peek_request().request_id == "a"
+    assert r.drain() == ["a", "b", "c"]
+    del kept
+    assert not r.queue
+
+
+def test_two_looks_at_once_see_the_same() -> None:
+    r = Ranks()
+    for name, key in (("a", 1), ("b", 2)):
+        r.add(name, key)
+    assert [x.request_id for x, _ in zip(r.queue.best(2), r.queue.best(2), strict=False)] == ["a", "b"]
+
+
+def test_keys_of_different_length_and_size_can_be_compared() -> None:
+    r = Ranks()
+    r.add("worst")
+    r.ranks["worst"] = Rank((math.inf,))
+    r.queue.rerank(r.requests["worst"])
+    r.make("aged")
+    r.ranks["aged"] = Rank(())
+    r.queue.add_request(r.requests["aged"])
+    r.add("huge", 1e308)
+    r.add("tiny", -1e308)
+    assert r.drain()[-1] == "worst"
+
+
+def _sizes(queue: RankedQueue) -> list[int]:
+    return [len(x) for x in (queue._heap, queue._expiry, queue._arrivals, queue._rounds, queue._aside)]
+
+
+@pytest.mark.parametrize("hide", [False, True], ids=["visible", "hidden"])
+def test_memory_follows_the_length_of_the_queue_under_churn(hide: bool) -> None:
+    r = Ranks()
+    requests = [r.add(f"r{i}", i, until=1e9 + i) for i in range(20)]
+    for number in range(3000):
+        request = requests[number % 20]
+        if hide and number % 7 == 0:
+            r.queue.hide(frozenset({request.request_id}))
+            r.queue.peek_request()
+        r.queue.remove_request(request)
+        r.queue.add_request(request)
+        r.queue.rerank(request)
+        r.queue.begin_step(float(number), 64, 2)
+        assert max(_sizes(r.queue)) <= 2 * 20 + 64 + 20
+    assert sorted(r.drain()) == sorted(x.request_id for x in requests)
+    assert r.queue.levels == {}
+
+
+def test_refreshes_stay_fair_after_readding() -> None:
+    """A request that was skipped many times must not crowd the others out of the rounds."""
+    r = Ranks()
+    for name in "abcd":
+        r.add(name)
+    for _ in range(20):
+        a = r.requests["a"]
+        r.queue.remove_request(a)
+        r.queue.add_request(a)
+    r.asked.clear()
+    for _ in range(60):
+        r.queue.begin_step(0.0, 64, 2)
+    assert all(r.asked.count(name) >= 4 for name in "bcd")

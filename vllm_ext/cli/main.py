@@ -1,0 +1,79 @@
+"""The `vllm-ext` command: a table of subcommands, each imported only when it is the one asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import vllm_ext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A subcommand."""
+
+    target: str
+    """``module:function``; the function takes the arguments after the subcommand and returns the exit status."""
+    help: str
+    """One line for ``vllm-ext --help``."""
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        module, _, function = self.target.partition(":")
+        loaded: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+        return loaded
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "demo": Command(target="vllm_ext.cli.demo:main", help="serve a small model and show what vllm-ext does"),
+        "doctor": Command(
+            target="vllm_ext.cli.doctor:main", help="say whether this installation works, and if not, why"
+        ),
+        "patches": Command(
+            target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
+        ),
+        "profile": Command(target="vllm_ext.cli.profile:main", help="measure step times for the runtime model"),
+        "tiny-model": Command(target="vllm_ext.cli.tiny_model:main", help="write a small random model for trying out"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        argv: Arguments without the program's name; those of the process if None.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # argparse sees the subcommand's name only: the arguments after it belong to the subcommand's own parser.
+    name = _parser().parse_args(arguments[:1]).command
+    try:
+        return COMMANDS[name].load()(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    table = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="vllm-ext",
+        description="Better scheduling and memory for stock vLLM.",
+        usage="vllm-ext [-h] [--version] COMMAND ...",
+        epilog=f"commands:\n{table}\n\n`vllm-ext COMMAND --help` lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-ext {vllm_ext.__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="one of the commands below")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""A real vLLM scheduler on a real KV cache manager, without weights, engine or GPU.
+
+``make_scheduler`` builds upstream's scheduler or one of ours from a tiny local model directory; ``make_request``
+builds what the front end would send it. Tests, benchmarks and the simulator share this one construction, so
+that a policy is exercised by the code that serves, not by a model of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
+
+BlockHasher = Callable[[Request], list[BlockHash]]
+
+VOCAB_SIZE = 4096
+_HASH_ALGORITHM = "sha256"
+_MAX_POSITIONS = 1 << 20
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": _MAX_POSITIONS,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": True,
+}
+
+
+@functools.cache
+def _model_dir() -> tempfile.TemporaryDirectory[str]:
+    directory = tempfile.TemporaryDirectory(prefix="vllm-ext-model-")
+    Path(directory.name, "config.json").write_text(json.dumps(_MODEL))
+    return directory
+
+
+def tiny_model_dir() -> Path:
+    """Directory with the ``config.json`` of a one-layer Llama; written once per process, removed at its end."""
+    return Path(_model_dir().name)
+
+
+@functools.cache
+def block_hasher(block_size: int = 16) -> BlockHasher:
+    """The function that hashes a request's full blocks for prefix caching, as the engine core builds it."""
+    hash_fn = get_hash_fn_by_name(_HASH_ALGORITHM)
+    _init_hashing()
+    return get_request_block_hasher(block_size, hash_fn)
+
+
+@functools.cache
+def _init_hashing() -> None:
+    init_none_hash(get_hash_fn_by_name(_HASH_ALGORITHM))
+
+
+def make_config(
+    scheduler_cls: str | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 512,
+    async_scheduling: bool = False,
+    enable_prefix_caching: bool = True,
+    additional_config: Mapping[str, Any] | None = None,
+    scheduling_policy: str = "fcfs",
+    watermark: float = 0.0,
+) -> VllmConfig:
+    """The configuration an engine with these options would hand to its scheduler.
+
+    Raises:
+        ValueError: vLLM refused a value; its message names the field.
+    """
+    model = ModelConfig(
+        model=str(tiny_model_dir()), skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=True,
+        policy=scheduling_policy,
+        watermark=watermark,
+        scheduler_cls=scheduler_cls,
+        async_scheduling=False,
+    )
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduler,
+        cache_config=cache,
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"),
+        additional_config=dict(additional_config or {}),
+    )
+    # The CPU platform switches async scheduling off because its runner has no use for it; a fabricated one does.
+    config.scheduler_config.async_scheduling = async_scheduling
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config
+
+
+def make_kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """One full-attention group of one layer over ``num_blocks`` blocks (one of which is vLLM's null block)."""
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer.0"], spec)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make_scheduler(
+    scheduler_cls: str | type[Scheduler] | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 512,
+    async_scheduling: bool = False,
+    enable_prefix_caching: bool = True,
+    additional_config: Mapping[str, Any] | None = None,
+    scheduling_policy: str = "fcfs",
+    log_stats: bool = True,
+    watermark: float = 0.0,
+    v2_model_runner: bool = False,
+) -> Scheduler:
+    """Build a scheduler as the engine core does.
+
+    Args:
+        scheduler_cls: A class, ``"package.module.Class"``, or a short name that the plugin resolves; None is
+            upstream's AsyncScheduler (correct with and without async scheduling).
+        num_blocks: KV blocks including vLLM's null block, so ``num_blocks - 1`` can be held.
+        max_num_batched_tokens: Token budget of a step.
+        async_scheduling: Whether the caller schedules a step before the previous one returned (EngineLoop
+            with depth 2).
+        additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
+        v2_model_runner: Produce outputs for vLLM's V2 runner (resumed requests travel as new ones).
+
+    Returns:
+        The scheduler; its class decides what policies run. Nothing is started.
+
+    Raises:
+        ValueError: vLLM or the scheduler refused a value.
+    """
+    config = make_config(
+        scheduler_cls if isinstance(scheduler_cls, str) else None,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        async_scheduling=async_scheduling,
+        enable_prefix_caching=enable_prefix_caching,
+        additional_config=additional_config,
+        scheduling_policy=scheduling_policy,
+        watermark=watermark,
+    )
+    cls: Any = scheduler_cls or AsyncScheduler
+    if isinstance(cls, str):
+        cls = config.scheduler_config.get_scheduler_cls()
+    scheduler: Scheduler = cls(
+        vllm_config=config,
+        kv_cache_config=make_kv_cache_config(num_blocks, block_size),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=block_size,
+        log_stats=log_stats,
+    )
+    scheduler.use_v2_model_runner = v2_model_runner
+    return scheduler
+
+
+def make_request(
+    req_id: str,
+    prompt_tokens: int | Sequence[int],
+    *,
+    max_tokens: int = 16,
+    arrival_time: float = 0.0,
+    extra_args: Mapping[str, Any] | None = None,
+    priority: int = 0,
+    session_id: str | None = None,
+    cache_salt: str | None = None,
+    hasher: BlockHasher | None = None,
+) -> Request:
+    """Build a request as the engine core receives it.
+
+    Args:
+        prompt_tokens: The prompt's token ids, or its length (then the ids are 100, 101, ...).
+        max_tokens: Bound on the output; the true length belongs to the runner.
+        arrival_time: In seconds, on the clock the scheduler is given.
+        extra_args: What a client sends as ``vllm_xargs``, e.g. ``{"osl": 12}``.
+        hasher: ``block_hasher(block_size)`` when prefix caching is on, None when it is off.
+    """
+    tokens = list(range(100, 100 + prompt_tokens)) if isinstance(prompt_tokens, int) else list(prompt_tokens)
+    return Request(
+        request_id=req_id,
+        prompt_token_ids=tokens,
+        sampling_params=_sampling_params(max_tokens, extra_args),
+        pooling_params=None,
+        arrival_time=arrival_time,
+        priority=priority,
+        session_id=session_id,
+        cache_salt=cache_salt,
+        block_hasher=hasher,
+    )
+
+
+def make_requests(
+    prefix: str,
+    count: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    *,
+    extra_args: Mapping[str, Any] | None = None,
+    hasher: BlockHasher | None = None,
+) -> Iterator[Request]:
+    """Build many like requests fast: ``prefix0``, ``prefix1``, ... share prompt and sampling parameters."""
+    params, tokens = _sampling_params(max_tokens, extra_args), list(range(100, 100 + prompt_tokens))
+    for number in range(count):
+        yield Request(
+            request_id=f"{prefix}{number}",
+            prompt_token_ids=tokens,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            block_hasher=hasher,
+        )
+
+
+def _sampling_params(max_tokens: int, extra_args: Mapping[str, Any] | None) -> SamplingParams:
+    extra = dict(extra_args) if extra_args is not None else None
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
+    params.update_from_generation_config({}, EOS_TOKEN_ID)
+    return params

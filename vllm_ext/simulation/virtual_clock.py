@@ -1,0 +1,27 @@
+"""Time that passes only when told to."""
+
+from __future__ import annotations
+
+
+class VirtualClock:
+    """A clock to hand to schedulers and simulators: call it for the time in seconds.
+
+    Args:
+        start_s: The first reading.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def __call__(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass.
+
+        Raises:
+            ValueError: ``seconds`` is negative; the clock never goes back.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds={seconds!r}: must be 0 or more, a clock never goes back")
+        self._now_s += seconds
