@@ -21,6 +21,20 @@ class Rank(NamedTuple):
     """Queue the request counts into, for metrics."""
 
 
+_NUMBERS = (float, int)
+
+
+def check_rank(rank: Rank) -> None:
+    """Raise TypeError or ValueError unless a policy's rank holds numbers only: anything else breaks the queue later."""
+    if rank.until != rank.until:
+        raise ValueError(f"{rank}: until must not be NaN")
+    for part in rank.key:
+        if not isinstance(part, _NUMBERS):
+            raise TypeError(f"{rank}: the key must consist of numbers")
+        if part != part:
+            raise ValueError(f"{rank}: the key must not hold NaN")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdmissionPlan:
     """Who leaves and who may join in this step."""

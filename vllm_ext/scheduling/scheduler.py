@@ -22,7 +22,7 @@ from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
 from vllm_ext.scheduling.observer import Observer
-from vllm_ext.scheduling.plan import NO_PLAN, AdmissionPlan, Rank, StepPlan
+from vllm_ext.scheduling.plan import NO_PLAN, AdmissionPlan, Rank, StepPlan, check_rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
@@ -32,7 +32,7 @@ logger = init_logger("vllm.vllm_ext.scheduler")
 
 _UNRANKED = Rank((float("inf"),))
 """Place of a request whose policy failed: last, until its rank is asked for again."""
-_MAX_EXPIRED_PER_STEP = 24
+_MAX_EXPIRED_PER_STEP = 16
 _WAITING_REFRESHED_PER_STEP = 1
 
 
@@ -247,8 +247,7 @@ class SteeredScheduler(AsyncScheduler):
     def _ask_rank(self, job: Job) -> Rank:
         try:
             rank = self.policies.ordering.rank(self.ledger.view(job), self._now)
-            if rank.until != rank.until or any(not isinstance(p, int | float) or p != p for p in rank.key):
-                raise ValueError(f"{type(self.policies.ordering).__name__} gave no rank of numbers: {rank}")
+            check_rank(rank)
             return rank
         except Exception:  # noqa: BLE001 - see _plan
             self._policy_failed()

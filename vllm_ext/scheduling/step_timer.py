@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_SAMPLES_AT_FIRST = 100
+_SAMPLES_AT_FIRST = 20
 _DECODE_STRIDE = 8
 _PREFILL_STRIDE = 2
 _REQUESTS_PER_SAMPLE = 32
@@ -32,7 +32,7 @@ class StepTimer:
     """Pairs a scheduled step with its output and tells its sink how long it took.
 
     A step takes from the moment it was scheduled, or from the end of the step before it where several are in flight
-    (async scheduling), to its output. After the first 100 samples one step in 8 is measured, one in 2 of those with
+    (async scheduling), to its output. After the first 20 samples one step in 8 is measured, one in 2 of those with
     prefill, and fewer of large batches: learning must not cost more than what it is good for.
     """
 
