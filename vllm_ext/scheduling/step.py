@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.scheduling.views import RequestView
 
@@ -48,10 +48,7 @@ class SchedulerStep:
         """Waiting requests that could be admitted now, best rank first."""
         scheduler = self._scheduler
         for request in scheduler.ranked.best(_LOOK_AHEAD):
-            # Blocked on a grammar or a transfer, or its last output is still in flight: vLLM will pass over it.
-            if scheduler._is_blocked_waiting_status(request.status):
-                continue
-            if request.num_stale_output_tokens and not request.drop_stale_output:
+            if not _could_be_admitted(request):
                 continue
             blocks = scheduler.kv_space.blocks_to_admit(request)
             yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
@@ -71,3 +68,14 @@ class SchedulerStep:
     def goes_before(self, first: RequestView, second: RequestView) -> bool:
         """Whether the ordering puts ``first`` before ``second``."""
         return self._scheduler.key_of(first.req_id) < self._scheduler.key_of(second.req_id)
+
+
+def _could_be_admitted(request: Request) -> bool:
+    """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return False
+    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        # vLLM looks whether the grammar is there only when a seat is free, which may be what we are to see to.
+        structured = request.structured_output_request
+        return structured is not None and structured.is_grammar_ready and not isinstance(structured.grammar, Exception)
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
