@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.prediction.profile import Profile, save
 from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
+from vllm_ext.scheduling.upstream import admission_cap
 from vllm_ext.scheduling.views import RequestView, StepView
 from vllm_ext.simulation.audit import audit
 from vllm_ext.simulation.engine_loop import Decision, EngineLoop
@@ -196,6 +197,6 @@ def knobs(scheduler: Scheduler) -> tuple[object, ...]:
     """The settings of vLLM that a step's plan may change."""
     return (
         scheduler.max_num_scheduled_tokens,
-        scheduler.max_num_active_reqs,
+        admission_cap(scheduler),
         scheduler.scheduler_config.long_prefill_token_threshold,
     )

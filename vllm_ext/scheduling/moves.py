@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vllm_ext.scheduling.plan import StepPlan
+from vllm_ext.scheduling.upstream import admission_cap, set_admission_cap
 
 if TYPE_CHECKING:
     from vllm_ext.scheduling.scheduler import SteeredScheduler
@@ -31,20 +32,21 @@ def applied(scheduler: SteeredScheduler, plan: StepPlan, now: float) -> Iterator
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, scheduler.current_step + 2)
     if admission.hold:
         scheduler.ranked.hide(admission.hold)
-    tokens, active = scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs
+    tokens, active = scheduler.max_num_scheduled_tokens, admission_cap(scheduler)
     chunk, bound = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.prefill_capacity_bound
     try:
         if budget.token_budget is not None:
             scheduler.max_num_scheduled_tokens = max(0, min(budget.token_budget, tokens))
         if admission.max_running is not None:
-            scheduler.max_num_active_reqs = max(0, min(admission.max_running, active))
+            set_admission_cap(scheduler, max(0, min(admission.max_running, active)))
         if budget.chunk_cap is not None:
             scheduler.scheduler_config.long_prefill_token_threshold = max(1, budget.chunk_cap)
         if budget.decode_only:
             scheduler.prefill_capacity_bound = False
         yield
     finally:
-        scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs = tokens, active
+        scheduler.max_num_scheduled_tokens = tokens
+        set_admission_cap(scheduler, active)
         scheduler.scheduler_config.long_prefill_token_threshold = chunk
         if budget.decode_only:
             scheduler.prefill_capacity_bound = bound

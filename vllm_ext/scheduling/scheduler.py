@@ -26,6 +26,7 @@ from vllm_ext.scheduling.plan import NO_PLAN, AdmissionPlan, Rank, StepPlan, che
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
+from vllm_ext.scheduling.upstream import return_parked
 from vllm_ext.systems import build
 
 logger = init_logger("vllm.vllm_ext.scheduler")
@@ -105,6 +106,8 @@ class SteeredScheduler(AsyncScheduler):
             plan = self._plan(now)
             with applied(self, plan, now):
                 output = super().schedule(throttle_prefills or plan.budget.decode_only)
+        if self._steers:
+            return_parked(self)
         self.observer.scheduled(output, self.running, now)
         return output
 

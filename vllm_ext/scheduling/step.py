@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ext.scheduling.upstream import admission_cap
 from vllm_ext.scheduling.views import RequestView
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class SchedulerStep:
         self.num_running = len(scheduler.running)
         self.num_waiting = len(scheduler.waiting)
         held_seats: int = scheduler.num_waiting_for_streaming_input
-        self.max_running = scheduler.max_num_active_reqs - held_seats
+        self.max_running = admission_cap(scheduler) - held_seats
         self.token_budget = scheduler.max_num_scheduled_tokens
 
     @property

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ext.scheduling.upstream import parked
+
 _HOLDS_NOTHING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -33,9 +35,9 @@ def audit_queues(scheduler: Scheduler) -> None:
     queues = {
         "running": list(scheduler.running),
         "waiting": list(scheduler.waiting),
-        "kv_holding_waiting": list(scheduler.kv_holding_waiting),
+        parked(scheduler): list(getattr(scheduler, parked(scheduler))),
     }
-    for name in ("waiting", "kv_holding_waiting"):
+    for name in ("waiting", parked(scheduler)):
         if (length := len(getattr(scheduler, name))) != len(queues[name]):
             raise AuditError(f"{name}: len() is {length}, iteration gives {len(queues[name])}")
     places = Counter(request.request_id for queue in queues.values() for request in queue)
