@@ -27,6 +27,8 @@ BLOCK_SIZE = 32
 """Tokens; vLLM's CPU attention takes multiples of 32 only."""
 NUM_BLOCKS = 40
 """A pool barely larger than the longest sequence, so that requests compete for it."""
+KV_CACHE_BYTES = 2**30
+"""Room for that pool. Without a size vLLM asks for most of the machine's memory, and does not start where it is used."""
 MAX_NUM_SEQS = 4
 RECORDS_WAIT_S = 5.0
 """The front end fetches records from time to time: how long to wait for the last ones."""
@@ -72,7 +74,6 @@ def _run(args: argparse.Namespace) -> int:
         model,
         server_args(args.scheduler_cls, request_log),
         log_path=folder / "server.log",
-        env={"VLLM_CPU_KVCACHE_SPACE": "1"},
         port=args.port,
         on_progress=_progress,
     )
@@ -92,6 +93,7 @@ def server_args(scheduler_cls: str, request_log: Path) -> list[str]:
     args = ["--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
     args += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
     args += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
+    args += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     if scheduler_cls:
         args += ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log)]
         args += ["--ext-metrics-interval-s", "0.25"]

@@ -1,0 +1,126 @@
+"""Run request scripts through offline engines in one fresh process and write what came out as JSON.
+
+    python engine_script.py JOB.json RESULT.json
+
+A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
+"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}``. The engine core lives
+in this process, so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible
+up to what the scheduler does with the clock.
+
+A process of its own, because the boots must change torch and Triton before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+MAX_STEPS = 3000
+"""Steps after which a run counts as hung; the largest run here takes a few hundred."""
+
+
+def boot(kind: str) -> None:
+    """Prepare this process; must come before the first import of vLLM. Raises KeyError for an unknown kind."""
+
+    def plain() -> None: ...
+
+    def asynchronous() -> None:
+        import async_shim
+
+        async_shim.install()
+
+    def v2() -> None:
+        import interp_boot
+
+        interp_boot.install()
+
+    {"plain": plain, "async": asynchronous, "v2": v2}[kind]()
+
+
+def sampling_params(raw: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    raw = dict(raw)
+    if "structured_outputs" in raw:
+        raw["structured_outputs"] = StructuredOutputsParams(**raw["structured_outputs"])
+    return SamplingParams(temperature=0.0, **raw)
+
+
+def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
+    """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id."""
+    finished: dict[str, Any] = {}
+    waiting = sorted(arrivals, key=lambda a: a["step"])
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (waiting[0]["step"] <= step or not engine.has_unfinished_requests()):
+            arrival = waiting.pop(0)
+            prompt = {"prompt_token_ids": arrival["prompt_token_ids"]}
+            engine.add_request(arrival["id"], prompt, sampling_params(arrival["sampling"]))
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output
+        step += 1
+        if step > MAX_STEPS:
+            missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))
+            raise RuntimeError(f"not finished after {MAX_STEPS} steps: {missing}")
+    return finished
+
+
+def counter(llm: Any, name: str) -> float:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+def steered_state(scheduler: Any) -> dict[str, Any]:
+    """The state a scheduler of ours shows to the front end; nothing for vLLM's own."""
+    return scheduler.vllm_ext_state() if hasattr(scheduler, "vllm_ext_state") else {}
+
+
+def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """One engine, one request script; tears the engine down again."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(disable_log_stats=False, **spec["engine"])
+    core = llm.llm_engine.engine_core.engine_core
+    pool = core.scheduler.kv_cache_manager.block_pool
+    free_before = pool.get_num_free_blocks()
+    outputs = drive(llm.llm_engine, spec["arrivals"])
+    result = {
+        "tokens": {key: list(output.outputs[0].token_ids) for key, output in outputs.items()},
+        "texts": {key: output.outputs[0].text for key, output in outputs.items()},
+        "finish_reasons": {key: output.outputs[0].finish_reason for key, output in outputs.items()},
+        "preemptions": counter(llm, "vllm:num_preemptions"),
+        "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
+        "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
+        "scheduler": type(core.scheduler).__name__,
+        "batch_queue": core.batch_queue_size,
+        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "blocks_missing": free_before - pool.get_num_free_blocks(),
+        "left_running": len(core.scheduler.running),
+        "left_waiting": len(core.scheduler.waiting),
+    }
+    core.shutdown()
+    del llm, core, pool
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+def main() -> None:
+    job_file, result_file = sys.argv[1:]
+    job = json.loads(Path(job_file).read_text())
+    boot(job["boot"])
+    results = {}
+    for spec in job["runs"]:
+        results[spec["name"]] = run(spec)
+    Path(result_file).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A served tiny model as the tests see it: clients, metrics, and the text of what went wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+from engines import ENVIRONMENT
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ext.serving import ServerProcess
+
+MODEL = "tiny"
+"""Name under which every server of these tests serves its model."""
+
+MAX_MODEL_LEN = 512
+
+SMALL_ENGINE = (
+    "--served-model-name",
+    MODEL,
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    str(MAX_MODEL_LEN),
+    "--block-size",
+    "32",
+    "--kv-cache-memory-bytes",
+    str(32 * 2**20),
+    "--uvicorn-log-level",
+    "warning",
+)
+
+
+class Served(ServerProcess):
+    """A `vllm serve` of a tiny model with the OpenAI clients' view of it."""
+
+    def __init__(
+        self, model: Path, args: Sequence[str] = (), *, log_path: Path, request_log: Path | None = None
+    ) -> None:
+        super().__init__(model, [*SMALL_ENGINE, *args], log_path=log_path, env=ENVIRONMENT)
+        self.request_log = request_log
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=90)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=90)
+
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        """Every sample of ``/metrics`` as (name, labels, value)."""
+        families = text_string_to_metric_families(self.get("/metrics"))
+        return [(s.name, dict(s.labels), s.value) for family in families for s in family.samples]
+
+    def our_series(self) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
+        """Name and labels of every sample of vllm-ext in ``/metrics``."""
+        return [(n, tuple(sorted(labels.items()))) for n, labels, _ in self.samples() if n.startswith("vllm_ext:")]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples called ``name`` whose labels include ``labels``.
+
+        Raises:
+            LookupError: There is no such sample.
+        """
+        samples = self.samples()
+        found = [value for n, have, value in samples if n == name and labels.items() <= have.items()]
+        if not found:
+            raise LookupError(f"no {name} {labels} among {sorted({n for n, _, _ in samples})}")
+        return sum(found)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The request log so far; a last line that is still being written is left out."""
+        if self.request_log is None or not self.request_log.exists():
+            return []
+        lines = self.request_log.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+    """Return once the condition holds; a metric that is not there yet counts as not holding.
+
+    Raises:
+        TimeoutError: It did not within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    missing = ""
+    while True:
+        try:
+            if condition():
+                return
+        except LookupError as error:
+            missing = f" ({error})"
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {timeout_s} s still not: {what}{missing}")
+        time.sleep(0.1)
