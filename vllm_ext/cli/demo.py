@@ -28,7 +28,7 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 40
 """A pool barely larger than the longest sequence, so that requests compete for it."""
 KV_CACHE_BYTES = 2**30
-"""Room for that pool. Without a size vLLM asks for most of the machine's memory, and does not start where it is used."""
+"""Room for that pool. Without a size vLLM asks for most of the memory, and does not start where that is used."""
 MAX_NUM_SEQS = 4
 RECORDS_WAIT_S = 5.0
 """The front end fetches records from time to time: how long to wait for the last ones."""
