@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.config import ConfigError, ExtConfig
+from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.fits_now import FitsNow
 from vllm_ext.policies.budget.static import StaticBudget
@@ -17,8 +17,6 @@ from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.protocols import Admission, Budget, Ordering, Residency
 from vllm_ext.policies.residency.recompute import Recompute
-
-AXES = ("ordering", "admission", "budget", "residency")
 
 
 @dataclass(frozen=True, kw_only=True)

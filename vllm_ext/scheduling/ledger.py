@@ -132,7 +132,7 @@ class Ledger:
 
     def correct(self, job: Job, tokens: int, source: str) -> None:
         """Take over a better prediction of the output length, in tokens; what was generated already bounds it below."""
-        job.estimate = max(1, min(max(tokens, job.request.num_output_tokens + 1), job.query.max_tokens))
+        self._revise(job, tokens)
         if job.prediction.source == "prior":
             job.prediction = Prediction(max(1, min(tokens, job.query.max_tokens)), source)
 
@@ -140,8 +140,12 @@ class Ledger:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
         request = job.request
         job.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, job.hints.osl)
-        tokens = self.predictor.predict(job.query).tokens
-        job.estimate = max(1, min(max(tokens, request.num_output_tokens + 1), job.query.max_tokens))
+        self._revise(job, self.predictor.predict(job.query).tokens)
+
+    @staticmethod
+    def _revise(job: Job, tokens: int) -> None:
+        """Set the estimate of a job that may have begun: more than it generated, and at most its bound."""
+        job.estimate = max(1, min(max(tokens, job.request.num_output_tokens + 1), job.query.max_tokens))
 
     def view(self, job: Job, num_blocks: int = 0) -> RequestView:
         """Return the snapshot of a job."""

@@ -35,6 +35,12 @@ def check_rank(rank: Rank) -> None:
             raise ValueError(f"{rank}: the key must not hold NaN")
 
 
+def _check_whole(name: str, value: object, unit: str) -> None:
+    """Raise TypeError unless a cap is a whole number or None: vLLM would carry a fraction on to its model runner."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"{name}={value!r}: must be a whole number of {unit}, or None")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdmissionPlan:
     """Who leaves and who may join in this step."""
@@ -47,10 +53,7 @@ class AdmissionPlan:
     """Waiting requests that must not be admitted in this step."""
 
     def __post_init__(self) -> None:
-        if self.max_running is not None and (
-            isinstance(self.max_running, bool) or not isinstance(self.max_running, int)
-        ):
-            raise TypeError(f"max_running={self.max_running!r}: must be a whole number of requests, or None")
+        _check_whole("max_running", self.max_running, "requests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +70,8 @@ class BudgetPlan:
     """Running requests that keep their KV but get no token in this step, by id."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "chunk_cap"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name}={value!r}: must be a whole number of tokens, or None")
+        _check_whole("token_budget", self.token_budget, "tokens")
+        _check_whole("chunk_cap", self.chunk_cap, "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
