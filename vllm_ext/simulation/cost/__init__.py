@@ -1,0 +1,1 @@
+"""Cost models: how long steps and copies take on hardware that is not here."""

@@ -1,0 +1,103 @@
+"""What a workload offers to a simulated server: requests with their hidden lengths, and who sends the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Service-level objectives of one request, in seconds; None leaves one out."""
+
+    ttft_s: float | None = None
+    """Arrival to first token."""
+    tbt_s: float | None = None
+    """Every gap between neighbouring tokens."""
+    e2e_s: float | None = None
+    """Arrival to last token (job completion time)."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tbt_s", "e2e_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}: must be greater than 0, or left out")
+
+
+NO_SLO = Slo()
+
+
+@dataclass(slots=True, kw_only=True)
+class SimRequest:
+    """One request of a workload. ``output_tokens`` is hidden from every policy (invariant 1)."""
+
+    req_id: str
+    """Unique within a run."""
+    arrival_s: float
+    """When it reaches the server, in seconds from the start of the run."""
+    prompt_tokens: int
+    """Prompt length, at least 1."""
+    output_tokens: int
+    """True output length, at least 1; the run cuts it at ``max_tokens`` and at the model's context."""
+    max_tokens: int
+    """The client's bound on the output."""
+    token_ids: Sequence[int] | None = None
+    """The prompt's ids, ``prompt_tokens`` of them; None: ids of its own making that no other request shares."""
+    extra_args: Mapping[str, Any] | None = None
+    """What the client sends as ``vllm_xargs``: hints such as ``osl``. Never the true length."""
+    priority: int = 0
+    """vLLM's priority: lower goes first."""
+    session_id: str | None = None
+    """Conversation the request belongs to."""
+    slo: Slo = NO_SLO
+    """What the client expects; used to judge the run."""
+    tier: str = ""
+    """Class of service, for metrics per tier."""
+    abort_after_s: float | None = None
+    """The client disconnects this long after the arrival, if it still waits; None: never."""
+    prompt: str | None = None
+    """Prompt text, where the length predictor needs it."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """For the workload's own books (turn number, source row); the run passes it on unread."""
+
+
+class Workload(Protocol):
+    """A source of requests. Deterministic: two iterations give the same requests."""
+
+    @property
+    def name(self) -> str:
+        """File or preset, for reports."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of the underlying data."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of the underlying data."""
+        ...
+
+    @property
+    def expected_requests(self) -> int | None:
+        """How many requests a run will see, for progress bars; None if that depends on the run."""
+        ...
+
+    def start(self) -> Iterator[SimRequest]:
+        """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
+        ...
+
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+        """Return what its client sends next, now that a request has ended: the next turn of a conversation, say.
+
+        Args:
+            request: The request that ended.
+            finished_s: When its client saw the end, in seconds.
+            output_ids: The tokens it generated; empty or short if it was aborted.
+
+        Returns:
+            Requests that arrive at ``finished_s`` or later.
+        """
+        ...

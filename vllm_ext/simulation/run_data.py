@@ -1,0 +1,207 @@
+"""What a run leaves behind: one row per request, every gap between tokens, and time series, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_GROWTH = math.log(1.001)
+_SMALLEST_S = 1e-6
+_BINS = int(math.log(1e6 / _SMALLEST_S) / _GROWTH) + 2
+
+FLOAT_COLUMNS = (
+    "arrival_s",
+    "first_scheduled_s",
+    "first_token_s",
+    "finish_s",
+    "max_gap_s",
+    "waited_s",
+    "slo_ttft_s",
+    "slo_tbt_s",
+    "slo_e2e_s",
+)
+"""NaN where there is none: a request that was aborted in the queue was never scheduled and has no token."""
+INT_COLUMNS = (
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "output_tokens",
+    "true_output_tokens",
+    "predicted_tokens",
+    "preemptions",
+    "priority",
+)
+"""``predicted_tokens`` is 0 where nobody predicted."""
+TEXT_COLUMNS = ("req_id", "session_id", "tier", "finish_reason")
+"""``finish_reason`` is one of vLLM's: ``stop``, ``length``, ``abort``."""
+
+
+class RequestTable:
+    """One row per request that ended, in the order of their ends. Times are seconds from the start of the run."""
+
+    def __init__(self) -> None:
+        self._floats = {name: array("d") for name in FLOAT_COLUMNS}
+        self._ints = {name: array("q") for name in INT_COLUMNS}
+        self._texts: dict[str, list[str]] = {name: [] for name in TEXT_COLUMNS}
+        self.token_times: list[array[float] | None] = []
+        """Per row: the time of every token, or None where the run was not told to keep them."""
+
+    def __len__(self) -> int:
+        return len(self.token_times)
+
+    def append(self, values: Mapping[str, Any], token_times: array[float] | None = None) -> None:
+        """Add a row; all columns must be given."""
+        for name, column in self._floats.items():
+            column.append(values[name])
+        for name, whole in self._ints.items():
+            whole.append(values[name])
+        for name, texts in self._texts.items():
+            texts.append(values[name])
+        self.token_times.append(token_times)
+
+    def floats(self, name: str) -> NDArray[np.float64]:
+        """Return a copy of a float column, shape [rows]."""
+        return np.array(self._floats[name], dtype=np.float64)
+
+    def ints(self, name: str) -> NDArray[np.int64]:
+        """Return a copy of an integer column, shape [rows]."""
+        return np.array(self._ints[name], dtype=np.int64)
+
+    def texts(self, name: str) -> list[str]:
+        """Return a text column."""
+        return self._texts[name]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield rows as dictionaries with the columns in order: text, whole numbers, floats."""
+        for index in range(len(self)):
+            row: dict[str, Any] = {name: column[index] for name, column in self._texts.items()}
+            row.update((name, column[index]) for name, column in self._ints.items())
+            row.update((name, column[index]) for name, column in self._floats.items())
+            yield row
+
+
+class GapHistogram:
+    """Every gap between neighbouring tokens of one request, in bins of 0.1 % width; the extremes are exact."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BINS
+        self.count = 0
+        self.total_s = 0.0
+        self.max_s = 0.0
+
+    def add(self, gap_s: float, times: int = 1) -> None:
+        """Count a gap, in seconds."""
+        index = 0 if gap_s <= _SMALLEST_S else min(_BINS - 1, 1 + int(math.log(gap_s / _SMALLEST_S) / _GROWTH))
+        self._counts[index] += times
+        self.count += times
+        self.total_s += gap_s * times
+        self.max_s = max(self.max_s, gap_s)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean gap in seconds; NaN if there was none."""
+        return self.total_s / self.count if self.count else math.nan
+
+    def quantile_s(self, q: float) -> float:
+        """Return the q-quantile (0 to 1) in seconds, at most 0.1 % above the true one; NaN if there was no gap."""
+        if not self.count:
+            return math.nan
+        cumulative = np.cumsum(self._counts)
+        index = int(np.searchsorted(cumulative, q * self.count, side="left"))
+        return min(_SMALLEST_S * math.exp(_GROWTH * index), self.max_s)
+
+
+SERIES = ("time_s", "running", "waiting", "kv_used_fraction", "tier_used_fraction", "transfer_bytes", "preemptions",
+          "prefill_tokens", "decode_tokens", "steps")  # fmt: skip
+"""Columns of the time series. The last five count from the start of the run; the others are as of that moment."""
+
+
+class TimeSeries:
+    """Samples of the server's state at even distances; the distance doubles whenever the memory is full."""
+
+    def __init__(self, interval_s: float = 0.5, capacity: int = 8192) -> None:
+        self.interval_s = interval_s
+        self._capacity = capacity
+        self._columns = {name: array("d") for name in SERIES}
+        self.next_s = 0.0
+        """When the next sample is due."""
+
+    def __len__(self) -> int:
+        return len(self._columns["time_s"])
+
+    def add(self, *values: float) -> None:
+        """Take a sample, with the values in the order of `SERIES`."""
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        if len(self) >= self._capacity:
+            self._columns = {name: column[1::2] for name, column in self._columns.items()}
+            self.interval_s *= 2
+        self.next_s = (math.floor(values[0] / self.interval_s) + 1) * self.interval_s
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Return a copy of a column, shape [samples]."""
+        return np.array(self._columns[name], dtype=np.float64)
+
+
+@dataclass(slots=True)
+class StepEvent:
+    """One step, for traces."""
+
+    start_s: float
+    """When the device began."""
+    end_s: float
+    num_requests: int
+    prefill_tokens: int
+    decode_tokens: int
+    preempted: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class RequestEvent:
+    """A change of a request's state, for traces."""
+
+    time_s: float
+    req_id: str
+    state: str
+    """``waiting``, ``prefill``, ``decode``, ``preempted`` or a finish reason."""
+
+
+@dataclass
+class Events:
+    """Detail for a trace of the run, up to a bound."""
+
+    limit: int
+    """Most entries of each list; what comes later is counted only."""
+    steps: list[StepEvent] = field(default_factory=list)
+    requests: list[RequestEvent] = field(default_factory=list)
+    dropped: int = 0
+
+
+@dataclass(kw_only=True)
+class RunData:
+    """Everything measured in one run."""
+
+    label: str
+    """System and load, for legends."""
+    requests: RequestTable
+    gaps: GapHistogram
+    series: TimeSeries
+    events: Events | None = None
+    """Present if the run was told to keep them."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Totals with units in the names: ``steps``, ``preemptions``, ``prefill_tokens``, ``decode_tokens``, ``idle_s``,
+    ``device_busy_s``, ``policy_fallbacks``, ``unfinished_requests``, ``num_kv_blocks``, ..."""
+    duration_s: float = 0.0
+    """Virtual time from the start to the last event."""
+    wall_s: float = 0.0
+    """Wall-clock time the simulation took. Not deterministic: never part of a result's metrics."""
+
+    def finished(self) -> NDArray[np.bool_]:
+        """Return a mask over requests: True where the request ended by itself or at its bound, shape [rows]."""
+        reasons: Sequence[str] = self.requests.texts("finish_reason")
+        return np.array([reason in ("stop", "length") for reason in reasons], dtype=np.bool_)

@@ -1,0 +1,62 @@
+"""What a simulation run is described by: plain data that can be written to JSON, hashed and sent to another process."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+
+class EngineSpec(BaseModel):
+    """The engine's settings, named and defaulted as by vLLM 0.32 for online serving on a GPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    system: str = "fcfs"
+    """``upstream-fcfs`` or ``upstream-priority`` for vLLM alone, or what ``--scheduler-cls`` takes."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of vllm_ext, as under ``additional_config["vllm_ext"]``."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    max_model_len: int = Field(default=2048, ge=2)
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int | None = Field(default=None, ge=2)
+    """KV blocks; None: what the hardware's memory holds beside the weights."""
+    prefix_caching: bool = True
+    async_scheduling: bool = True
+    watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
+
+
+class RecordSpec(BaseModel):
+    """What a run keeps beyond its metrics."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token_times: bool = False
+    """Keep the time of every token (8 bytes each)."""
+    events: int = Field(default=0, ge=0)
+    """Keep this many step and request events for a trace; 0: none."""
+    decisions: bool = False
+    """Keep what every step decided."""
+
+
+class SimulationSpec(BaseModel):
+    """One run: who asks for what, what serves it, and on which hardware."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: EngineSpec = EngineSpec()
+    hardware: HardwareSpec = HardwareSpec()
+    cost: CostSpec = CostSpec()
+    workload: WorkloadSpec = WorkloadSpec()
+    record: RecordSpec = RecordSpec()
+    max_time_s: float | None = Field(default=None, gt=0)
+    """Stop at this virtual time; requests that have not ended by then are counted as unfinished."""
+
+    def digest(self) -> str:
+        """Return a checksum of the whole description; equal runs have equal digests."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Workloads: whose requests arrive when, with which lengths, and who asks again."""
