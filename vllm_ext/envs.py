@@ -13,6 +13,9 @@ from pathlib import Path
 BENCH_FORCED_LENGTH = "VLLM_EXT_BENCH_FORCED_LENGTH"
 """``1``: the engine core ends a request after ``bench_output_len`` tokens (benchmarks and tests only)."""
 
+BENCH_STEP_RECORD = "VLLM_EXT_BENCH_STEP_RECORD"
+"""``1``: the engine core records what its scheduler is told and decides (benchmarks and tests only)."""
+
 CACHE = "VLLM_EXT_CACHE"
 """Folder for files that can be made again, such as the tiny model; by default ``vllm-ext`` in the user's cache."""
 
@@ -36,6 +39,15 @@ def bench_forced_length() -> bool:
         ValueError: The variable is neither ``0`` nor ``1``.
     """
     return _flag(BENCH_FORCED_LENGTH)
+
+
+def bench_step_record() -> bool:
+    """Whether the engine core records its steps for benchmarks.
+
+    Raises:
+        ValueError: The variable is neither ``0`` nor ``1``.
+    """
+    return _flag(BENCH_STEP_RECORD)
 
 
 def _flag(name: str) -> bool:

@@ -35,6 +35,10 @@ def register() -> None:
         from vllm_ext.observability import forced_length
 
         forced_length.install()
+    if envs.bench_step_record():
+        from vllm_ext.observability import step_record
+
+        step_record.install()
 
 
 def _logger() -> logging.Logger:

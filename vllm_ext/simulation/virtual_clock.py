@@ -25,3 +25,13 @@ class VirtualClock:
         if not seconds >= 0:
             raise ValueError(f"seconds={seconds!r}: must be 0 or more, a clock never goes back")
         self._now_s += seconds
+
+    def advance_to(self, moment_s: float) -> None:
+        """Let time pass until ``moment_s``, exactly.
+
+        Raises:
+            ValueError: that moment is past; the clock never goes back.
+        """
+        if not moment_s >= self._now_s:
+            raise ValueError(f"moment_s={moment_s!r}: it is {self._now_s} s already, a clock never goes back")
+        self._now_s = moment_s

@@ -1,0 +1,232 @@
+"""Turns what a scheduler decides and returns into the data of a run, as a client of the server would see it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+
+from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.run_data import Events, GapHistogram, RequestEvent, RequestTable, StepEvent, TimeSeries
+from vllm_ext.simulation.step_shape import StepShape
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.spec import RecordSpec
+
+
+class Live:
+    """A request that has not ended yet."""
+
+    __slots__ = (
+        "cached_tokens",
+        "first_scheduled_s",
+        "first_token_s",
+        "last_token_s",
+        "max_gap_s",
+        "num_tokens",
+        "predicted_tokens",
+        "preemptions",
+        "request",
+        "token_times",
+        "waited_s",
+        "waiting_since_s",
+    )
+
+    def __init__(self, request: SimRequest, predicted_tokens: int, token_times: array[float] | None) -> None:
+        self.request = request
+        self.predicted_tokens = predicted_tokens
+        self.token_times = token_times
+        self.first_scheduled_s = self.first_token_s = self.last_token_s = math.nan
+        self.max_gap_s = math.nan
+        self.num_tokens = self.cached_tokens = self.preemptions = 0
+        self.waited_s = 0.0
+        self.waiting_since_s: float | None = request.arrival_s
+
+
+class Collector:
+    """Keeps the books of one run."""
+
+    def __init__(self, scheduler: Scheduler, record: RecordSpec) -> None:
+        self._scheduler = scheduler
+        self._keep_times = record.token_times
+        self.live: dict[str, Live] = {}
+        self.table = RequestTable()
+        self.gaps = GapHistogram()
+        self.series = TimeSeries()
+        self.events = Events(limit=record.events) if record.events else None
+        self.steps = self.empty_steps = self.prefill_tokens = self.decode_tokens = self.preemptions = 0
+        self.device_busy_s = self.running_area = self.waiting_area = self.kv_area = 0.0
+        self.max_kv_used = 0.0
+        self._preempted: list[str] = []
+        self._since_s = 0.0
+        self._last_end_s = -1.0
+
+    # --- from the scheduler's side ----------------------------------------------------------------------------------
+
+    def arrived(self, request: SimRequest, predicted_tokens: int) -> None:
+        """A request was handed to the scheduler."""
+        times = array("d") if self._keep_times else None
+        self.live[request.req_id] = Live(request, predicted_tokens, times)
+        self._note(request.arrival_s, request.req_id, "waiting")
+
+    def preempted(self, req_id: str, now_s: float) -> None:
+        """A running request lost its KV; it may get it back in the same step."""
+        self.preemptions += 1
+        live = self.live.get(req_id)
+        if live is None:
+            return
+        live.preemptions += 1
+        live.waiting_since_s = now_s
+        if self.events is not None:
+            self._preempted.append(req_id)
+        self._note(now_s, req_id, "preempted")
+
+    def scheduled(self, output: SchedulerOutput, shape: StepShape, now_s: float) -> None:
+        """A step was scheduled."""
+        self.steps += 1
+        if not shape.num_requests:
+            self.empty_steps += 1
+        for new in output.scheduled_new_reqs:  # the V2 runner's resumed requests would come here too
+            self._starts(new.req_id, now_s, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for req_id in cached.resumed_req_ids:
+                self._starts(req_id, now_s, 0)
+        self.prefill_tokens += shape.num_prefill_tokens
+        self.decode_tokens += shape.num_decodes
+
+    def executed(self, shape: StepShape, start_s: float, end_s: float) -> None:
+        """The device was given a step; ``start_s`` and ``end_s`` are when it will begin and end."""
+        self.device_busy_s += end_s - start_s
+        if self.events is not None:
+            preempted, self._preempted = tuple(self._preempted), []
+            step = StepEvent(
+                start_s, end_s, shape.num_requests, shape.num_prefill_tokens, shape.num_decodes, preempted
+            )
+            if len(self.events.steps) < self.events.limit:
+                self.events.steps.append(step)
+            else:
+                self.events.dropped += 1
+
+    def delivered(self, outputs: list[EngineCoreOutput], now_s: float) -> list[tuple[Live, str]]:
+        """Tokens reached their clients; return the requests that ended with them, and why."""
+        ended = []
+        live_of, common = self.live, self._last_end_s
+        common_gap = now_s - common
+        same = 0  # most tokens follow one of the step before: their gap is one number
+        for output in outputs:
+            live = live_of.get(output.request_id)
+            if live is None:
+                continue
+            if output.new_token_ids:
+                if live.num_tokens:
+                    if live.last_token_s == common:
+                        gap = common_gap
+                        same += 1
+                    else:
+                        gap = now_s - live.last_token_s
+                        self.gaps.add(gap)
+                    if not gap <= live.max_gap_s:
+                        live.max_gap_s = gap
+                else:
+                    live.first_token_s = now_s
+                    self._note(now_s, output.request_id, "decode")
+                live.num_tokens += len(output.new_token_ids)
+                live.last_token_s = now_s
+                if live.token_times is not None:
+                    live.token_times.append(now_s)
+            if output.finish_reason is not None:
+                ended.append((live, str(output.finish_reason)))
+        if same:
+            self.gaps.add(common_gap, same)
+        self._last_end_s = now_s
+        return ended
+
+    def ended(self, live: Live, reason: str, now_s: float) -> None:
+        """A request left the server; write its row."""
+        request = live.request
+        del self.live[request.req_id]
+        if live.waiting_since_s is not None:
+            live.waited_s += now_s - live.waiting_since_s
+        self._note(now_s, request.req_id, reason)
+        slo = request.slo
+        self.table.append(
+            {
+                "req_id": request.req_id,
+                "session_id": request.session_id or "",
+                "tier": request.tier,
+                "finish_reason": reason,
+                "prompt_tokens": request.prompt_tokens,
+                "cached_prompt_tokens": live.cached_tokens,
+                "output_tokens": live.num_tokens,
+                "true_output_tokens": request.output_tokens,
+                "predicted_tokens": live.predicted_tokens,
+                "preemptions": live.preemptions,
+                "priority": request.priority,
+                "arrival_s": request.arrival_s,
+                "first_scheduled_s": live.first_scheduled_s,
+                "first_token_s": live.first_token_s,
+                "finish_s": now_s,
+                "max_gap_s": live.max_gap_s,
+                "waited_s": live.waited_s,
+                "slo_ttft_s": _or_nan(slo.ttft_s),
+                "slo_tbt_s": _or_nan(slo.tbt_s),
+                "slo_e2e_s": _or_nan(slo.e2e_s),
+            },
+            live.token_times,
+        )
+
+    def passed(self, now_s: float) -> None:
+        """Time went by until ``now_s`` with the scheduler's state as it is now."""
+        elapsed = now_s - self._since_s
+        self._since_s = now_s
+        scheduler = self._scheduler
+        running, kv_used = len(scheduler.running), scheduler.kv_cache_manager.usage
+        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+        if elapsed > 0:
+            self.running_area += elapsed * running
+            self.waiting_area += elapsed * waiting
+            self.kv_area += elapsed * kv_used
+        if kv_used > self.max_kv_used:
+            self.max_kv_used = kv_used
+        if now_s >= self.series.next_s:
+            self.series.add(
+                now_s,
+                running,
+                waiting,
+                kv_used,
+                0.0,
+                0.0,
+                self.preemptions,
+                self.prefill_tokens,
+                self.decode_tokens,
+                self.steps,
+            )
+
+    def _starts(self, req_id: str, now_s: float, num_computed_tokens: int) -> None:
+        live = self.live.get(req_id)
+        if live is None:
+            return
+        if live.first_scheduled_s != live.first_scheduled_s:
+            live.first_scheduled_s = now_s
+            live.cached_tokens = min(num_computed_tokens, live.request.prompt_tokens)
+        if live.waiting_since_s is not None:
+            live.waited_s += now_s - live.waiting_since_s
+            live.waiting_since_s = None
+            self._note(now_s, req_id, "prefill")
+
+    def _note(self, time_s: float, req_id: str, state: str) -> None:
+        if self.events is None:
+            return
+        if len(self.events.requests) < self.events.limit:
+            self.events.requests.append(RequestEvent(time_s, req_id, state))
+        else:
+            self.events.dropped += 1
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

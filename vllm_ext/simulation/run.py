@@ -1,0 +1,195 @@
+"""One simulation, from its description to what it measured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_ext.simulation.collector import Collector
+from vllm_ext.simulation.cost.build import build as build_cost
+from vllm_ext.simulation.cost.memory import num_kv_blocks
+from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.harness import block_hasher, make_scheduler
+from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.requests import Workload
+from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.simulation.workloads.build import build as build_workload
+from vllm_ext.systems import resolve
+
+STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
+"""vLLM's own scheduling policies, by the names they have here."""
+
+Progress = Callable[[float, int], None]
+"""Called with the virtual time in seconds and the number of requests that ended."""
+
+
+def simulate(spec: SimulationSpec, *, progress: Progress | None = None) -> RunData:
+    """Run a simulation.
+
+    Raises:
+        ValueError: (ConfigError included) the description asks for what can't be; the message names field and value.
+        Stalled: the scheduler stopped scheduling with requests left.
+    """
+    num_blocks = spec.engine.num_blocks or num_kv_blocks(spec.hardware, spec.engine.block_size)
+    return simulate_parts(
+        spec,
+        workload=build_workload(spec.workload),
+        cost=build_cost(spec.hardware, spec.cost),
+        num_blocks=num_blocks,
+        progress=progress,
+    )[0]
+
+
+def simulate_parts(
+    spec: SimulationSpec,
+    *,
+    workload: Workload,
+    cost: CostModel,
+    num_blocks: int,
+    progress: Progress | None = None,
+) -> tuple[RunData, list[Decision] | None]:
+    """Run a simulation with a workload and a cost model that are at hand; ``spec`` says the rest.
+
+    Returns:
+        The data of the run, and the decisions of every step if ``spec.record.decisions``.
+    """
+    started = time.perf_counter()
+    scheduler = build_scheduler(spec.engine, num_blocks)
+    collector = Collector(scheduler, spec.record)
+    engine = SimulatedEngine(
+        scheduler,
+        workload,
+        cost,
+        collector,
+        depth=2 if spec.engine.async_scheduling else 1,
+        make_request=RequestFactory(
+            max_model_len=spec.engine.max_model_len,
+            hasher=block_hasher(spec.engine.block_size) if spec.engine.prefix_caching else None,
+            reveal_lengths=reads_truth(spec.engine),
+        ),
+        on_progress=progress,
+    )
+    if spec.record.decisions:
+        engine.decisions = []
+    with _rare_collections():
+        engine.run(spec.max_time_s)
+    if progress is not None:
+        progress(engine.clock(), len(collector.table))
+    data = RunData(
+        label=spec.engine.system,
+        requests=collector.table,
+        gaps=collector.gaps,
+        series=collector.series,
+        events=collector.events,
+        counters=_counters(engine, scheduler, collector, num_blocks),
+        duration_s=engine.clock(),
+        wall_s=time.perf_counter() - started,
+    )
+    return data, engine.decisions
+
+
+def build_scheduler(engine: EngineSpec, num_blocks: int) -> Scheduler:
+    """Build the scheduler that an engine with these settings would have.
+
+    Raises:
+        ValueError: (ConfigError included) vLLM or the system refuses a setting, or the KV pool is too small for one
+            request of ``max_model_len`` tokens, with which vLLM does not start.
+    """
+    held_tokens = (num_blocks - 1) * engine.block_size
+    if held_tokens < engine.max_model_len:
+        raise ValueError(
+            f"max_model_len={engine.max_model_len}: must fit into the KV cache, which holds {held_tokens} tokens "
+            f"({num_blocks} blocks of {engine.block_size}, one of them reserved)"
+        )
+    upstream = UPSTREAM.get(engine.system)
+    options = dict(engine.options)
+    if upstream is None:
+        options["system"] = engine.system
+        if resolve(engine.system).oracle:
+            options["allow_oracle"] = True
+    elif options:
+        raise ValueError(f"options={options!r}: must be empty for {engine.system}, which is vLLM alone")
+    with _quiet_vllm():
+        return make_scheduler(
+            None if upstream is not None else STEERED,
+            num_blocks=num_blocks,
+            block_size=engine.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_model_len=engine.max_model_len,
+            async_scheduling=engine.async_scheduling,
+            enable_prefix_caching=engine.prefix_caching,
+            additional_config=None if upstream is not None else {"vllm_ext": options},
+            scheduling_policy=upstream or "fcfs",
+            watermark=engine.watermark,
+            log_stats=False,
+        )
+
+
+def reads_truth(engine: EngineSpec) -> bool:
+    """Whether the system reads true output lengths."""
+    if engine.system in UPSTREAM:
+        return False
+    sources = (engine.options.get("prediction") or {}).get("sources") or ()
+    return resolve(engine.system).oracle or "oracle" in sources
+
+
+def _counters(
+    engine: SimulatedEngine, scheduler: Scheduler, collector: Collector, num_blocks: int
+) -> dict[str, float]:
+    duration_s = engine.clock()
+    found = {
+        "steps": collector.steps,
+        "empty_steps": collector.empty_steps,
+        "prefill_tokens": collector.prefill_tokens,
+        "decode_tokens": collector.decode_tokens,
+        "preemptions": collector.preemptions,
+        "rejected_requests": engine.num_rejected,
+        "unfinished_requests": len(collector.live),
+        "device_busy_s": collector.device_busy_s,
+        "num_kv_blocks": num_blocks,
+        "max_kv_used_fraction": collector.max_kv_used,
+    }
+    if duration_s > 0:
+        found["mean_running_requests"] = collector.running_area / duration_s
+        found["mean_waiting_requests"] = collector.waiting_area / duration_s
+        found["mean_kv_used_fraction"] = collector.kv_area / duration_s
+    observer = getattr(scheduler, "observer", None)
+    if observer is not None:
+        found["policy_fallbacks"] = observer.counters.fallbacks
+        found["demotions"] = observer.counters.demotions
+    return {name: float(value) for name, value in found.items()}
+
+
+@contextlib.contextmanager
+def _quiet_vllm() -> Iterator[None]:
+    """vLLM describes each configuration it builds; a sweep builds hundreds."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Requests form no cycles; looking for some in a long queue would take longer than scheduling it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

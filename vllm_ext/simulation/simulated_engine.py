@@ -1,0 +1,243 @@
+"""The engine core in virtual time: the real scheduler, arrivals and aborts, and steps that take what a model says.
+
+The loop is that of vLLM's engine core. Depth 1 is ``EngineCore.step``: schedule, execute, process. Depth 2 is
+``step_with_batch_queue`` as async scheduling runs it: the next step is scheduled while the device works on the one
+before, so that the host's time is hidden as long as it is the shorter of the two. The engine core is one thread; what
+happens while it waits for the device is delivered when it looks next, in the order of `events.EventKind`:
+
+    device     | step 1      | step 2      |            (depth 2)
+    host    s1 s2            u1 s3         u2 s4        s: schedule, u: process the output
+
+Nothing of the scheduler is modelled: `schedule`, `update_from_output`, `add_request` and `finish_requests` of the class
+that serves are called, with a clock that stands still in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ext.simulation.collector import Collector, Live
+from vllm_ext.simulation.engine_loop import Decision, Stalled
+from vllm_ext.simulation.events import EventKind, EventQueue
+from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.simulation.token_runner import TokenRunner, output_ids
+from vllm_ext.simulation.virtual_clock import VirtualClock
+
+IDLE_STEP_S = 1e-3
+"""What a step without tokens takes: the engine core looks again."""
+_MAX_EMPTY_STEPS = 20_000
+_PROGRESS_EVERY = 256
+
+
+class _InFlight(NamedTuple):
+    scheduler_output: SchedulerOutput
+    model_output: ModelRunnerOutput
+    end_s: float
+
+
+class SimulatedEngine:
+    """Runs a workload through a scheduler in virtual time.
+
+    Args:
+        scheduler: Any scheduler of vLLM's interface; its ``clock``, if it has one, becomes the virtual one.
+        workload: Who asks for what.
+        cost: How long steps take.
+        collector: Keeps the books.
+        depth: 1 for synchronous scheduling, 2 for async; must match the scheduler's configuration.
+        make_request: Turns a workload's request into the scheduler's.
+        on_progress: Called now and then with the virtual time and the number of requests that ended.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workload: Workload,
+        cost: CostModel,
+        collector: Collector,
+        *,
+        depth: int,
+        make_request: RequestFactory,
+        on_progress: Callable[[float, int], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.clock = VirtualClock()
+        self.decisions: list[Decision] | None = None
+        """Set to a list to keep what every step decided."""
+        self.num_rejected = 0
+        self._workload = workload
+        self._cost = cost
+        self._collector = collector
+        self._depth = depth
+        self._make_request = make_request
+        self._on_progress = on_progress
+        self._lengths: dict[str, int] = {}
+        self._runner = TokenRunner(self._lengths)
+        self._events = EventQueue()
+        self._aborts = EventQueue()
+        self._in_flight: deque[_InFlight] = deque()
+        self._device_free_s = 0.0
+        self._empty_in_a_row = 0
+        self._arrivals: Iterator[SimRequest] = iter(())
+        self._last_arrival_s = 0.0
+        self._predictions: Any = getattr(scheduler, "ledger", None)
+        if hasattr(scheduler, "clock"):
+            scheduler.clock = self.clock
+        _report_preemptions(scheduler, collector, self.clock)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self, max_time_s: float | None = None) -> None:
+        """Serve the workload to its end, or until a moment in virtual time.
+
+        Raises:
+            Stalled: requests are left, nothing is planned, and the scheduler schedules none of them.
+        """
+        self._arrivals = self._workload.start()
+        self._plan_next_arrival()
+        steps = 0
+        while True:
+            now = self.clock()
+            if max_time_s is not None and now >= max_time_s:
+                return
+            self._receive(now)
+            if self.scheduler.has_requests() or self._in_flight:
+                self._step()
+                steps += 1
+                if self._on_progress is not None and steps % _PROGRESS_EVERY == 0:
+                    self._on_progress(self.clock(), len(self._collector.table))
+                continue
+            upcoming = self._events.next_time_s()
+            if upcoming is None:
+                return
+            self._advance_to(upcoming if max_time_s is None else min(upcoming, max_time_s))
+
+    def _step(self) -> None:
+        """One call of the engine core's step function."""
+        if self.scheduler.has_requests():
+            now = self.clock()
+            output = self.scheduler.schedule()
+            model_output, shape = self._runner.execute(output, self.scheduler.requests)
+            self._collector.scheduled(output, shape, now)
+            if self.decisions is not None:
+                self.decisions.append(Decision.of(output))
+            if shape.num_requests:
+                self._empty_in_a_row = 0
+                ready = now + self._cost.host_s(shape)
+                start = max(ready, self._device_free_s)
+                self._device_free_s = start + self._cost.device_s(shape)
+                self._collector.executed(shape, start, self._device_free_s)
+                end = self._device_free_s
+            else:
+                self._empty_step()
+                ready = now + IDLE_STEP_S
+                end = max(ready, self._device_free_s)
+            self._in_flight.append(_InFlight(output, model_output, end))
+            if len(self._in_flight) < self._depth and (shape.num_requests or self.scheduler.has_requests()):
+                self._advance_to(ready)
+                return
+        self._process_oldest()
+
+    def _process_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        self._advance_to(max(self.clock(), oldest.end_s))
+        now = self.clock()
+        self._abort_due(now)
+        by_client = self.scheduler.update_from_output(oldest.scheduler_output, oldest.model_output)
+        for outputs in by_client.values():
+            for live, reason in self._collector.delivered(outputs.outputs, now):
+                self._ended(live, reason, now)
+
+    def _empty_step(self) -> None:
+        self._empty_in_a_row += 1
+        if self._empty_in_a_row > _MAX_EMPTY_STEPS and not self._events and not self._in_flight:
+            raise Stalled(
+                f"at {self.clock():.3f} s nothing was scheduled in {_MAX_EMPTY_STEPS} steps, unfinished: "
+                f"{sorted(self.scheduler.requests)[:10]}"
+            )
+
+    def _advance_to(self, moment_s: float) -> None:
+        self._collector.passed(moment_s)
+        self.clock.advance_to(moment_s)
+
+    # --- clients ----------------------------------------------------------------------------------------------------
+
+    def _plan_next_arrival(self) -> None:
+        """Look one request ahead in the workload: it may be longer than memory."""
+        request = next(self._arrivals, None)
+        if request is None:
+            return
+        if request.arrival_s < self._last_arrival_s:
+            raise ValueError(
+                f"arrival_s={request.arrival_s!r} of {request.req_id}: a workload yields requests by arrival time, "
+                f"and one arrived at {self._last_arrival_s} s before"
+            )
+        self._last_arrival_s = request.arrival_s
+        self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, True))
+
+    def _receive(self, now: float) -> None:
+        """Deliver what has happened by now."""
+        events, aborts = self._events, self._aborts
+        while (moment := events.next_time_s()) is not None and moment <= now:
+            request, from_start = events.pop().payload
+            self._abort_due(moment, before=True)
+            if from_start:
+                self._plan_next_arrival()
+            self._add(request)
+        if aborts:
+            self._abort_due(now)
+
+    def _add(self, request: SimRequest) -> None:
+        try:
+            built = self._make_request(request)
+        except ValueError:
+            self.num_rejected += 1  # the front end answers 400, and the client goes on with its next request
+            self._plan_follow_ups(request, self.clock(), [])
+            return
+        self._lengths[request.req_id] = request.output_tokens
+        self.scheduler.add_request(built)
+        predicted = 0
+        if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
+            predicted = job.prediction.tokens
+        self._collector.arrived(request, predicted)
+        if request.abort_after_s is not None:
+            self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, request.req_id)
+
+    def _abort_due(self, now: float, *, before: bool = False) -> None:
+        """Abort the requests whose clients are gone by now (with ``before``: strictly before that moment)."""
+        aborts = self._aborts
+        while (moment := aborts.next_time_s()) is not None and (moment < now or (moment == now and not before)):
+            req_id = aborts.pop().payload
+            live = self._collector.live.get(req_id)
+            if live is not None:
+                self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+                self._ended(live, "abort", self.clock())
+
+    def _ended(self, live: Live, reason: str, now: float) -> None:
+        self._collector.ended(live, reason, now)
+        request = live.request
+        self._lengths.pop(request.req_id, None)
+        self._plan_follow_ups(request, now, output_ids(live.num_tokens, ended=reason == "stop"))
+
+    def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
+        for follow_up in self._workload.after(request, now, generated):
+            self._events.push(max(now, follow_up.arrival_s), EventKind.ARRIVAL, (follow_up, False))
+
+
+def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: VirtualClock) -> None:
+    """Tell the collector of every preemption: a scheduler's output does not name those that resume at once."""
+    original = scheduler._preempt_request
+
+    def preempt(request: Request, *args: Any, **kwargs: Any) -> None:
+        original(request, *args, **kwargs)
+        collector.preempted(request.request_id, clock())
+
+    scheduler._preempt_request = preempt  # type: ignore[method-assign]

@@ -1,0 +1,90 @@
+"""A model runner without a model, for long runs: no books of its own, only tokens and the shape of each step.
+
+`fake_runner.FakeRunner` checks the scheduler like a GPU would suffer from it and costs more than the scheduler itself.
+This one trusts the scheduler (the conformance suite earns that) and reads its requests directly, in one pass per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
+from vllm_ext.simulation.step_shape import StepShape
+
+FILLER_TOKEN_ID = 16
+"""Every sampled token but the last: what was generated is then known without being stored."""
+
+EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0.0)
+_FILLER, _END, _NONE = [FILLER_TOKEN_ID], [EOS_TOKEN_ID], list[int]()
+
+
+def output_ids(num_tokens: int, ended: bool) -> list[int]:
+    """Return the tokens a request generated: filler, and the end token if it ended by itself."""
+    return [FILLER_TOKEN_ID] * (num_tokens - ended) + [EOS_TOKEN_ID] * ended
+
+
+class TokenRunner:
+    """Fabricates the output of each step and measures its shape.
+
+    Args:
+        output_lengths: Hidden true output length by request id; the end token comes at that length.
+    """
+
+    def __init__(self, output_lengths: Mapping[str, int]) -> None:
+        self._output_lengths = output_lengths
+
+    def execute(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> tuple[ModelRunnerOutput, StepShape]:
+        """Run one step, right after it was scheduled.
+
+        Args:
+            output: What ``schedule()`` returned.
+            requests: The scheduler's requests by id, as they are after ``schedule()``.
+
+        Returns:
+            One token for each request whose context is complete after this step, none for a partial prefill; and
+            what the step consists of.
+        """
+        scheduled = output.num_scheduled_tokens
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT, EMPTY_SHAPE
+        lengths = self._output_lengths
+        sampled: list[list[int]] = []
+        num_decodes = num_sampled = decode_context = prefill_context = 0
+        pairs = 0.0
+        for req_id, num_tokens in scheduled.items():
+            request = requests[req_id]
+            end = request.num_computed_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+                decode_context += end
+            else:
+                prefill_context += end
+                pairs += num_tokens * (end - (num_tokens - 1) / 2)
+            if request.is_prefill_chunk:
+                sampled.append(_NONE)
+            else:
+                num_sampled += 1
+                # The token that follows position `end` is output number `end - prompt` (from 0).
+                sampled.append(_END if end - request.num_prompt_tokens + 1 == lengths[req_id] else _FILLER)
+        req_ids = list(scheduled)
+        model_output = ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index=dict(zip(req_ids, range(len(req_ids)), strict=True)),
+            sampled_token_ids=sampled,
+        )
+        shape = StepShape(
+            len(req_ids),
+            output.total_num_scheduled_tokens,
+            num_decodes,
+            num_sampled,
+            decode_context,
+            prefill_context,
+            pairs,
+        )
+        return model_output, shape
