@@ -23,6 +23,8 @@ def main(spec_path: str, out_path: str) -> None:
     """Run the cell described by one JSON file and write what was observed to another."""
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     os.environ["VLLM_EXT_BENCH_FORCED_LENGTH"] = "1"
+    if spec["record_steps"]:
+        os.environ["VLLM_EXT_BENCH_STEP_RECORD"] = "1"
     observed = asyncio.run(_run(spec))
     Path(out_path).write_text(json.dumps(observed), encoding="utf-8")
 
@@ -40,12 +42,15 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
         client = _Client(engine, spec["max_tokens"])
         for index, request in enumerate(spec["warmup"]):
             await client.serve(f"warmup-{index}", request, due=time.monotonic())
-        await client.serve_all("history", spec["history"])
+        await client.serve_all("history", spec["history"], time.monotonic())
         load.state.reset()
         cpu = _CpuClock()
-        served = await client.serve_all("measured", spec["requests"])
+        client_start_s = time.monotonic()
+        served = await client.serve_all("measured", spec["requests"], client_start_s)
         return {
             "foreign_cpu_cores": cpu.foreign_cores(),
+            "client_start_s": client_start_s,
+            "record": await _fetch_record(engine) if spec["record_steps"] else None,
             "requests": served,
             "load": load.state.summary(),
             "settings": _settings(engine),
@@ -55,6 +60,12 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
         engine.shutdown()
 
 
+async def _fetch_record(engine: Any) -> dict[str, Any]:
+    from vllm_ext.observability import step_record
+
+    return await step_record.fetch(engine)
+
+
 class _Client:
     """Sends requests at their time and notes when tokens come back."""
 
@@ -62,9 +73,8 @@ class _Client:
         self._engine = engine
         self._max_tokens = max_tokens
 
-    async def serve_all(self, label: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Serve requests at their ``arrival_s`` from now; times returned count from now."""
-        start = time.monotonic()
+    async def serve_all(self, label: str, requests: Sequence[dict[str, Any]], start: float) -> list[dict[str, Any]]:
+        """Serve requests at their ``arrival_s`` after the monotonic time ``start``; times returned count from there."""
         tasks = [
             self.serve(f"{label}-{i}", request, start + request["arrival_s"]) for i, request in enumerate(requests)
         ]

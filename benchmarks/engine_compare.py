@@ -18,7 +18,6 @@ Output: a table on stderr; the last line on stdout is the result as JSON (see be
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import engine_process
+import engine_record
 import engine_report as report
 import engine_workload as workload
 
 from vllm_ext import systems, tiny_model
 from vllm_ext.config import ConfigError
 from vllm_ext.observability import results
-from vllm_ext.simulation import arrivals, datasets, latency, synthetic
+from vllm_ext.simulation import arrivals, datasets, latency, recording, synthetic
 
 WARMUP_REQUESTS = 3
 ATTEMPTS = 3
@@ -49,13 +49,23 @@ QUICK = {
 
 def main(argv: Sequence[str]) -> None:
     """Measure and report; exits with an error when a system serves wrong outputs."""
-    args = _parse(argv)
+    args = parse(argv)
+    result, table = measure(args, argv)
+    results.emit(result, [table], args.out)
+
+
+def measure(args: argparse.Namespace, argv: Sequence[str]) -> tuple[results.Result, str]:
+    """Measure, and return the result with its table.
+
+    Raises:
+        SystemExit: a system serves wrong outputs, or an engine failed.
+    """
     try:
         run = _Run(args)
         result = run.measure(argv)
     except (report.WrongOutput, engine_process.CellFailed, ValueError) as error:
         raise SystemExit(f"engine_compare: {error}") from error
-    results.emit(result, [report.table(run.reduced)], args.out)
+    return result, report.table(run.reduced)
 
 
 class _Run:
@@ -70,7 +80,8 @@ class _Run:
             max_prompt_tokens=args.max_model_len - args.max_output_tokens,
             max_output_tokens=args.max_output_tokens,
         )
-        self._lots = [self._draw(args.seed + repeat) for repeat in range(args.repeats)]
+        draws = [self._draw(args.seed + repeat) for repeat in range(1 if args.same_requests else args.repeats)]
+        self._lots = draws * args.repeats if args.same_requests else draws
         self._settings: dict[str, Any] = {}
         self._disturbed = 0
         self.reduced: dict[tuple[str, float], dict[str, float]] = {}
@@ -131,24 +142,26 @@ class _Run:
 
     def _cell(self, system: str, load: float, repeat: int, rate_per_s: float) -> report.Cell:
         args, label = self._args, f"{system} at load {load:g}, repeat {repeat}"
-        times = arrivals.poisson(rate_per_s=rate_per_s, count=args.num_requests, seed=args.seed + repeat)
+        times = arrivals.poisson(
+            rate_per_s=rate_per_s, count=args.num_requests, seed=args.seed + (0 if args.same_requests else repeat)
+        )
         lots = self._lots[repeat]
         spec = self._spec(system, lots, [float(t) for t in times])
         observed = self._serve_undisturbed(label, spec)
         metrics = report.cell_metrics(label, spec, observed)
         self._settings[system] = observed["settings"]
+        cell = report.Cell(system=system, load=load, repeat=repeat, metrics=metrics)
         if args.record is not None:
-            with args.record.open("a", encoding="utf-8") as file:
-                for line in _records(system, load, repeat, lots, spec, observed):
-                    file.write(json.dumps(line) + "\n")
+            engine_record.append(args.record, cell, self._model.name, lots, spec, observed)
         _progress(f"{label}: {metrics[report.NORMALISED]:.2f} ms/token, {metrics['mean_waiting_requests']:.1f} waiting")
-        return report.Cell(system=system, load=load, repeat=repeat, metrics=metrics)
+        return cell
 
     def _spec(self, system: str, lots: workload.Lots, times: Sequence[float]) -> dict[str, Any]:
         zeros = [0.0] * (len(lots.warmup) + len(lots.history))
         return {
             "engine_args": {"model": str(self._model), **_engine_args(self._args), **_system_args(system, self._args)},
             "max_tokens": self._args.max_output_tokens,
+            "record_steps": self._args.record is not None,
             "warmup": self._sendable(lots.warmup, zeros),
             "history": self._sendable(lots.history, zeros),
             "requests": self._sendable(lots.measured, times),
@@ -186,6 +199,7 @@ class _Run:
             "engine": self._settings,
             "loads": args.loads,
             "repeats": args.repeats,
+            "same_requests": args.same_requests,
             "requests_per_cell": args.num_requests,
             "warmup_requests": WARMUP_REQUESTS,
             "history_requests": args.history_requests,
@@ -243,30 +257,12 @@ def _system_args(system: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"scheduler_cls": system, "additional_config": {"vllm_ext": options}}
 
 
-def _records(
-    system: str, load: float, repeat: int, lots: workload.Lots, spec: Mapping[str, Any], observed: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "system": system,
-            "load": load,
-            "repeat": repeat,
-            "req_id": got["req_id"],
-            "source_id": request.source_id,
-            "arrival_s": sent["arrival_s"],
-            "prompt_tokens": len(request.prompt_token_ids),
-            "output_tokens": request.output_tokens,
-            "token_times_s": [round(t, 6) for t in got["token_times_s"]],
-        }
-        for request, sent, got in zip(lots.measured, spec["requests"], observed["requests"], strict=True)
-    ]
-
-
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the command line; ends the process with a message if it is not usable."""
     from engine_options import parser
 
     options = parser(__doc__ or "")
@@ -284,7 +280,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.max_output_tokens >= args.max_model_len:
         options.error("--max-output-tokens: must leave room for a prompt within --max-model-len")
     if args.record is not None:
-        args.record.write_text("", encoding="utf-8")
+        recording.start(args.record)
     return args
 
 

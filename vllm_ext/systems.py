@@ -12,6 +12,9 @@ from typing import Any
 from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.admission.prefill_first import PrefillFirst
+from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.static import StaticBudget
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
@@ -197,5 +200,22 @@ register(
         oracle=True,
         paper="ALISE (arXiv 2410.23537), Oracle",
         summary="alise with true output lengths; offline benchmarks only",
+    )
+)
+register(
+    System(
+        name="orca",
+        admission=ReserveMaximum,
+        paper="Orca (OSDI '22)",
+        summary="baseline: arrival order, the maximum length of each request reserved, whole prompts",
+    )
+)
+register(
+    System(
+        name="vllm-2023",
+        admission=PrefillFirst,
+        budget=SeparateBatches,
+        paper="vLLM 0.2 (SOSP '23)",
+        summary="baseline: arrival order, steps of prompts before steps of decodes",
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -177,27 +178,56 @@ def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
-def test_quick_run_serves_upstream_and_ours_to_exact_lengths_and_writes_the_result(tmp_path: Path) -> None:
+def test_quick_run_serves_to_exact_lengths_and_its_recording_is_repeated_exactly(tmp_path: Path) -> None:
+    """One run of two engines; all that needs real ones is asked of it."""
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"Count to {i}.", "output": "one two three " * (1 + i % 5)} for i in range(40)]
     data.write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
-    out, record = tmp_path / "out.json", tmp_path / "record.jsonl"
-    options = ["--systems", "upstream-fcfs,fcfs", "--capacity", "40", "--num-requests", "16", "--history-requests", "4"]
+    out, record = tmp_path / "out.json", tmp_path / "record.jsonl.gz"
+    options = [
+        "--systems",
+        "upstream-fcfs,alise",
+        "--capacity",
+        "40",
+        "--num-requests",
+        "16",
+        "--history-requests",
+        "4",
+    ]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--quick", *options, "--dataset", data, "--out", out, "--record", record],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},  # other tests run beside it
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads(out.read_text(encoding="utf-8"))
-    assert result["config"]["engine"]["fcfs"]["max_num_seqs"] == 8
-    assert "steered" in result["config"]["engine"]["fcfs"]["scheduler_cls"].lower()
-    assert result["metrics"]["fcfs.load_0.9.requests"] == 16
+    assert result["config"]["engine"]["alise"]["max_num_seqs"] == 8
+    assert "steered" in result["config"]["engine"]["alise"]["scheduler_cls"].lower()
+    assert result["metrics"]["alise.load_0.9.requests"] == 16
     assert result["baselines"]["upstream-fcfs"]["load_0.9.requests"] == 16
-    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 32
-    assert all(len(line["token_times_s"]) == line["output_tokens"] for line in lines)
-    assert [line["arrival_s"] for line in lines[:16]] == [line["arrival_s"] for line in lines[16:]]
     assert str(tmp_path) not in done.stdout
+    check_recording(record)
+
+
+def check_recording(path: Path) -> None:
+    from vllm_ext.simulation import recording
+    from vllm_ext.simulation.replay import replay
+    from vllm_ext.simulation.validation import fit, validate
+
+    upstream, alise = recording.read(path)
+    assert [len(run.requests) for run in (upstream, alise)] == [16, 16]
+    assert [r.arrival_s for r in upstream.requests] == [r.arrival_s for r in alise.requests]
+    for run in (upstream, alise):
+        assert run.dropped == 0
+        assert all(len(request.token_times_s) == request.output_tokens for request in run.requests)
+        result = replay(run)
+        assert result.divergence is None
+        assert (result.steps, result.requests) == (result.total_steps, 16 + 4 + 3)
+        assert result.steps > 40
+    scheduler: Any = replay(alise).scheduler
+    assert scheduler.ledger.runtime.num_observations > 10
+    predicted = validate(alise, fit([upstream]))
+    assert predicted.metrics["judged_requests"] == 16

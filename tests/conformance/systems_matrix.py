@@ -51,4 +51,6 @@ SYSTEMS = (
         reads_truth=True,
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
     ),
+    Row(name="orca", options={"system": "orca"}),
+    Row(name="vllm-2023", options={"system": "vllm-2023", "admission": {"watermark": 0.1}}),
 )

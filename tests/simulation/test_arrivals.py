@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -42,3 +44,30 @@ def test_rescaling_keeps_the_burst_and_sets_the_mean_rate() -> None:
 def test_times_that_cannot_be_rescaled_are_refused(times: list[float]) -> None:
     with pytest.raises(ValueError, match="times_s"):
         arrivals.rescaled(np.array(times), rate_per_s=1.0)
+
+
+def first(count: int, **kwargs: float) -> np.ndarray:
+    return np.array(list(itertools.islice(arrivals.stream(seed=5, **kwargs), count)))
+
+
+def test_endless_stream_with_cv_one_gives_the_times_of_the_poisson_process() -> None:
+    expected = arrivals.poisson(rate_per_s=3.0, count=10_000, seed=5)
+    assert np.array_equal(first(10_000, rate_per_s=3.0), expected)
+
+
+@pytest.mark.parametrize("cv", [0.2, 1.0, 3.0])
+def test_gamma_gaps_have_the_wanted_mean_and_coefficient_of_variation(cv: float) -> None:
+    gaps = np.diff(first(100_000, rate_per_s=4.0, cv=cv))
+    assert gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(0.25, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.03)
+
+
+def test_gamma_streams_of_two_rates_share_random_numbers() -> None:
+    np.testing.assert_allclose(first(5000, rate_per_s=3.0, cv=2.0), first(5000, rate_per_s=6.0, cv=2.0) * 2)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rate_per_s", 0.0), ("cv", 0.0), ("cv", float("nan"))])
+def test_stream_refuses_what_is_not_positive_before_it_begins(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        arrivals.stream(**({"rate_per_s": 1.0, "cv": 1.0} | {field: value}), seed=0)

@@ -29,6 +29,8 @@ BURSTGPT = (
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
 )
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48,396,109\n"
+LMSYS = "index,output_token_length,predicted_length,latency,model\n0,40,0,0.02,vicuna-13b\n1,0,0,0.01,llama\n"
+MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 4]}
 
 
 def write(folder: Path, name: str, content: str) -> Path:
@@ -115,6 +117,14 @@ def test_where_keeps_rows_whose_field_is_or_contains_a_value(tmp_path: Path) -> 
         ("a.csv", "a,b\n1,2\n", r"a.csv: line 1: columns \['a', 'b'\] belong to no known trace format"),
         ("a.csv", BURSTGPT + "7,ChatGPT,many,1,1,x\n", r"a.csv: line 3: Request tokens: .*'many'"),
         ("a.csv", BURSTGPT + "noon,ChatGPT,1,1,1,x\n", r"a.csv: line 3: Timestamp: .*'noon'"),
+        ("a.csv", BURSTGPT + "nan,ChatGPT,1,1,1,x\n", r"a.csv: line 3: Timestamp: .*'nan'"),
+        ("m.jsonl", lines(MOONCAKE, {"input_length": 5}), r"m.jsonl: line 2: output_length: missing"),
+        ("m.jsonl", lines(MOONCAKE | {"timestamp": None}), r"m.jsonl: line 1: timestamp: missing"),
+        ("m.jsonl", lines(MOONCAKE | {"timestamp": "x"}), r"m.jsonl: line 1: timestamp: .* milliseconds, found 'x'"),
+        ("m.jsonl", lines(MOONCAKE | {"hash_ids": [1]}), r"line 1: hash_ids: must have 2 ids for input_length=600"),
+        ("m.jsonl", lines(MOONCAKE | {"hash_ids": [1, -1]}), r"line 1: hash_ids: must be a list of whole numbers"),
+        ("m.jsonl", lines(MOONCAKE | {"input_length": -1}), r"line 1: input_length: .* at least 0, found -1"),
+        ("l.csv", LMSYS + "2,many,0,0,m\n", r"l.csv: line 4: output_token_length: .*'many'"),
         ("a.csv", AZURE + "2023-11-16 18:15:50,-3,1\n", r"a.csv: line 4: ContextTokens: must be 0 or more"),
     ],
 )
@@ -140,6 +150,56 @@ def test_unreadable_file_is_an_error_naming_it(tmp_path: Path, content: bytes | 
         path.write_bytes(content)
     with pytest.raises(DatasetError, match=r"u.jsonl: cannot be read"):
         datasets.load(path)
+
+
+def test_mooncake_times_are_milliseconds_and_prefix_hashes_are_kept(tmp_path: Path) -> None:
+    content = lines(MOONCAKE, MOONCAKE | {"output_length": 0})
+    dataset = datasets.load(write(tmp_path, "m.jsonl", content))
+    assert dataset.rows == (
+        WorkloadRow(source_id="line 1", prompt_tokens=600, output_tokens=7, arrival_s=1.5, hash_ids=(0, 4)),
+    )
+    assert (dataset.format, dataset.skipped) == ("mooncake", 1)
+
+
+def test_lmsys_lengths_are_of_use_only_to_who_has_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path, "l.csv", LMSYS)
+    dataset = datasets.load(path, outputs_only=True)
+    assert dataset.rows == (WorkloadRow(source_id="line 2", output_tokens=40),)
+    assert (dataset.format, dataset.skipped) == ("lmsys", 1)
+    with pytest.raises(DatasetError, match=r"l.csv: the lmsys format has no prompts"):
+        datasets.load(path)
+
+
+def test_where_selects_lines_of_a_csv_by_column(tmp_path: Path) -> None:
+    path = write(tmp_path, "b.csv", BURSTGPT + "7,GPT-4,1,2,3,x\n")
+    assert [r.prompt_tokens for r in datasets.load(path, where={"Model": frozenset({"GPT-4"})}).rows] == [1]
+    with pytest.raises(DatasetError, match=r"b.csv: line 1: the filter names the column 'Modell'"):
+        datasets.load(path, where={"Modell": frozenset({"GPT-4"})})
+
+
+def test_conversations_have_every_answered_question(tmp_path: Path) -> None:
+    read = datasets.load_conversations(write(tmp_path, "c.json", json.dumps([CONVERSATION, MONOLOGUE])))
+    (turns,) = read.turns
+    assert [(t.prompt, t.output_text) for t in turns] == [("Why?", "Because."), ("Really?", "Yes.")]
+    assert (read.name, read.skipped) == ("c.json", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps([MONOLOGUE]), r"c.json: no usable row \(1 skipped\)"),
+        ("", r"c.json: the file holds no rows"),
+        (lines({"prompt": "p"}), r"c.json: line 1: conversations: must be a list"),
+    ],
+)
+def test_file_without_conversations_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        datasets.load_conversations(write(tmp_path, "c.json", content))
+
+
+def test_csv_read_as_json_is_an_error_naming_the_line(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"a.csv: line 1: not JSON"):
+        datasets.load(write(tmp_path, "a.csv", AZURE), format="jsonl")
 
 
 def test_synthetic_workload_repeats_for_a_seed_and_has_the_stated_quantiles() -> None:

@@ -36,8 +36,19 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "patches": Command(
             target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
         ),
+        "plan": Command(
+            target="vllm_ext.cli.plan:main", help="simulate every system on your trace and recommend one"
+        ),
         "profile": Command(target="vllm_ext.cli.profile:main", help="measure step times for the runtime model"),
+        "repro": Command(
+            target="vllm_ext.cli.repro:main", help="measure figures and tables of papers again on the simulator"
+        ),
+        "simulate": Command(target="vllm_ext.cli.simulate:main", help="serve a workload in virtual time"),
+        "sweep": Command(target="vllm_ext.cli.sweep:main", help="run a grid of simulations, or search capacities"),
         "tiny-model": Command(target="vllm_ext.cli.tiny_model:main", help="write a small random model for trying out"),
+        "validate": Command(
+            target="vllm_ext.cli.validate:main", help="compare the simulator with a recorded run of the real engine"
+        ),
     }
 )
 

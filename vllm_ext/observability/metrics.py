@@ -46,6 +46,7 @@ class Metrics:
         self.preemptions = _counter("preemptions", "Preemptions by reason: policy, memory, reset.", "reason")
         self.totals = {
             "fallbacks": _counter("policy_fallbacks", "Times a policy raised and arrival order was used."),
+            "stalls": _counter("policy_stalls", "Steps whose plan let nothing run although something could."),
             "demotions": _counter("demotions", "Times a running request outlived its estimate."),
             "bad_hints": _counter("bad_hints", "Requests whose hints were ignored as malformed."),
             "policy_s": _counter("policy_seconds", "Time policies took to plan steps."),

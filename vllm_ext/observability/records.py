@@ -46,6 +46,8 @@ class Counters:
     """By reason: a better-ranked request took the place, or KV memory ran out."""
     fallbacks: int = 0
     """Steps and ranks in which a policy failed and arrival order was used."""
+    stalls: int = 0
+    """Steps whose plan let nothing run although something could; the plan of the step after was not followed."""
     demotions: int = 0
     bad_hints: int = 0
     """Requests whose hints did not pass although the front end checks them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -36,8 +37,25 @@ class KvSpace:
         tokens = request.num_tokens
         if not scheduler.scheduler_reserve_full_isl:
             tokens = min(tokens, scheduler.max_num_scheduled_tokens)
+        return self.blocks_for(tokens)
+
+    def total_blocks(self) -> int:
+        """Return the blocks that requests can hold; vLLM keeps one, the null block, for itself."""
+        blocks: int = self._manager.block_pool.num_gpu_blocks - 1
+        return blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks of a sequence of so many tokens, nothing of it shared."""
+        scheduler = self._scheduler
         tokens = min(tokens + scheduler.num_lookahead_tokens, scheduler.max_model_len)
-        return sum(-(-tokens // size) for size in self._block_sizes)
+        return sum([-(-tokens // size) for size in self._block_sizes])
+
+    def blocks_at_bound(self, requests: Iterable[Request], min_tokens: int) -> int:
+        """Return the blocks of ``requests`` once each is as long as its client allows, and at least ``min_tokens``."""
+        scheduler = self._scheduler
+        ahead, longest = scheduler.num_lookahead_tokens, scheduler.max_model_len
+        lengths = [min(max(r.num_prompt_tokens + r.max_tokens, min_tokens) + ahead, longest) for r in requests]
+        return sum([-(-tokens // size) for size in self._block_sizes for tokens in lengths])
 
     def blocks_freed_by(self, request: Request) -> int:
         """Return the blocks that would be free after preempting ``request``; shared prefix blocks stay held."""

@@ -30,15 +30,20 @@ def applied(scheduler: SteeredScheduler, plan: StepPlan, now: float) -> Iterator
             # schedule() counts the step first; only requests due at a later step are passed over in this one.
             request = job.request
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, scheduler.current_step + 2)
-    if admission.hold:
-        scheduler.ranked.hide(admission.hold)
+    hold = admission.hold
+    if scheduler.connector is not None:
+        # vLLM's offloading connector can't take a request that is preempted and loaded again in one step.
+        hold = hold.union(admission.preempt)
+    if hold:
+        scheduler.ranked.hide(hold)
     tokens, active = scheduler.max_num_scheduled_tokens, admission_cap(scheduler)
     chunk, bound = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.prefill_capacity_bound
     try:
         if budget.token_budget is not None:
             scheduler.max_num_scheduled_tokens = max(0, min(budget.token_budget, tokens))
         if admission.max_running is not None:
-            set_admission_cap(scheduler, max(0, min(admission.max_running, active)))
+            cap = admission.max_running + scheduler.num_waiting_for_streaming_input  # paused sessions keep their seats
+            set_admission_cap(scheduler, max(0, min(cap, active)))
         if budget.chunk_cap is not None:
             scheduler.scheduler_config.long_prefill_token_threshold = max(1, budget.chunk_cap)
         if budget.decode_only:

@@ -48,7 +48,8 @@ class AdmissionPlan:
     preempt: tuple[str, ...] = ()
     """Running requests to preempt, by id."""
     max_running: int | None = None
-    """Cap on running requests while admitting; None leaves vLLM's."""
+    """Cap on running requests while admitting; None leaves vLLM's. ``num_running + k`` admits the first k that vLLM
+    finds room for, in the order of the queue."""
     hold: frozenset[str] = frozenset()
     """Waiting requests that must not be admitted in this step."""
 
@@ -74,6 +75,9 @@ class BudgetPlan:
         _check_whole("chunk_cap", self.chunk_cap, "tokens")
 
 
+_UNRESTRICTED = BudgetPlan()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The whole decision for one step; made completely before anything is changed (invariant 2)."""
@@ -85,6 +89,11 @@ class StepPlan:
         for name, kind in (("admission", AdmissionPlan), ("budget", BudgetPlan)):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name}={getattr(self, name)!r}: a policy must return {kind.__name__}")
+
+    @property
+    def restricts(self) -> bool:
+        """Whether the plan keeps anything from being scheduled that vLLM might schedule."""
+        return self.admission.max_running is not None or bool(self.admission.hold) or self.budget != _UNRESTRICTED
 
 
 NO_PLAN = StepPlan()

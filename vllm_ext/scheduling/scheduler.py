@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,15 @@ from vllm.v1.request import Request
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.patches import registry
+from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.profile import hardware_name, load_runtime_model
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
 from vllm_ext.scheduling.observer import Observer
-from vllm_ext.scheduling.plan import NO_PLAN, AdmissionPlan, Rank, StepPlan, check_rank
+from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan, check_rank
+from vllm_ext.scheduling.progress import stalled
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
@@ -42,7 +45,8 @@ class SteeredScheduler(AsyncScheduler):
 
     Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
     ``waiting`` and ``running``, preemption, caps), and vLLM's own ``schedule`` runs. It is neither copied nor cut. A
-    policy that raises costs its step the plan: the step is first come, first served, counted, and logged once.
+    policy that raises costs its step the plan: the step is first come, first served, counted, and logged once. A plan
+    that lets nothing run although something could costs the next step its plan, so that it can't stall the server.
 
     Attributes:
         clock: Returns the time in seconds; replaced by simulations and tests.
@@ -72,7 +76,9 @@ class SteeredScheduler(AsyncScheduler):
         self.kv_space = KvSpace(self)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
+        self._orders_by_arrival = type(self.policies.ordering) is Arrival
         self._policy_failed_in_step = False
+        self._stalled = False
         self._failure_logged = False
         self._preempt_reason = "memory"
         if self._steers:
@@ -106,6 +112,9 @@ class SteeredScheduler(AsyncScheduler):
             plan = self._plan(now)
             with applied(self, plan, now):
                 output = super().schedule(throttle_prefills or plan.budget.decode_only)
+            if stalled(self, plan, output):
+                self._stalled = True
+                self.observer.counters.stalls += 1
         if self._steers:
             return_parked(self)
         self.observer.scheduled(output, self.running, now)
@@ -117,18 +126,25 @@ class SteeredScheduler(AsyncScheduler):
         try:
             self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, _WAITING_REFRESHED_PER_STEP)
             self.running_order.update()
-            step = SchedulerStep(self, now)
-            # While blocks of earlier preemptions are on their way back, what fits can't be told.
-            admission = AdmissionPlan() if self.deferred_frees else self.policies.admission.plan(step)
-            plan = StepPlan(admission=admission, budget=self.policies.budget.plan(step))
+            if not self._stalled:
+                plan = self._ask_policies(SchedulerStep(self, now))
         except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
         if self._policy_failed_in_step:
             self._policy_failed_in_step = False
             plan = NO_PLAN
             self._order_by_arrival()
+        self._stalled = False
         self.observer.planned(time.perf_counter() - started)
         return plan
+
+    def _ask_policies(self, step: SchedulerStep) -> StepPlan:
+        admission = self.policies.admission.plan(step)
+        if self.deferred_frees and admission.preempt:
+            # While blocks of earlier preemptions are on their way back, more would be preempted than is needed.
+            admission = dataclasses.replace(admission, preempt=())
+        step.admission = admission
+        return StepPlan(admission=admission, budget=self.policies.budget.plan(step))
 
     def _order_by_arrival(self) -> None:
         self.ranked.by_arrival = True
@@ -248,6 +264,8 @@ class SteeredScheduler(AsyncScheduler):
         return (*self._ask_rank(job).key, *job.ties)
 
     def _ask_rank(self, job: Job) -> Rank:
+        if self._orders_by_arrival:  # the same for every request: no view is needed to know it
+            return BY_ARRIVAL
         try:
             rank = self.policies.ordering.rank(self.ledger.view(job), self._now)
             check_rank(rank)

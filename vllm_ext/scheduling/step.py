@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.scheduling.upstream import admission_cap
+from vllm_ext.scheduling.plan import AdmissionPlan
+from vllm_ext.scheduling.upstream import admission_cap, parked
 from vllm_ext.scheduling.views import RequestView
 
 if TYPE_CHECKING:
     from vllm_ext.scheduling.scheduler import SteeredScheduler
 
-_LOOK_AHEAD = 32
+LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
 
 
@@ -28,6 +30,7 @@ class SchedulerStep:
         held_seats: int = scheduler.num_waiting_for_streaming_input
         self.max_running = admission_cap(scheduler) - held_seats
         self.token_budget = scheduler.max_num_scheduled_tokens
+        self.admission = AdmissionPlan()
 
     @property
     def num_free_tokens(self) -> int:
@@ -45,11 +48,37 @@ class SchedulerStep:
         """KV blocks free for admissions, the watermark already taken off."""
         return self._scheduler.kv_space.free_blocks()
 
+    @property
+    def num_total_blocks(self) -> int:
+        """KV blocks of the whole pool, those in use included."""
+        return self._scheduler.kv_space.total_blocks()
+
+    @property
+    def num_prefilling(self) -> int:
+        """Running requests with a part of their prompt still to compute."""
+        return sum(request.status == RequestStatus.RUNNING for request in self._scheduler._inflight_prefills)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks that a sequence of so many tokens takes, nothing of it shared."""
+        return self._scheduler.kv_space.blocks_for(num_tokens)
+
+    def blocks_at_bound(self, min_tokens: int = 0) -> int:
+        """KV blocks of all requests that hold KV, once each is as long as its bound, and at least ``min_tokens``."""
+        scheduler = self._scheduler
+        holders = chain(scheduler.running, getattr(scheduler, parked(scheduler)))
+        return scheduler.kv_space.blocks_at_bound(holders, min_tokens)
+
+    def decoding(self) -> tuple[str, ...]:
+        """Ids of the running requests whose prompt is computed."""
+        scheduler = self._scheduler
+        prefilling = scheduler._inflight_prefills
+        return tuple(request.request_id for request in scheduler.running if request not in prefilling)
+
     def waiting(self) -> Iterator[RequestView]:
         """Waiting requests that could be admitted now, best rank first."""
         scheduler = self._scheduler
-        for request in scheduler.ranked.best(_LOOK_AHEAD):
-            if not _could_be_admitted(request):
+        for request in scheduler.ranked.best(LOOK_AHEAD):
+            if not could_be_admitted(request):
                 continue
             blocks = scheduler.kv_space.blocks_to_admit(request)
             yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
@@ -71,7 +100,7 @@ class SchedulerStep:
         return self._scheduler.key_of(first.req_id) < self._scheduler.key_of(second.req_id)
 
 
-def _could_be_admitted(request: Request) -> bool:
+def could_be_admitted(request: Request) -> bool:
     """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
     if request.num_stale_output_tokens and not request.drop_stale_output:
         return False

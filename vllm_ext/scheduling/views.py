@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from vllm_ext.hints import NO_HINTS, RequestHints
+from vllm_ext.scheduling.plan import AdmissionPlan
 
 
 class RequestView(NamedTuple):
@@ -45,6 +46,16 @@ class RequestView(NamedTuple):
     """Output tokens since the request was last admitted."""
     num_blocks: int = 0
     """Running: KV blocks a preemption would free. Waiting: KV blocks needed to admit it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the sequence so far: prompt and generated tokens."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def bound_tokens(self) -> int:
+        """Longest the sequence may get by the client's bound."""
+        return self.num_prompt_tokens + self.max_tokens
 
     def total_wait_s(self, now: float) -> float:
         """Seconds this request has spent waiting, the current wait included."""
@@ -87,6 +98,34 @@ class StepView(Protocol):
     @property
     def num_free_blocks(self) -> int:
         """KV blocks free for admissions, the watermark already taken off."""
+        ...
+
+    @property
+    def num_total_blocks(self) -> int:
+        """KV blocks of the whole pool, those in use included."""
+        ...
+
+    @property
+    def num_prefilling(self) -> int:
+        """Running requests with a part of their prompt still to compute."""
+        ...
+
+    @property
+    def admission(self) -> AdmissionPlan:
+        """What the admission policy decided for this step; the budget policy is asked second."""
+        ...
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks that a sequence of so many tokens takes, nothing of it shared; cut at ``max_model_len``."""
+        ...
+
+    def blocks_at_bound(self, min_tokens: int = 0) -> int:
+        """KV blocks that all requests which hold KV take once each is as long as its bound, and at least
+        ``min_tokens``: what must stay reserved so that none is ever preempted. Cost: one pass over them."""
+        ...
+
+    def decoding(self) -> tuple[str, ...]:
+        """Ids of the running requests whose prompt is computed. Cost: one pass over the running requests."""
         ...
 
     def waiting(self) -> Iterator[RequestView]:

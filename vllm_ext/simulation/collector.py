@@ -10,12 +10,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 
+from vllm_ext.scheduling.upstream import parked
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run_data import Events, GapHistogram, RequestEvent, RequestTable, StepEvent, TimeSeries
 from vllm_ext.simulation.step_shape import StepShape
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.spec import RecordSpec
+    from vllm_ext.simulation.tier import Tier
 
 
 class Live:
@@ -52,7 +54,10 @@ class Collector:
 
     def __init__(self, scheduler: Scheduler, record: RecordSpec) -> None:
         self._scheduler = scheduler
+        self._parked = parked(scheduler)
         self._keep_times = record.token_times
+        self.tier: Tier | None = None
+        """Where KV is kept beside the device, for the time series."""
         self.live: dict[str, Live] = {}
         self.table = RequestTable()
         self.gaps = GapHistogram()
@@ -62,15 +67,18 @@ class Collector:
         self.device_busy_s = self.running_area = self.waiting_area = self.kv_area = 0.0
         self.max_kv_used = 0.0
         self._preempted: list[str] = []
+        self._resumed: set[str] = set()
+        """Back from a preemption and without a token since; kept for events only."""
         self._since_s = 0.0
         self._last_end_s = -1.0
 
     # --- from the scheduler's side ----------------------------------------------------------------------------------
 
-    def arrived(self, request: SimRequest, predicted_tokens: int) -> None:
-        """A request was handed to the scheduler."""
+    def arrived(self, request: SimRequest, predicted_tokens: int, now_s: float) -> None:
+        """A request was handed to the scheduler, which it reached at its arrival or when the engine core looked."""
         times = array("d") if self._keep_times else None
         self.live[request.req_id] = Live(request, predicted_tokens, times)
+        self.waiting_area += now_s - request.arrival_s  # it waited where the scheduler does not see it
         self._note(request.arrival_s, request.req_id, "waiting")
 
     def preempted(self, req_id: str, now_s: float) -> None:
@@ -83,6 +91,7 @@ class Collector:
         live.waiting_since_s = now_s
         if self.events is not None:
             self._preempted.append(req_id)
+            self._resumed.discard(req_id)
         self._note(now_s, req_id, "preempted")
 
     def scheduled(self, output: SchedulerOutput, shape: StepShape, now_s: float) -> None:
@@ -93,9 +102,10 @@ class Collector:
         for new in output.scheduled_new_reqs:  # the V2 runner's resumed requests would come here too
             self._starts(new.req_id, now_s, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        if cached.resumed_req_ids:
-            for req_id in cached.resumed_req_ids:
-                self._starts(req_id, now_s, 0)
+        if cached.resumed_req_ids:  # a set: its own order changes with the process
+            for req_id in cached.req_ids:
+                if req_id in cached.resumed_req_ids:
+                    self._starts(req_id, now_s, 0)
         self.prefill_tokens += shape.num_prefill_tokens
         self.decode_tokens += shape.num_decodes
 
@@ -117,6 +127,8 @@ class Collector:
         ended = []
         live_of, common = self.live, self._last_end_s
         common_gap = now_s - common
+        if self._resumed:
+            self._note_resumed(outputs, now_s)
         same = 0  # most tokens follow one of the step before: their gap is one number
         for output in outputs:
             live = live_of.get(output.request_id)
@@ -150,6 +162,7 @@ class Collector:
         """A request left the server; write its row."""
         request = live.request
         del self.live[request.req_id]
+        self._resumed.discard(request.req_id)
         if live.waiting_since_s is not None:
             live.waited_s += now_s - live.waiting_since_s
         self._note(now_s, request.req_id, reason)
@@ -186,7 +199,7 @@ class Collector:
         self._since_s = now_s
         scheduler = self._scheduler
         running, kv_used = len(scheduler.running), scheduler.kv_cache_manager.usage
-        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+        waiting = len(scheduler.waiting) + len(getattr(scheduler, self._parked))
         if elapsed > 0:
             self.running_area += elapsed * running
             self.waiting_area += elapsed * waiting
@@ -194,13 +207,14 @@ class Collector:
         if kv_used > self.max_kv_used:
             self.max_kv_used = kv_used
         if now_s >= self.series.next_s:
+            tier = self.tier
             self.series.add(
                 now_s,
                 running,
                 waiting,
                 kv_used,
-                0.0,
-                0.0,
+                0.0 if tier is None else tier.used_fraction,
+                0.0 if tier is None else tier.transfer_bytes,
                 self.preemptions,
                 self.prefill_tokens,
                 self.decode_tokens,
@@ -218,6 +232,14 @@ class Collector:
             live.waited_s += now_s - live.waiting_since_s
             live.waiting_since_s = None
             self._note(now_s, req_id, "prefill")
+            if self.events is not None and live.num_tokens:
+                self._resumed.add(req_id)
+
+    def _note_resumed(self, outputs: list[EngineCoreOutput], now_s: float) -> None:
+        for output in outputs:
+            if output.new_token_ids and output.request_id in self._resumed:
+                self._resumed.discard(output.request_id)
+                self._note(now_s, output.request_id, "decode")
 
     def _note(self, time_s: float, req_id: str, state: str) -> None:
         if self.events is None:

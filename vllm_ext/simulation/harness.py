@@ -15,13 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -88,6 +96,7 @@ def make_config(
     additional_config: Mapping[str, Any] | None = None,
     scheduling_policy: str = "fcfs",
     watermark: float = 0.0,
+    kv_transfer_config: KVTransferConfig | None = None,
 ) -> VllmConfig:
     """The configuration an engine with these options would hand to its scheduler.
 
@@ -115,6 +124,7 @@ def make_config(
         cache_config=cache,
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
+        kv_transfer_config=kv_transfer_config,
         additional_config=dict(additional_config or {}),
     )
     # The CPU platform switches async scheduling off because its runner has no use for it; a fabricated one does.
@@ -123,11 +133,19 @@ def make_config(
     return config
 
 
-def make_kv_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One full-attention group of one layer over ``num_blocks`` blocks (one of which is vLLM's null block)."""
+def make_kv_cache_config(num_blocks: int, block_size: int, kv_bytes_per_block: int | None = None) -> KVCacheConfig:
+    """One full-attention group of one layer over ``num_blocks`` blocks (one of which is vLLM's null block).
+
+    Args:
+        kv_bytes_per_block: What a connector takes a block for, in bytes; None: as large as the tiny model's.
+    """
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer.0"], spec)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    tensors = []
+    if kv_bytes_per_block is not None:
+        size = num_blocks * kv_bytes_per_block
+        tensors = [KVCacheTensor(size, ["layer.0"], layer_stride=size, block_stride=kv_bytes_per_block)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 def make_scheduler(
@@ -145,6 +163,8 @@ def make_scheduler(
     log_stats: bool = True,
     watermark: float = 0.0,
     v2_model_runner: bool = False,
+    kv_transfer_config: KVTransferConfig | None = None,
+    kv_bytes_per_block: int | None = None,
 ) -> Scheduler:
     """Build a scheduler as the engine core does.
 
@@ -157,6 +177,8 @@ def make_scheduler(
             with depth 2).
         additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
         v2_model_runner: Produce outputs for vLLM's V2 runner (resumed requests travel as new ones).
+        kv_transfer_config: For a KV connector, of which the scheduler builds its own side.
+        kv_bytes_per_block: What that connector takes a block for, in bytes; None: as large as the tiny model's.
 
     Returns:
         The scheduler; its class decides what policies run. Nothing is started.
@@ -176,13 +198,14 @@ def make_scheduler(
         additional_config=additional_config,
         scheduling_policy=scheduling_policy,
         watermark=watermark,
+        kv_transfer_config=kv_transfer_config,
     )
     cls: Any = scheduler_cls or AsyncScheduler
     if isinstance(cls, str):
         cls = config.scheduler_config.get_scheduler_cls()
     scheduler: Scheduler = cls(
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(num_blocks, block_size),
+        kv_cache_config=make_kv_cache_config(num_blocks, block_size, kv_bytes_per_block),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,

@@ -62,40 +62,76 @@ class RequestTimeline:
 def summarise(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     """Reduce finished requests to the flat metrics of a benchmark result; units are part of the names.
 
-    Percentiles interpolate linearly. Throughput counts from the first intended arrival to the last token. The two
-    ``tbt_*`` keys are absent when no request has a second token.
+    Percentiles interpolate linearly. Throughput counts from the first intended arrival to the last token. The ``tbt_*``
+    and ``tpot_*`` keys are absent when no request has a second token.
 
     Raises:
         ValueError: there are no requests.
     """
     if not timelines:
         raise ValueError("timelines: at least one finished request is needed")
-    normalised_ms = np.array([t.normalised_s for t in timelines]) * _MS
-    ttft_ms = np.array([t.ttft_s for t in timelines]) * _MS
-    e2e_ms = np.array([t.e2e_s for t in timelines]) * _MS
+    metrics = summarise_columns(
+        arrival_s=np.array([t.arrival_s for t in timelines], dtype=np.float64),
+        first_token_s=np.array([t.token_times_s[0] for t in timelines], dtype=np.float64),
+        finish_s=np.array([t.token_times_s[-1] for t in timelines], dtype=np.float64),
+        output_tokens=np.array([len(t.token_times_s) for t in timelines], dtype=np.int64),
+    )
     gaps_ms = np.concatenate([np.diff(np.asarray(t.token_times_s, dtype=np.float64)) for t in timelines]) * _MS
-    tokens = sum(len(t.token_times_s) for t in timelines)
-    span_s = max(t.token_times_s[-1] for t in timelines) - min(t.arrival_s for t in timelines)
+    if len(gaps_ms):
+        metrics.update(spread("tbt", gaps_ms, "ms", ("p50", "p90", "p99", "max")))
+    return metrics
+
+
+def summarise_columns(
+    *,
+    arrival_s: NDArray[np.float64],
+    first_token_s: NDArray[np.float64],
+    finish_s: NDArray[np.float64],
+    output_tokens: NDArray[np.int64],
+) -> dict[str, float]:
+    """Reduce finished requests, one per element, to what `summarise` says of them, all but time between tokens.
+
+    Args:
+        arrival_s: Intended arrivals in seconds, at least one; the others have the same length.
+        first_token_s: When each first token arrived, in seconds.
+        finish_s: When each last token arrived, in seconds.
+        output_tokens: Tokens of each request, at least 1. The ``tpot_*`` keys (time per output token after the first)
+            are those of requests with at least 2, and absent when there are none.
+    """
+    e2e_s = finish_s - arrival_s
+    several = output_tokens > 1
+    tokens, span_s = int(output_tokens.sum()), float(finish_s.max() - arrival_s.min())
     metrics = {
-        "normalised_latency_mean_ms_per_token": float(normalised_ms.mean()),
-        "normalised_latency_p90_ms_per_token": _percentile(normalised_ms, 90),
-        "normalised_latency_p99_ms_per_token": _percentile(normalised_ms, 99),
-        "ttft_mean_ms": float(ttft_ms.mean()),
-        "ttft_p50_ms": _percentile(ttft_ms, 50),
-        "ttft_p90_ms": _percentile(ttft_ms, 90),
-        "ttft_p99_ms": _percentile(ttft_ms, 99),
-        "e2e_mean_ms": float(e2e_ms.mean()),
-        "e2e_p99_ms": _percentile(e2e_ms, 99),
+        **spread("normalised_latency", e2e_s / output_tokens * _MS, "ms_per_token"),
+        **spread("ttft", (first_token_s - arrival_s) * _MS, "ms"),
+        **spread("e2e", e2e_s * _MS, "ms"),
         "throughput_tokens_per_s": tokens / span_s if span_s > 0 else 0.0,
-        "throughput_requests_per_s": len(timelines) / span_s if span_s > 0 else 0.0,
+        "throughput_requests_per_s": len(arrival_s) / span_s if span_s > 0 else 0.0,
         "duration_s": span_s,
-        "requests": float(len(timelines)),
+        "requests": float(len(arrival_s)),
         "output_tokens": float(tokens),
     }
-    if len(gaps_ms):
-        metrics["tbt_p50_ms"] = _percentile(gaps_ms, 50)
-        metrics["tbt_p99_ms"] = _percentile(gaps_ms, 99)
+    if several.any():
+        tpot_ms = (finish_s - first_token_s)[several] / (output_tokens[several] - 1) * _MS
+        metrics.update(spread("tpot", tpot_ms, "ms", ("mean", "p99")))
     return metrics
+
+
+def spread(
+    name: str, values: NDArray[np.float64], unit: str, which: Sequence[str] = ("mean", "p50", "p90", "p99")
+) -> dict[str, float]:
+    """Return mean, maximum and percentiles of values under keys such as ``ttft_p99_ms``.
+
+    Args:
+        name: First part of each key.
+        values: At least one, in ``unit``.
+        unit: Last part of each key.
+        which: ``mean``, ``max`` or ``p`` and a percentile, which interpolates linearly.
+    """
+    percentiles = [part for part in which if part.startswith("p")]
+    found = dict(zip(percentiles, np.percentile(values, [float(part[1:]) for part in percentiles]), strict=True))
+    found.update(mean=values.mean(), max=values.max())
+    return {f"{name}_{part}_{unit}": float(found[part]) for part in which}
 
 
 def saturated_tokens_per_s(timelines: Sequence[RequestTimeline]) -> float:
@@ -120,7 +156,3 @@ def saturated_tokens_per_s(timelines: Sequence[RequestTimeline]) -> float:
     edges = np.linspace(0, len(times), slices + 1).astype(int)
     bounds = np.concatenate([[start], times[edges[1:] - 1]])
     return float(np.median(np.diff(edges) / np.diff(bounds)))
-
-
-def _percentile(values: NDArray[np.float64], q: float) -> float:
-    return float(np.percentile(values, q))

@@ -45,8 +45,13 @@ class RequestFactory:
 
         Raises:
             TooLong: the prompt fills the model's context.
-            ValueError: the workload gave another number of token ids than it says.
+            ValueError: the workload gave a length below 1, or another number of token ids than it says.
         """
+        if request.prompt_tokens < 1 or request.output_tokens < 1 or request.max_tokens < 1:
+            raise ValueError(
+                f"prompt_tokens={request.prompt_tokens}, output_tokens={request.output_tokens}, "
+                f"max_tokens={request.max_tokens} of {request.req_id}: must be at least 1"
+            )
         room = self._max_model_len - request.prompt_tokens
         if room < 1:
             raise TooLong(

@@ -7,12 +7,14 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.harness import block_hasher, make_scheduler
 from vllm_ext.simulation.request_factory import RequestFactory
@@ -21,6 +23,7 @@ from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.simulation.tier import build_tier, connector_config, kv_bytes_per_block
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
 
@@ -63,8 +66,12 @@ def simulate_parts(
         The data of the run, and the decisions of every step if ``spec.record.decisions``.
     """
     started = time.perf_counter()
-    scheduler = build_scheduler(spec.engine, num_blocks)
+    scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware)
     collector = Collector(scheduler, spec.record)
+    tier = None
+    if spec.engine.kv_offload is not None:
+        with _quiet_vllm():
+            tier = collector.tier = build_tier(scheduler, spec.hardware, spec.cost)
     engine = SimulatedEngine(
         scheduler,
         workload,
@@ -73,14 +80,15 @@ def simulate_parts(
         depth=2 if spec.engine.async_scheduling else 1,
         make_request=RequestFactory(
             max_model_len=spec.engine.max_model_len,
-            hasher=block_hasher(spec.engine.block_size) if spec.engine.prefix_caching else None,
+            hasher=block_hasher(spec.engine.block_size) if _hashes_blocks(spec.engine) else None,
             reveal_lengths=reads_truth(spec.engine),
         ),
         on_progress=progress,
+        tier=tier,
     )
     if spec.record.decisions:
         engine.decisions = []
-    with _rare_collections():
+    with _rare_collections(), _quiet_vllm():  # a connector would warn of each chunk that does not fit
         engine.run(spec.max_time_s)
     if progress is not None:
         progress(engine.clock(), len(collector.table))
@@ -97,8 +105,11 @@ def simulate_parts(
     return data, engine.decisions
 
 
-def build_scheduler(engine: EngineSpec, num_blocks: int) -> Scheduler:
+def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec | None = None) -> Scheduler:
     """Build the scheduler that an engine with these settings would have.
+
+    Args:
+        hardware: Says how large a block is, for ``kv_offload``.
 
     Raises:
         ValueError: (ConfigError included) vLLM or the system refuses a setting, or the KV pool is too small for one
@@ -132,6 +143,7 @@ def build_scheduler(engine: EngineSpec, num_blocks: int) -> Scheduler:
             scheduling_policy=upstream or "fcfs",
             watermark=engine.watermark,
             log_stats=False,
+            **_connector_options(engine, hardware),
         )
 
 
@@ -141,6 +153,23 @@ def reads_truth(engine: EngineSpec) -> bool:
         return False
     sources = (engine.options.get("prediction") or {}).get("sources") or ()
     return resolve(engine.system).oracle or "oracle" in sources
+
+
+def _connector_options(engine: EngineSpec, hardware: HardwareSpec | None) -> dict[str, Any]:
+    if engine.kv_offload is None:
+        return {}
+    if hardware is None:
+        raise ValueError("hardware=None: needed for kv_offload, to know the size of a block")
+    block_bytes = kv_bytes_per_block(hardware, engine.block_size)
+    return {
+        "kv_transfer_config": connector_config(engine.kv_offload, block_bytes),
+        "kv_bytes_per_block": block_bytes,
+    }
+
+
+def _hashes_blocks(engine: EngineSpec) -> bool:
+    """As in vLLM's engine core: a connector finds KV by the blocks' hashes too."""
+    return engine.prefix_caching or engine.kv_offload is not None
 
 
 def _counters(
@@ -163,6 +192,8 @@ def _counters(
         found["mean_running_requests"] = collector.running_area / duration_s
         found["mean_waiting_requests"] = collector.waiting_area / duration_s
         found["mean_kv_used_fraction"] = collector.kv_area / duration_s
+    if collector.tier is not None:
+        found.update(collector.tier.counters(duration_s))
     observer = getattr(scheduler, "observer", None)
     if observer is not None:
         found["policy_fallbacks"] = observer.counters.fallbacks

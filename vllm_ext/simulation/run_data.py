@@ -176,6 +176,8 @@ class TimeSeries:
     """Samples of the server's state at even distances; the distance doubles whenever the memory is full."""
 
     def __init__(self, interval_s: float = 0.5, capacity: int = 8192) -> None:
+        if capacity < 2:
+            raise ValueError(f"capacity={capacity!r}: must be at least 2")
         self.interval_s = interval_s
         self._capacity = capacity
         self._columns = {name: array("d") for name in SERIES}

@@ -14,9 +14,10 @@ that serves are called, with a clock that stands still in between.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,14 +27,17 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.simulation.collector import Collector, Live
 from vllm_ext.simulation.engine_loop import Decision, Stalled
 from vllm_ext.simulation.events import EventKind, EventQueue
-from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.request_factory import RequestFactory, TooLong
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.token_runner import TokenRunner, output_ids
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
+if TYPE_CHECKING:
+    from vllm_ext.simulation.tier import Tier
+
 IDLE_STEP_S = 1e-3
-"""What a step without tokens takes: the engine core looks again."""
+"""How long the engine core sleeps after a step without tokens, before it looks again, if requests are left."""
 _MAX_EMPTY_STEPS = 20_000
 _PROGRESS_EVERY = 256
 
@@ -55,6 +59,7 @@ class SimulatedEngine:
         depth: 1 for synchronous scheduling, 2 for async; must match the scheduler's configuration.
         make_request: Turns a workload's request into the scheduler's.
         on_progress: Called now and then with the virtual time and the number of requests that ended.
+        tier: Copies KV to the host and back, if the scheduler has a connector for that.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class SimulatedEngine:
         depth: int,
         make_request: RequestFactory,
         on_progress: Callable[[float, int], None] | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = VirtualClock()
@@ -79,6 +85,7 @@ class SimulatedEngine:
         self._depth = depth
         self._make_request = make_request
         self._on_progress = on_progress
+        self._tier = tier
         self._lengths: dict[str, int] = {}
         self._runner = TokenRunner(self._lengths)
         self._events = EventQueue()
@@ -100,15 +107,16 @@ class SimulatedEngine:
 
         Raises:
             Stalled: requests are left, nothing is planned, and the scheduler schedules none of them.
+            ValueError: the workload yields a request out of order, twice, or with lengths that can't be.
         """
         self._arrivals = self._workload.start()
         self._plan_next_arrival()
         steps = 0
         while True:
             now = self.clock()
+            self._receive(now)
             if max_time_s is not None and now >= max_time_s:
                 return
-            self._receive(now)
             if self.scheduler.has_requests() or self._in_flight:
                 self._step()
                 steps += 1
@@ -122,29 +130,40 @@ class SimulatedEngine:
 
     def _step(self) -> None:
         """One call of the engine core's step function."""
-        if self.scheduler.has_requests():
-            now = self.clock()
-            output = self.scheduler.schedule()
-            model_output, shape = self._runner.execute(output, self.scheduler.requests)
-            self._collector.scheduled(output, shape, now)
-            if self.decisions is not None:
-                self.decisions.append(Decision.of(output))
-            if shape.num_requests:
-                self._empty_in_a_row = 0
-                ready = now + self._cost.host_s(shape)
-                start = max(ready, self._device_free_s)
-                self._device_free_s = start + self._cost.device_s(shape)
-                self._collector.executed(shape, start, self._device_free_s)
-                end = self._device_free_s
-            else:
-                self._empty_step()
-                ready = now + IDLE_STEP_S
-                end = max(ready, self._device_free_s)
-            self._in_flight.append(_InFlight(output, model_output, end))
-            if len(self._in_flight) < self._depth and (shape.num_requests or self.scheduler.has_requests()):
-                self._advance_to(ready)
-                return
-        self._process_oldest()
+        scheduler = self.scheduler
+        executed = False
+        if scheduler.has_requests():
+            executed = self._launch()
+            if len(self._in_flight) >= self._depth or not (executed or scheduler.has_requests()):
+                self._process_oldest()
+        else:
+            self._process_oldest()
+        if not executed and scheduler.has_requests():
+            self._advance_to(self._wake_s())
+
+    def _launch(self) -> bool:
+        """Schedule a step and hand it to the device; return whether it has tokens."""
+        now = self.clock()
+        output = self.scheduler.schedule()
+        model_output, shape = self._runner.execute(output, self.scheduler.requests)
+        self._collector.scheduled(output, shape, now)
+        if self.decisions is not None:
+            self.decisions.append(Decision.of(output))
+        ready = end = now + self._cost.host_s(shape) if shape.num_requests else now
+        if self._tier is not None:
+            ready = end = self._tier.before_forward(output, ready, self._device_free_s)
+        if shape.num_requests:
+            self._empty_in_a_row = 0
+            start = max(ready, self._device_free_s)
+            end = self._device_free_s = start + self._cost.device_s(shape)
+            self._collector.executed(shape, start, end)
+        else:
+            self._empty_step()
+        if self._tier is not None:
+            model_output = self._tier.after_forward(output, model_output, self._device_free_s)
+        self._in_flight.append(_InFlight(output, model_output, end))
+        self._advance_to(ready)  # the host's thread is busy until then, whatever the device finishes meanwhile
+        return shape.num_requests > 0
 
     def _process_oldest(self) -> None:
         oldest = self._in_flight.popleft()
@@ -156,9 +175,21 @@ class SimulatedEngine:
             for live, reason in self._collector.delivered(outputs.outputs, now):
                 self._ended(live, reason, now)
 
+    def _wake_s(self) -> float:
+        """When the engine core looks again after a step without tokens; if it waits for copies alone, at their end."""
+        soon = self.clock() + IDLE_STEP_S
+        copied = None if self._tier is None or self.scheduler.running else self._tier.wake_s()
+        if copied is None:
+            return soon
+        others = (self._events.next_time_s(), self._aborts.next_time_s())
+        return max(soon, min([copied, *(moment for moment in others if moment is not None)]))
+
     def _empty_step(self) -> None:
+        if self._events or self._aborts or not self.scheduler.requests:
+            self._empty_in_a_row = 0
+            return
         self._empty_in_a_row += 1
-        if self._empty_in_a_row > _MAX_EMPTY_STEPS and not self._events and not self._in_flight:
+        if self._empty_in_a_row > _MAX_EMPTY_STEPS:
             raise Stalled(
                 f"at {self.clock():.3f} s nothing was scheduled in {_MAX_EMPTY_STEPS} steps, unfinished: "
                 f"{sorted(self.scheduler.requests)[:10]}"
@@ -175,51 +206,58 @@ class SimulatedEngine:
         request = next(self._arrivals, None)
         if request is None:
             return
-        if request.arrival_s < self._last_arrival_s:
+        if not self._last_arrival_s <= request.arrival_s < math.inf:
             raise ValueError(
-                f"arrival_s={request.arrival_s!r} of {request.req_id}: a workload yields requests by arrival time, "
-                f"and one arrived at {self._last_arrival_s} s before"
+                f"arrival_s={request.arrival_s!r} of {request.req_id}: must be a number, and not below "
+                f"{self._last_arrival_s}, because a workload starts at 0 and yields requests by arrival time"
             )
         self._last_arrival_s = request.arrival_s
         self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, True))
 
     def _receive(self, now: float) -> None:
-        """Deliver what has happened by now."""
-        events, aborts = self._events, self._aborts
-        while (moment := events.next_time_s()) is not None and moment <= now:
-            request, from_start = events.pop().payload
-            self._abort_due(moment, before=True)
-            if from_start:
-                self._plan_next_arrival()
-            self._add(request)
-        if aborts:
-            self._abort_due(now)
+        """Deliver what has happened by now, in the order in which it happened."""
+        arrivals, aborts = self._events, self._aborts
+        while True:
+            arrival, abort = arrivals.next_time_s(), aborts.next_time_s()
+            if abort is not None and abort <= now and (arrival is None or abort <= arrival):
+                self._abort_next(now)
+            elif arrival is not None and arrival <= now:
+                request, from_start = arrivals.pop().payload
+                if from_start:
+                    self._plan_next_arrival()
+                self._add(request, now)
+            else:
+                return
 
-    def _add(self, request: SimRequest) -> None:
+    def _add(self, request: SimRequest, now: float) -> None:
+        if request.req_id in self._collector.live:
+            raise ValueError(f"req_id={request.req_id!r}: a request of that id has not ended yet; ids must be unique")
         try:
             built = self._make_request(request)
-        except ValueError:
+        except TooLong:
             self.num_rejected += 1  # the front end answers 400, and the client goes on with its next request
-            self._plan_follow_ups(request, self.clock(), [])
+            self._plan_follow_ups(request, now, [])
             return
         self._lengths[request.req_id] = request.output_tokens
         self.scheduler.add_request(built)
         predicted = 0
         if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
             predicted = job.prediction.tokens
-        self._collector.arrived(request, predicted)
+        self._collector.arrived(request, predicted, now)
         if request.abort_after_s is not None:
             self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, request.req_id)
 
-    def _abort_due(self, now: float, *, before: bool = False) -> None:
-        """Abort the requests whose clients are gone by now (with ``before``: strictly before that moment)."""
-        aborts = self._aborts
-        while (moment := aborts.next_time_s()) is not None and (moment < now or (moment == now and not before)):
-            req_id = aborts.pop().payload
-            live = self._collector.live.get(req_id)
-            if live is not None:
-                self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
-                self._ended(live, "abort", self.clock())
+    def _abort_due(self, now: float) -> None:
+        """Abort the requests whose clients are gone by now."""
+        while (moment := self._aborts.next_time_s()) is not None and moment <= now:
+            self._abort_next(now)
+
+    def _abort_next(self, now: float) -> None:
+        req_id = self._aborts.pop().payload
+        live = self._collector.live.get(req_id)
+        if live is not None:
+            self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+            self._ended(live, "abort", now)
 
     def _ended(self, live: Live, reason: str, now: float) -> None:
         self._collector.ended(live, reason, now)
@@ -229,7 +267,12 @@ class SimulatedEngine:
 
     def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
         for follow_up in self._workload.after(request, now, generated):
-            self._events.push(max(now, follow_up.arrival_s), EventKind.ARRIVAL, (follow_up, False))
+            if not now <= follow_up.arrival_s < math.inf:
+                raise ValueError(
+                    f"arrival_s={follow_up.arrival_s!r} of {follow_up.req_id}: must be a number, and not below {now}, "
+                    f"when {request.req_id} ended, which it follows"
+                )
+            self._events.push(follow_up.arrival_s, EventKind.ARRIVAL, (follow_up, False))
 
 
 def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: VirtualClock) -> None:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+import json
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+
+class KvOffloadSpec(BaseModel):
+    """KV in host memory behind the devices', as vLLM's OffloadingConnector keeps it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cpu_bytes: int = Field(ge=1)
+    """Host memory for KV, for all devices together (``cpu_bytes_to_use``)."""
+    policy: Literal["lru", "arc"] = "lru"
+    """Which chunks leave host memory when it is full."""
+    offload_prompt_only: bool = False
+    """Keep the KV of prompts only. vLLM's own default is True: what was generated is then computed again when a
+    preempted request resumes, or in the next turn of a conversation."""
+    blocks_per_chunk: int = Field(default=1, ge=1)
+    """Blocks that are kept and evicted together; what doesn't fill a chunk is not kept."""
 
 
 class EngineSpec(BaseModel):
@@ -29,6 +46,8 @@ class EngineSpec(BaseModel):
     prefix_caching: bool = True
     async_scheduling: bool = True
     watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
+    kv_offload: KvOffloadSpec | None = None
+    """Copy KV to host memory and load it from there; None: KV that leaves the device is computed again."""
 
 
 class RecordSpec(BaseModel):
@@ -59,4 +78,5 @@ class SimulationSpec(BaseModel):
 
     def digest(self) -> str:
         """Return a checksum of the whole description; equal runs have equal digests."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)  # options in any order are the same options
+        return hashlib.sha256(text.encode()).hexdigest()

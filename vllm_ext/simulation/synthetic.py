@@ -1,62 +1,151 @@
-"""Workloads of our own making, for runs that have no data file: log-normal lengths like those of public data sets.
+"""Workloads of our own making, for runs that have no data file: lengths distributed like those of public data sets.
 
-Medians and 90th percentiles are those of the public texts in words, times 4/3 for tokens; log-normal is an
-approximation whose tails are cut at ``max_tokens``. The rows have lengths only, no text.
+The rows have lengths only, no text. Prompt and output lengths are independent of each other, which those of real
+traffic are not quite. What each preset was fitted to stands in its ``source``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_ext.simulation.datasets import Dataset, WorkloadRow
+from vllm_ext.simulation.length_shapes import FixedLength, Lengths, LengthShape, Turns, UniformLengths, with_mean
+from vllm_ext.simulation.workload_rows import Dataset, WorkloadRow
 
-_P90_IN_SIGMAS = 1.2815515655446004
-"""90th percentile of the standard normal distribution."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LengthShape:
-    """A log-normal length distribution by its median and 90th percentile, in tokens."""
-
-    median: float
-    """Half of the lengths are below this."""
-
-    p90: float
-    """Nine in ten lengths are below this."""
-
-    def draw(self, rng: np.random.Generator, count: int, max_tokens: int) -> list[int]:
-        """Draw whole lengths between 1 and max_tokens."""
-        sigma = np.log(self.p90 / self.median) / _P90_IN_SIGMAS
-        lengths = np.exp(rng.normal(np.log(self.median), sigma, size=count))
-        return [int(n) for n in np.clip(np.rint(lengths), 1, max_tokens)]
+_K = 1024
+_SHAREGPT_PROMPT_SPREAD, _SHAREGPT_OUTPUT_SPREAD = 155 / 17, 485 / 232
+_ALPACA_PROMPT_SPREAD, _ALPACA_OUTPUT_SPREAD = 28 / 15, 149 / 48
+_FIXED = re.compile(r"fixed:([1-9]\d{0,8}):([1-9]\d{0,8})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     """Prompt and output lengths of a kind of traffic."""
 
-    prompt: LengthShape
-    """Prompt lengths."""
+    prompt: Lengths
+    """Prompt lengths; of a conversation, what the user adds in a turn."""
 
-    output: LengthShape
+    output: Lengths
     """Output lengths."""
 
     max_tokens: int
     """Cut for both, in tokens."""
 
+    max_total_tokens: int | None = None
+    """Prompts are cut so that prompt and output together stay within this."""
+
+    turns: Turns | None = None
+    """How many turns a conversation has; None: every request stands alone."""
+
+    think_s: float | None = None
+    """Conversations: mean time from the end of an answer to the next turn, in seconds."""
+
+    source: str = ""
+    """What the numbers were fitted to."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
+        """Draw prompt and output lengths of ``count`` requests or turns."""
+        prompts = self.prompt.draw(rng, count, self.max_tokens)
+        outputs = self.output.draw(rng, count, self.max_tokens)
+        if (total := self.max_total_tokens) is not None:
+            prompts = [max(1, min(p, total - o)) for p, o in zip(prompts, outputs, strict=True)]
+        return prompts, outputs
+
 
 PRESETS = {
     "alpaca-like": Preset(
-        prompt=LengthShape(median=15, p90=28), output=LengthShape(median=48, p90=149), max_tokens=1024
+        prompt=LengthShape(median=15, p90=28),
+        output=LengthShape(median=48, p90=149),
+        max_tokens=1024,
+        source="median and P90 of public Alpaca texts, in words times 4/3",
     ),
     "sharegpt-like": Preset(
-        prompt=LengthShape(median=17, p90=155), output=LengthShape(median=232, p90=485), max_tokens=2048
+        prompt=LengthShape(median=17, p90=155),
+        output=LengthShape(median=232, p90=485),
+        max_tokens=2048,
+        source="median and P90 of first exchanges of public ShareGPT conversations, in words times 4/3",
+    ),
+    "alpaca-vllm": Preset(
+        prompt=with_mean(19.31, spread=_ALPACA_PROMPT_SPREAD, max_tokens=1024),
+        output=with_mean(58.45, spread=_ALPACA_OUTPUT_SPREAD, max_tokens=1024),
+        max_tokens=1024,
+        source="means of vLLM (SOSP'23), figure 11, which gives no dispersion: P90 over median as in alpaca-like",
+    ),
+    "sharegpt-vllm": Preset(
+        prompt=with_mean(161.31, spread=_SHAREGPT_PROMPT_SPREAD, max_tokens=2048),
+        output=with_mean(337.99, spread=_SHAREGPT_OUTPUT_SPREAD, max_tokens=2048),
+        max_tokens=2048,
+        source="means of vLLM (SOSP'23), figure 11, which gives no dispersion: P90 over median as in sharegpt-like",
+    ),
+    "openchat-sharegpt4": Preset(
+        prompt=LengthShape(median=1730, p90=5696),
+        output=LengthShape(median=415, p90=834),
+        max_tokens=8191,
+        max_total_tokens=8192,
+        source="median and P90 of Sarathi-Serve, table 2; total capped at 8192 as there, by cutting the prompt",
+    ),
+    "arxiv-summarization": Preset(
+        prompt=LengthShape(median=7059, p90=12985),
+        output=LengthShape(median=208, p90=371),
+        max_tokens=16383,
+        max_total_tokens=16384,
+        source="median and P90 of Sarathi-Serve, table 2; total capped at 16384 as there, by cutting the prompt",
+    ),
+    "distribution-1": Preset(
+        prompt=UniformLengths(low=32, high=4 * _K),
+        output=UniformLengths(low=2 * _K, high=4 * _K),
+        max_tokens=4 * _K,
+        source="Past-Future, table 1: uniform 32-4k in, 2k-4k out; k read as 1024",
+    ),
+    "distribution-2": Preset(
+        prompt=UniformLengths(low=3 * _K, high=5 * _K),
+        output=UniformLengths(low=3 * _K, high=5 * _K),
+        max_tokens=5 * _K,
+        source="Past-Future, table 1: uniform 3k-5k in, 3k-5k out; k read as 1024",
+    ),
+    "distribution-3": Preset(
+        prompt=UniformLengths(low=2 * _K, high=4 * _K),
+        output=UniformLengths(low=32, high=4 * _K),
+        max_tokens=4 * _K,
+        source="Past-Future, table 1: uniform 2k-4k in, 32-4k out; k read as 1024",
     ),
 }
+"""Requests that stand alone."""
+
+CONVERSATIONS = {
+    "pensieve-sharegpt": Preset(
+        prompt=with_mean(37.77, spread=_SHAREGPT_PROMPT_SPREAD, max_tokens=4096),
+        output=with_mean(204.58, spread=_SHAREGPT_OUTPUT_SPREAD, max_tokens=4096),
+        max_tokens=4096,
+        turns=Turns(mean=5.56, shape=0.434),
+        think_s=60.0,
+        source="Pensieve, table 3.2: means per turn and of turns, 36 % of the conversations with 5 turns or more, "
+        "reaction time exponential with mean 60 s; P90 over median of the lengths as in sharegpt-like",
+    ),
+}
+"""Conversations: each turn's prompt is the whole history and what the user adds."""
+
+
+def preset(name: str) -> Preset | None:
+    """Return a preset of either kind, or the one that ``fixed:PROMPT:OUTPUT`` describes; None if there is none."""
+    if (found := _FIXED.fullmatch(name)) is not None:
+        prompt, output = int(found[1]), int(found[2])
+        return Preset(
+            prompt=FixedLength(tokens=prompt),
+            output=FixedLength(tokens=output),
+            max_tokens=max(prompt, output),
+            source="every request alike",
+        )
+    return PRESETS.get(name) or CONVERSATIONS.get(name)
+
+
+def known() -> str:
+    """Return what `preset` understands, for error messages."""
+    return ", ".join([*PRESETS, *CONVERSATIONS, "fixed:PROMPT:OUTPUT (in tokens)"])
 
 
 def generate(preset: str, *, rows: int, seed: int) -> Dataset:
@@ -69,9 +158,7 @@ def generate(preset: str, *, rows: int, seed: int) -> Dataset:
         raise ValueError(f"synthetic={preset!r}: must be one of {', '.join(PRESETS)}")
     if rows < 1:
         raise ValueError(f"rows={rows!r}: must be at least 1")
-    shape, rng = PRESETS[preset], np.random.default_rng(seed)
-    prompts = shape.prompt.draw(rng, rows, shape.max_tokens)
-    outputs = shape.output.draw(rng, rows, shape.max_tokens)
+    prompts, outputs = PRESETS[preset].draw(np.random.default_rng(seed), rows)
     made = tuple(
         WorkloadRow(source_id=f"{preset}-{i}", prompt_tokens=p, output_tokens=o)
         for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -14,7 +15,10 @@ class TraceError(ValueError):
 
 
 def _seconds(text: str) -> float:
-    return float(text)
+    seconds = float(text)
+    if not math.isfinite(seconds):
+        raise ValueError(text)
+    return seconds
 
 
 def _date_and_time(text: str) -> float:
@@ -26,7 +30,7 @@ def _date_and_time(text: str) -> float:
 
 @dataclass(frozen=True)
 class _Columns:
-    prompt: str
+    prompt: str | None
     output: str
     time: str | None
     read_time: Callable[[str], float] = _seconds
@@ -36,6 +40,7 @@ _COLUMNS = {
     "burstgpt": _Columns("Request tokens", "Response tokens", "Timestamp"),
     "azure": _Columns("ContextTokens", "GeneratedTokens", "TIMESTAMP", _date_and_time),
     "lengths": _Columns("num_prefill_tokens", "num_decode_tokens", None),
+    "lmsys": _Columns(None, "output_token_length", None),
 }
 FORMATS = tuple(_COLUMNS)
 
@@ -45,7 +50,8 @@ class TraceRequest:
     """One request of a trace."""
 
     line: int
-    prompt_tokens: int
+    prompt_tokens: int | None
+    """None where the format has no column for it."""
     output_tokens: int
     arrival_s: float | None
 
@@ -59,8 +65,13 @@ class Trace:
     skipped: int
 
 
-def read(text: str, format: str | None) -> Trace:
+def read(text: str, format: str | None, where: Mapping[str, frozenset[str]] | None = None) -> Trace:
     """Read a CSV trace; without a format its header decides.
+
+    Args:
+        text: The file.
+        format: One of `FORMATS`.
+        where: Keep only lines whose column has one of the given values.
 
     Raises:
         TraceError: unknown header, missing column, or a value that is not a number.
@@ -72,12 +83,17 @@ def read(text: str, format: str | None) -> Trace:
     for name in filter(None, (columns.prompt, columns.output, columns.time)):
         if name not in header:
             raise TraceError(f"line 1: column {name!r} of the {format} format is missing; found {header}")
+    for name in where or ():
+        if name not in header:
+            raise TraceError(f"line 1: the filter names the column {name!r}, which is missing; found {header}")
     requests, skipped = [], 0
     for row in reader:
-        prompt = _count(row, columns.prompt, reader.line_num)
+        if any(row[name] not in allowed for name, allowed in (where or {}).items()):
+            continue
+        prompt = None if columns.prompt is None else _count(row, columns.prompt, reader.line_num)
         output = _count(row, columns.output, reader.line_num)
         arrival = None if columns.time is None else _time(row, columns.time, columns.read_time, reader.line_num)
-        if prompt and output:
+        if output and (prompt is None or prompt > 0):
             requests.append(TraceRequest(reader.line_num, prompt, output, arrival))
         else:
             skipped += 1  # the service failed or refused: no tokens to serve
@@ -86,9 +102,9 @@ def read(text: str, format: str | None) -> Trace:
 
 def _detect(header: list[str]) -> str:
     for format, columns in _COLUMNS.items():
-        if columns.prompt in header and columns.output in header:
+        if columns.output in header and (columns.prompt is None or columns.prompt in header):
             return format
-    known = "; ".join(f"{name}: {c.prompt}, {c.output}" for name, c in _COLUMNS.items())
+    known = "; ".join(f"{name}: {', '.join(filter(None, (c.prompt, c.output)))}" for name, c in _COLUMNS.items())
     raise TraceError(f"line 1: columns {header} belong to no known trace format ({known})")
 
 

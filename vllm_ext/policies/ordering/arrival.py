@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 
+BY_ARRIVAL = Rank(())
+"""The rank of every request; ties end in arrival."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
@@ -14,4 +17,4 @@ class Arrival:
 
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return a rank that never expires and leaves the order to the arrival time."""
-        return Rank(())
+        return BY_ARRIVAL

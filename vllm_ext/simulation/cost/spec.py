@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from vllm_ext.simulation.cost.devices import Device, find_device
+from vllm_ext.simulation.cost.hf_config import find_model, is_config_path
+from vllm_ext.simulation.cost.models import MODELS, ModelShape
 
 
 class HardwareSpec(BaseModel):
@@ -20,6 +25,39 @@ class HardwareSpec(BaseModel):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the device's memory for weights, activations and KV."""
     kv_dtype_bytes: int = Field(default=2, ge=1, le=4)
+    weight_dtype_bytes: float | None = Field(default=None, gt=0, le=4)
+    """Bytes per parameter; None: as the model table or the configuration says (2, unless quantised)."""
+    kv_memory_bytes: int | None = Field(default=None, gt=0)
+    """KV memory of each device, as with vLLM's ``--kv-cache-memory-bytes``; None: what the weights leave."""
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_known(cls, name: str) -> str:
+        if name not in MODELS and not is_config_path(name):
+            find_model(name)  # raises with the list of known names
+        return name
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, name: str) -> str:
+        return find_device(name).name
+
+    def resolve_model(self) -> ModelShape:
+        """Return the model's shape with the weights' width as asked for.
+
+        Raises:
+            OSError: the model's configuration can't be read.
+            ValueError: the configuration is none, or the model can't be split over ``tensor_parallel`` devices.
+        """
+        model = find_model(self.model)
+        if self.weight_dtype_bytes is not None:
+            model = replace(model, weight_bytes_per_parameter=self.weight_dtype_bytes)
+        model.check_tensor_parallel(self.tensor_parallel)
+        return model
+
+    def resolve_device(self) -> Device:
+        """Return the device's row."""
+        return find_device(self.device)
 
 
 class CostSpec(BaseModel):
@@ -33,4 +71,43 @@ class CostSpec(BaseModel):
     step_s: float = Field(default=0.02, gt=0)
     """``constant``: what every step takes."""
     host_step_s: float = Field(default=0.0, ge=0)
-    """Engine core's time per step beside the device, where the model does not know better."""
+    """``fitted``, ``constant``: engine core's time per step beside the device. What was fitted to whole steps of a
+    synchronous engine contains it already."""
+    host_base_s: float = Field(default=541e-6, ge=0)
+    """``roofline``: engine core's time per step. Source: a public fit to vLLM's engine core, together with the next."""
+    host_per_request_s: float = Field(default=12.7e-6, ge=0)
+    """``roofline``: engine core's time per step and request; vLLM 0.32's ``schedule()`` and ``update_from_output()``
+    alone take 9 us of it."""
+    gemm_efficiency: float | None = Field(default=None, gt=0, le=1)
+    """``roofline``: share of the peak that matrix products reach; None, here and below: the device's default."""
+    attention_efficiency: float | None = Field(default=None, gt=0, le=1)
+    memory_efficiency: float | None = Field(default=None, gt=0, le=1)
+    link_efficiency: float | None = Field(default=None, gt=0, le=1)
+    unhidden: float | None = Field(default=None, ge=0, le=1)
+    """``roofline``: share of the shorter of compute and weight traffic that is not hidden behind the longer."""
+    cuda_graphs: bool = True
+    """``roofline``: whether decode-only steps are launched as one graph; False: ``--enforce-eager``."""
+    pcie_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Host link of each device, in one direction; None: the device's default."""
+    pcie_contention_loss: float = Field(default=0.19, ge=0, lt=1)
+    """Share of its rate a direction loses while both are busy. Source: Pensieve, 18-20 %."""
+    copy_overhead_s: float = Field(default=5e-6, ge=0)
+    """Fixed time of each copy over the host link: an asynchronous copy's launch, assumed."""
+
+    @model_validator(mode="after")
+    def _fields_belong_to_the_kind(self) -> CostSpec:
+        if (self.kind == "fitted") != (self.file is not None):
+            raise ValueError(f"file={self.file!r}: needed by kind='fitted' and by no other; kind is {self.kind!r}")
+        if self.kind == "roofline" and self.host_step_s:
+            raise ValueError(f"host_step_s={self.host_step_s!r}: kind='roofline' takes host_base_s instead")
+        return self
+
+    def apply(self, device: Device) -> Device:
+        """Return the device with the efficiencies that are given here."""
+        names = ("gemm_efficiency", "attention_efficiency", "memory_efficiency", "link_efficiency", "unhidden")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.pcie_bytes_per_s is not None:
+            given["pcie_bytes_per_s"] = self.pcie_bytes_per_s
+        if not self.cuda_graphs:
+            given["graph_max_requests"] = 0
+        return replace(device, **given)

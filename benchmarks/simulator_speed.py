@@ -1,0 +1,344 @@
+"""How fast is the simulator, and what does it add to the scheduler's own cost?
+
+Question: how many seconds of a server's life are simulated in one second, and which part of that second is not vLLM's
+scheduler? The scheduler is the real one, so its cost is the floor; the rest is events, tokens, statistics and the
+building of requests.
+
+Method: OPT-13B with the roofline cost model, async scheduling and prefix caching, ShareGPT-like lengths. A closed loop
+of as many clients as are to run keeps the batch at that size; where 40 GB do not hold so many, the 80 GB device is
+taken. Time inside `schedule`, `update_from_output` and `add_request` is measured by wrapping them; whatever is left of
+the run (without the building of the scheduler) is the simulator's. Best of n runs, systems taking turns. Measured is
+the CPU time of the thread, which a busy machine stretches less than wall time; a run neither waits nor does I/O, so on
+an idle machine both agree (``--wall`` measures wall time). Memory: many short requests through one run, resident size
+after a fifth of them and at the end; the slope is what a request leaves behind.
+
+Output: virtual seconds per second, total over scheduler, microseconds per step by part, bytes per request.
+
+    python benchmarks/simulator_speed.py --quick
+    python benchmarks/simulator_speed.py --out benchmarks/results/simulator_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.simulation import run as runs
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.workloads.build import build as build_workload
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+SYSTEMS = ("upstream-fcfs", "fcfs", "alise")
+SCHEDULER_CALLS = ("schedule", "update_from_output", "add_request", "finish_requests")
+OVERHEAD_GOAL, SMALL_BATCH_GOAL, LARGE_BATCH_GOAL = 1.30, 500.0, 30.0
+BYTES_GOAL = 1000.0
+MEMORY_CLIENTS = 32
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """So many requests at a time on one device."""
+
+    clients: int
+    device: str
+    requests: int
+    """Of the full measurement; ``--quick`` takes a quarter."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.clients}_clients"
+
+
+LOADS = (
+    Load(clients=4, device="a100-40", requests=160),
+    Load(clients=32, device="a100-40", requests=640),
+    Load(clients=128, device="a100-80", requests=1024),
+)
+
+
+@dataclass
+class Parts:
+    """Seconds of one run, by who took them."""
+
+    scheduler: float = 0.0
+    requests: float = 0.0
+    """Building vLLM's requests, block hashes included, as its front end and engine core do."""
+    setup: float = 0.0
+    total: float = 0.0
+
+    @property
+    def simulator(self) -> float:
+        """What is neither the scheduler's nor setup; `requests` is part of it."""
+        return self.total - self.scheduler
+
+
+@dataclass(kw_only=True)
+class Timed:
+    """Best run of one system under one load."""
+
+    parts: Parts
+    data: RunData
+
+    @property
+    def speed(self) -> float:
+        return self.data.duration_s / self.parts.total
+
+    @property
+    def overhead(self) -> float:
+        return self.parts.total / self.parts.scheduler
+
+    def per_step_us(self, seconds: float) -> float:
+        return seconds / self.data.counters["steps"] * 1e6
+
+
+def spec_of(load: Load, system: str, requests: int, seed: int) -> SimulationSpec:
+    """The run of one cell."""
+    return SimulationSpec(
+        engine=EngineSpec(system=system),
+        hardware=HardwareSpec(model="opt-13b", device=load.device),
+        workload=WorkloadSpec(arrivals="closed-loop", clients=load.clients, num_requests=requests, seed=seed),
+    )
+
+
+def wrapped(function: Callable[..., Any], timer: Callable[[], float], note: Callable[[float], None]) -> Any:
+    """The same function, its time told to ``note``."""
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = timer()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            note(timer() - started)
+
+    return timed
+
+
+def measure(spec: SimulationSpec, timer: Callable[[], float]) -> Timed:
+    """Run once, through the public entrance, with the scheduler's methods wrapped."""
+    parts = Parts()
+
+    def note_scheduler(seconds: float) -> None:
+        parts.scheduler += seconds
+
+    def note_request(seconds: float) -> None:
+        parts.requests += seconds
+
+    real_build = runs.build_scheduler
+
+    def build(*args: Any, **kwargs: Any) -> Scheduler:
+        started = timer()
+        scheduler = real_build(*args, **kwargs)
+        for name in SCHEDULER_CALLS:
+            setattr(scheduler, name, wrapped(getattr(scheduler, name), timer, note_scheduler))
+        parts.setup = timer() - started
+        return scheduler
+
+    call = wrapped(RequestFactory.__call__, timer, note_request)
+    gc.collect()
+    with mock.patch.object(runs, "build_scheduler", build), mock.patch.object(RequestFactory, "__call__", call):
+        started = timer()
+        data = runs.simulate(spec)
+        parts.total = timer() - started - parts.setup
+    return Timed(parts=parts, data=data)
+
+
+def best_runs(load: Load, requests: int, repeats: int, seed: int, timer: Callable[[], float]) -> dict[str, Timed]:
+    """The quickest run of each system; they take turns."""
+    found: dict[str, Timed] = {}
+    for _ in range(repeats):
+        for system in SYSTEMS:
+            timed = measure(spec_of(load, system, requests, seed), timer)
+            if system not in found or timed.parts.total < found[system].parts.total:
+                found[system] = timed
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class StepOf20Ms:
+    """A cost model that costs nothing itself."""
+
+    def device_s(self, shape: StepShape) -> float:
+        return 0.02
+
+    def host_s(self, shape: StepShape) -> float:
+        return 0.0
+
+
+class ShortRequests:
+    """A closed loop of many short requests, which looks at the process' memory on the way."""
+
+    name, rows, sha256 = "short requests", 0, ""
+
+    def __init__(self, total: int) -> None:
+        self.expected_requests = total
+        self.sizes: list[tuple[int, int]] = []
+        """(requests sent, resident bytes)"""
+        self._sent = 0
+
+    def start(self) -> Iterator[SimRequest]:
+        return (self._next(0.0) for _ in range(MEMORY_CLIENTS))
+
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+        if self._sent >= self.expected_requests:
+            return ()
+        if self._sent in (self.expected_requests // 5, self.expected_requests - MEMORY_CLIENTS):
+            gc.collect()
+            self.sizes.append((self._sent, resident_bytes()))
+        return (self._next(finished_s),)
+
+    def _next(self, arrival_s: float) -> SimRequest:
+        self._sent += 1
+        number = self._sent
+        return SimRequest(
+            req_id=f"request-{number}",
+            arrival_s=arrival_s,
+            prompt_tokens=16 + number % 64,
+            output_tokens=1 + number % 3,
+            max_tokens=64,
+        )
+
+
+def resident_bytes() -> int:
+    """Memory of this process, in bytes.
+
+    Raises:
+        OSError: the system is not Linux.
+    """
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_per_request(system: str, total: int) -> float:
+    """What one more request leaves in memory at the end of a long run."""
+    workload = ShortRequests(total)
+    spec = SimulationSpec(engine=EngineSpec(system=system))
+    runs.simulate_parts(spec, workload=workload, cost=StepOf20Ms(), num_blocks=2000)
+    (few, small), (many, large) = workload.sizes
+    return (large - small) / (many - few)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def metrics_of(load: Load, found: dict[str, Timed]) -> dict[str, float]:
+    """Flat metrics of one load."""
+    metrics = {}
+    for system, timed in found.items():
+        key, parts = f"{system}_{load.key}", timed.parts
+        metrics |= {
+            f"{key}_virtual_s_per_s": round(timed.speed, 1),
+            f"{key}_total_over_scheduler": round(timed.overhead, 4),
+            f"{key}_scheduler_us_per_step": round(timed.per_step_us(parts.scheduler), 1),
+            f"{key}_simulator_us_per_step": round(timed.per_step_us(parts.simulator), 1),
+            f"{key}_requests_us_per_step": round(timed.per_step_us(parts.requests), 1),
+            f"{key}_mean_running_requests": round(timed.data.counters["mean_running_requests"], 2),
+            f"{key}_steps": timed.data.counters["steps"],
+        }
+    return metrics
+
+
+def table_of(cells: dict[Load, dict[str, Timed]]) -> str:
+    header = ["system", "running", "steps", "x real time", "scheduler us", "simulator us", "(requests us)", "total/sched."]
+    rows = [
+        [
+            system,
+            round(timed.data.counters["mean_running_requests"], 1),
+            int(timed.data.counters["steps"]),
+            timed.speed,
+            timed.per_step_us(timed.parts.scheduler),
+            timed.per_step_us(timed.parts.simulator),
+            timed.per_step_us(timed.parts.requests),
+            timed.overhead,
+        ]
+        for found in cells.values()
+        for system, timed in found.items()
+    ]
+    return format_table(header, rows)
+
+
+def goals_of(cells: dict[Load, dict[str, Timed]], per_request: dict[str, float]) -> list[Goal]:
+    """Compare with what was wanted; the worst system counts."""
+    goals = []
+    loads = list(cells)
+    for load, found in cells.items():
+        system = max(found, key=lambda name: found[name].overhead)
+        timed = found[system]
+        note = (
+            f"{system}: simulator {timed.per_step_us(timed.parts.simulator):.0f} us per step, of which building "
+            f"requests {timed.per_step_us(timed.parts.requests):.0f} us, on {timed.per_step_us(timed.parts.scheduler):.0f} us"
+        )
+        metric = f"worst_total_over_scheduler_{load.key}"
+        goals.append(Goal(metric=metric, value=round(timed.overhead, 4), op="<=", goal=OVERHEAD_GOAL, note=note))
+    for load, goal in ((loads[0], SMALL_BATCH_GOAL), (loads[-1], LARGE_BATCH_GOAL)):
+        system = min(cells[load], key=lambda name: cells[load][name].speed)
+        timed = cells[load][system]
+        scheduler_alone = timed.data.duration_s / timed.parts.scheduler
+        note = f"{system}; the scheduler alone would allow {scheduler_alone:.0f}"
+        metric = f"least_virtual_s_per_s_{load.key}"
+        goals.append(Goal(metric=metric, value=round(timed.speed, 1), op=">=", goal=goal, note=note))
+    system = max(per_request, key=lambda name: per_request[name])
+    note = f"{system}: a million requests would take {per_request[system] * MILLION / 2**20:.0f} MiB"
+    goals.append(Goal(metric="worst_bytes_per_request", value=per_request[system], op="<=", goal=BYTES_GOAL, note=note))
+    return goals
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
+    args = parser.parse_args(argv)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    timer = time.perf_counter if args.wall else time.thread_time
+    repeats, share, short = (2, 4, 10_000) if args.quick else (5, 1, 100_000)
+    cells = {load: best_runs(load, load.requests // share, repeats, args.seed, timer) for load in LOADS}
+    per_request = {system: round(bytes_per_request(system, short), 1) for system in SYSTEMS}
+    tables = [
+        table_of(cells),
+        format_table(["system", "bytes per request", "MiB per million"],
+                     [[name, size, size * MILLION / 2**20] for name, size in per_request.items()]),
+    ]  # fmt: skip
+    metrics = {key: value for load, found in cells.items() for key, value in metrics_of(load, found).items()}
+    metrics |= {f"{system}_bytes_per_request": size for system, size in per_request.items()}
+    workload = build_workload(spec_of(LOADS[0], SYSTEMS[0], 1, args.seed).workload)
+    result = Result(
+        name="simulator_speed",
+        command=command(argv, "benchmarks/simulator_speed.py"),
+        config={
+            "model": "opt-13b",
+            "loads": [{"clients": load.clients, "device": load.device} for load in LOADS],
+            "requests": [load.requests // share for load in LOADS],
+            "cost": CostSpec().model_dump(exclude_none=True),
+            "repeats": repeats,
+            "timer": timer.__name__,
+            "short_requests": short,
+        },
+        seed=args.seed,
+        workload=Workload(name=workload.name, rows=workload.rows, sha256=workload.sha256),
+        metrics=metrics,
+        goals=goals_of(cells, per_request),
+    )
+    emit(result, tables, args.out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,210 @@
+"""`vllm-ext simulate`: what is printed, which files are written, and what is said of wrong flags."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ext.cli import simulate, spec_flags
+from vllm_ext.cli.simulate import main
+from vllm_ext.simulation.spec import SimulationSpec
+
+SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")
+CROWDED = (*SMALL, "--num-blocks", "9", "--max-num-seqs", "2", "--rate", "20")
+"""Two seats and a pool of little more than one sequence."""
+
+
+def result(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    last: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return last
+
+
+def test_one_system_gives_its_metrics_as_the_last_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    assert main([*SMALL, "--seed", "3", "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    got = json.loads(shown.out)
+    assert got == json.loads(out.read_text())
+    assert (got["name"], got["seed"], got["baselines"]) == ("simulate", 3, {})
+    assert got["metrics"]["requests"] == 12
+    assert got["metrics"]["output_tokens"] == 12 * 8
+    assert got["config"]["fcfs"]["cost"]["kind"] == "constant"
+    assert "normalised_latency_mean_ms_per_token" in shown.err
+    assert "s simulated in" in shown.err
+
+
+def test_same_flags_print_the_same_bytes_and_no_wall_clock(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for _ in range(2):
+        main([*CROWDED, "--system", "fcfs,alise", "--quiet"])
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        outputs.append(shown.out)
+    assert outputs[0] == outputs[1]
+    assert "wall" not in outputs[0]
+
+
+def test_systems_side_by_side_have_ratios_to_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CROWDED, "--system", "upstream-fcfs,fcfs,oracle-alise"]) == 0
+    shown = capsys.readouterr()
+    got = json.loads(shown.out)
+    name = "e2e_mean_ms"
+    assert list(got["baselines"]) == ["upstream-fcfs"]
+    assert got["metrics"][f"fcfs.{name}"] == got["baselines"]["upstream-fcfs"][name]
+    assert got["metrics"][f"fcfs.{name}_ratio"] == 1
+    assert got["metrics"][f"oracle-alise.{name}_ratio"] == pytest.approx(
+        got["metrics"][f"oracle-alise.{name}"] / got["baselines"]["upstream-fcfs"][name]
+    )
+    header = next(line for line in shown.err.splitlines() if line.startswith("metric"))
+    assert header.split() == [
+        "metric",
+        "upstream-fcfs",
+        "fcfs",
+        "/",
+        "upstream-fcfs",
+        "oracle-alise",
+        "/",
+        "upstream-fcfs",
+    ]
+
+
+def test_files_that_were_asked_for_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = {"requests": "r.csv", "series": "s.parquet", "trace": "t.json.gz", "plot": "p.svg", "cdf": "c.png"}
+    flags = [part for option, name in names.items() for part in (f"--{option}", str(tmp_path / name))]
+    assert main([*SMALL, *flags]) == 0
+    assert {file.name for file in tmp_path.iterdir()} == set(names.values())
+    with (tmp_path / "r.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 12
+    assert str(tmp_path) not in capsys.readouterr().out, "results hold no absolute paths"
+
+
+def test_files_of_several_systems_have_their_names_and_one_plot_shows_all(tmp_path: Path) -> None:
+    flags = ["--requests", str(tmp_path / "r.csv.gz"), "--plot", str(tmp_path / "p.svg")]
+    assert main([*SMALL, "--system", "fcfs,alise", "--quiet", *flags]) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"r.fcfs.csv.gz", "r.alise.csv.gz", "p.svg"}
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> SimulationSpec:
+    assert main([*flags, "--print-spec"]) == 0
+    return SimulationSpec.model_validate_json(capsys.readouterr().out)
+
+
+def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag alone, with a value other than the default."""
+    values = {str: None, int: "77", float: "0.25"}
+    texts = {
+        "hardware.model": "opt-6.7b",
+        "hardware.device": "a40",
+        "cost.kind": "constant",
+        "cost.file": "profile.json",
+        "workload.source": "alpaca-like",
+        "workload.format": "jsonl",
+        "workload.arrivals": "recorded",
+        "hardware.tensor_parallel": "2",
+    }
+    before = SimulationSpec().model_dump()
+    for flag in spec_flags.FLAGS:
+        section, _, field = flag.path.rpartition(".")
+        old = before[section][field] if section else before[field]
+        for name in flag.names:
+            if flag.type is bool:
+                given = [f"--no-{name.removeprefix('--')}"]
+            else:
+                given = [name, texts.get(flag.path) or str(values[flag.type])]  # type: ignore[index]
+            extra = ["--arrivals", "closed-loop"] if flag.path == "workload.clients" else []
+            after = printed(capsys, *given, *extra).model_dump()
+            new = after[section][field] if section else after[field]
+            assert new != old, name
+            assert flag.type is bool or str(new) == given[1], name
+
+
+def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps({"engine": {"max_num_seqs": 9, "watermark": 0.1}, "workload": {"rate_per_s": 5}}))
+    spec = printed(capsys, "--spec", str(file), "--max-num-seqs", "3", "--set", "workload.cv=1.0")
+    assert (spec.engine.max_num_seqs, spec.engine.watermark, spec.workload.rate_per_s) == (3, 0.1, 5)
+
+
+def test_printed_spec_describes_the_same_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    spec = printed(capsys, *CROWDED, "--system", "alise", "--slo", "ttft=1,tbt=0.5")
+    file.write_text(spec.model_dump_json())
+    assert printed(capsys, "--spec", str(file)) == spec
+
+
+def test_objectives_become_those_of_every_request(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*SMALL, "--slo", "ttft=0.001,e2e=100", "--quiet"])
+    metrics = result(capsys)["metrics"]
+    assert metrics["slo_ttft_attainment_fraction"] == 0
+    assert metrics["slo_e2e_attainment_fraction"] == 1
+    assert metrics["goodput_requests_per_s"] == 0
+
+
+def test_options_reach_the_system(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = printed(capsys, "--system", "alise", "--set", "engine.options.ordering.age_limit_s=5")
+    assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rate", "-1"], ["--rate", "-1.0", "greater than 0"]),
+        (["--rate", "fast"], ["--rate", "fast"]),
+        (["--system", "allise"], ["--system", "allise", "upstream-fcfs", "alise"]),
+        (["--system", "fcfs,fcfs"], ["--system", "fcfs,fcfs", "once"]),
+        (["--device", "x100"], ["--device", "x100", "a100-40"]),
+        (["--set", "workload.foo=1"], ["workload.foo", "rate_per_s"]),
+        (["--set", "workload"], ["--set workload", "PATH=JSON"]),
+        (["--rate", "1", "--set", "workload.rate_per_s=2"], ["--set", "another flag"]),
+        (
+            ["--system", "alise", "--set", "engine.options.ordering.age=1"],
+            ["engine.options.ordering.age", "age_limit_s"],
+        ),
+        (["--slo", "ttft=0"], ["--slo", "above 0"]),
+        (["--slo", "tfft=1"], ["--slo", "ttft"]),
+        (["--spec", "no-such-file.json"], ["--spec", "no-such-file.json"]),
+        (["--dataset", "no-such-file.json"], ["no-such-file.json", "sharegpt-like"]),
+        (["--trace", "t.csv"], ["--trace", "t.csv", ".json.gz"]),
+        (["--num-blocks", "4", "--num-requests", "3"], ["max_model_len=2048", "48 tokens"]),
+        (["--num-request", "4"], ["--num-request"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_what_is_wrong_is_one_line_that_names_it(
+    flags: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = main([*flags, "--quiet"])
+    except SystemExit as stopped:
+        status = stopped.code
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert len(shown.err.splitlines()) == 1
+    assert [text for text in says if text not in shown.err] == []
+
+
+def test_file_that_is_no_json_is_named_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "spec.json"
+    file.write_text('{"engine":\n {]}')
+    assert main(["--spec", str(file)]) == 2
+    assert f"--spec {file}: line 2: not JSON" in capsys.readouterr().err
+
+
+def test_table_shows_a_dash_where_there_is_no_ratio() -> None:
+    text = simulate.table({"a": {"preemptions": 0.0, "requests": 4.0}, "b": {"preemptions": 3.0, "requests": 2.0}})
+    assert text.splitlines()[2:] == ["requests     4  2  0.5", "preemptions  0  3    -"]
+
+
+def test_describing_a_run_imports_neither_vllm_nor_torch() -> None:
+    program = (
+        "import sys\nfrom vllm_ext.cli.simulate import main\nmain(['--rate', '2', '--print-spec'])\n"
+        "sys.exit(str([m for m in ('vllm', 'torch', 'matplotlib', 'pandas') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"

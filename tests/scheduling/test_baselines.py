@@ -1,0 +1,217 @@
+"""orca and vllm-2023 on vLLM's scheduler, step by step: who gets how many tokens, worked by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan
+from vllm_ext.scheduling.views import StepView
+
+from .steering import SCRIPT, Rig, play, workload
+
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+BASELINES = pytest.mark.parametrize("system", ["orca", "vllm-2023"])
+
+Table = list[dict[str, int]]
+
+
+@pytest.fixture(autouse=True)
+def _empty_script() -> Iterator[None]:
+    SCRIPT.reset()
+    yield
+    SCRIPT.reset()
+
+
+def steps(rig: Rig, count: int) -> Table:
+    """The next steps: tokens by request."""
+    found = []
+    for _ in range(count):
+        decision = rig.step()
+        assert decision is not None
+        found.append(dict(decision.scheduled))
+    return found
+
+
+def add_all(rig: Rig, **requests: tuple[int, int, int]) -> None:
+    """Add requests given as (prompt, max_tokens, true length)."""
+    for req_id, (prompt, max_tokens, length) in requests.items():
+        rig.add(req_id, prompt, max_tokens=max_tokens, length=length)
+
+
+def test_orca_takes_whole_prompts_and_reserves_their_maximum() -> None:
+    """64 tokens per step, 10 blocks. Bounds: a 2 blocks, b 4, c 4, d 1."""
+    requests = {"a": (20, 12, 3), "b": (40, 24, 9), "c": (50, 14, 9), "d": (10, 6, 9)}
+    rig = Rig("orca", num_blocks=11)
+    add_all(rig, **requests)
+    assert steps(rig, 4) == [
+        {"a": 20, "b": 40},  # c has the memory, but its 50 tokens do not fit beside 60
+        {"a": 1, "b": 1, "c": 50},  # all 10 blocks are promised
+        {"a": 1, "b": 1, "c": 1},  # d waits although 2 + 3 + 4 blocks are used: no block is free of a promise
+        {"b": 1, "c": 1, "d": 10},  # a is done
+    ]
+    upstream = Rig(None, num_blocks=11)
+    add_all(upstream, **requests)
+    assert steps(upstream, 1) == [{"a": 20, "b": 40, "c": 4}], "or the table above shows nothing of Orca"
+
+
+def test_orca_takes_a_prompt_longer_than_a_step_alone() -> None:
+    rig = Rig("orca", max_num_batched_tokens=16)
+    add_all(rig, a=(4, 9, 9), long=(40, 9, 9), b=(6, 9, 9))
+    assert steps(rig, 5) == [
+        {"a": 4},
+        {"a": 1, "long": 15},
+        {"a": 1, "long": 15},
+        {"a": 1, "long": 10},  # 5 tokens are left: too few for b
+        {"a": 1, "long": 1, "b": 6},
+    ]
+
+
+@DEPTHS
+@pytest.mark.parametrize(
+    ("reserve", "blocks", "expected"), [(0, 63, 15), (0, 3, 1), (100, 63, 9), (2048, 95, 2), (2048, 96, 3)]
+)
+def test_orca_runs_as_many_as_reservations_fit_the_pool(reserve: int, blocks: int, expected: int, depth: int) -> None:
+    """Bound 64 tokens = 4 blocks; 100 tokens = 7 blocks; 2048 is cut at max_model_len = 512 = 32 blocks."""
+    rig = Rig(
+        "orca",
+        depth=depth,
+        options={"admission": {"reserve_tokens": reserve}},
+        num_blocks=blocks + 1,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+    )
+    for i in range(20):
+        rig.add(f"r{i}", 10, max_tokens=54, length=40)
+    rig.step(4)
+    assert len(rig.running) == expected
+    assert rig.running == [f"r{i}" for i in range(expected)]
+
+
+@DEPTHS
+def test_orca_never_preempts_where_vllm_does(depth: int) -> None:
+    """Every request runs to its bound, the worst case; the pool holds a few of them."""
+    rng = random.Random(3)
+    jobs = [(f"r{i}", rng.randint(1, 60), rng.randint(1, 60)) for i in range(40)]
+    preemptions = {}
+    for system in ("orca", "fcfs"):
+        rig = Rig(system, depth=depth, num_blocks=20, max_num_seqs=8)
+        for req_id, prompt, length in jobs:
+            rig.add(req_id, prompt, max_tokens=length, length=1000)
+        rig.drain()
+        preemptions[system] = rig.state["preemptions"]["memory"]
+    assert preemptions["orca"] == 0
+    assert preemptions["fcfs"] > 5
+
+
+def test_vllm_2023_runs_prompts_before_decodes_and_never_both() -> None:
+    rig = Rig("vllm-2023")
+    add_all(rig, a=(20, 9, 9), b=(30, 9, 9), c=(30, 9, 9))
+    assert steps(rig, 3) == [{"a": 20, "b": 30}, {"c": 30}, {"a": 1, "b": 1, "c": 1}]
+    add_all(rig, d=(10, 9, 9))
+    assert steps(rig, 2) == [{"d": 10}, {"a": 1, "b": 1, "c": 1, "d": 1}]
+
+
+def test_vllm_2023_completes_a_prompt_longer_than_a_step_before_anything_else() -> None:
+    rig = Rig("vllm-2023")
+    add_all(rig, a=(20, 9, 9))
+    rig.step(2)
+    add_all(rig, long=(150, 9, 9), b=(10, 9, 9))
+    assert steps(rig, 5) == [{"long": 64}, {"long": 64}, {"long": 22}, {"b": 10}, {"a": 1, "long": 1, "b": 1}]
+
+
+def test_vllm_2023_leaves_the_watermark_free() -> None:
+    """10 blocks, 3 of them kept free: prompts of 2 blocks fit three times."""
+    rig = Rig("vllm-2023", options={"admission": {"watermark": 0.3}}, num_blocks=11)
+    for i in range(5):
+        rig.add(f"r{i}", 20, max_tokens=20, length=20)
+    assert steps(rig, 2) == [{"r0": 20, "r1": 20, "r2": 20}, {"r0": 1, "r1": 1, "r2": 1}]
+
+
+def test_vllm_2023_preempts_the_last_arrival_and_recomputes_it_as_a_prompt() -> None:
+    """3 blocks. At 17 tokens each, a takes the third one and b leaves with 2 tokens generated; a grows to 3 blocks."""
+    rig = Rig("vllm-2023", num_blocks=4, options={"admission": {"watermark": 0.0}}, enable_prefix_caching=False)
+    add_all(rig, a=(15, 25, 25), b=(15, 25, 25))
+    expected: Table = [{"a": 15, "b": 15}, {"a": 1, "b": 1}, *[{"a": 1}] * 23, {"b": 17}, *[{"b": 1}] * 22]
+    assert steps(rig, len(expected)) == expected
+    assert rig.state["preemptions"]["memory"] == 1
+    assert not rig.scheduler.requests
+
+
+@BASELINES
+@DEPTHS
+@pytest.mark.parametrize("kwargs", [{"num_blocks": 28}, {"num_blocks": 28, "enable_prefix_caching": False}, {}])
+def test_outputs_are_upstreams_and_no_step_stalls(system: str, depth: int, kwargs: dict[str, Any]) -> None:
+    """With 28 blocks the largest bound is more than the pool, so that single requests run alone."""
+    expected = play(Rig(None, depth=depth, max_num_seqs=5, **kwargs), workload())
+    rig = Rig(system, depth=depth, max_num_seqs=5, **kwargs)
+    assert play(rig, workload()) == expected
+    assert (rig.state["stalls"], rig.state["fallbacks"]) == (0, 0)
+
+
+@DEPTHS
+def test_vllm_2023_never_mixes_on_a_random_workload(depth: int) -> None:
+    rig = Rig("vllm-2023", depth=depth, num_blocks=40, max_num_seqs=6)
+    play(rig, workload(60, gap=1.0))
+    kinds = set()
+    for decision in rig.loop.decisions:
+        prompts = {*decision.new, *decision.resumed} | {req_id for req_id, tokens in decision.scheduled if tokens > 1}
+        scheduled = {req_id for req_id, _ in decision.scheduled}
+        if scheduled:
+            # The last chunk of a long prompt may be of one token; no prompt here is that long.
+            assert not prompts or prompts == scheduled
+            kinds.add(bool(prompts))
+    assert kinds == {True, False}
+
+
+def test_the_view_counts_blocks_and_prompts_as_the_pool_does() -> None:
+    seen: list[tuple[int, int, int, int, int, tuple[str, ...]]] = []
+
+    def look(step: StepView) -> AdmissionPlan:
+        seen.append(
+            (
+                step.num_total_blocks,
+                step.num_free_blocks,
+                step.blocks_at_bound(),
+                step.blocks_at_bound(100),
+                step.num_prefilling,
+                step.decoding(),
+            )
+        )
+        return AdmissionPlan()
+
+    SCRIPT.admit = look
+    rig = Rig("scripted", num_blocks=31, max_model_len=128)
+    add_all(rig, a=(10, 6, 6), b=(100, 400, 9))
+    rig.step(3)
+    assert seen == [
+        (30, 30, 0, 0, 0, ()),
+        (30, 30 - 1 - 4, 1 + 8, 7 + 8, 1, ("a",)),  # b has 54 of 100 tokens; its bound is cut at 128
+        (30, 30 - 1 - 7, 1 + 8, 7 + 8, 0, ("a", "b")),
+    ]
+
+
+def test_the_budget_policy_sees_what_admission_decided() -> None:
+    decided, seen = AdmissionPlan(max_running=3), []
+
+    def look(step: StepView) -> BudgetPlan:
+        seen.append(step.admission)
+        return BudgetPlan()
+
+    SCRIPT.admit, SCRIPT.budget = lambda step: decided, look
+    rig = Rig("scripted")
+    rig.add("a")
+    rig.step()
+    assert seen == [decided]
+
+
+def test_a_paused_session_keeps_its_seat_beside_a_cap() -> None:
+    """vLLM counts sessions that wait for their client's next input towards the seats."""
+    SCRIPT.admit = lambda step: AdmissionPlan(max_running=step.num_running + 1)
+    rig = Rig("scripted")
+    add_all(rig, a=(10, 6, 6), b=(10, 6, 6))
+    rig.scheduler.num_waiting_for_streaming_input = 1
+    assert steps(rig, 1) == [{"a": 10}]

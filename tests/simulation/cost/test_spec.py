@@ -1,0 +1,115 @@
+"""Specifications: refused with the known names, and built into what they ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_ext.simulation.cost.build import build, build_link
+from vllm_ext.simulation.cost.constant import Constant
+from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
+from vllm_ext.simulation.cost.link import Direction
+from vllm_ext.simulation.cost.roofline import Roofline
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.step_shape import StepShape
+
+SHAPE = StepShape(8, 520, 7, 8, 7000, 513, 131_841.0)
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValidationError, match=r"model='gpt-5': .*known: opt-2.7b, .*pythia-12b"):
+        HardwareSpec(model="gpt-5")
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValidationError, match=r"device='abacus'.*known: v100, .*cpu"):
+        HardwareSpec(device="abacus")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "fitted"}, "file=None: needed by kind='fitted'"),
+        ({"kind": "constant", "file": "x.json"}, "file='x.json'"),
+        ({"host_step_s": 0.1}, "host_step_s=0.1: kind='roofline' takes host_base_s"),
+        ({"gemm_efficiency": 1.5}, "gemm_efficiency"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_cost_fields_that_do_not_belong_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CostSpec(**values)
+
+
+def test_the_defaults_build_a_roofline_with_the_engines_own_time() -> None:
+    cost = build(HardwareSpec(), CostSpec())
+    assert isinstance(cost, Roofline)
+    assert cost.host_s(SHAPE) == pytest.approx(541e-6 + 8 * 12.7e-6)
+
+
+@pytest.mark.parametrize(
+    "slower", [{"gemm_efficiency": 0.2}, {"memory_efficiency": 0.2}, {"attention_efficiency": 0.001}, {"unhidden": 1.0}]
+)
+def test_an_efficiency_given_replaces_the_devices(slower: dict[str, float]) -> None:
+    usual, worse = build(HardwareSpec(), CostSpec()), build(HardwareSpec(), CostSpec(**slower))
+    assert worse.device_s(SHAPE) > usual.device_s(SHAPE)
+
+
+def test_without_graphs_a_decode_step_waits_for_its_launches() -> None:
+    decode = StepShape(1, 1, 1, 1, 10, 0, 0.0)
+    small = HardwareSpec(model="opt-2.7b", device="h200")
+    assert build(small, CostSpec(cuda_graphs=False)).device_s(decode) > build(small, CostSpec()).device_s(decode)
+
+
+def test_fewer_bytes_per_weight_and_kv_element_are_faster() -> None:
+    decode = StepShape(4, 4, 4, 4, 8000, 0, 0.0)
+    whole = build(HardwareSpec(), CostSpec()).device_s(decode)
+    light = build(HardwareSpec(weight_dtype_bytes=1.0), CostSpec()).device_s(decode)
+    assert light < 0.7 * whole
+    assert build(HardwareSpec(kv_dtype_bytes=1), CostSpec()).device_s(decode) < whole
+
+
+def test_constant_and_fitted_are_built_from_their_fields(tmp_path: Path) -> None:
+    constant = build(HardwareSpec(), CostSpec(kind="constant", step_s=0.5, host_step_s=0.1))
+    assert isinstance(constant, Constant)
+    assert (constant.device_s(SHAPE), constant.host_s(SHAPE)) == (0.5, 0.1)
+    path = tmp_path / "cost.json"
+    Fitted(StepCurve(base_s=0.25)).save(path)
+    fitted = build(HardwareSpec(), CostSpec(kind="fitted", file=str(path), host_step_s=0.1))
+    assert (fitted.device_s(SHAPE), fitted.host_s(SHAPE)) == (0.25, 0.1)
+
+
+def test_a_missing_file_is_an_error_when_it_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build(HardwareSpec(), CostSpec(kind="fitted", file=str(tmp_path / "nowhere.json")))
+
+
+def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
+    config = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 256,
+              "vocab_size": 500, "max_position_embeddings": 128}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    hardware = HardwareSpec(model=str(tmp_path), device="cpu", weight_dtype_bytes=4, kv_dtype_bytes=4)
+    assert hardware.resolve_model().weight_bytes() == 4 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + (500 + 130) * 64)
+    assert build(hardware, CostSpec()).device_s(SHAPE) > 0
+
+
+def test_a_split_the_heads_do_not_allow_is_refused_when_built() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel=3: must divide the 40 heads"):
+        build(HardwareSpec(tensor_parallel=3), CostSpec())
+
+
+def test_the_link_has_the_devices_rate_or_the_one_given() -> None:
+    for cost, end in ((CostSpec(copy_overhead_s=0), 1.0), (CostSpec(copy_overhead_s=0, pcie_bytes_per_s=5e9), 5.0)):
+        link = build_link(HardwareSpec(device="a100-40"), cost)
+        link.submit(0.0, Direction.TO_HOST, 25 * 10**9)
+        assert link.next_end_s() == pytest.approx(end)
+
+
+def test_specs_survive_json() -> None:
+    hardware, cost = HardwareSpec(model="yi-34b", tensor_parallel=2), CostSpec(gemm_efficiency=0.5)
+    assert HardwareSpec.model_validate_json(hardware.model_dump_json()) == hardware
+    assert CostSpec.model_validate_json(cost.model_dump_json()) == cost

@@ -1,0 +1,120 @@
+"""Dotted paths into a description, and the points of a grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_ext.simulation import run
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.sweep import paths
+from vllm_ext.simulation.sweep.capacity import CapacitySpec
+from vllm_ext.simulation.sweep.grid import RATE, SEED, SYSTEM, SweepSpec, expand
+
+
+def test_points_come_in_the_order_of_the_axes_with_repeats_innermost() -> None:
+    sweep = SweepSpec(axes={SYSTEM: ("fcfs", "alise"), RATE: (1.0, 2.0)}, repeats=2)
+    points = [(p.spec.engine.system, p.spec.workload.rate_per_s, p.spec.workload.seed, p.repeat) for p in expand(sweep)]
+    assert points == [
+        ("fcfs", 1.0, 0, 0),
+        ("fcfs", 1.0, 1, 1),
+        ("fcfs", 2.0, 0, 0),
+        ("fcfs", 2.0, 1, 1),
+        ("alise", 1.0, 0, 0),
+        ("alise", 1.0, 1, 1),
+        ("alise", 2.0, 0, 0),
+        ("alise", 2.0, 1, 1),
+    ]
+
+
+def test_repeats_count_from_the_base_seed() -> None:
+    base = paths.with_values(SimulationSpec(), {SEED: 40})
+    assert [p.spec.workload.seed for p in expand(SweepSpec(base=base, repeats=3))] == [40, 41, 42]
+
+
+def test_without_axes_there_is_one_point_the_base() -> None:
+    base = SimulationSpec(max_time_s=5.0)
+    assert [(p.values, p.spec) for p in expand(SweepSpec(base=base))] == [({}, base)]
+
+
+def test_sweep_survives_json_with_the_same_points() -> None:
+    sweep = SweepSpec(axes={RATE: (1, 2.5), "engine.options": ({}, {"prediction": {"window": 5}})}, repeats=2)
+    again = SweepSpec.model_validate_json(sweep.model_dump_json())
+    assert [p.spec.digest() for p in expand(again)] == [p.spec.digest() for p in expand(sweep)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "rest", "says"),
+    [
+        ({"engine.sytem": ("fcfs",)}, {}, ["engine.sytem", "'sytem'", "system, options, max_num_seqs"]),
+        ({"motor.system": ("fcfs",)}, {}, ["'motor'", "engine, hardware, cost, workload"]),
+        ({"engine.system.x": ("fcfs",)}, {}, ["engine.system has no fields"]),
+        ({SYSTEM: ("fcfs", "allise")}, {}, ["'allise'", "upstream-fcfs", "alise"]),
+        ({RATE: (1.0, -1.0)}, {}, [RATE, "-1.0", "greater than 0"]),
+        ({"workload.arrivals": ("poison",)}, {}, ["'poison'", "'poisson'"]),
+        ({"engine.options.ordering.age": (1,), SYSTEM: ("alise",)}, {}, ["engine.options.ordering.age", "age_limit_s"]),
+        ({"engine.options.windows": (1,)}, {}, ["engine.options.windows", "prediction"]),
+        ({RATE: ()}, {}, [RATE, "at least one value"]),
+        ({RATE: (1.0, 2.0, 1.0)}, {}, [RATE, "1.0", "twice"]),
+        ({"engine.options": ({},), "engine.options.modules": ([],)}, {}, ["lies within the axis engine.options"]),
+        ({SEED: (1, 2)}, {"repeats": 2}, ["repeats=2", SEED]),
+        ({RATE: (1.0,)}, {"capacity": CapacitySpec(), "constraints": ("x<=1",)}, [RATE, "capacity search"]),
+        ({}, {"capacity": CapacitySpec()}, ["constraints", "at least one"]),
+    ],
+    ids=lambda value: None if isinstance(value, (dict, list)) else str(value),
+)
+def test_wrong_sweep_is_refused_with_what_is_allowed(
+    axes: dict[str, Any], rest: dict[str, Any], says: list[str]
+) -> None:
+    with pytest.raises(paths.SpecError) as refused:
+        expand(SweepSpec(axes=axes, **rest))
+    assert [text for text in says if text not in str(refused.value)] == []
+
+
+def test_options_are_left_out_for_vllm_alone() -> None:
+    """One description serves all systems of a comparison; the simulator refuses options for vLLM's own schedulers."""
+    base = SimulationSpec(engine=EngineSpec(options={"prediction": {"window": 5}}))
+    points = expand(SweepSpec(base=base, axes={SYSTEM: ("upstream-fcfs", "alise")}))
+    assert [p.spec.engine.options for p in points] == [{}, {"prediction": {"window": 5}}]
+
+
+def test_oracle_needs_no_permission_offline() -> None:
+    (point,) = expand(SweepSpec(axes={SYSTEM: ("oracle-alise",)}))
+    assert point.spec.engine.options == {}
+
+
+def test_upstream_systems_are_those_of_the_simulator() -> None:
+    assert set(paths.UPSTREAM) == set(run.UPSTREAM)
+
+
+def test_values_are_checked_together() -> None:
+    """Neither of the two would be allowed alone."""
+    spec = paths.with_values(SimulationSpec(), {"workload.arrivals": "gamma", "workload.cv": 3.0})
+    assert (spec.workload.arrivals, spec.workload.cv) == ("gamma", 3.0)
+    with pytest.raises(paths.SpecError, match=r"cv=3.0"):
+        paths.with_values(SimulationSpec(), {"workload.cv": 3.0})
+
+
+def test_default_that_depends_on_another_field_follows_it() -> None:
+    """A closed loop has no rate: the default one is left out, an explicit one refused."""
+    assert paths.with_values(SimulationSpec(), {"workload.arrivals": "closed-loop"}).workload.rate_per_s is None
+    with pytest.raises(paths.SpecError, match="rate_per_s"):
+        paths.with_values(SimulationSpec(), {"workload.arrivals": "closed-loop", RATE: 2.0})
+
+
+def test_path_leads_into_lists_and_missing_objects() -> None:
+    mix = [{"source": "sharegpt-like"}, {"source": "alpaca-like"}]
+    spec = paths.with_values(SimulationSpec(), {"workload.mix": mix})
+    assert paths.with_values(spec, {"workload.mix.1.weight": 3.0}).workload.mix[1].weight == 3.0
+    with pytest.raises(paths.SpecError, match="no entry 2; there are 2"):
+        paths.with_values(spec, {"workload.mix.2.weight": 3.0})
+    with pytest.raises(paths.SpecError, match="a number must follow"):
+        paths.with_values(spec, {"workload.mix.first.weight": 3.0})
+
+
+def test_unknown_field_of_a_file_is_named_with_the_known_ones() -> None:
+    with pytest.raises(paths.SpecError, match=r"workload\.rate=2.*source, format"):
+        paths.parse(SimulationSpec, {"workload": {"rate": 2}})
+    with pytest.raises(paths.SpecError, match=r"motor=.*engine, hardware"):
+        paths.parse(SimulationSpec, {"motor": {}})

@@ -1,0 +1,314 @@
+"""KV between device and host in virtual time: vLLM's connector decides, a link takes its time, and nothing is torn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from vllm_ext.simulation.audit import AuditError, audit_drained
+from vllm_ext.simulation.cost.link import Direction, TransferLink
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.run import build_scheduler, simulate_parts
+from vllm_ext.simulation.simulated_copies import SimulatedCopies
+from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
+from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
+from vllm_ext.simulation.tier import kv_bytes_per_block
+
+from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows, token_times
+from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, ids, offload, serve
+
+_DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+_POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
+
+
+def ttft(server: Server, req_id: str) -> float:
+    row = rows(server.collector.table)[req_id]
+    return float(row["first_token_s"] - row["arrival_s"])
+
+
+def drained(server: Server) -> Server:
+    """The same server, after checks that nothing is left of requests, blocks and copies."""
+    audit_drained(server.scheduler)
+    assert server.auditor.open_jobs == 0
+    assert server.auditor.checked_jobs > 0
+    connector = server.scheduler.connector.connector_scheduler
+    assert (connector._jobs, connector._req_status) == ({}, {})
+    return server
+
+
+# --- moments ------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_begins_with_the_next_step_and_a_load_holds_its_request_until_a_step_reports_it() -> None:
+    """Worked out on paper: steps of 1 s, the link moves 2 blocks per second, and only the host caches.
+
+    a (32 tokens) is computed in [0, 1]; the engine looks again at 1, which starts the store of its 2 blocks: [1, 2].
+    b, at 3, has the same 32 tokens and one more: its load takes [3, 4], is seen at 4, and b is scheduled when the
+    engine looks next, a millisecond later. Its one token takes 1 s.
+    """
+    server = serve(
+        [ask("a", 0.0, 32, 1, token_ids=ids(200, 32)), ask("b", 3.0, 33, 1, token_ids=ids(200, 33))],
+        SteadyCost(),
+        blocks_per_s=2.0,
+        kv_offload=offload(),
+        prefix_caching=False,
+    )
+    assert token_times(server.collector.table) == {"a": [1.0], "b": [pytest.approx(4.0 + IDLE_STEP_S + 1.0)]}
+    assert server.counters["tier_hit_tokens"] == 32
+    assert server.counters["transfer_load_bytes"] == 2 * BLOCK_BYTES
+    assert server.counters["transfer_store_bytes"] == 2 * BLOCK_BYTES
+    assert server.counters["link_load_busy_fraction"] == pytest.approx(1.0 / server.engine.clock())
+    drained(server)
+
+
+def test_a_load_that_ends_during_a_step_is_reported_with_the_next_one() -> None:
+    """As in vLLM, whose workers look for finished copies when they launch a step.
+
+    c's steps of 1 s run from 3 on. b's load, behind the step [3, 4], takes [4, 4.5]; the step launched at 4 does not
+    see it, that of 5 reports it when it ends at 6, and b's token is computed in [6, 7].
+    """
+    server = serve(
+        [
+            ask("a", 0.0, 32, 1, token_ids=ids(200, 32)),
+            ask("c", 3.0, 10, 8),
+            ask("b", 3.0, 33, 1, token_ids=ids(200, 33)),
+        ],
+        SteadyCost(),
+        blocks_per_s=4.0,
+        kv_offload=offload(),
+        prefix_caching=False,
+    )
+    assert token_times(server.collector.table)["b"] == [7.0]
+    assert token_times(server.collector.table)["c"] == [4.0 + i for i in range(8)]
+    drained(server)
+
+
+def test_both_directions_at_once_are_slower_than_one() -> None:
+    copies = SimulatedCopies(TransferLink(1000.0, contention_loss=0.2), block_bytes=100, copies_per_block=1)
+    device, host = _specs(8), CPULoadStoreSpec(list(range(8)))
+    copies.submit_store(0, device, host)
+    assert copies.next_end_s() == pytest.approx(0.8)
+    copies.submit_load(1, host, device)
+    assert copies.next_end_s() == pytest.approx(1.0)
+
+
+def test_copies_wait_for_the_steps_that_were_launched_before_them() -> None:
+    copies = SimulatedCopies(TransferLink(1000.0), block_bytes=100, copies_per_block=1)
+    copies.host_s, copies.stream_s = 1.0, 3.0
+    copies.submit_store(7, _specs(5), CPULoadStoreSpec(list(range(5))))
+    copies.host_s = 3.25
+    assert copies.get_finished() == []
+    copies.wait({7})
+    assert copies.host_s == pytest.approx(3.5)
+    assert copies.waited_s == pytest.approx(0.25)
+    assert [result.job_id for result in copies.get_finished()] == [7]
+
+
+def _specs(blocks: int) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(list(range(1, blocks + 1)), group_sizes=[blocks], block_indices=[0])
+
+
+# --- what it is good for --------------------------------------------------------------------------------------------
+
+
+@_POLICIES
+@_DEPTHS
+def test_next_turn_is_loaded_from_the_host_instead_of_computed_again(async_scheduling: bool, policy: str) -> None:
+    alone = serve(conversation(), async_scheduling=async_scheduling)
+    tiered = drained(serve(conversation(), kv_offload=offload(policy=policy), async_scheduling=async_scheduling))
+    assert rows(alone.collector.table)["turn-2"]["cached_prompt_tokens"] == 0
+    assert rows(tiered.collector.table)["turn-2"]["cached_prompt_tokens"] == 80
+    assert alone.collector.prefill_tokens - tiered.collector.prefill_tokens == 80
+    assert tiered.counters["tier_hit_tokens"] == 80
+    assert ttft(tiered, "turn-2") < ttft(alone, "turn-2")
+
+
+@_DEPTHS
+def test_over_a_slow_link_loading_takes_longer_than_computing(async_scheduling: bool) -> None:
+    alone = serve(conversation(), async_scheduling=async_scheduling)
+    slow = drained(serve(conversation(), kv_offload=offload(), blocks_per_s=5.0, async_scheduling=async_scheduling))
+    assert rows(slow.collector.table)["turn-2"]["cached_prompt_tokens"] == 80
+    assert ttft(slow, "turn-2") > ttft(alone, "turn-2") + 0.5
+
+
+def test_without_generated_tokens_on_the_host_only_the_prompt_is_loaded() -> None:
+    server = drained(serve(conversation(), kv_offload=offload(offload_prompt_only=True)))
+    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
+
+
+def test_only_full_chunks_are_kept() -> None:
+    """Turn 1 leaves 5 full blocks: two chunks of two."""
+    server = drained(serve(conversation(), kv_offload=offload(blocks_per_chunk=2)))
+    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
+    assert server.counters["num_tier_chunks"] == 100
+
+
+@_DEPTHS
+def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bool) -> None:
+    """Two requests that together outgrow the pool; without prefix caching, all that is found is on the host."""
+    both = [ask(name, 0.0, 60, 70, max_tokens=90, token_ids=ids(200 * i, 60)) for i, name in enumerate(("a", "b"), 1)]
+    options = {"num_blocks": 12, "async_scheduling": async_scheduling, "prefix_caching": False}
+    alone = serve(both, **options)
+    tiered = drained(serve(both, kv_offload=offload(), **options))
+    for server in (alone, tiered):
+        assert server.collector.preemptions > 0
+        assert set(server.collector.table.ints("output_tokens")) == {70}
+    assert tiered.counters["tier_hit_tokens"] >= 64
+    saved = alone.collector.prefill_tokens - tiered.collector.prefill_tokens
+    assert saved >= tiered.counters["tier_hit_tokens"] - 16
+
+
+def test_full_host_memory_evicts_and_is_never_overfull() -> None:
+    server = drained(serve(conversation(), kv_offload=offload(blocks=6)))
+    assert server.counters["tier_evicted_chunks"] > 0
+    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 0
+    assert server.tier is not None
+    assert server.tier.used_fraction == 1.0
+
+
+def test_copies_of_several_devices_go_side_by_side() -> None:
+    """The same KV in halves: the same bytes in all, in half the time."""
+    halves = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=2)
+    assert kv_bytes_per_block(halves, 16) == kv_bytes_per_block(HARDWARE, 16) == BLOCK_BYTES
+
+
+# --- what must not go wrong -----------------------------------------------------------------------------------------
+
+
+@_DEPTHS
+def test_blocks_of_a_request_aborted_during_its_load_come_back_when_the_load_is_through(async_scheduling: bool) -> None:
+    workload = conversation()
+    follow_up = workload.follow_ups
+
+    def impatient(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
+        found = list(follow_up(request, finished_s, output_ids))
+        for turn in found:
+            turn.abort_after_s = 0.25
+        return found
+
+    workload.follow_ups = impatient
+    server = drained(serve(workload, kv_offload=offload(), blocks_per_s=10.0, async_scheduling=async_scheduling))
+    row = rows(server.collector.table)["turn-2"]
+    assert (row["finish_reason"], row["output_tokens"]) == ("abort", 0)
+    assert row["finish_s"] == pytest.approx(row["arrival_s"] + 0.25, abs=0.01)
+    assert server.counters["transfer_load_bytes"] == 5 * BLOCK_BYTES
+    assert server.engine.clock() >= row["arrival_s"] + 5 / 10.0
+
+
+@_DEPTHS
+def test_step_that_takes_blocks_still_being_stored_waits_for_the_copy(async_scheduling: bool) -> None:
+    """a ends while its blocks go to the host at 1 block per second; b needs the whole pool."""
+    requests = [ask("a", 0.0, 90, 3, token_ids=ids(200, 90)), ask("b", 0.5, 150, 3, token_ids=ids(600, 150))]
+    server = drained(
+        serve(requests, num_blocks=11, kv_offload=offload(), blocks_per_s=1.0, async_scheduling=async_scheduling)
+    )
+    assert server.counters["transfer_waited_s"] > 1.0
+    assert ttft(server, "b") > 1.0
+
+
+def test_auditor_finds_a_step_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedCopies, "wait", lambda self, job_ids: None)
+    requests = [ask("a", 0.0, 90, 3, token_ids=ids(200, 90)), ask("b", 0.5, 150, 3, token_ids=ids(600, 150))]
+    with pytest.raises(AuditError, match=r"b writes block \d+, which job \d+ reads"):
+        serve(requests, num_blocks=11, kv_offload=offload(), blocks_per_s=1.0)
+
+
+def test_auditor_finds_kv_that_is_used_before_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_time = SimulatedCopies.get_finished
+
+    def too_early(copies: SimulatedCopies) -> list[TransferResult]:
+        under_way = (*copies._queued, *copies._begun.values())
+        loads = [transfer.job_id for transfer in under_way if transfer.direction is Direction.TO_DEVICE]
+        return on_time(copies) + [TransferResult(job_id, success=True) for job_id in loads]
+
+    monkeypatch.setattr(SimulatedCopies, "get_finished", too_early)
+    with pytest.raises(AuditError, match="turn-2 reads block"):
+        serve(conversation(), kv_offload=offload(), blocks_per_s=20.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None:
+    """Conversations, shared prefixes, preemptions, aborts, full host memory, fast and slow links, all systems."""
+    dice = random.Random(seed)
+    workload = _mixed(dice)
+    server = serve(
+        workload,
+        dice.choice([PerTokenCost(), SteadyCost(device=0.01, host=0.002), SteadyCost(device=0.002, host=0.01)]),
+        kv_offload=offload(
+            dice.choice([3, 10, 40, 200]),
+            policy=dice.choice(["lru", "arc"]),
+            blocks_per_chunk=dice.choice([1, 1, 2, 3]),
+        ),
+        blocks_per_s=dice.choice([8.0, 80.0, 2000.0, 1e5]),
+        num_blocks=dice.choice([12, 16, 24]),
+        async_scheduling=bool(seed % 2),
+        system=("upstream-fcfs", "upstream-priority", "fcfs", "oracle-alise")[seed // 2 % 4],
+    )
+    drained(server)
+    assert sorted(server.collector.table.texts("req_id")) == sorted(req_id for req_id, _, _ in workload.ended)
+    finished = [row for row in server.collector.table.rows() if row["finish_reason"] != "abort"]
+    assert all(row["output_tokens"] == row["true_output_tokens"] for row in finished)
+
+
+def _mixed(dice: random.Random) -> ListWorkload:
+    starts = [ids(200 + 100 * talk, dice.randint(5, 60)) for talk in range(6)]
+    found, now = [], 0.0
+    for i in range(16):
+        now += dice.choice([0.0, 0.01, 0.02, 0.05, 0.3])
+        prompt = (dice.choice(starts) + [dice.randrange(1000, 3000) for _ in range(dice.randint(1, 50))])[:110]
+        give_up = dice.choice([None, None, None, dice.random()])
+        output = dice.randint(1, 40)
+        found.append(ask(f"r{i}", now, len(prompt), output, token_ids=prompt, abort_after_s=give_up, priority=i % 3))
+
+    def follow_up(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
+        if len(request.req_id) > 4 or not output_ids or request.token_ids is None:
+            return []
+        prompt = (list(request.token_ids) + list(output_ids) + [200, 201])[:115]
+        return [ask(f"{request.req_id}+", finished_s + 0.1, len(prompt), 7, token_ids=prompt)]
+
+    return ListWorkload(found, follow_up)
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+@_DEPTHS
+def test_run_reports_the_tier_and_repeats_itself(async_scheduling: bool) -> None:
+    spec = SimulationSpec(
+        engine=engine_spec(prefix_caching=True, async_scheduling=async_scheduling, kv_offload=offload(20)),
+        hardware=HARDWARE,
+        record=RecordSpec(token_times=True, decisions=True),
+    )
+    runs = [simulate_parts(spec, workload=ListWorkload(crowd()), cost=SteadyCost(), num_blocks=14) for _ in range(2)]
+    (data, decisions), (again, decided_again) = runs
+    assert fingerprint(data, decisions) == fingerprint(again, decided_again)
+    assert data.counters["transfer_store_bytes"] > data.counters["transfer_load_bytes"] > 0
+    assert data.counters["tier_hit_tokens"] > 0
+    used, moved = data.series.column("tier_used_fraction"), data.series.column("transfer_bytes")
+    assert moved[0] == 0
+    assert 0 < used.max() <= 1
+    assert 0 < moved[-1] <= data.counters["transfer_store_bytes"] + data.counters["transfer_load_bytes"]
+    assert (moved[1:] >= moved[:-1]).all()
+
+
+def test_without_a_tier_there_is_no_connector() -> None:
+    server = serve([ask("a")], run=False)
+    assert server.scheduler.connector is None
+    spec = SimulationSpec(engine=engine_spec())
+    data, _ = simulate_parts(spec, workload=ListWorkload([ask("a")]), cost=SteadyCost(), num_blocks=14)
+    assert not [name for name in data.counters if name.startswith(("tier", "transfer", "link"))]
+
+
+def test_too_small_host_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cpu_bytes=26214399: must hold at least one chunk of 26214400 bytes"):
+        build_scheduler(engine_spec(kv_offload={"cpu_bytes": 2 * BLOCK_BYTES - 1, "blocks_per_chunk": 2}), 14, HARDWARE)
+
+
+def test_block_size_is_needed_for_a_tier() -> None:
+    with pytest.raises(ValueError, match="hardware=None: needed for kv_offload"):
+        build_scheduler(engine_spec(kv_offload=offload()), 14)

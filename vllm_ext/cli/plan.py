@@ -1,0 +1,254 @@
+"""`vllm-ext plan`: simulate every system on a trace of one's own and recommend one, with its flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.cli import spec_flags
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.plan import Candidate, Objective, Verdict
+    from vllm_ext.simulation.spec import SimulationSpec
+
+PROG = "vllm-ext plan"
+Table = Mapping[tuple[str, float], Mapping[str, float]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0, 1 if a simulation failed, or 2 if a flag, a field or the trace is wrong."""
+    args = _parser().parse_args(list(argv))
+    try:
+        return _plan(args, argv)
+    except (ValueError, OSError, ImportError) as error:
+        return spec_flags.complain(PROG, error)
+
+
+def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    from vllm_ext.observability import results
+    from vllm_ext.simulation.plan import CANDIDATES, LOADS, Objective, decide
+
+    base, own_rate = _base(args)
+    if args.print_spec:
+        print(base.model_dump_json(indent=1))
+        return 0
+    loads = LOADS if args.loads is None else _loads(args.loads)
+    objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
+    print(
+        f"{base.workload.source}: {own_rate:.4g} requests/s; {len(CANDIDATES)} candidates at {len(loads)} loads",
+        file=sys.stderr,
+    )
+    table = _simulate(base, own_rate, CANDIDATES, loads, args)
+    if table is None:
+        return 1
+    verdict = decide(table, CANDIDATES, loads, objective)
+    advice = _advice(verdict, base, own_rate)
+    made = _result(argv, base, own_rate, table, verdict, loads)
+    if args.plot is not None:
+        _draw(table, CANDIDATES, loads, own_rate, objective, args.plot)
+    results.emit(made, [_table(table, CANDIDATES, loads, own_rate, objective), "", advice], args.out)
+    return 0
+
+
+def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
+    """The run at the trace's own load, and that load in requests/s."""
+    from vllm_ext.simulation.sweep.paths import checked, with_values
+    from vllm_ext.simulation.workloads.build import build
+
+    if args.systems is not None:
+        raise spec_flags.UsageError(f"{spec_flags.SYSTEMS}: plan compares its own candidates; use `vllm-ext simulate`")
+    if args.trace is not None:
+        args.spec_workload_source = str(args.trace)
+        if args.spec_workload_arrivals is None:
+            args.spec_workload_arrivals = "recorded"
+    spec = checked(spec_flags.base_spec(args))
+    if spec.workload.arrivals in ("closed-loop", "at-once"):
+        raise spec_flags.UsageError(
+            f"--arrivals {spec.workload.arrivals}: a plan varies the load, which these arrivals do not follow"
+        )
+    if spec.workload.rate_per_s is not None:
+        return spec, spec.workload.rate_per_s
+    times = [request.arrival_s for request in build(spec.workload).start()]
+    if len(times) < 2 or times[-1] <= times[0]:
+        raise spec_flags.UsageError(
+            f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two at "
+            "different times, or --rate with --arrivals poisson"
+        )
+    return with_values(spec, {"workload.rate_per_s": (len(times) - 1) / (times[-1] - times[0])}), (len(times) - 1) / (
+        times[-1] - times[0]
+    )
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    try:
+        loads = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        loads = ()
+    if not loads or loads[0] <= 0:
+        raise spec_flags.UsageError(f"--loads {text}: must be numbers above 0, separated by commas")
+    return loads
+
+
+def _simulate(
+    base: SimulationSpec,
+    own_rate: float,
+    candidates: Sequence[Candidate],
+    loads: Sequence[float],
+    args: argparse.Namespace,
+) -> Table | None:
+    """Run all candidates at all loads; None if one failed, which has been said."""
+    from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+    from vllm_ext.simulation.sweep.evaluate import simulate_point
+    from vllm_ext.simulation.sweep.paths import checked, with_values
+    from vllm_ext.simulation.sweep.pools import InProcessPool, ProcessPool
+    from vllm_ext.simulation.sweep.store import Outcome
+
+    points: list[tuple[tuple[str, float], SimulationSpec]] = []
+    for load in loads:
+        for candidate in candidates:
+            changes: dict[str, Any] = {"engine.system": candidate.system, "workload.rate_per_s": load * own_rate}
+            changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
+            points.append(((candidate.name, load), checked(with_values(base, changes))))
+    found: dict[tuple[str, float], Mapping[str, float]] = {}
+    pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
+    running: dict[Future[Outcome], tuple[str, float]] = {}
+    with pool:
+        while points or running:
+            while points and len(running) < pool.places:
+                key, spec = points.pop(0)
+                running[pool.submit(spec)] = key
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                (name, load), outcome = running.pop(future), future.result()
+                if outcome.metrics is None:
+                    print(f"{PROG}: {name} at {load:g} x: {outcome.error}", file=sys.stderr)
+                    return None
+                found[name, load] = outcome.metrics
+                if not args.quiet:
+                    print(f"{name} at {load:g} x: done", file=sys.stderr)
+    return found
+
+
+def _table(
+    table: Table, candidates: Sequence[Candidate], loads: Sequence[float], own_rate: float, objective: Objective
+) -> str:
+    from vllm_ext.observability.results import format_table
+
+    columns = {
+        "ms/token": "normalised_latency_mean_ms_per_token",
+        "TTFT p50 ms": "ttft_p50_ms",
+        "TTFT p99 ms": "ttft_p99_ms",
+        "TBT p99 ms": "tbt_p99_ms",
+        "e2e mean ms": "e2e_mean_ms",
+        "preemptions": "preemptions",
+    }
+    if objective.with_slo:
+        columns = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s", **columns}
+    rows = []
+    for load in loads:
+        for candidate in candidates:
+            metrics = table[candidate.name, load]
+            rows.append((load, load * own_rate, candidate.name, *(metrics.get(name) for name in columns.values())))
+    return format_table(("x load", "req/s", "candidate", *columns), rows)
+
+
+def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
+    command = ["vllm", "serve", base.hardware.model, *verdict.choice.flags]
+    if base.hardware.tensor_parallel > 1:
+        command += ["--tensor-parallel-size", str(base.hardware.tensor_parallel)]
+    lines = [f"recommended: {verdict.choice.name}: {verdict.reason}", f"  {shlex.join(command)}"]
+    if verdict.choice.note:
+        lines.append(f"  ({verdict.choice.note})")
+    if verdict.nothing_helps_at:
+        loads = ", ".join(f"{load:g}" for load in verdict.nothing_helps_at)
+        rates = ", ".join(f"{load * own_rate:.3g}" for load in verdict.nothing_helps_at)
+        lines.append(f"nothing helps at {loads} times your load ({rates} requests/s): no queue forms, or all is lost there")
+    lines.append("simulated on a model of the hardware: check the cost model with `vllm-ext validate` before relying on it")
+    return "\n".join(lines)
+
+
+def _result(
+    argv: Sequence[str],
+    base: SimulationSpec,
+    own_rate: float,
+    table: Table,
+    verdict: Verdict,
+    loads: Sequence[float],
+) -> Any:
+    from vllm_ext.observability.results import Result, Workload
+    from vllm_ext.simulation.plan import BASELINE
+    from vllm_ext.simulation.workloads.build import build
+
+    workload = build(base.workload)
+    metrics: dict[str, float] = {"own_rate_per_s": own_rate}
+    baseline: dict[str, float] = {}
+    for (name, load), values in table.items():
+        for metric, value in values.items():
+            if name == BASELINE:
+                baseline[f"load_{load:g}.{metric}"] = value
+            else:
+                metrics[f"{name}.load_{load:g}.{metric}"] = value
+    return Result(
+        name="plan",
+        command=spec_flags.command_line(PROG, argv),
+        config={
+            "spec": spec_flags.public(base.model_dump(mode="json")),
+            "loads": list(loads),
+            "recommended": verdict.choice.name,
+            "flags": list(verdict.choice.flags),
+            "reason": verdict.reason,
+            "helps_at": list(verdict.helps_at),
+            "nothing_helps_at": list(verdict.nothing_helps_at),
+            "carried_load": dict(verdict.carried_load),
+        },
+        seed=base.workload.seed,
+        workload=Workload(name=workload.name, rows=workload.rows, sha256=workload.sha256),
+        metrics=metrics,
+        baselines={BASELINE: baseline},
+    )
+
+
+def _draw(
+    table: Table,
+    candidates: Sequence[Candidate],
+    loads: Sequence[float],
+    own_rate: float,
+    objective: Objective,
+    path: Path,
+) -> None:
+    from vllm_ext.observability.plots import Series, lines
+
+    rates = [load * own_rate for load in loads]
+    series = [
+        Series(label=c.name, x=rates, y=[table[c.name, load][objective.metric] for load in loads]) for c in candidates
+    ]
+    ylabel = "share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)"
+    limit = objective.min_attainment if objective.with_slo else None
+    lines(series, path, xlabel="request rate (requests/s)", ylabel=ylabel, limit=limit, log_y=not objective.with_slo)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = spec_flags.Parser(
+        prog=PROG,
+        description="Simulate every system on your trace, from light load to overload, and recommend one with its flags.",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace; its recorded arrivals are the load 1")
+    parser.add_argument("--loads", metavar="X,Y", help="multiples of the trace's rate (default: 0.25 to 3)")
+    parser.add_argument(
+        "--min-attainment",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="a load is carried if this share of the requests meets all SLOs (default: 0.9)",
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
+    parser.add_argument("--quiet", action="store_true", help="no line per simulation")
+    spec_flags.add_arguments(parser)
+    return parser

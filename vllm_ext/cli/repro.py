@@ -1,0 +1,141 @@
+"""`vllm-ext repro`: measure a paper's figures again on the simulator."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_ext.config import ConfigError
+from vllm_ext.observability import results
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.repro.study import Findings, Study
+
+RESULTS = Path("benchmarks", "results", "repro")
+DOCUMENT = Path("docs", "reproductions.md")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
+    from vllm_ext.simulation.repro import catalogue
+
+    args = _parser().parse_args(list(argv))
+    try:
+        where = catalogue.folder(args.dir)
+        if args.document:
+            return _document(where.parents[1])
+        studies = catalogue.studies(where)
+        if args.list:
+            for study in studies.values():
+                print(f"{study.id:16} {study.title} ({study.paper})")
+            return 0
+        chosen = _chosen(args.id, studies)
+    except ConfigError as error:
+        print(f"vllm-ext repro: {error}", file=sys.stderr)
+        return 2
+    if args.out is not None and len(chosen) > 1:
+        print("vllm-ext repro: --out: needs one id; several write to --out-dir", file=sys.stderr)
+        return 2
+    return max(_reproduce(study, args) for study in chosen)
+
+
+def _chosen(wanted: Sequence[str], studies: dict[str, Study]) -> list[Study]:
+    if not wanted:
+        raise ConfigError("id", "", f"one of {', '.join(studies)}, several of them, or all")
+    if list(wanted) == ["all"]:
+        return list(studies.values())
+    for name in wanted:
+        if name not in studies:
+            raise ConfigError("id", name, f"one of {', '.join(studies)}, or all")
+    return [studies[name] for name in wanted]
+
+
+def _reproduce(study: Study, args: argparse.Namespace) -> int:
+    from vllm_ext.simulation.repro.bench import Bench, RunFailed
+    from vllm_ext.simulation.repro.catalogue import source_digest
+    from vllm_ext.simulation.repro.report import result, tables
+    from vllm_ext.simulation.spec import SimulationSpec
+    from vllm_ext.simulation.sweep.evaluate import simulate_point
+    from vllm_ext.simulation.sweep.pools import InProcessPool, ProcessPool
+    from vllm_ext.simulation.sweep.store import Outcome, PointStore, StoreError
+
+    count = 0
+
+    def report(spec: SimulationSpec, outcome: Outcome, stored: bool) -> None:
+        nonlocal count
+        count += 1
+        rate = spec.workload.rate_per_s
+        where = f"{spec.engine.system} on {spec.hardware.model}" + (f" at {rate:.4g} req/s" if rate else "")
+        state = "kept from before" if stored else (outcome.error or "done")
+        print(f"{study.id}: run {count}: {where}: {state}", file=sys.stderr, flush=True)
+
+    store = PointStore(args.cache / study.id / source_digest())
+    pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
+    try:
+        with store.locked(), pool:
+            bench = Bench(
+                quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
+            )
+            findings = study.run(bench)
+    except (RunFailed, StoreError, OSError, ValueError) as error:
+        print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
+        return 1
+    command = f"vllm-ext repro {study.id}{' --quick' if args.quick else ''}"
+    if args.seed:
+        command += f" --seed {args.seed}"
+    made = result(study, findings, command=command, seed=args.seed, quick=args.quick)
+    out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
+    results.emit(made, tables(study, findings), out)
+    if out is not None:
+        _plot(findings, out)
+    return 0
+
+
+def _plot(findings: Findings, out: Path) -> None:
+    for plot in findings.plots:
+        plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
+
+
+def _document(root: Path) -> int:
+    from vllm_ext.simulation.repro.report import documentation
+
+    files = sorted((root / RESULTS).glob("*.json"))
+    if not files:
+        print(f"vllm-ext repro: no results in {RESULTS}; run some with --out-dir {RESULTS}", file=sys.stderr)
+        return 1
+    (root / DOCUMENT).write_text(documentation(files), encoding="utf-8")
+    print(f"{DOCUMENT}: {len(files)} reproductions")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm_ext.envs import cache_dir
+
+    parser = argparse.ArgumentParser(
+        prog="vllm-ext repro",
+        description="Measure figures and tables of papers again: real schedulers on simulated hardware.",
+    )
+    parser.add_argument("id", nargs="*", help="reproductions to run, or all")
+    parser.add_argument("--list", action="store_true", help="list them")
+    parser.add_argument("--quick", action="store_true", help="the same table from shorter traces, below a minute each")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE, plots beside it")
+    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="write DIR/ID.json for each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=cache_dir() / "repro",
+        metavar="DIR",
+        help="where finished simulations are kept, so that an interrupted run goes on (default: the cache of vllm-ext)",
+    )
+    parser.add_argument("--dir", type=Path, help="folder of reproductions (default: benchmarks/repro)")
+    parser.add_argument("--quiet", action="store_true", help="no line per simulation")
+    parser.add_argument("--document", action="store_true", help="make docs/reproductions.md from the committed results")
+    return parser

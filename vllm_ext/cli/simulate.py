@@ -1,0 +1,262 @@
+"""`vllm-ext simulate`: serve a workload in virtual time, with one system or several side by side."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.cli import spec_flags
+
+if TYPE_CHECKING:
+    from vllm_ext.observability.results import Result
+    from vllm_ext.simulation.requests import Workload
+    from vllm_ext.simulation.run_data import RunData
+    from vllm_ext.simulation.spec import SimulationSpec
+
+PROG = "vllm-ext simulate"
+SHOWN = (
+    "requests",
+    "aborted_requests",
+    "unfinished_requests",
+    "rejected_requests",
+    "duration_s",
+    "throughput_requests_per_s",
+    "throughput_tokens_per_s",
+    "normalised_latency_mean_ms_per_token",
+    "normalised_latency_p90_ms_per_token",
+    "ttft_mean_ms",
+    "ttft_p99_ms",
+    "tbt_p99_ms",
+    "tbt_max_ms",
+    "e2e_mean_ms",
+    "e2e_p99_ms",
+    "scheduling_delay_p50_s",
+    "slo_attainment_fraction",
+    "goodput_requests_per_s",
+    "mean_running_requests",
+    "mean_waiting_requests",
+    "mean_kv_used_fraction",
+    "preemptions",
+    "policy_fallbacks",
+)
+"""Metrics of the printed table, as far as the run has them; the JSON has all."""
+TRACE_EVENTS = 1_000_000
+"""Events kept for a trace where the description does not say."""
+_OUTPUTS = {
+    "requests": (".csv", ".csv.gz", ".parquet"),
+    "series": (".csv", ".csv.gz", ".parquet"),
+    "trace": (".json", ".json.gz"),
+    "plot": (".png", ".svg"),
+    "cdf": (".png", ".svg"),
+}
+"""Files that may be asked for, and how their names may end."""
+_DOUBLE = (".csv.gz", ".json.gz")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 0, or 2 if a flag, a field or a file is wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        specs = _specs(args)
+        if args.print_spec:
+            print(json.dumps([s.model_dump(mode="json") for s in specs] if len(specs) > 1 else
+                             specs[0].model_dump(mode="json"), indent=1))  # fmt: skip
+            return 0
+        runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
+        _write_files(args, runs)
+        _emit(args, argv, specs, runs)
+    except (ValueError, OSError, ImportError) as error:
+        return spec_flags.complain(PROG, error)
+    return 0
+
+
+def run_one(spec: SimulationSpec, progress: Any) -> RunData:
+    """Simulate; vLLM is imported here."""
+    from vllm_ext.simulation.run import simulate
+
+    return simulate(spec, progress=progress)
+
+
+def describe(spec: SimulationSpec) -> Workload:
+    """Return the workload, for its name, size and checksum."""
+    from vllm_ext.simulation.workloads.build import build
+
+    return build(spec.workload)
+
+
+def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
+    """One description per system, checked; also checks the names of the files to write."""
+    from vllm_ext.simulation.sweep.paths import checked, with_values
+
+    for option, suffixes in _OUTPUTS.items():
+        path: Path | None = getattr(args, option)
+        if path is not None and not path.name.endswith(suffixes):
+            raise spec_flags.UsageError(f"--{option} {path}: must end in {', '.join(suffixes)}")
+    base = spec_flags.base_spec(args)
+    if args.trace is not None and not base.record.events:
+        base = with_values(base, {"record.events": TRACE_EVENTS})
+    return [checked(with_values(base, {"engine.system": system})) for system in spec_flags.systems_of(args, base)]
+
+
+def _run(spec: SimulationSpec, quiet: bool) -> RunData:
+    """Simulate with a bar on stderr; what depends on the wall clock goes there too."""
+    if quiet:
+        return run_one(spec, None)
+    from vllm_ext.observability.progress import BarProgress
+
+    workload = spec.workload
+    # Of conversations only the number of first turns is known beforehand.
+    total = workload.num_requests if not workload.conversations else None
+    limit = spec.max_time_s or (workload.duration_s if not total else None)
+    with BarProgress(total_requests=total or None, total_time_s=limit, label=spec.engine.system) as bar:
+        run = run_one(spec, bar.update)
+    speed = f", {run.duration_s / run.wall_s:.0f} times real time" if run.wall_s > 0 else ""
+    print(f"{spec.engine.system}: {run.duration_s:.1f} s simulated in {run.wall_s:.1f} s{speed}", file=sys.stderr)
+    return run
+
+
+def _emit(
+    args: argparse.Namespace, argv: Sequence[str], specs: Sequence[SimulationSpec], runs: Mapping[str, RunData]
+) -> None:
+    from vllm_ext.observability import results
+    from vllm_ext.simulation.metrics import summarise
+
+    found = {system: summarise(run) for system, run in runs.items()}
+    result = _result(argv, specs, found)
+    results.emit(result, [] if args.quiet else [table(found, every=args.all_metrics)], args.out)
+
+
+def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> Result:
+    """One system: its metrics. Several: the first is the baseline, the others' metrics have their names in front."""
+    from vllm_ext.observability.results import Result, Workload
+
+    first, *others = found
+    workload = describe(specs[0])
+    metrics = dict(found[first])
+    if others:
+        metrics = {f"{system}.{name}": value for system in others for name, value in found[system].items()}
+        metrics |= {
+            f"{system}.{name}_ratio": ratio
+            for system in others
+            for name in SHOWN
+            if (ratio := _ratio(found[system].get(name), found[first].get(name))) is not None
+        }
+    return Result(
+        name="simulate",
+        command=spec_flags.command_line(PROG, argv),
+        config={spec.engine.system: spec_flags.public(spec.model_dump(mode="json")) for spec in specs},
+        seed=specs[0].workload.seed,
+        workload=Workload(name=Path(workload.name).name, rows=workload.rows, sha256=workload.sha256),
+        metrics=metrics,
+        baselines={first: found[first]} if others else {},
+    )
+
+
+def table(found: Mapping[str, Mapping[str, float]], *, every: bool = False) -> str:
+    """Return metrics as text, a line each; beside each further system its ratio to the first."""
+    from vllm_ext.observability.results import format_table
+
+    first, *others = found
+    known = {name for metrics in found.values() for name in metrics}
+    names = [*(name for name in SHOWN if name in known), *(sorted(known - set(SHOWN)) if every else ())]
+    header = ["metric", first, *(cell for system in others for cell in (system, f"/ {first}"))]
+    rows: list[list[object]] = []
+    for name in names:
+        base = found[first].get(name)
+        row: list[object] = [name, base]
+        for system in others:
+            row += [found[system].get(name), _ratio(found[system].get(name), base)]
+        rows.append(row)
+    return format_table(header, rows)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
+    """Write what was asked for; with several systems each has files of its own, but one plot shows all."""
+    from vllm_ext.observability.perfetto import write_trace
+    from vllm_ext.simulation.export import export_requests, export_series
+
+    for system, run in runs.items():
+        for write, path in ((export_requests, args.requests), (export_series, args.series)):
+            if path is not None:
+                write(run, _own_path(path, system, runs))
+        if args.trace is not None:
+            kept = write_trace(run, _own_path(args.trace, system, runs))
+            if kept.dropped_events or kept.requests_without_lane:
+                left_out = dataclasses.asdict(kept)
+                print(f"--trace of {system} does not hold all: {left_out}", file=sys.stderr)
+    labelled = {system: dataclasses.replace(run, label=system) for system, run in runs.items()}
+    if args.plot is not None:
+        _plot_over_time(labelled, args.plot)
+    if args.cdf is not None:
+        _plot_cdf(labelled, args.cdf)
+
+
+def _own_path(path: Path, system: str, runs: Mapping[str, RunData]) -> Path:
+    """``requests.csv.gz`` -> ``requests.alise.csv.gz`` if there are several systems."""
+    if len(runs) == 1:
+        return path
+    suffix = next((suffix for suffix in _DOUBLE if path.name.endswith(suffix)), path.suffix)
+    return path.with_name(f"{path.name.removesuffix(suffix)}.{system}{suffix}")
+
+
+def _plot_over_time(runs: Mapping[str, RunData], path: Path) -> None:
+    from vllm_ext.observability import plots
+
+    columns = {"running": "running", "waiting": "waiting", "kv_used_fraction": "KV used (fraction)"}
+    panels = [
+        plots.Panel(
+            ylabel=label,
+            series=[
+                plots.Series(label=s, x=run.series.column("time_s").tolist(), y=run.series.column(name).tolist())
+                for s, run in runs.items()
+            ],
+        )
+        for name, label in columns.items()
+    ]
+    plots.over_time(panels, path)
+
+
+def _plot_cdf(runs: Mapping[str, RunData], path: Path) -> None:
+    from vllm_ext.observability import plots
+
+    series = []
+    for system, run in runs.items():
+        done, table = run.finished(), run.requests
+        tokens = table.ints("output_tokens")[done]
+        latency_ms = (table.floats("finish_s") - table.floats("arrival_s"))[done] * 1000 / tokens.clip(min=1)
+        with contextlib.suppress(ValueError):  # nothing finished under this system
+            series.append(plots.empirical_cdf(system, latency_ms.tolist()))
+    plots.cdf(series, path, xlabel="normalised latency (ms/token)", log_x=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = spec_flags.Parser(
+        prog=PROG,
+        description="Run vLLM's scheduler, or a system of vllm-ext, in virtual time. A cost model stands for the "
+        "model's forward pass;\nthe schedulers are the ones that serve. The last line of standard output is the result "
+        "as JSON.",
+    )
+    spec_flags.add_arguments(parser)
+    output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
+    output.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    for name, what in (
+        ("requests", "a row per request"),
+        ("series", "running, waiting, KV used ... over time"),
+        ("trace", "a trace for ui.perfetto.dev"),
+        ("plot", "running, waiting and KV used over time"),
+        ("cdf", "distribution of the normalised latency"),
+    ):
+        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"{what} ({', '.join(_OUTPUTS[name])})")
+    output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
+    output.add_argument("--quiet", action="store_true", help="no progress and no table")
+    return parser

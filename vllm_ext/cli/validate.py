@@ -1,0 +1,75 @@
+"""`vllm-ext validate`: the simulator against a recorded run of the real engine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.validation_report import Report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 1 if a replay decided otherwise than the recorded run, 2 if the recording can't be used."""
+    args = _parser().parse_args(list(argv))
+    from vllm_ext.observability import results
+    from vllm_ext.simulation import validation_report as reports
+
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
+    try:
+        runs = reports.load(args.recording, args.system)
+        fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
+        report = reports.make_report(runs, fit_on, replays=not args.no_replay)
+        command = results.command(argv, "validate").replace("python", "vllm-ext", 1)
+        result = reports.make_result(report, args.recording, args.fit_on, name="validate", command=command)
+        if args.save_cost is not None:
+            report.validations[0].fit.cost.save(args.save_cost)
+        if args.plot is not None:
+            _plot(report, args.plot)
+        results.emit(result, [reports.make_table(report)], args.out)
+    except (OSError, ValueError) as error:
+        print(f"vllm-ext validate: {error}", file=sys.stderr)
+        return 2
+    for divergence in report.divergences():
+        print(f"the replay differs: {divergence}", file=sys.stderr)
+    return 1 if report.divergences() else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-ext validate",
+        description=(
+            "Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and report how "
+            "far prediction and measurement differ. A recording is written by benchmarks/engine_compare.py --record."
+        ),
+    )
+    parser.add_argument("recording", type=Path, metavar="RECORDING", help="file of recorded runs (.jsonl or .jsonl.gz)")
+    parser.add_argument(
+        "--fit-on",
+        type=Path,
+        metavar="OTHER",
+        help="fit step times on this recording; default: the first half of each run, of which then the rest is judged",
+    )
+    parser.add_argument("--system", metavar="NAME", help="validate the runs of this system only")
+    parser.add_argument("--no-replay", action="store_true", help="leave out the exact replay")
+    parser.add_argument(
+        "--save-cost", type=Path, metavar="FILE", help="keep the fitted cost model (of the first run) for simulations"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted and measured latencies (.png, .svg)")
+    return parser
+
+
+def _plot(report: Report, path: Path) -> None:
+    from vllm_ext.observability import plots
+
+    series = []
+    for one in report.validations:
+        for label, observed in (("measured", one.measured), ("predicted", one.predicted)):
+            values = [timeline.e2e_s for timeline in observed.timelines]
+            series.append(plots.empirical_cdf(f"{one.run.label}, {label}", values))
+    plots.cdf(series, path, xlabel="end-to-end latency (s)", title="predicted and measured", log_x=True)

@@ -1,0 +1,1 @@
+"""Work over the machines of a Ray cluster."""

@@ -1,0 +1,41 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that appears under its name when it is complete.
+
+    Folders on the way are made. After an error the file that was there before is as it was.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with fresh.open("xb") as file:
+            yield cast(BinaryIO, file)
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def packed(file: BinaryIO, *, compress: bool) -> Iterator[IO[bytes]]:
+    """Compress what is written if asked to; equal content gives equal bytes, as no name and no time go in."""
+    if not compress:
+        yield file
+        return
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0) as archive:
+        yield cast(IO[bytes], archive)

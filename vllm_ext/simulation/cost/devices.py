@@ -1,0 +1,169 @@
+"""Device table: what datasheets promise, and which share of it is reached.
+
+Peaks are NVIDIA's datasheet values (dense, no sparsity). What programs reach of them is kept apart, in the fields named
+``*_efficiency``: defaults for large, well-tuned kernels, to be overridden by `CostSpec` where somebody measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one small machine without any. Times are seconds, rates are per second."""
+
+    name: str
+    source: str
+    """Where the peaks come from."""
+    peak_flops: float
+    """Dense matrix FLOP/s in fp16 or bf16 with fp32 accumulation; fp32 on ``cpu``."""
+    memory_bytes: int
+    """Device memory the driver offers to programs."""
+    memory_bytes_per_s: float
+    """Peak memory bandwidth."""
+    pcie_bytes_per_s: float
+    """Link to the host: what pinned copies reach in one direction while the other is idle."""
+    link_bytes_per_s: float
+    """Peak bandwidth to the other devices of a tensor-parallel group, in one direction."""
+    link_efficiency: float = 0.65
+    """Share of ``link_bytes_per_s`` an all-reduce reaches. Source: Calculon's A100 system file."""
+    link_latency_s: float = 10e-6
+    """Fixed time of one all-reduce, however small. Source: Calculon's A100 system file."""
+    gemm_efficiency: float = 0.7
+    """Share of ``peak_flops`` that large matrix products reach inside a model."""
+    attention_efficiency: float = 0.5
+    """Share of ``peak_flops`` that prefill attention reaches."""
+    memory_efficiency: float = 0.85
+    """Share of ``memory_bytes_per_s`` that streaming kernels reach."""
+    unhidden: float = 0.25
+    """Share of the shorter of compute and weight traffic that the longer one does not hide: the efficiency ramp."""
+    tile_tokens: int = 128
+    """Largest tile of a matrix product along the tokens; 1: no tile quantisation."""
+    layer_gap_s: float = 10e-6
+    """Idle time between the kernels of one layer, launched ahead or not: about ten of 1 us."""
+    layer_launch_s: float = 120e-6
+    """Host's time to launch one layer without CUDA graphs: about twelve PyTorch calls of 10 us, assumed."""
+    step_launch_s: float = 100e-6
+    """Fixed per step: graph replay or input copies, sampling kernels, the copy of the sampled tokens back."""
+    launches_run_ahead: bool = True
+    """Whether launches overlap with the device's work, so that the longer of the two counts; otherwise they add up."""
+    graph_max_requests: int = 512
+    """Largest decode batch a CUDA graph is captured for (vLLM's default); 0: the device has none."""
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in fields(self) if f.name.endswith("_efficiency")):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}={value!r}: must be greater than 0 and at most 1")
+        for name in ("peak_flops", "memory_bytes", "memory_bytes_per_s", "pcie_bytes_per_s", "link_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be greater than 0")
+        if self.tile_tokens < 1:
+            raise ValueError(f"tile_tokens={self.tile_tokens!r}: must be at least 1")
+        if not 0 <= self.unhidden <= 1:
+            raise ValueError(f"unhidden={self.unhidden!r}: must be between 0 and 1")
+
+
+def _v100(name: str, memory_mib: int) -> Device:
+    return Device(
+        name=name,
+        source="NVIDIA V100 Tensor Core GPU datasheet, SXM2",
+        peak_flops=125e12,  # datasheet: 125 TFLOPS deep learning (SXM2; 112 for PCIe)
+        memory_bytes=memory_mib * _MIB,  # as nvidia-smi shows it
+        memory_bytes_per_s=900e9,  # datasheet: 900 GB/s HBM2
+        pcie_bytes_per_s=12e9,  # PCIe 3.0 x16, 15.75 GB/s raw; about 12 in NVIDIA's bandwidthTest
+        link_bytes_per_s=150e9,  # datasheet: NVLink 300 GB/s, both directions together
+        gemm_efficiency=0.6,  # Markidis et al. 2018, "NVIDIA Tensor Core Programmability": 83 of 125 TFLOPS at best
+        attention_efficiency=0.3,  # no FlashAttention-2 for Volta; assumed
+        memory_efficiency=0.8,  # assumed; STREAM-like kernels reach up to 0.9
+        layer_launch_s=150e-6,  # assumed: older hosts
+    )
+
+
+def _a100(name: str, memory_mib: int, memory_bytes_per_s: float) -> Device:
+    return Device(
+        name=name,
+        source="NVIDIA A100 Tensor Core GPU datasheet, SXM4",
+        peak_flops=312e12,  # datasheet: 312 TFLOPS fp16/bf16 tensor, dense
+        memory_bytes=memory_mib * _MIB,  # as nvidia-smi shows it
+        memory_bytes_per_s=memory_bytes_per_s,
+        pcie_bytes_per_s=25e9,  # PCIe 4.0 x16, 31.5 GB/s raw; about 25 in NVIDIA's bandwidthTest
+        link_bytes_per_s=300e9,  # datasheet: NVLink 600 GB/s, both directions together
+        gemm_efficiency=0.75,  # between models' 0.5-0.6 end to end and cuBLAS's 0.86 (ml-engineering's MAMF table)
+        attention_efficiency=0.55,  # FlashAttention-2 paper: 0.5-0.73 forward
+    )
+
+
+def _hopper(name: str, source: str, memory_mib: int, memory_bytes_per_s: float) -> Device:
+    return Device(
+        name=name,
+        source=source,
+        peak_flops=989e12,  # datasheet: 1979 TFLOPS bf16 tensor with sparsity, half of it dense
+        memory_bytes=memory_mib * _MIB,  # as nvidia-smi shows it
+        memory_bytes_per_s=memory_bytes_per_s,
+        pcie_bytes_per_s=50e9,  # PCIe 5.0 x16, 63 GB/s raw; 50 assumed usable
+        link_bytes_per_s=450e9,  # datasheet: NVLink 900 GB/s, both directions together
+        gemm_efficiency=0.65,  # cuBLAS alone reaches 0.7-0.8 before power limits (ml-engineering's MAMF table)
+        attention_efficiency=0.5,  # FlashAttention-3 paper: up to 0.75 forward for long sequences
+        layer_launch_s=100e-6,  # assumed: newer hosts
+    )
+
+
+_ROWS = (
+    _v100("v100", 32_510),
+    _v100("v100-16", 16_160),
+    Device(
+        name="a40",
+        source="NVIDIA A40 datasheet",
+        peak_flops=149.7e12,  # datasheet: 149.7 TFLOPS fp16/bf16 tensor, dense
+        memory_bytes=46_068 * _MIB,  # as nvidia-smi shows it, with ECC
+        memory_bytes_per_s=696e9,  # datasheet: 696 GB/s GDDR6
+        pcie_bytes_per_s=25e9,  # PCIe 4.0 x16, as of the A100
+        link_bytes_per_s=31.5e9,  # PCIe 4.0 x16: NVLink (112.5 GB/s) joins pairs only, and a ring of more crosses PCIe
+        link_latency_s=20e-6,  # assumed: through the host bridge
+        gemm_efficiency=0.65,  # assumed: 300 W hold the clock below boost
+    ),
+    _a100("a100-40", 40_536, 1555e9),  # datasheet: 1555 GB/s HBM2
+    _a100("a100-80", 81_251, 2039e9),  # datasheet: 2039 GB/s HBM2e (SXM4; 1935 for PCIe)
+    # Datasheets: 3.35 TB/s HBM3 and 4.8 TB/s HBM3e.
+    _hopper("h100", "NVIDIA H100 Tensor Core GPU datasheet, SXM5", 81_559, 3.35e12),
+    _hopper("h200", "NVIDIA H200 Tensor Core GPU datasheet, SXM5", 143_771, 4.8e12),
+    Device(
+        name="cpu",
+        source="measured with PyTorch and NumPy on 2 cores of an AMD EPYC with AVX-512 (a cloud machine)",
+        peak_flops=200e9,  # 2 cores x 32 fp32 FLOP per cycle x 3.1 GHz; sgemm of 2048^3 reached 190
+        memory_bytes=16 * _GIB,  # assumed
+        memory_bytes_per_s=25e9,  # reading a large array reached 24
+        pcie_bytes_per_s=10e9,  # copies within memory: assumed
+        link_bytes_per_s=10e9,  # as above
+        link_latency_s=50e-6,  # assumed
+        gemm_efficiency=0.85,  # linear layers of 1024 x 4096 x 4096 reached 177 GFLOP/s
+        attention_efficiency=0.4,  # assumed
+        memory_efficiency=0.85,  # a matrix-vector product over 268 MB reached 20.6 GB/s
+        tile_tokens=1,
+        layer_gap_s=0.0,
+        layer_launch_s=300e-6,  # assumed: about thirty framework calls of 10 us
+        step_launch_s=1e-3,  # assumed
+        launches_run_ahead=False,
+        graph_max_requests=0,
+    ),
+)
+
+DEVICES: dict[str, Device] = {device.name: device for device in _ROWS}
+"""The table, by name."""
+
+
+def find_device(name: str) -> Device:
+    """Return a device of the table.
+
+    Raises:
+        ValueError: there is none of this name; the message lists those there are.
+    """
+    try:
+        return DEVICES[name]
+    except KeyError:
+        raise ValueError(f"device={name!r}: not in the device table; known: {', '.join(DEVICES)}") from None

@@ -1,0 +1,152 @@
+"""Analytic cost of a step: work over what the device reaches, term by term.
+
+    linear    compute C = flops * padded tokens / (peak * efficiency), weights M = bytes / bandwidth:
+              max(C, M) + unhidden * min(C, M)
+    head      the same for the output layer, on the rows that are sampled, and the traffic of their logits
+    attention decode: max(KV bytes / bandwidth, flops / peak) of the held contexts;
+              prefill: max(flops of the causal pairs, KV bytes of the contexts)
+    tokens    element-wise kernels' traffic, KV written, all-reduced bytes
+    fixed     all-reduce latency, gaps between kernels, launches
+
+What the shorter of compute and weight traffic is not hidden by makes the efficiency ramp: n tokens reach
+n / (n + unhidden * n0) of the peak, where n0 is the balance point. Tokens are padded to the tiles of matrix products.
+"""
+
+from __future__ import annotations
+
+from vllm_ext.simulation.cost.devices import Device
+from vllm_ext.simulation.cost.models import ModelShape
+from vllm_ext.simulation.step_shape import CostModel, StepShape
+
+_LOGIT_BYTES = 10
+"""Traffic per logit: written in 2 bytes, read, written as fp32 and read by the sampler."""
+
+
+class Roofline:
+    """Cost model of a model on ``tensor_parallel`` equal devices. Everything constant is computed once.
+
+    Source: the roofline argument of Sarathi-Serve, section 3.2, and AccelGen, eq. 4; terms and constants ours.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        device: Device,
+        tensor_parallel: int = 1,
+        *,
+        kv_dtype_bytes: int = 2,
+        host_base_s: float = 0.0,
+        host_per_request_s: float = 0.0,
+    ) -> None:
+        """Precompute the terms.
+
+        Args:
+            model: Its shape.
+            device: What it runs on.
+            tensor_parallel: Devices that share every layer.
+            kv_dtype_bytes: Bytes of a KV element.
+            host_base_s: Engine core's time per step, in seconds.
+            host_per_request_s: Engine core's time per step and request, in seconds.
+
+        Raises:
+            ValueError: the heads can't be split over so many devices.
+        """
+        model.check_tensor_parallel(tensor_parallel)
+        flops = device.peak_flops * device.gemm_efficiency * tensor_parallel
+        bandwidth = device.memory_bytes_per_s * device.memory_efficiency
+        width = model.weight_bytes_per_parameter
+        self._linear_s = model.linear_flops_per_token / flops
+        self._weights_s = model.linear_parameters * width / tensor_parallel / bandwidth
+        self._head_s = model.head_flops_per_row / flops
+        self._head_weights_s = model.head_parameters * width / tensor_parallel / bandwidth
+        self._logits_s = model.vocab / tensor_parallel * _LOGIT_BYTES / bandwidth
+        self._unhidden = device.unhidden
+
+        kv_bytes = model.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
+        self._kv_s = kv_bytes / bandwidth
+        self._pair_s = model.attention_flops_per_pair / (
+            device.peak_flops * device.attention_efficiency * tensor_parallel
+        )
+        self._decode_context_s = max(self._kv_s, self._pair_s)
+
+        elements = _element_wise_traffic(model, tensor_parallel) * max(2.0, width)
+        reduces = 0 if tensor_parallel == 1 else model.layers * (1 if model.parallel_attention else 2)
+        ring = 2 * (tensor_parallel - 1) / tensor_parallel * model.hidden * max(2.0, width)
+        self._token_s = (
+            (elements + kv_bytes) / bandwidth + reduces * ring / (device.link_bytes_per_s * device.link_efficiency)
+        )  # fmt: skip
+        self._fixed_s = reduces * device.link_latency_s + model.layers * device.layer_gap_s
+
+        self._eager_s = model.layers * device.layer_launch_s
+        self._step_s = device.step_launch_s
+        self._ahead = device.launches_run_ahead
+        self._graph_max = device.graph_max_requests
+        self._tiles = (max(1, device.tile_tokens // 8), max(1, device.tile_tokens // 2), device.tile_tokens)
+        self._host_base_s = host_base_s
+        self._host_per_request_s = host_per_request_s
+
+    def device_s(self, shape: StepShape) -> float:
+        """Return the time the devices compute a step, in seconds."""
+        _, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
+        time = self._token_s * tokens + self._decode_context_s * decode_context + self._fixed_s
+        compute = self._linear_s * self._padded(tokens)
+        weights = self._weights_s
+        time += compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+        if sampled:
+            compute = self._head_s * self._padded(sampled)
+            weights = self._head_weights_s
+            time += compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+            time += self._logits_s * sampled
+        if pairs:
+            flops = self._pair_s * pairs
+            traffic = self._kv_s * prefill_context
+            time += flops if flops > traffic else traffic
+        if tokens > decodes or tokens > self._graph_max:  # no graph: launched kernel by kernel
+            if not self._ahead:
+                time += self._eager_s
+            elif time < self._eager_s:
+                time = self._eager_s
+        return time + self._step_s
+
+    def host_s(self, shape: StepShape) -> float:
+        """Return the engine core's own time per step, in seconds."""
+        return self._host_base_s + self._host_per_request_s * shape[0]
+
+    def _padded(self, rows: int) -> int:
+        """Return the rows that are computed: small products have small tiles, so that the padding stays in bounds."""
+        small, middle, large = self._tiles
+        if rows <= middle:
+            return -(-rows // small) * small
+        tile = middle if rows <= 2 * large else large
+        return -(-rows // tile) * tile
+
+
+def _element_wise_traffic(model: ModelShape, tensor_parallel: int) -> float:
+    """Return the elements read and written per token by what is not fused into matrix products, over all layers.
+
+    Two norms with the residual (one, where attention is parallel) of 4 * hidden, on every device; rotary embedding or
+    the like of 2 * (query + key), and the activation of 3 * ffn (2 without gate), split over the devices.
+    """
+    norms = (4 if model.parallel_attention else 8) * model.hidden
+    rotary = 2 * (model.heads + model.kv_heads) * model.head_dim
+    activation = (3 if model.gated else 2) * model.ffn
+    return model.layers * (norms + (rotary + activation) / tensor_parallel)
+
+
+def pivot_tokens(cost: CostModel, share: float = 0.95, largest: int = 4096, tile: int = 128) -> int:
+    """Return the smallest step, in tokens, that reaches a share of the best throughput, attention left aside.
+
+    Args:
+        cost: Cost model of the device.
+        share: Share of the best step's tokens per second that counts as saturated.
+        largest: Tokens of the largest step tried.
+        tile: Only multiples of this are tried.
+
+    Source: AccelGen's pivot forward size S_pf, "throughput nearly saturates"; the share is ours.
+    """
+
+    def rate(tokens: int) -> float:
+        return tokens / cost.device_s(StepShape(1, tokens, 0, 1, 0, 0, 0.0))
+
+    best = max(rate(tokens) for tokens in range(tile, largest + 1, tile))
+    return next(tokens for tokens in range(tile, largest + 1, tile) if rate(tokens) >= share * best)

@@ -1,0 +1,175 @@
+"""From the data of a run to flat metrics, under the names that `latency.summarise` gives to those of real servers.
+
+Latencies are those of requests that finished. A request that ended otherwise (its client gave up) is counted as
+aborted, has no latency, and missed its objectives: nobody got an answer. A request that still ran when the run was cut
+off is counted as unfinished, and nothing else: whether it would have met its objectives is not known. So a run with
+many of those looks better than the server is; see that there are none, or that they don't grow with the run's length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.latency import spread, summarise_columns
+from vllm_ext.simulation.run_data import RequestTable, RunData, TimeSeries
+
+__all__ = ["BUCKET_TOKENS", "Constraint", "met_objectives", "summarise"]
+
+_MS = 1000.0
+BUCKET_TOKENS = 200
+"""Width of the length buckets. ALISE's "evenly divided bins" have no stated number; this width is ours."""
+
+
+def summarise(run: RunData) -> dict[str, float]:
+    """Reduce a run to flat metrics; units are part of the names and every value is finite.
+
+    What was not measured is left out: without a finished request there are the counts and the server's state only.
+    ``tbt_*`` covers every gap between tokens, those of aborted requests included, and may be 0.1 % too high, the width
+    of the histogram's bins. Each counter of the run becomes a metric of its name.
+    """
+    table, finished = run.requests, run.finished()
+    metrics = {name: value for name, value in run.counters.items() if math.isfinite(value)}
+    metrics["requests"] = float(finished.sum())
+    metrics["aborted_requests"] = float(len(table) - finished.sum())
+    metrics["output_tokens"] = float(table.ints("output_tokens")[finished].sum())
+    metrics.setdefault("preemptions", float(table.ints("preemptions").sum()))
+    metrics.update(_server(run))
+    if finished.any():
+        metrics.update(_latencies(run, finished))
+        metrics.update(_objectives(table, finished, metrics["duration_s"]))
+        metrics.update(_prediction(table, finished))
+    return metrics
+
+
+def _latencies(run: RunData, finished: NDArray[np.bool_]) -> dict[str, float]:
+    table = run.requests
+    arrival_s = table.floats("arrival_s")[finished]
+    metrics = summarise_columns(
+        arrival_s=arrival_s,
+        first_token_s=table.floats("first_token_s")[finished],
+        finish_s=table.floats("finish_s")[finished],
+        output_tokens=table.ints("output_tokens")[finished],
+    )
+    delay_s = table.floats("first_scheduled_s")[finished] - arrival_s
+    metrics.update(spread("scheduling_delay", delay_s, "s", ("mean", "p50", "p99")))
+    metrics.update(spread("waited", table.floats("waited_s")[finished], "s", ("mean", "p99")))
+    prompt_tokens = table.ints("prompt_tokens")[finished].sum()
+    metrics["prompt_tokens"] = float(prompt_tokens)
+    metrics["cached_prompt_tokens_fraction"] = float(table.ints("cached_prompt_tokens")[finished].sum() / prompt_tokens)
+    metrics["preempted_requests_fraction"] = float((table.ints("preemptions")[finished] > 0).mean())
+    if run.gaps.count:
+        metrics["tbt_mean_ms"] = run.gaps.mean_s * _MS
+        for percent in (50, 90, 99):
+            metrics[f"tbt_p{percent}_ms"] = run.gaps.quantile_s(percent / 100) * _MS
+        metrics["tbt_max_ms"] = run.gaps.max_s * _MS
+    return metrics
+
+
+def met_objectives(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, NDArray[np.bool_]]:
+    """Return which requests met which objective, each of shape [rows].
+
+    Returns:
+        ``ttft``, ``tbt`` and ``e2e``, and ``all`` of them. An objective that a request does not have is met if it
+        finished, as is that of the gaps between tokens where there is one token only.
+    """
+    arrival_s, longest_gap_s = table.floats("arrival_s"), table.floats("max_gap_s")
+    taken_s = {
+        "ttft": table.floats("first_token_s") - arrival_s,
+        "tbt": longest_gap_s,
+        "e2e": table.floats("finish_s") - arrival_s,
+    }
+    met = {name: finished & ~(taken > table.floats(f"slo_{name}_s")) for name, taken in taken_s.items()}
+    return {**met, "all": met["ttft"] & met["tbt"] & met["e2e"]}
+
+
+def _objectives(table: RequestTable, finished: NDArray[np.bool_], span_s: float) -> dict[str, float]:
+    met = met_objectives(table, finished)
+    output_tokens = table.ints("output_tokens")
+    metrics = _goodput("", met["all"], output_tokens, span_s)
+    for name in ("ttft", "tbt", "e2e"):
+        asked = ~np.isnan(table.floats(f"slo_{name}_s"))
+        if asked.any():
+            metrics[f"slo_{name}_attainment_fraction"] = float(met[name][asked].mean())
+    normalised_ms = (table.floats("finish_s") - table.floats("arrival_s")) * _MS / np.maximum(output_tokens, 1)
+    ttft_ms = (table.floats("first_token_s") - table.floats("arrival_s")) * _MS
+    for tier, rows in _rows_of(table.texts("tier")).items():
+        prefix, ended_well = f"tier.{tier}.", rows[finished[rows]]
+        metrics[f"{prefix}requests"] = float(len(ended_well))
+        metrics.update(_goodput(prefix, met["all"][rows], output_tokens[rows], span_s))
+        if len(ended_well):
+            which = ("mean", "p99")
+            metrics.update(spread(f"{prefix}normalised_latency", normalised_ms[ended_well], "ms_per_token", which))
+            metrics.update(spread(f"{prefix}ttft", ttft_ms[ended_well], "ms", which))
+    return metrics
+
+
+def _goodput(prefix: str, met: NDArray[np.bool_], output_tokens: NDArray[np.int64], span_s: float) -> dict[str, float]:
+    return {
+        f"{prefix}slo_attainment_fraction": float(met.mean()),
+        f"{prefix}goodput_requests_per_s": float(met.sum()) / span_s if span_s > 0 else 0.0,
+        f"{prefix}goodput_tokens_per_s": float(output_tokens[met].sum()) / span_s if span_s > 0 else 0.0,
+    }
+
+
+def _rows_of(tiers: Sequence[str]) -> dict[str, NDArray[np.intp]]:
+    """Rows of each named tier, in the order of the names."""
+    names = sorted(set(tiers))
+    code_of_row = np.array(list(map({name: code for code, name in enumerate(names)}.__getitem__, tiers)))
+    return {name: np.flatnonzero(code_of_row == code) for code, name in enumerate(names) if name}
+
+
+def _prediction(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, float]:
+    """How good the predicted output lengths of finished requests were; nothing if nobody predicted."""
+    known = finished & (table.ints("predicted_tokens") > 0)
+    if not known.any():
+        return {}
+    predicted, true = table.ints("predicted_tokens")[known], table.ints("output_tokens")[known]
+    metrics = {
+        "predicted_requests": float(known.sum()),
+        "prediction_relative_error_mean_fraction": float((np.abs(predicted - true) / true).mean()),
+        "prediction_bucket_accuracy_fraction": float((predicted // BUCKET_TOKENS == true // BUCKET_TOKENS).mean()),
+    }
+    if len(true) > 1:
+        from scipy import stats
+
+        tau = float(stats.kendalltau(predicted, true).statistic)
+        if math.isfinite(tau):  # all predictions, or all lengths, may be equal
+            metrics["prediction_kendall_tau"] = tau
+    return metrics
+
+
+def _server(run: RunData) -> dict[str, float]:
+    """The server's state over the whole run. What the run integrated exactly goes before what its samples say."""
+    series, counters, duration_s = run.series, run.counters, run.duration_s
+    metrics = {"run_duration_s": duration_s}
+    for column, unit in (("running", "requests"), ("waiting", "requests"), ("kv_used", "fraction")):
+        sampled = f"{column}_{unit}" if unit == "fraction" else column
+        if len(series):
+            mean, highest = _over_time(series, sampled, duration_s)
+            metrics[f"mean_{column}_{unit}"] = counters.get(f"mean_{column}_{unit}", mean)
+            metrics[f"max_{column}_{unit}"] = counters.get(f"max_{column}_{unit}", highest)
+    if len(series) and series.column("tier_used_fraction").any():
+        mean, highest = _over_time(series, "tier_used_fraction", duration_s)
+        metrics.update(mean_tier_used_fraction=mean, max_tier_used_fraction=highest)
+    if len(series):
+        metrics["transfer_bytes"] = counters.get("transfer_bytes", float(series.column("transfer_bytes").max()))
+    if duration_s > 0 and "steps" in counters:
+        metrics["steps_per_s"] = counters["steps"] / duration_s
+    if duration_s > 0 and "device_busy_s" in counters:
+        metrics["device_busy_fraction"] = counters["device_busy_s"] / duration_s
+    if counters.get("steps") and {"prefill_tokens", "decode_tokens"} <= counters.keys():
+        metrics["tokens_per_step"] = (counters["prefill_tokens"] + counters["decode_tokens"]) / counters["steps"]
+    return metrics
+
+
+def _over_time(series: TimeSeries, name: str, end_s: float) -> tuple[float, float]:
+    """Mean over time, each sample standing until the next one, and maximum."""
+    time_s, values = series.column("time_s"), series.column(name)
+    weights = np.diff(time_s, append=max(end_s, float(time_s[-1])))
+    mean = np.average(values, weights=weights) if weights.sum() > 0 else values.mean()
+    return float(mean), float(values.max())

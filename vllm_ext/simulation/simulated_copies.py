@@ -1,0 +1,117 @@
+"""The copies of vLLM's offloading worker, as transfers on a link in virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
+
+from vllm_ext.simulation.cost.link import Direction, TransferLink
+
+
+class Auditor(Protocol):
+    """Is told what happens to blocks; raises where that must not be."""
+
+    def submitted(
+        self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec
+    ) -> None:
+        """A job was handed to the worker."""
+
+    def finished(self, job_id: int) -> None:
+        """Its copies are through."""
+
+    def launched(self, output: SchedulerOutput) -> None:
+        """A step's forward was launched."""
+
+
+class _Transfer(NamedTuple):
+    start_s: float
+    job_id: int
+    direction: Direction
+    num_blocks: int
+
+
+class SimulatedCopies(OffloadingWorker):
+    """Copies that take what a link's model says.
+
+    Args:
+        link: Between each device and the host.
+        block_bytes: KV of one block on one device.
+        copies_per_block: Copies one block takes; vLLM's layout for offloading has one region per layer.
+    """
+
+    def __init__(self, link: TransferLink, *, block_bytes: int, copies_per_block: int) -> None:
+        self.host_s = 0.0
+        """What the worker's host thread has come to, in virtual time."""
+        self.stream_s = 0.0
+        """When the device will be through with all that was launched."""
+        self.loaded_blocks = self.stored_blocks = 0
+        """Blocks of transfers that are through."""
+        self.waited_s = 0.0
+        """Time the host waited for stores before it could launch a step."""
+        self.auditor: Auditor | None = None
+        self._link = link
+        self._block_bytes = block_bytes
+        self._copies_per_block = copies_per_block
+        self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
+        self._begun: dict[int, _Transfer] = {}  # by the link's id
+        self._results: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
+        """Copy blocks to the host once the device is through with what was launched."""
+        return self._submit(job_id, Direction.TO_HOST, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Copy blocks to the device once it is through with what was launched."""
+        return self._submit(job_id, Direction.TO_DEVICE, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that are through by ``host_s``, each once."""
+        self._run_until(self.host_s)
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Let the host wait until none of these jobs is under way."""
+        self._run_until(self.host_s)
+        before = self.host_s
+        while any(transfer.job_id in job_ids for transfer in (*self._begun.values(), *self._queued)):
+            end_s = self.next_end_s()
+            if end_s is None:
+                raise RuntimeError(f"jobs {sorted(job_ids)} were submitted and never end")
+            self._run_until(max(end_s, self.host_s))
+            self.host_s = max(end_s, self.host_s)
+        self.waited_s += self.host_s - before
+
+    def next_end_s(self) -> float | None:
+        """Return when the next copy will be through; None if there is none."""
+        while True:
+            end_s = self._link.next_end_s()
+            if not self._queued or (end_s is not None and end_s <= self._queued[0].start_s):
+                return end_s
+            self._begin(self._queued.popleft())
+
+    def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
+        self._queued.append(_Transfer(max(self.host_s, self.stream_s), job_id, direction, len(device.block_ids)))
+        if self.auditor is not None:
+            self.auditor.submitted(job_id, direction, device, host)
+        return True
+
+    def _begin(self, transfer: _Transfer) -> None:
+        num_bytes, num_copies = transfer.num_blocks * self._block_bytes, transfer.num_blocks * self._copies_per_block
+        self._begun[self._link.submit(transfer.start_s, transfer.direction, num_bytes, max(1, num_copies))] = transfer
+
+    def _run_until(self, now: float) -> None:
+        while self._queued and self._queued[0].start_s <= now:
+            self._begin(self._queued.popleft())
+        for transfer_id in self._link.advance(now):
+            transfer = self._begun.pop(transfer_id)
+            if transfer.direction is Direction.TO_DEVICE:
+                self.loaded_blocks += transfer.num_blocks
+            else:
+                self.stored_blocks += transfer.num_blocks
+            self._results.append(TransferResult(transfer.job_id, success=True))
+            if self.auditor is not None:
+                self.auditor.finished(transfer.job_id)

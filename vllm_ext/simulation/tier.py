@@ -1,0 +1,208 @@
+"""KV between device and host memory in virtual time: vLLM's own connector, with its copies replaced by a link's model.
+
+Both sides of the connector are vLLM's: the scheduler's side with its manager and eviction policy, and the worker's side
+with its queue of stores. Only the copies below, `OffloadingWorker`, are modelled. They begin and are looked for where
+vLLM's model runners do so (``kv_connector_model_runner_mixin.py``, ``gpu/kv_connector.py``, ``gpu_worker.py``):
+
+    host       | launch k: submit stores of step k - 1, wait for those whose blocks step k takes, launch the forward,
+               |           submit loads of step k, look which copies are through by now: reported with step k's output
+    device     |      forward k - 1      |      forward k      |
+    to host    |                         | stores of step k - 1      a store begins when forwards launched before it end
+    to device  |                                               | loads of step k       and so does a load
+
+Copies of one direction go one after the other, and both directions slow each other down: see `cost.link.TransferLink`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
+
+from vllm_ext.simulation.cost.build import build_link
+from vllm_ext.simulation.cost.link import Direction, TransferLink
+from vllm_ext.simulation.simulated_copies import SimulatedCopies
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+    from vllm_ext.simulation.spec import KvOffloadSpec
+
+
+def connector_config(offload: KvOffloadSpec, kv_bytes_per_block: int) -> KVTransferConfig:
+    """Return what ``--kv-transfer-config`` would say.
+
+    Args:
+        kv_bytes_per_block: Of one block on all devices together.
+
+    Raises:
+        ValueError: the host memory is smaller than one chunk.
+    """
+    chunk_bytes = kv_bytes_per_block * offload.blocks_per_chunk
+    if offload.cpu_bytes < chunk_bytes:
+        raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
+    return KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id="simulated",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": offload.cpu_bytes,
+            "eviction_policy": offload.policy,
+            "offload_prompt_only": offload.offload_prompt_only,
+            "blocks_per_chunk": offload.blocks_per_chunk,
+        },
+    )
+
+
+def kv_bytes_per_block(hardware: HardwareSpec, block_size: int) -> int:
+    """Return the bytes of one block of ``block_size`` tokens on all devices together."""
+    return _device_block_bytes(hardware, block_size) * hardware.tensor_parallel
+
+
+def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> Tier:
+    """Return the worker's side for a scheduler that was built with `connector_config`."""
+    return Tier(
+        scheduler,
+        build_link(hardware, cost),
+        block_bytes=_device_block_bytes(hardware, scheduler.cache_config.block_size),
+        copies_per_block=hardware.resolve_model().layers,
+        num_devices=hardware.tensor_parallel,
+    )
+
+
+def _device_block_bytes(hardware: HardwareSpec, block_size: int) -> int:
+    model = hardware.resolve_model()
+    return block_size * model.kv_bytes_per_token(hardware.kv_dtype_bytes, hardware.tensor_parallel)
+
+
+class Tier:
+    """The worker's side of a scheduler's offloading connector.
+
+    Args:
+        scheduler: Built with `connector_config`.
+        link: Between each device and the host.
+        block_bytes: KV of one block on one device.
+        copies_per_block: Copies one block takes on one device.
+        num_devices: Devices that hold a share of each block; their copies go side by side.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, link: TransferLink, *, block_bytes: int, copies_per_block: int, num_devices: int = 1
+    ) -> None:
+        self.copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=copies_per_block)
+        self.hit_tokens = 0
+        """Tokens whose KV was asked for from the host, and not computed again."""
+        self._link = link
+        self._block_bytes = block_bytes * num_devices
+        self._block_size = scheduler.cache_config.block_size
+        self._manager = scheduler.connector.connector_scheduler.manager
+        self._failed_stores = self._evicted_chunks = 0
+        self._count_stores()
+        self._connector = KVConnectorFactory.create_connector(
+            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+        )
+        self._connector.connector_worker.worker = self.copies  # instead of register_kv_caches: there are none
+        self._quiet_steps = 0
+
+    # --- the model runner's calls -----------------------------------------------------------------------------------
+
+    def before_forward(self, output: SchedulerOutput, host_s: float, device_free_s: float) -> float:
+        """Submit the last step's stores, and wait for those whose blocks this step takes.
+
+        Args:
+            output: What ``schedule()`` returned.
+            host_s: When the host could launch the step.
+            device_free_s: When the device is through with the steps launched before.
+
+        Returns:
+            When the host can launch the step, in seconds.
+        """
+        copies = self.copies
+        copies.host_s, copies.stream_s = host_s, device_free_s
+        self._connector.handle_preemptions(output.kv_connector_metadata)
+        if copies.auditor is not None:
+            copies.auditor.launched(output)
+        return copies.host_s
+
+    def after_forward(
+        self, output: SchedulerOutput, model_output: ModelRunnerOutput, device_free_s: float
+    ) -> ModelRunnerOutput:
+        """Submit this step's loads behind its forward, and report what is through at its launch.
+
+        Returns:
+            The model's output with the report, which reaches the scheduler when the step ends.
+        """
+        connector, metadata = self._connector, output.kv_connector_metadata
+        self.copies.stream_s = device_free_s
+        for job in metadata.load_jobs.values():
+            self.hit_tokens += len(job.dst_spec.block_ids) * self._block_size
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv(None)
+        connector.wait_for_save()
+        _, received = connector.get_finished(output.finished_req_ids)
+        report = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        quiet = report is None and not metadata.store_jobs and not output.num_scheduled_tokens
+        self._quiet_steps = self._quiet_steps + 1 if quiet else 0
+        if report is None:
+            return model_output
+        connector_output = KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=report)
+        if model_output is EMPTY_MODEL_RUNNER_OUTPUT:
+            return ModelRunnerOutput.with_kv_conn_output_only(connector_output)
+        model_output.kv_connector_output = connector_output
+        return model_output
+
+    def wake_s(self) -> float | None:
+        """Return when the next copy will be through, if nothing else is under way; otherwise None.
+
+        That is after two steps without tokens, new stores or reports: with async scheduling, the output of the last
+        step that had some is then processed.
+        """
+        return self.copies.next_end_s() if self._quiet_steps >= 2 else None
+
+    # --- the books --------------------------------------------------------------------------------------------------
+
+    @property
+    def used_fraction(self) -> float:
+        """Share of the host's chunks that hold KV, or are being filled with it."""
+        num_chunks: int = self._manager._num_chunks
+        return (num_chunks - self._manager._get_num_free_chunks()) / num_chunks
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes of all copies that are through, of all devices and both directions."""
+        return (self.copies.loaded_blocks + self.copies.stored_blocks) * self._block_bytes
+
+    def counters(self, duration_s: float) -> dict[str, float]:
+        """Return totals for `RunData.counters`; bytes are of all devices, times of each of them."""
+        copies = self.copies
+        found = {
+            "transfer_load_bytes": copies.loaded_blocks * self._block_bytes,
+            "transfer_store_bytes": copies.stored_blocks * self._block_bytes,
+            "transfer_waited_s": copies.waited_s,
+            "tier_hit_tokens": self.hit_tokens,
+            "tier_evicted_chunks": self._evicted_chunks,
+            "tier_failed_stores": self._failed_stores,
+            "num_tier_chunks": self._manager._num_chunks,
+        }
+        if duration_s > 0:
+            found["link_load_busy_fraction"] = self._link.totals(Direction.TO_DEVICE).busy_s / duration_s
+            found["link_store_busy_fraction"] = self._link.totals(Direction.TO_HOST).busy_s / duration_s
+        return found
+
+    def _count_stores(self) -> None:
+        original = self._manager.prepare_store
+
+        def prepare_store(*args, **kwargs):  # type: ignore[no-untyped-def] # vLLM's signature, whatever it is
+            prepared = original(*args, **kwargs)
+            if prepared is None:
+                self._failed_stores += 1
+            else:
+                self._evicted_chunks += len(prepared.evicted_keys)
+            return prepared
+
+        self._manager.prepare_store = prepare_store
