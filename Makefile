@@ -6,7 +6,7 @@ ARGS ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint format bench-quick clean
+.PHONY: help setup serve demo test lint format bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ format: setup ## Fix style where that is safe
 
 bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
 	@set -e; for file in $$(grep -l -e '\.py --quick' benchmarks/*.py); do echo "== $$file" >&2; $(BIN)/python $$file --quick $(ARGS); done
+
+repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for shorter traces
+	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)
+	$(BIN)/vllm-ext repro --document
 
 clean: ## Remove the environment, caches and build output
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -93,7 +93,9 @@ def spec(
 def workload(*datasets: str) -> dict[str, Any]:
     """Name, rows and checksum of the lengths, as `Findings` wants them."""
     built = [build(spec(VLLM, "opt-13b", d, 1.0, duration_s=1.0, seed=0).workload) for d in datasets]
-    digest = built[0].sha256 if len(built) == 1 else hashlib.sha256("".join(b.sha256 for b in built).encode()).hexdigest()
+    digest = (
+        built[0].sha256 if len(built) == 1 else hashlib.sha256("".join(b.sha256 for b in built).encode()).hexdigest()
+    )
     return {
         "workload_name": " and ".join(b.name for b in built),
         "workload_rows": sum(b.rows for b in built),
@@ -102,16 +104,17 @@ def workload(*datasets: str) -> dict[str, Any]:
 
 
 DIFFERENCES = (
-    "Hardware is a roofline of one V100-32GB (the paper's Table 1 names no number of GPUs per model): rates are those of "
-    "the cost model, ratios are what is compared.",
-    "All systems run on today's engine loop (async scheduling, 16-token blocks, 256 seats, 2048 tokens a step) and differ "
-    "in scheduling only; the paper's ORCA and vLLM were slower in other ways too.",
-    "Lengths are log-normal with the data sets' published means, not the data sets themselves. Clients ask for at most 512 "
-    "(Alpaca) or 1024 tokens (ShareGPT); that is what ORCA reserves. The paper does not say what its ORCA reserved.",
-    "ALISE preempts by recomputation here, priced before it is done; its swapping to host memory and INT8 KV are not in "
+    "Hardware is a roofline of one V100-32GB (the paper's Table 1 names no number of GPUs per model): rates are those "
+    "of the cost model, ratios are what is compared.",
+    "All systems run on today's engine loop (async scheduling, 16-token blocks, 256 seats, 2048 tokens a step) and "
+    "differ in scheduling only; the paper's ORCA and vLLM were slower in other ways too.",
+    "Lengths are log-normal with the data sets' published means, not the data sets themselves. Clients ask for at most "
+    "512 (Alpaca) or 1024 tokens (ShareGPT); that is what ORCA reserves. The paper does not say what its ORCA "
+    "reserved.",
+    "ALISE preempts by recomputation here, priced before it is done; its swapping to host memory and INT8 KV are not "
+    "in these runs.",
+    "ALISE's lengths are announced by clients with log-normal errors of the stated mean; its own predictor is not in "
     "these runs.",
-    "ALISE's lengths are announced by clients with log-normal errors of the stated mean; its own predictor is not in these "
-    "runs.",
     "The paper leaves the age threshold open; these runs use 300 s per promotion (our default of 20 s turns a queue of "
     "more than two minutes into first come, first served).",
 )

@@ -136,12 +136,10 @@ def _claims(found: Mapping[tuple[str, str, str], Crossing], panels: list[tuple[s
 
 _WHY = {
     base.VLLM_2023.name: (
-        "without swapping, every preemption is paid by recomputation, and what long requests wait beyond capacity counts "
-        "in the mean"
+        "without swapping, every preemption is paid by recomputation, and what long requests wait beyond capacity "
+        "counts in the mean"
     ),
-    base.ORCA.name: (
-        "our ORCA has today's kernels and engine loop and loses by what it reserves only"
-    ),
+    base.ORCA.name: ("our ORCA has today's kernels and engine loop and loses by what it reserves only"),
 }
 
 
@@ -175,7 +173,8 @@ STUDY = Study(
     differences=(
         *base.DIFFERENCES,
         "Traces are 30 minutes for OPT-13B; 15 to 2.5 minutes for the smaller models, whose simulated rates are higher "
-        "(config.duration_s). A short overload flatters systems that let long requests wait: read those ratios as upper bounds.",
+        "(config.duration_s). A short overload flatters systems that let long requests wait: read those ratios "
+        "as upper bounds.",
     ),
     run=run,
 )

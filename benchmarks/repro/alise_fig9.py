@@ -3,7 +3,8 @@
 Question: how much shorter is the mean latency of shortest predicted remaining time first than that of first come, first
 served, once a queue forms?
 Method: a 30-minute trace at the rate at which vLLM-2023 reaches a mean normalised latency of 200 ms/token (the paper's
-2 req/s belong to its hardware), and at 0.8 to 1.2 times that rate; 200 consecutive requests from the middle of the trace.
+2 req/s belong to its hardware), and at 0.8 to 1.2 times that rate; 200 consecutive requests from the middle of the
+trace.
 
     vllm-ext repro alise-fig9 --quick
     vllm-ext repro alise-fig9 --out benchmarks/results/repro/alise-fig9.json
@@ -122,8 +123,8 @@ STUDY = Study(
     title="End-to-end latency of 200 consecutive requests, ALISE against first come, first served",
     differences=(
         *base.DIFFERENCES,
-        "The rate is where vLLM-2023 reaches 200 ms/token on the simulated hardware; the paper gives 2 req/s on its own. "
-        "The saving depends on it: the table shows 0.8 to 1.2 times that rate.",
+        "The rate is where vLLM-2023 reaches 200 ms/token on the simulated hardware; the paper gives 2 req/s on its "
+        "own. The saving depends on it: the table shows 0.8 to 1.2 times that rate.",
     ),
     run=run,
 )

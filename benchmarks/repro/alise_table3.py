@@ -1,9 +1,10 @@
 """ALISE, Table 3: requests processed per second, LLaMA-13B/7B and Pythia-12B on Alpaca's and ShareGPT's lengths.
 
 Question: how many more requests end per second under overload when the short ones go first?
-Method: vLLM-2023's own throughput is measured at four times its capacity; then all systems serve arrivals at 1.2, 1.5 and
-2 times that throughput, and what has ended when the trace ends counts. The paper's arrival rates (30 and 2 req/s) are
-below the throughputs it reports for them, so they can't be arrival rates of an overload; the ratios are compared at 1.5.
+Method: vLLM-2023's own throughput is measured at four times its capacity; then all systems serve arrivals at 1.2,
+1.5 and 2 times that throughput, and what has ended when the trace ends counts. The paper's arrival rates (30 and 2
+req/s) are below the throughputs it reports for them, so they can't be arrival rates of an overload; the ratios are
+compared at 1.5.
 
     vllm-ext repro alise-table3 --quick
     vllm-ext repro alise-table3 --jobs 2 --out benchmarks/results/repro/alise-table3.json
@@ -97,7 +98,10 @@ def run(bench: Bench) -> Findings:
         claims=claims,
         metrics=metrics,
         baselines=baselines,
-        config={"duration_s": QUICK_S if bench.quick else DURATION_S, "capacity_per_s": {" ".join(p): r for p, r in own.items()}},
+        config={
+            "duration_s": QUICK_S if bench.quick else DURATION_S,
+            "capacity_per_s": {" ".join(p): r for p, r in own.items()},
+        },
         plots=[Plot(suffix="", draw=partial(_draw, claims))],
         **base.workload("sharegpt"),
     )
@@ -105,8 +109,8 @@ def run(bench: Bench) -> Findings:
 
 _WHY = {
     base.VLLM_2023.name: (
-        "at 1.5 x capacity the short two thirds of the work that fit are fewer requests than the paper's; the overload of "
-        "the paper is not stated, and the ratio grows with it (see the rows at 2)"
+        "at 1.5 x capacity the short two thirds of the work that fit are fewer requests than the paper's; the overload "
+        "of the paper is not stated, and the ratio grows with it (see the rows at 2)"
     ),
     base.ORCA.name: "our ORCA has today's kernels and engine loop and loses by its reservation only",
 }
@@ -130,8 +134,8 @@ STUDY = Study(
     title="Requests per second under overload: ORCA, vLLM, ALISE on more models",
     differences=(
         *base.DIFFERENCES,
-        "The overload is 1.5 times vLLM-2023's measured throughput; the paper's is not known: the rates it names are below "
-        "the throughputs it reports.",
+        "The overload is 1.5 times vLLM-2023's measured throughput; the paper's is not known: the rates it names are "
+        "below the throughputs it reports.",
         "Traces are 2 (Alpaca) and 10 minutes (ShareGPT), cut at their end: requests still waiting do not count.",
     ),
     run=run,

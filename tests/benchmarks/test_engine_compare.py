@@ -227,7 +227,7 @@ def check_recording(path: Path) -> None:
         assert result.divergence is None
         assert (result.steps, result.requests) == (result.total_steps, 16 + 4 + 3)
         assert result.steps > 40
-    scheduler: Any = replay(alise).scheduler
+    scheduler: Any = result.scheduler
     assert scheduler.ledger.runtime.num_observations > 10
     predicted = validate(alise, fit([upstream]))
     assert predicted.metrics["judged_requests"] == 16

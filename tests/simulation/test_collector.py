@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from vllm_ext.simulation.requests import Slo
 from vllm_ext.simulation.run_data import Events, RunData
 from vllm_ext.simulation.spec import RecordSpec
 
-from .parts import PerTokenCost, SteadyCost, ask, busy_hour, crowd, rows, simulate, token_times
+from .parts import PerTokenCost, SteadyCost, ask, busy_hour, crowd, make_engine, rows, simulate, token_times
 
 STEP = SteadyCost(device=1.0, host=0.25)
 _EVENTS = RecordSpec(events=10_000)
@@ -123,7 +125,7 @@ def test_preempted_request_decodes_again_after_its_return(depth: int) -> None:
     for req_id in data.requests.texts("req_id"):
         states = [event.state for event in events(data).requests if event.req_id == req_id]
         seen += states.count("preempted")
-        for before, after in zip(states, states[1:], strict=False):
+        for before, after in itertools.pairwise(states):
             assert after in follows[before], states
         assert states[0] == "waiting"
         assert states[-1] in ("stop", "length")
@@ -131,6 +133,27 @@ def test_preempted_request_decodes_again_after_its_return(depth: int) -> None:
     assert sorted(req_id for step in events(data).steps for req_id in step.preempted) == sorted(
         event.req_id for event in events(data).requests if event.state == "preempted"
     )
+
+
+def test_requests_that_resume_together_are_noted_in_the_order_of_the_batch() -> None:
+    """vLLM names them in a set, whose order changes with the process. A reset of the cache preempts all at once."""
+    engine = make_engine([ask(f"r{i}", prompt=5, output=9) for i in range(6)], events=1000)
+    scheduler, update = engine.scheduler, engine.scheduler.update_from_output
+
+    def update_and_reset(*args: Any) -> Any:
+        outputs = update(*args)
+        if engine._collector.steps == 3:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return outputs
+
+    scheduler.update_from_output = update_and_reset  # type: ignore[method-assign]
+    engine.run()
+    resumed = [decision.resumed for decision in engine.decisions or () if decision.resumed]
+    assert [len(ids) for ids in resumed] == [6]
+    found = engine._collector.events
+    assert found is not None
+    assert tuple(event.req_id for event in found.requests if event.state == "prefill")[6:] == resumed[0]
+    assert engine._collector.preemptions == 6
 
 
 def test_events_beyond_the_bound_are_counted() -> None:

@@ -19,7 +19,7 @@ from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.scheduling.plan import AdmissionPlan, Rank
 from vllm_ext.scheduling.views import RequestView, StepView
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.spec import RecordSpec
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
 from vllm_ext.systems import System, register
 
 from .parts import PerTokenCost, SteadyCost, ask, busy_hour, crowd, fingerprint, make_engine, simulate
@@ -96,6 +96,13 @@ def test_no_wall_clock_reaches_a_decision(system: str, depth: int, request: pyte
     assert asked, "nobody looked at the clock: the test shows nothing"
 
 
+def test_options_in_another_order_describe_the_same_run() -> None:
+    one, other = ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1})
+    digests_of = [SimulationSpec(engine=EngineSpec(options=options)).digest() for options in (one, other)]
+    assert digests_of[0] == digests_of[1]
+    assert SimulationSpec(engine=EngineSpec(options={"a": 2})).digest() not in digests_of
+
+
 @pytest.mark.timeout(240)
 def test_bytes_do_not_depend_on_the_hash_seed() -> None:
     """Sets of request ids iterate in an order that changes with the process; nothing may follow it."""
@@ -145,7 +152,7 @@ def test_policies_see_virtual_times_only(depth: int) -> None:
     data, _ = simulate(asked, SteadyCost(device=1.0, host=0.25), system="test-sim-recorder", max_num_seqs=3,
                        async_scheduling=depth == 2)  # fmt: skip
     assert len(set(SEEN_TIMES)) > 10
-    assert SEEN_TIMES == sorted(SEEN_TIMES)
+    assert sorted(SEEN_TIMES) == SEEN_TIMES
     assert all(now % 0.25 == 0 and 0 <= now <= data.duration_s for now in SEEN_TIMES)
     moments = {row["arrival_time"] for row in (view._asdict() for view in SEEN_VIEWS)}
     assert all(moment % 0.25 == 0 for moment in moments)

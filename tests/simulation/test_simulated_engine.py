@@ -1,42 +1,19 @@
-"""Steps, arrivals and aborts at the moments worked out on paper, and decisions equal to those of the engine loop."""
+"""Steps, arrivals and aborts at the moments worked out on paper."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.config import ConfigError
-from vllm_ext.policies.admission.best_set import BestSet
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import StepView
 from vllm_ext.simulation.audit import audit_drained
-from vllm_ext.simulation.engine_loop import Decision, EngineLoop, Stalled
-from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import UPSTREAM, build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
-from vllm_ext.simulation.spec import RecordSpec
-from vllm_ext.systems import System, known, register
 
-from .parts import (
-    ListWorkload,
-    PerTokenCost,
-    SteadyCost,
-    ask,
-    crowd,
-    engine_spec,
-    make_engine,
-    make_factory,
-    rows,
-    simulate,
-    token_times,
-)
+from .parts import ListWorkload, SteadyCost, ask, make_engine, rows, simulate, token_times
 
 DEVICE_BOUND = SteadyCost(device=1.0, host=0.25)
 HOST_BOUND = SteadyCost(device=0.25, host=1.0)
@@ -132,7 +109,7 @@ def test_asynchronous_host_bound_rate_is_that_of_the_host() -> None:
 
 def data_gaps(data: Any) -> list[float]:
     moments = token_times(data.requests)["a"]
-    return [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(moments)]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +125,7 @@ def test_asynchronous_arrival_joins_the_next_step_to_be_scheduled(arrival_s: flo
 
 
 def test_asynchronous_core_sleeps_when_it_scheduled_nothing_and_looks_again() -> None:
-    """b arrives after a's last step (3.25) while the core sleeps: scheduled at its end, as in ``_process_engine_step``."""
+    """b arrives after a's last step (3.25) while the core sleeps: scheduled when it wakes."""
     late = 3.25 + IDLE_STEP_S / 2
     data, _ = simulate([ask("a", max_tokens=3), ask("b", late, output=1, max_tokens=1)], DEVICE_BOUND,
                        async_scheduling=True)  # fmt: skip
@@ -268,176 +245,3 @@ def test_rejected_request_is_counted_and_its_client_goes_on() -> None:
     assert sorted(data.requests.texts("req_id")) == ["other", "short"]
     assert workload.ended[0] == ("long", 0.5, [])
     assert rows(data.requests)["short"]["arrival_s"] == 1.5
-
-
-# --- edges ------------------------------------------------------------------------------------------------------------
-
-
-def test_empty_workload_takes_no_time() -> None:
-    data, decisions = simulate([])
-    assert (len(data.requests), decisions, data.duration_s, data.counters["steps"]) == (0, [], 0.0, 0)
-
-
-def test_single_token_answer_has_no_gap() -> None:
-    data, _ = simulate([ask("a", prompt=1, output=1)])
-    row = rows(data.requests)["a"]
-    assert row["first_token_s"] == row["finish_s"] == 1.0
-    assert math.isnan(row["max_gap_s"])
-    assert data.gaps.count == 0
-
-
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    ("options", "reason", "tokens"),
-    [
-        ({"output": 9, "max_tokens": 4}, "length", 4),
-        ({"output": 4, "max_tokens": 4}, "stop", 4),
-        ({"prompt": 150, "output": 50, "max_tokens": 50}, "length", 10),
-        ({"prompt": 159, "output": 50, "max_tokens": 50}, "length", 1),
-    ],
-    ids=["bound", "end at the bound", "context full", "one token of room"],
-)
-def test_output_is_cut_at_the_bound_and_the_context(depth: int, options: Any, reason: str, tokens: int) -> None:
-    engine = make_engine([ask("a", **options)], async_scheduling=depth == 2)
-    engine.run()
-    row = rows(engine._collector.table)["a"]
-    assert (row["finish_reason"], row["output_tokens"]) == (reason, tokens)
-    assert row["true_output_tokens"] == options["output"]
-    audit_drained(engine.scheduler)
-
-
-def test_stop_at_a_moment_counts_what_is_left() -> None:
-    """At 10: a has been answered, b runs, c arrived during the last step, d has not come."""
-    asked = [ask("a"), ask("b", 5.0, output=60), ask("c", 9.9), ask("d", 10.5), ask("e", 50.0)]
-    data, _ = simulate(asked, max_time_s=10.0)
-    assert data.requests.texts("req_id") == ["a"]
-    assert data.counters["unfinished_requests"] == 2
-    assert data.duration_s == 10.0
-
-
-def test_stop_while_idle_is_exact() -> None:
-    data, _ = simulate([ask("a"), ask("b", 50.0)], max_time_s=10.0)
-    assert (data.duration_s, data.counters["unfinished_requests"]) == (10.0, 0)
-
-
-def test_pool_too_small_for_one_request_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_model_len=160: must fit.*holds 144 tokens \(10 blocks of 16"):
-        simulate([ask("a")], num_blocks=10)
-    simulate([ask("a", prompt=150, output=9)], num_blocks=11)
-
-
-def test_unknown_system_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)no-such.*fcfs.*alise"):
-        simulate([], system="no-such")
-
-
-def test_options_with_vllm_alone_are_refused() -> None:
-    with pytest.raises(ValueError, match="options=.*must be empty for upstream-fcfs"):
-        simulate([], options={"ordering": {}})
-
-
-@pytest.mark.parametrize("arrival_s", [0.5, -1.0, math.nan, math.inf])
-def test_workload_out_of_order_is_an_error(arrival_s: float) -> None:
-    with pytest.raises(ValueError, match="arrival_s=.* of b: must be a number, and not below 1.0"):
-        simulate([ask("a", 1.0), ask("b", arrival_s)])
-
-
-def test_follow_up_from_the_past_is_an_error() -> None:
-    workload = ListWorkload([ask("a")], lambda request, finished_s, ids: [ask("b", finished_s - 1)])
-    with pytest.raises(ValueError, match=r"arrival_s=2.0 of b: .*not below 3.0, when a ended"):
-        simulate(workload)
-
-
-def test_id_that_is_taken_is_an_error() -> None:
-    with pytest.raises(ValueError, match="req_id='a'"):
-        simulate([ask("a"), ask("a", 0.5)])
-
-
-@pytest.mark.parametrize("broken", [{"prompt": 0}, {"output": 0}, {"max_tokens": 0}])
-def test_lengths_below_one_are_an_error_and_no_rejection(broken: Any) -> None:
-    with pytest.raises(ValueError, match="of a: must be at least 1"):
-        simulate([ask("a", **broken)])
-
-
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-def test_scheduler_that_admits_nobody_is_noticed(depth: int) -> None:
-    engine = make_engine([ask("a")], async_scheduling=depth == 2)
-    engine.scheduler.max_num_active_reqs = 0
-    with pytest.raises(Stalled, match="unfinished: .'a'"):
-        engine.run()
-
-
-def test_scheduler_that_admits_nobody_may_still_wait_for_an_abort() -> None:
-    engine = make_engine([ask("a", abort_after_s=30.0)])
-    engine.scheduler.max_num_active_reqs = 0
-    engine.run()
-    assert rows(engine._collector.table)["a"]["finish_s"] == pytest.approx(30.0, abs=2 * IDLE_STEP_S)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HoldsEverybody(BestSet):
-    def plan(self, step: StepView) -> AdmissionPlan:
-        return AdmissionPlan(hold=frozenset(request.req_id for request in step.waiting()))
-
-
-register(System(name="test-sim-holds-everybody", ordering=RemainingTimeLevels, admission=HoldsEverybody))
-
-
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-def test_policy_that_holds_everybody_costs_time_and_not_the_run(depth: int) -> None:
-    """The steered scheduler takes the plan away for a step: a is admitted after one sleep."""
-    data, _ = simulate([ask("a")], system="test-sim-holds-everybody", async_scheduling=depth == 2)
-    assert rows(data.requests)["a"]["first_scheduled_s"] == IDLE_STEP_S
-    assert data.counters["empty_steps"] >= 1
-
-
-def test_progress_is_reported_at_the_end() -> None:
-    engine = make_engine([ask(f"r{i}", output=60) for i in range(40)], max_num_seqs=4)
-    seen: list[tuple[float, int]] = []
-    engine._on_progress = lambda now, ended: seen.append((now, ended))
-    engine.run()
-    assert seen
-    assert seen == sorted(seen)
-
-
-# --- the same decisions as the loop that checks the KV ----------------------------------------------------------------
-
-
-def decisions_of_loop(system: str, depth: int, caching: bool, clock: Callable[[], float]) -> list[Decision]:
-    """What the engine loop decides for the crowd, with a runner that checks every KV slot."""
-    spec = engine_spec(system=system, prefix_caching=caching, async_scheduling=depth == 2)
-    scheduler: Scheduler = build_scheduler(spec, 14)
-    if hasattr(scheduler, "clock"):
-        scheduler.clock = clock
-    lengths = {request.req_id: request.output_tokens for request in crowd()}
-    loop = EngineLoop(scheduler, FakeRunner(output_lengths=lengths, pipelined=depth == 2), depth=depth)
-    factory = make_factory(spec)
-    for request in crowd():
-        loop.add(factory(request))
-    loop.run_until_idle(max_steps=4000)
-    return loop.decisions
-
-
-@pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("system", [*UPSTREAM, *(name for name in known() if not name.startswith("test-"))])
-def test_decisions_equal_those_of_the_engine_loop(system: str, depth: int, caching: bool) -> None:
-    """The simulated run goes first and notes what the clock said; the loop's scheduler reads the same, in order."""
-    engine = make_engine(
-        crowd(), PerTokenCost(), num_blocks=14, system=system, prefix_caching=caching, async_scheduling=depth == 2
-    )
-    readings: list[float] = []
-    if hasattr(engine.scheduler, "clock"):
-        engine.scheduler.clock = lambda: readings.append(engine.clock()) or readings[-1]  # type: ignore[func-returns-value]
-    engine.run()
-    assert engine.decisions
-    replayed = iter(readings)
-    assert engine.decisions == decisions_of_loop(system, depth, caching, lambda: next(replayed))
-    assert next(replayed, None) is None, "the loop asked for the time less often"
-    audit_drained(engine.scheduler)
-    if system in ("fcfs", *UPSTREAM):
-        assert engine._collector.preemptions, "the pool was large enough after all"
-
-
-def test_decisions_are_kept_only_when_asked_for() -> None:
-    assert simulate([ask("a")], record=RecordSpec())[1] == []

@@ -255,6 +255,22 @@ def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None
     assert all(row["output_tokens"] == row["true_output_tokens"] for row in finished)
 
 
+def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
+    """vLLM's connector takes the jobs of a request that is preempted in a step for stores: a load failed an assertion.
+
+    ALISE preempts a request for another, and where room was left vLLM took it back at once, with a load.
+    """
+    server = serve(
+        _mixed(random.Random(3)),
+        SteadyCost(device=0.002, host=0.01),
+        kv_offload=offload(40),
+        blocks_per_s=80.0,
+        num_blocks=12,
+        system="oracle-alise",
+    )
+    assert drained(server).collector.preemptions > 0
+
+
 def _mixed(dice: random.Random) -> ListWorkload:
     starts = [ids(200 + 100 * talk, dice.randint(5, 60)) for talk in range(6)]
     found, now = [], 0.0

@@ -36,9 +36,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "patches": Command(
             target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
         ),
-        "plan": Command(
-            target="vllm_ext.cli.plan:main", help="simulate every system on your trace and recommend one"
-        ),
+        "plan": Command(target="vllm_ext.cli.plan:main", help="simulate every system on your trace and recommend one"),
         "profile": Command(target="vllm_ext.cli.profile:main", help="measure step times for the runtime model"),
         "repro": Command(
             target="vllm_ext.cli.repro:main", help="measure figures and tables of papers again on the simulator"

@@ -76,8 +76,8 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     times = [request.arrival_s for request in build(spec.workload).start()]
     if len(times) < 2 or times[-1] <= times[0]:
         raise spec_flags.UsageError(
-            f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two at "
-            "different times, or --rate with --arrivals poisson"
+            f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
+            "at different times, or --rate with --arrivals poisson"
         )
     return with_values(spec, {"workload.rate_per_s": (len(times) - 1) / (times[-1] - times[0])}), (len(times) - 1) / (
         times[-1] - times[0]
@@ -167,8 +167,12 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
     if verdict.nothing_helps_at:
         loads = ", ".join(f"{load:g}" for load in verdict.nothing_helps_at)
         rates = ", ".join(f"{load * own_rate:.3g}" for load in verdict.nothing_helps_at)
-        lines.append(f"nothing helps at {loads} times your load ({rates} requests/s): no queue forms, or all is lost there")
-    lines.append("simulated on a model of the hardware: check the cost model with `vllm-ext validate` before relying on it")
+        lines.append(
+            f"nothing helps at {loads} times your load ({rates} requests/s): no queue forms, or all is lost there"
+        )
+    lines.append(
+        "simulated on a model of the hardware: check the cost model with `vllm-ext validate` before relying on it"
+    )
     return "\n".join(lines)
 
 
@@ -235,7 +239,9 @@ def _draw(
 def _parser() -> argparse.ArgumentParser:
     parser = spec_flags.Parser(
         prog=PROG,
-        description="Simulate every system on your trace, from light load to overload, and recommend one with its flags.",
+        description=(
+            "Simulate every system on your trace, from light load to overload, and recommend one with its flags."
+        ),
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace; its recorded arrivals are the load 1")
     parser.add_argument("--loads", metavar="X,Y", help="multiples of the trace's rate (default: 0.25 to 3)")
@@ -246,7 +252,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="a load is carried if this share of the requests meets all SLOs (default: 0.9)",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")

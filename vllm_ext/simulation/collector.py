@@ -54,7 +54,8 @@ class Collector:
 
     def __init__(self, scheduler: Scheduler, record: RecordSpec) -> None:
         self._scheduler = scheduler
-        self._parked = parked(scheduler)
+        self._queues = scheduler.waiting, getattr(scheduler, parked(scheduler))
+        self._pool = scheduler.kv_cache_manager.block_pool
         self._keep_times = record.token_times
         self.tier: Tier | None = None
         """Where KV is kept beside the device, for the time series."""
@@ -114,9 +115,7 @@ class Collector:
         self.device_busy_s += end_s - start_s
         if self.events is not None:
             preempted, self._preempted = tuple(self._preempted), []
-            step = StepEvent(
-                start_s, end_s, shape.num_requests, shape.num_prefill_tokens, shape.num_decodes, preempted
-            )
+            step = StepEvent(start_s, end_s, shape.num_requests, shape.num_prefill_tokens, shape.num_decodes, preempted)
             if len(self.events.steps) < self.events.limit:
                 self.events.steps.append(step)
             else:
@@ -198,8 +197,9 @@ class Collector:
         elapsed = now_s - self._since_s
         self._since_s = now_s
         scheduler = self._scheduler
-        running, kv_used = len(scheduler.running), scheduler.kv_cache_manager.usage
-        waiting = len(scheduler.waiting) + len(getattr(scheduler, self._parked))
+        running, kv_used = len(scheduler.running), self._pool.get_usage()
+        first, second = self._queues
+        waiting = len(first) + len(second)
         if elapsed > 0:
             self.running_area += elapsed * running
             self.waiting_area += elapsed * waiting

@@ -1,4 +1,4 @@
-"""Which system for this trace on this hardware? Every candidate simulated from light load to overload, and a verdict."""
+"""Which system for this trace on this hardware? Every candidate from light load to overload, and a verdict."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ BASELINE = "vLLM default"
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Multiples of the trace's own rate."""
 WORTHWHILE = 0.05
-"""A system helps at a load if it improves the objective by more than this fraction: less is within what a cost model and
-another hour of traffic would change."""
+"""A system helps at a load if it improves the objective by more than this fraction: less is within what a cost model
+and another hour of traffic would change."""
 ATTAINMENT = "slo_attainment_fraction"
 LATENCY = "normalised_latency_mean_ms_per_token"
 
@@ -166,12 +166,16 @@ def _reason(
     objective: Objective,
 ) -> str:
     if best.name == BASELINE:
-        return "no candidate improves on vLLM's defaults by more than 5 % at any simulated load without costing at yours"
+        return (
+            "no candidate improves on vLLM's defaults by more than 5 % at any simulated load without costing at yours"
+        )
     unit = "more requests meet their SLOs" if objective.with_slo else "less mean normalised latency"
     parts = [f"{100 * gains[best.name, own]:+.0f} % {unit} at your load"]
     if helps_at:
         peak = max(helps_at, key=lambda load: gains[best.name, load])
         parts.append(f"{100 * gains[best.name, peak]:+.0f} % at {peak:g} times your load")
     if carried:
-        parts.append(f"SLOs hold up to {carried[best.name]:g} times your load ({carried[BASELINE]:g} with the defaults)")
+        parts.append(
+            f"SLOs hold up to {carried[best.name]:g} times your load ({carried[BASELINE]:g} with the defaults)"
+        )
     return "; ".join(parts)

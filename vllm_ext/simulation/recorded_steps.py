@@ -125,23 +125,23 @@ def _shape(step: Step, update: Update) -> StepShape:
 
 
 def arrival_windows(run: Run) -> dict[str, tuple[float, float]]:
-    """Return by vLLM's request id the earliest and the latest moment at which a request can have reached the engine core.
+    """Return by vLLM's request id the earliest and the latest moment at which a request can have reached the core.
 
-    The latest is when the scheduler got it; the earliest is when the input queue was drained before that, or shortly
-    before the latest where the engine core was waiting for work.
+    The latest is when the scheduler got it; the earliest is when the input queue was drained before that. A core that
+    waits for work takes the first request at once, and those it finds behind it have the window of the first.
     """
-    found = {}
+    found: dict[str, tuple[float, float]] = {}
     drained, idle = float("-inf"), True
+    first: tuple[float, float] | None = None
     for entry in run.entries:
         if isinstance(entry, Step):
-            drained, idle = entry.at_s, False
+            drained, idle, first = entry.at_s, False, None
         elif isinstance(entry, Update):
             idle = not entry.busy
         elif isinstance(entry, Add):
-            earliest = entry.at_s - _IDLE_S if idle else drained
-            found[entry.req_id] = (earliest, entry.at_s)
-            idle = False  # what else waits is drained before the next step
-            drained = max(drained, earliest)
+            if idle and first is None:
+                first = (entry.at_s - _IDLE_S, entry.at_s)
+            found[entry.req_id] = first or (drained, entry.at_s)
     return found
 
 

@@ -182,7 +182,7 @@ def _parse(raw: bytes, where: str) -> Line:
     except ValueError as error:
         raise RecordingError(f"{where}: not JSON ({error})") from error
     kind = fields.get("type") if isinstance(fields, dict) else None
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise RecordingError(f"{where}: field 'type': {kind!r} must be one of {', '.join(TYPES)}")
     if kind == "run" and fields.get("format") != FORMAT:
         raise RecordingError(f"{where}: field 'format': {fields.get('format')!r}, this version reads {FORMAT}")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FORMAT = 1
+"""Of the recordings this version writes and reads."""
 
 
 class Line(BaseModel):
@@ -45,7 +46,7 @@ class Header(Line):
     """The first line of a run."""
 
     type: Literal["run"] = "run"
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     system: str
     """As the benchmark names it."""
     load: float

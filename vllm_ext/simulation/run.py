@@ -172,9 +172,7 @@ def _hashes_blocks(engine: EngineSpec) -> bool:
     return engine.prefix_caching or engine.kv_offload is not None
 
 
-def _counters(
-    engine: SimulatedEngine, scheduler: Scheduler, collector: Collector, num_blocks: int
-) -> dict[str, float]:
+def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collector, num_blocks: int) -> dict[str, float]:
     duration_s = engine.clock()
     found = {
         "steps": collector.steps,

@@ -117,8 +117,9 @@ class SimulatedEngine:
             self._receive(now)
             if max_time_s is not None and now >= max_time_s:
                 return
-            if self.scheduler.has_requests() or self._in_flight:
-                self._step()
+            wanted = self.scheduler.has_requests()
+            if wanted or self._in_flight:
+                self._step(wanted)
                 steps += 1
                 if self._on_progress is not None and steps % _PROGRESS_EVERY == 0:
                     self._on_progress(self.clock(), len(self._collector.table))
@@ -128,11 +129,11 @@ class SimulatedEngine:
                 return
             self._advance_to(upcoming if max_time_s is None else min(upcoming, max_time_s))
 
-    def _step(self) -> None:
-        """One call of the engine core's step function."""
+    def _step(self, wanted: bool) -> None:
+        """One call of the engine core's step function; ``wanted`` is what the scheduler's `has_requests` said."""
         scheduler = self.scheduler
         executed = False
-        if scheduler.has_requests():
+        if wanted:
             executed = self._launch()
             if len(self._in_flight) >= self._depth or not (executed or scheduler.has_requests()):
                 self._process_oldest()

@@ -37,9 +37,7 @@ class TokenRunner:
     def __init__(self, output_lengths: Mapping[str, int]) -> None:
         self._output_lengths = output_lengths
 
-    def execute(
-        self, output: SchedulerOutput, requests: Mapping[str, Request]
-    ) -> tuple[ModelRunnerOutput, StepShape]:
+    def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[ModelRunnerOutput, StepShape]:
         """Run one step, right after it was scheduled.
 
         Args:

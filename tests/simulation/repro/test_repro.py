@@ -156,9 +156,7 @@ def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixtu
     assert "alise-fig6" in capsys.readouterr().err
 
 
-def test_run_writes_the_result_its_plots_and_one_json_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_writes_the_result_its_plots_and_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "study.py").write_text(_STUDY_FILE, encoding="utf-8")
     out = tmp_path / "result.json"
     arguments = ["tiny", "--dir", str(tmp_path), "--out", str(out), "--cache", str(tmp_path / "cache"), "--jobs", "1"]
@@ -172,7 +170,7 @@ def test_run_writes_the_result_its_plots_and_one_json_line(
     assert (tmp_path / "result-curve.png").read_bytes() == b"picture"
 
 
-_STUDY_FILE = '''
+_STUDY_FILE = """
 from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.repro.study import Claim, Findings, Plot, Study
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
@@ -193,4 +191,4 @@ def run(bench):
     )
 
 STUDY = Study(id="tiny", paper="none", title="three requests", differences=("all",), run=run)
-'''
+"""

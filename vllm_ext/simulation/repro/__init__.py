@@ -1,1 +1,1 @@
-"""Reproductions: the figures and tables of papers, measured again on the simulator; one file each in benchmarks/repro."""
+"""Reproductions: figures and tables of papers, measured again on the simulator; one file each in benchmarks/repro."""

@@ -123,9 +123,7 @@ def _one(spec: SimulationSpec, name: str) -> Plan[Metrics]:
     return _checked((yield spec), name)
 
 
-def _cross(
-    make: Callable[[float], SimulationSpec], limit: Limit, settings: CapacitySpec, name: str
-) -> Plan[Crossing]:
+def _cross(make: Callable[[float], SimulationSpec], limit: Limit, settings: CapacitySpec, name: str) -> Plan[Crossing]:
     rates = search(settings, 1.0, lambda m: [limit.metric] if m[limit.metric] > limit.value else [])
     found = yield from _searched(rates, make, name)
     if found.found is not Found.BRACKET or found.lower is None or found.upper is None:

@@ -11,6 +11,8 @@ import vllm_ext
 from vllm_ext.config import ConfigError
 from vllm_ext.simulation.repro.study import Study
 
+_DECISIVE = ("*.py", "policies/**/*.py", "prediction/*.py", "scheduling/*.py", "simulation/*.py",
+             "simulation/cost/*.py", "simulation/workloads/*.py")  # fmt: skip
 FOLDER = Path("benchmarks", "repro")
 
 
@@ -49,10 +51,10 @@ def studies(where: Path) -> dict[str, Study]:
 
 
 def source_digest() -> str:
-    """Return a checksum of the package's code: what was simulated with other code must not be taken for this one's."""
+    """Return a checksum of the code that simulates: what other code simulated must not be taken for this one's."""
     package = Path(vllm_ext.__file__).resolve().parent
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted(file for part in _DECISIVE for file in package.glob(part)):
         digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -39,9 +39,7 @@ def result(study: Study, findings: Findings, *, command: str, seed: int, quick: 
             "quick": quick,
         },
         seed=seed,
-        workload=Workload(
-            name=findings.workload_name, rows=findings.workload_rows, sha256=findings.workload_sha256
-        ),
+        workload=Workload(name=findings.workload_name, rows=findings.workload_rows, sha256=findings.workload_sha256),
         metrics=findings.metrics,
         baselines=findings.baselines,
         goals=[_goal(claim) for claim in findings.claims if claim.headline],

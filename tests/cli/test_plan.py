@@ -1,0 +1,82 @@
+"""`vllm-ext plan` on tiny traces: verdict, files, and what is wrong with a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_ext.cli.plan import main
+
+FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "--jobs", "1", "--quiet"]
+
+
+def trace(path: Path, *, requests: int = 30, gap_s: float = 0.5) -> Path:
+    rows = [
+        {"prompt_tokens": 20, "output_tokens": 4 + 37 * (i % 3), "timestamp": gap_s * i} for i in range(requests)
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_plan_reports_every_candidate_at_every_load_and_one_recommendation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
+    arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1,8", "--out", str(out)]
+    assert main([*arguments, "--plot", str(plot), "--max-num-seqs", "2", *FAST]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert result["metrics"]["own_rate_per_s"] == pytest.approx(2.0)
+    assert {key.split(".load_")[0] for key in result["metrics"] if ".load_" in key} == {
+        "vLLM tuned",
+        "alise",
+        "alise, no preemption",
+    }
+    assert result["baselines"]["vLLM default"]["load_8.requests"] == 30
+    assert result["config"]["recommended"] in printed.err
+    assert "vllm serve opt-13b" in printed.err
+    assert "<svg" in plot.read_text(encoding="utf-8")
+    assert str(tmp_path) not in printed.out
+
+
+def test_plan_without_a_queue_says_that_nothing_helps_and_stays_with_the_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)
+    assert main(["--trace", str(path), "--loads", "0.5,1", "--slo", "ttft=5,tbt=1", *FAST]) == 0
+    printed = capsys.readouterr().err
+    assert "recommended: vLLM default" in printed
+    assert "nothing helps at 0.5, 1 times your load" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--loads", "1,x"], "--loads 1,x: must be numbers above 0"),
+        (["--loads", "0,1"], "--loads 0,1: must be numbers above 0"),
+        (["--system", "alise"], "--system: plan compares its own candidates"),
+        (["--device", "toaster"], "toaster"),
+    ],
+    ids=["no-number", "zero-load", "system", "device"],
+)
+def test_wrong_flag_is_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert problem in printed
+    assert len(printed.strip().splitlines()) == 1
+
+
+def test_trace_with_one_arrival_and_a_broken_line_are_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--trace", str(trace(tmp_path / "one.jsonl", requests=1)), *FAST]) == 2
+    assert "1 requests with recorded arrivals" in capsys.readouterr().err
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt_tokens": 3, "output_tokens": 2, "timestamp": 0}\nnonsense\n', encoding="utf-8")
+    assert main(["--trace", str(broken), *FAST]) == 2
+    assert "broken.jsonl: line 2" in capsys.readouterr().err
