@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "long_prefill_token_threshold": 0,
     "reserve_full_isl": True,
     "lookahead_tokens": 0,
+    "speculative_tokens": 0,
     "v2_model_runner": False,
     "kv_groups": ("FullAttentionSpec",),
     "connector": None,

@@ -122,7 +122,7 @@ def test_feature_that_is_not_modelled_is_refused_with_its_line(alise: Run) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lookahead_tokens", 3), ("connector", "OffloadingConnector"), ("kv_groups", ("MambaSpec",))],
+    [("speculative_tokens", 3), ("connector", "OffloadingConnector"), ("kv_groups", ("MambaSpec",))],
 )
 def test_setting_that_cannot_be_rebuilt_is_refused_by_name(alise: Run, field: str, value: Any) -> None:
     settings = alise.header.settings.model_copy(update={field: value})

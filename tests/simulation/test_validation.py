@@ -62,12 +62,12 @@ def test_engine_that_is_as_the_simulator_says_is_predicted_almost_exactly(
     fitted = fit(runs_of(recordings, f"{system}-fit"))
     found = validate(runs_of(recordings, f"{system}-run")[0], fitted)
     assert found.metrics["judged_requests"] == 50
-    assert found.metrics["e2e_error_median"] < 0.01
-    assert found.metrics["ttft_error_median"] < 0.05, "the intake is known to a part of a step only"
-    assert found.metrics["tbt_mean_error_median"] < 0.01
-    assert found.metrics["batch_jaccard_mean"] > 0.9
+    assert found.metrics["e2e_error_median"] < 0.002
+    assert found.metrics["ttft_error_median"] < 0.01, "the intake is known to a part of a step only"
+    assert found.metrics["tbt_mean_error_median"] < 0.002
+    assert found.metrics["batch_jaccard_mean"] > 0.98
     assert found.metrics["first_token_order_agreement"] > 0.99
-    assert found.metrics["e2e_mean_ms"] == pytest.approx(found.baseline["e2e_mean_ms"], rel=0.02)
+    assert found.metrics["e2e_mean_ms"] == pytest.approx(found.baseline["e2e_mean_ms"], rel=0.002)
 
 
 def test_fit_finds_the_front_end_and_the_step_times(recordings: dict[str, Path]) -> None:

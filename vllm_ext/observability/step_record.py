@@ -219,6 +219,7 @@ def settings(scheduler: Any) -> dict[str, Any]:
         "long_prefill_token_threshold": engine.long_prefill_token_threshold,
         "reserve_full_isl": bool(getattr(scheduler, "scheduler_reserve_full_isl", False)),
         "lookahead_tokens": scheduler.num_lookahead_tokens,
+        "speculative_tokens": scheduler.num_spec_tokens,
         "v2_model_runner": bool(scheduler.use_v2_model_runner),
         "kv_groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],
         "connector": type(scheduler.connector).__name__ if scheduler.connector is not None else None,

@@ -37,6 +37,7 @@ class EngineSettings(Line):
     long_prefill_token_threshold: int
     reserve_full_isl: bool
     lookahead_tokens: int
+    speculative_tokens: int
     v2_model_runner: bool
     kv_groups: tuple[str, ...]
     connector: str | None
