@@ -66,17 +66,27 @@ def run(bench: Bench) -> Findings:
         )
         for load in LOADS
     ]
-    claim = Claim(
-        name=f"mean latency of {SAMPLE} consecutive requests saved by ALISE, against FCFS (vLLM-2023), fraction",
-        paper=PAPER_REDUCTION,
-        ours=float(reduction),
-        headline=True,
-        note="" if reduction >= PAPER_REDUCTION else f"over the whole trace it is {whole[1.0, FCFS.name]:.2f}",
-    )
+    saved = whole[1.0, FCFS.name]
+    best = max(LOADS, key=lambda load: whole[load, FCFS.name])
+    claims = [
+        Claim(
+            name="mean end-to-end latency saved by ALISE over the whole trace, against FCFS (vLLM-2023), fraction",
+            paper=PAPER_REDUCTION,
+            ours=saved,
+            headline=True,
+            note=f"largest at {best:g} times the rate: {whole[best, FCFS.name]:.2f}; preempted KV is recomputed here",
+        ),
+        Claim(
+            name=f"the same over {SAMPLE} consecutive requests from the middle of the trace",
+            paper=PAPER_REDUCTION,
+            ours=float(reduction),
+            note="200 requests are a few minutes of a queue that comes and goes: where the window lies decides",
+        ),
+    ]
     return Findings(
         header=("rate", *(f"{c.name}, mean e2e s" for c in SHOWN), "saved (vLLM-2023)", "saved (vLLM 0.32)"),
         rows=rows,
-        claims=[claim],
+        claims=claims,
         metrics={
             "rate_at_200ms_per_s": edge,
             "sampled_e2e_saved_fraction": float(reduction),

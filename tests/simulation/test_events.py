@@ -24,7 +24,7 @@ def test_events_of_one_moment_happen_in_the_order_of_the_table() -> None:
     queue = EventQueue()
     for kind in reversed(EventKind):
         queue.push(1.0, kind, kind.name)
-    assert drain(queue) == ["ABORT", "TRANSFER_END", "STEP_END", "ARRIVAL", "STEP_START"]
+    assert drain(queue) == ["ABORT", "STEP_END", "ARRIVAL", "STEP_START", "TRANSFER_END"]
 
 
 def test_events_of_one_moment_and_kind_happen_in_the_order_of_their_planning() -> None:

@@ -13,17 +13,20 @@ class EventKind(IntEnum):
     | kind | why it stands where it stands |
     |---|---|
     | ABORT | the engine core reads its abort queue before it processes a step's output |
-    | TRANSFER_END | a copy that is through is reported with the output of the step that ends at that moment |
     | STEP_END | its output frees seats and blocks, and ends requests, before anybody new is looked at |
     | ARRIVAL | requests received while a step ran are added before the next is scheduled |
-    | STEP_START | scheduling comes last: it sees everything that has happened by now |
+    | STEP_START | scheduling comes last of what the host does: it sees everything that has happened by now |
+    | TRANSFER_END | copies are looked for when a step is handed to the device, after it was scheduled |
+
+    Aborts and arrivals are kept in queues. The others are moments of the engine core's one thread: what comes before them
+    in this table, and is due, is taken from the queues first (`EventQueue.due`).
     """
 
     ABORT = 0
-    TRANSFER_END = 1
-    STEP_END = 2
-    ARRIVAL = 3
-    STEP_START = 4
+    STEP_END = 1
+    ARRIVAL = 2
+    STEP_START = 3
+    TRANSFER_END = 4
 
 
 class Event(NamedTuple):
@@ -53,6 +56,14 @@ class EventQueue:
     def pop(self) -> Event:
         """Return the next event and remove it."""
         return heapq.heappop(self._heap)
+
+    def due(self, moment_s: float, before: EventKind) -> bool:
+        """Return whether the next event happens before an event of another kind at ``moment_s``."""
+        return bool(self._heap) and self._heap[0][:2] < (moment_s, before)
+
+    def goes_before(self, other: EventQueue) -> bool:
+        """Return whether this queue's next event happens before the other's; False if this one is empty."""
+        return bool(self._heap) and (not other._heap or self._heap[0][:2] < other._heap[0][:2])
 
     def next_time_s(self) -> float | None:
         """Return when the next event happens, or None if none is planned."""

@@ -219,10 +219,9 @@ class SimulatedEngine:
         """Deliver what has happened by now, in the order in which it happened."""
         arrivals, aborts = self._events, self._aborts
         while True:
-            arrival, abort = arrivals.next_time_s(), aborts.next_time_s()
-            if abort is not None and abort <= now and (arrival is None or abort <= arrival):
+            if aborts.due(now, EventKind.STEP_START) and aborts.goes_before(arrivals):
                 self._abort_next(now)
-            elif arrival is not None and arrival <= now:
+            elif arrivals.due(now, EventKind.STEP_START):
                 request, from_start = arrivals.pop().payload
                 if from_start:
                     self._plan_next_arrival()
@@ -250,7 +249,7 @@ class SimulatedEngine:
 
     def _abort_due(self, now: float) -> None:
         """Abort the requests whose clients are gone by now."""
-        while (moment := self._aborts.next_time_s()) is not None and moment <= now:
+        while self._aborts.due(now, EventKind.STEP_END):
             self._abort_next(now)
 
     def _abort_next(self, now: float) -> None:
