@@ -89,7 +89,8 @@ def run(bench: Bench) -> Findings:
         alise, unaged = (ours[contender.name] for contender in contenders[panel][:-3:-1])
         orca_paper, vllm_paper, alise_paper = PUBLISHED[panel]
         for other, figure in ((base.VLLM_2023, vllm_paper), (base.ORCA, orca_paper)):
-            ratio = alise / ours[other.name]
+            base_rate = ours[other.name]
+            ratio = alise / base_rate
             claims.append(
                 Claim(
                     name=f"{panel[0]}, {panel[1]}: requests/s at {COMPARED:g} x capacity, ALISE / {other.name}",

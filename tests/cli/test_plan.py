@@ -13,9 +13,7 @@ FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "
 
 
 def trace(path: Path, *, requests: int = 30, gap_s: float = 0.5) -> Path:
-    rows = [
-        {"prompt_tokens": 20, "output_tokens": 4 + 37 * (i % 3), "timestamp": gap_s * i} for i in range(requests)
-    ]
+    rows = [{"prompt_tokens": 20, "output_tokens": 4 + 37 * (i % 3), "timestamp": gap_s * i} for i in range(requests)]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return path
 
