@@ -18,8 +18,8 @@ class EventKind(IntEnum):
     | STEP_START | scheduling comes last of what the host does: it sees everything that has happened by now |
     | TRANSFER_END | copies are looked for when a step is handed to the device, after it was scheduled |
 
-    Aborts and arrivals are kept in queues. The others are moments of the engine core's one thread: what comes before them
-    in this table, and is due, is taken from the queues first (`EventQueue.due`).
+    Aborts and arrivals are kept in queues. The others are moments of the engine core's one thread: what comes before
+    them in this table, and is due, is taken from the queues first (`EventQueue.due`).
     """
 
     ABORT = 0
