@@ -223,6 +223,8 @@ def _settings(engine: Any) -> dict[str, Any]:
         "chunked_prefill": bool(scheduler.enable_chunked_prefill),
         "dtype": str(model.dtype),
         "enforce_eager": bool(model.enforce_eager),
+        "hf_overrides": model.hf_overrides,
+        "load_format": str(config.load_config.load_format),
         "max_model_len": model.max_model_len,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_num_seqs": scheduler.max_num_seqs,

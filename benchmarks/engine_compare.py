@@ -221,7 +221,8 @@ class _Run:
 def _load(args: argparse.Namespace) -> datasets.Dataset:
     if args.dataset is None:
         needed = WARMUP_REQUESTS + args.history_requests + args.num_requests
-        return synthetic.generate(args.synthetic, rows=needed, seed=args.seed)
+        spare = needed // 4 + 16  # short made-up prompts come out alike now and then, and each is used once
+        return synthetic.generate(args.synthetic, rows=needed + spare, seed=args.seed)
     where = {}
     for condition in args.dataset_where:
         name, _, values = condition.partition("=")
@@ -238,6 +239,8 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "enforce_eager": args.enforce_eager,
         "gpu_memory_utilization": args.gpu_memory_utilization,
+        "hf_overrides": args.hf_overrides,
+        "load_format": args.load_format,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "num_gpu_blocks_override": args.num_gpu_blocks,

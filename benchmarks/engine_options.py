@@ -101,6 +101,16 @@ def _add_requests(group: Any) -> None:
 
 def _add_engine(group: Any) -> None:
     group.add_argument("--model", help="model directory or name (default: the embedded tiny model)")
+    group.add_argument(
+        "--hf-overrides",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="fields of the model's configuration to change, such as its size; with --load-format dummy",
+    )
+    group.add_argument(
+        "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)"
+    )
     group.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     group.add_argument("--max-model-len", type=_positive, default=512, help="(default: 512)")
     group.add_argument("--max-num-seqs", type=_positive, default=8, help="seats: requests running at once (default: 8)")

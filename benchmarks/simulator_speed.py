@@ -6,12 +6,12 @@ building of requests.
 
 Method: OPT-13B with the roofline cost model, async scheduling and prefix caching, ShareGPT-like lengths. A closed loop
 of as many clients as are to run keeps the batch at that size; where 40 GB do not hold so many, the 80 GB device is
-taken. Time inside `schedule`, `update_from_output` and `add_request` is measured by wrapping them; whatever is left of
-the run (without the building of the scheduler) is the simulator's. Best of n runs, systems taking turns. Measured is
-the CPU time of the thread, which a busy machine stretches less than wall time; a run neither waits nor does I/O, so on
-an idle machine both agree (``--wall`` measures wall time). Memory: many short requests through one run, the process'
-resident size and, in a shorter run, Python's own count of allocated bytes, after a fifth of the requests and at the
-end; the slope is what a request leaves behind.
+taken. Then a trace of 30 minutes at a published rate. Time inside `schedule`, `update_from_output` and `add_request` is
+measured by wrapping them; whatever is left of the run (without the building of the scheduler) is the simulator's. Best
+of n runs, systems taking turns (the trace runs once). Measured is the CPU time of the thread, which a busy machine
+stretches less than wall time; a run neither waits nor does I/O, so on an idle machine both agree (``--wall`` measures
+wall time). Memory: many short requests through one run, the process' resident size and, in a shorter run, Python's own
+count of allocated bytes, after a fifth of the requests and at the end; the slope is what a request leaves behind.
 
 Output: virtual seconds per second, total over scheduler, microseconds per step by part, bytes per request.
 
@@ -24,34 +24,30 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
 import sys
 import time
-import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from simulator_memory import memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.request_factory import RequestFactory
-from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
-from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 SYSTEMS = ("upstream-fcfs", "fcfs", "alise")
 SCHEDULER_CALLS = ("schedule", "update_from_output", "add_request", "finish_requests")
+TRACE_S, TRACE_RATE_PER_S, TRACE_GOAL_S = 1800.0, 2.0, 60.0
 OVERHEAD_GOAL, SMALL_BATCH_GOAL, LARGE_BATCH_GOAL = 1.30, 500.0, 30.0
 BYTES_GOAL = 1000.0
-MEMORY_CLIENTS = 32
 MILLION = 1_000_000
 
 
@@ -72,7 +68,7 @@ class Load:
 LOADS = (
     Load(clients=4, device="a100-40", requests=160),
     Load(clients=32, device="a100-40", requests=640),
-    Load(clients=128, device="a100-80", requests=2048),
+    Load(clients=160, device="a100-80", requests=2560),
 )
 
 
@@ -117,6 +113,22 @@ def spec_of(load: Load, system: str, requests: int, seed: int) -> SimulationSpec
         engine=EngineSpec(system=system),
         hardware=HardwareSpec(model="opt-13b", device=load.device),
         workload=WorkloadSpec(arrivals="closed-loop", clients=load.clients, num_requests=requests, seed=seed),
+    )
+
+
+def trace_of(system: str, duration_s: float, seed: int) -> SimulationSpec:
+    """OPT-13B on 40 GB at the rate up to which the vLLM paper (figure 12) serves it with ShareGPT's lengths."""
+    return SimulationSpec(
+        engine=EngineSpec(system=system),
+        hardware=HardwareSpec(model="opt-13b", device="a100-40"),
+        workload=WorkloadSpec(
+            source="sharegpt-vllm",
+            rate_per_s=TRACE_RATE_PER_S,
+            duration_s=duration_s,
+            max_model_len=2048,
+            over_context="cut",
+            seed=seed,
+        ),
     )
 
 
@@ -173,91 +185,6 @@ def best_runs(load: Load, requests: int, repeats: int, seed: int, timer: Callabl
     return found
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-class StepOf20Ms:
-    """A cost model that costs nothing itself."""
-
-    def device_s(self, shape: StepShape) -> float:
-        return 0.02
-
-    def host_s(self, shape: StepShape) -> float:
-        return 0.0
-
-
-class ShortRequests:
-    """A closed loop of many short requests, which looks at the process' memory on the way."""
-
-    name, rows, sha256 = "short requests", 0, ""
-
-    def __init__(self, total: int, size_bytes: Callable[[], int]) -> None:
-        self.expected_requests = total
-        self.sizes: list[tuple[int, int]] = []
-        """(requests sent, bytes)"""
-        self._size_bytes = size_bytes
-        self._sent = 0
-
-    def start(self) -> Iterator[SimRequest]:
-        return (self._next(0.0) for _ in range(MEMORY_CLIENTS))
-
-    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
-        if self._sent >= self.expected_requests:
-            return ()
-        if self._sent in (self.expected_requests // 5, self.expected_requests - MEMORY_CLIENTS):
-            gc.collect()
-            self.sizes.append((self._sent, self._size_bytes()))
-        return (self._next(finished_s),)
-
-    def _next(self, arrival_s: float) -> SimRequest:
-        self._sent += 1
-        number = self._sent
-        return SimRequest(
-            req_id=f"request-{number}",
-            arrival_s=arrival_s,
-            prompt_tokens=16 + number % 64,
-            output_tokens=1 + number % 3,
-            max_tokens=64,
-        )
-
-
-def resident_bytes() -> int:
-    """Memory of this process, in bytes.
-
-    Raises:
-        OSError: the system is not Linux.
-    """
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def allocated_bytes() -> int:
-    """Bytes of Python objects, as `tracemalloc` counts them."""
-    return tracemalloc.get_traced_memory()[0]
-
-
-def bytes_per_request(system: str, total: int, size_bytes: Callable[[], int]) -> float:
-    """What one more request leaves in memory at the end of a long run."""
-    workload = ShortRequests(total, size_bytes)
-    spec = SimulationSpec(engine=EngineSpec(system=system))
-    runs.simulate_parts(spec, workload=workload, cost=StepOf20Ms(), num_blocks=2000)
-    (few, small), (many, large) = workload.sizes
-    return round((large - small) / (many - few), 1)
-
-
-def memory(total: int) -> dict[str, dict[str, float]]:
-    """Bytes per request by system: resident, and allocated in a run of a fifth of the length."""
-    found: dict[str, dict[str, float]] = {system: {} for system in SYSTEMS}
-    for system in SYSTEMS:
-        found[system]["resident"] = bytes_per_request(system, total, resident_bytes)
-    tracemalloc.start()
-    try:
-        for system in SYSTEMS:
-            found[system]["allocated"] = bytes_per_request(system, total // 5, allocated_bytes)
-    finally:
-        tracemalloc.stop()
-    return found
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +224,27 @@ def table_of(cells: dict[Load, dict[str, Timed]]) -> str:
     return format_table(header, rows)
 
 
+def trace_metrics(traces: dict[str, Timed]) -> dict[str, float]:
+    """Flat metrics of the trace."""
+    metrics = {}
+    for system, timed in traces.items():
+        metrics |= {
+            f"{system}_trace_run_s": round(timed.parts.total, 2),
+            f"{system}_trace_virtual_s_per_s": round(timed.speed, 1),
+            f"{system}_trace_mean_running_requests": round(timed.data.counters["mean_running_requests"], 2),
+            f"{system}_trace_requests": float(len(timed.data.requests)),
+        }
+    return metrics
+
+
+def trace_goal(traces: dict[str, Timed], duration_s: float) -> Goal:
+    """The slowest system counts; a shorter trace is given less time."""
+    system, timed = max(traces.items(), key=lambda item: item[1].parts.total)
+    note = f"{system}: {timed.data.duration_s:.0f} s of virtual time, {timed.speed:.0f} times real time"
+    goal = TRACE_GOAL_S * duration_s / TRACE_S
+    return Goal(metric="worst_trace_run_s", value=round(timed.parts.total, 2), op="<=", goal=goal, note=note)
+
+
 def goals_of(cells: dict[Load, dict[str, Timed]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
     """Compare with what was wanted; the worst system counts."""
     goals = []
@@ -334,15 +282,22 @@ def main(argv: Sequence[str]) -> None:
     timer = time.perf_counter if args.wall else time.thread_time
     repeats, share, short = (2, 4, 10_000) if args.quick else (5, 1, 100_000)
     cells = {load: best_runs(load, load.requests // share, repeats, args.seed, timer) for load in LOADS}
-    per_request = memory(short)
+    duration_s = TRACE_S / (10 if args.quick else 1)
+    traces = {system: measure(trace_of(system, duration_s, args.seed), timer) for system in SYSTEMS}
+    per_request = memory(SYSTEMS, short)
     tables = [
         table_of(cells),
+        format_table(
+            [f"trace of {duration_s:.0f} s at {TRACE_RATE_PER_S:g} requests/s", "seconds", "x real time", "running"],
+            [[s, t.parts.total, t.speed, t.data.counters["mean_running_requests"]] for s, t in traces.items()],
+        ),
         format_table(
             ["system", "resident bytes per request", "allocated bytes per request", "MiB per million"],
             [[name, *sizes.values(), max(sizes.values()) * MILLION / 2**20] for name, sizes in per_request.items()],
         ),
     ]
     metrics = {key: value for load, found in cells.items() for key, value in metrics_of(load, found).items()}
+    metrics |= trace_metrics(traces)
     for system, sizes in per_request.items():
         metrics |= {f"{system}_{kind}_bytes_per_request": size for kind, size in sizes.items()}
     workload = build_workload(spec_of(LOADS[0], SYSTEMS[0], 1, args.seed).workload)
@@ -354,6 +309,7 @@ def main(argv: Sequence[str]) -> None:
             "loads": [{"clients": load.clients, "device": load.device} for load in LOADS],
             "requests": [load.requests // share for load in LOADS],
             "cost": CostSpec().model_dump(exclude_none=True),
+            "trace": {"duration_s": duration_s, "rate_per_s": TRACE_RATE_PER_S, "device": "a100-40"},
             "repeats": repeats,
             "timer": timer.__name__,
             "short_requests": short,
@@ -361,7 +317,7 @@ def main(argv: Sequence[str]) -> None:
         seed=args.seed,
         workload=Workload(name=workload.name, rows=workload.rows, sha256=workload.sha256),
         metrics=metrics,
-        goals=goals_of(cells, per_request),
+        goals=[*goals_of(cells, per_request), trace_goal(traces, duration_s)],
     )
     emit(result, tables, args.out)
 

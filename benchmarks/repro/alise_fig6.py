@@ -23,17 +23,19 @@ from vllm_ext.simulation.spec import SimulationSpec
 
 LIMIT = Limit(metric=base.NORMALISED, value=200.0)
 MODELS = ("opt-2.7b", "opt-6.7b", "opt-13b")
+JUDGED = "opt-13b"
+"""The model with the paper's trace length."""
 CLAIMS = {"alpaca": (1.8, 3.1), "sharegpt": (2.1, 4.3)}
-"""Data set -> largest ratio of rates the paper states, ALISE to vLLM and ALISE to ORCA."""
+"""Data set -> ratio of rates, ALISE to vLLM and ALISE to ORCA: the largest of any model that the paper states."""
 DURATION_S = {
     ("opt-13b", "sharegpt"): 1800.0,
     ("opt-13b", "alpaca"): 1800.0,
-    ("opt-6.7b", "sharegpt"): 900.0,
-    ("opt-6.7b", "alpaca"): 300.0,
-    ("opt-2.7b", "sharegpt"): 300.0,
-    ("opt-2.7b", "alpaca"): 150.0,
+    ("opt-6.7b", "sharegpt"): 600.0,
+    ("opt-6.7b", "alpaca"): 150.0,
+    ("opt-2.7b", "sharegpt"): 200.0,
+    ("opt-2.7b", "alpaca"): 75.0,
 }
-"""Length of the traces: the paper's 30 minutes for OPT-13B, less where the simulated steps are shorter and larger."""
+"""Length of the traces: the paper's 30 minutes for OPT-13B, less where the simulated rates are higher."""
 QUICK_S = {"sharegpt": 180.0, "alpaca": 25.0}
 START_PER_S = {
     ("opt-13b", "sharegpt"): 0.8,
@@ -48,7 +50,7 @@ START_PER_S = {
 
 def run(bench: Bench) -> Findings:
     """Find the rates of all systems and compare them."""
-    panels = [(m, d) for m in (("opt-13b",) if bench.quick else MODELS) for d in base.DATASETS]
+    panels = [(m, d) for m in ((JUDGED,) if bench.quick else MODELS) for d in base.DATASETS]
     specs: dict[tuple[str, str, str], Callable[[float], SimulationSpec]] = {}
     start: dict[tuple[str, str, str], float] = {}
     for model, dataset in panels:
@@ -57,17 +59,20 @@ def run(bench: Bench) -> Findings:
             duration = QUICK_S[dataset] if bench.quick else DURATION_S[model, dataset]
             specs[key] = partial(_spec, contender, model, dataset, duration, bench.seed)
             start[key] = START_PER_S[model, dataset] * contender.start
-    found = bench.crossings(specs, LIMIT, start_per_s=start, tolerance=0.25 if bench.quick else 0.05)
+    found = bench.crossings(specs, LIMIT, start_per_s=start, tolerance=0.25 if bench.quick else 0.08)
     return _findings(found, panels, bench)
 
 
 def _contenders(model: str, dataset: str, quick: bool) -> list[base.Contender]:
     paper = base.alise(base.PAPER_ERROR[dataset])
     few = [base.ORCA, base.VLLM_2023, base.VLLM, paper, base.ORACLE_ALISE]
-    if quick or model != "opt-13b":
+    if quick:
         return few
+    all_models = [*few, base.VLLM_TUNED, base.ORACLE]
+    if model != JUDGED:
+        return all_models
     default_aging = base.alise(base.PAPER_ERROR[dataset], ordering={}, suffix=", aged after 20 s")
-    return [*few, base.VLLM_TUNED, base.alise(0.3), base.alise(1.0), base.ORACLE, default_aging]
+    return [*all_models, base.alise(0.3), base.alise(1.0), default_aging]
 
 
 def _spec(
@@ -115,22 +120,17 @@ def _claims(found: Mapping[tuple[str, str, str], Crossing], panels: list[tuple[s
     for dataset, (over_vllm, over_orca) in CLAIMS.items():
         name = base.alise(base.PAPER_ERROR[dataset]).name
         for other, figure in ((base.VLLM_2023.name, over_vllm), (base.ORCA.name, over_orca)):
-            ratios = {
-                model: found[model, data, name].rate_per_s / found[model, data, other].rate_per_s
-                for model, data in panels
-                if data == dataset
-            }
-            best = max(ratios, key=lambda model: ratios[model])
-            others = ", ".join(f"{model} {ratio:.2f}" for model, ratio in ratios.items())
-            claims.append(
-                Claim(
-                    name=f"{dataset}: rate at 200 ms/token, ALISE / {other}, largest over models ({best})",
-                    paper=figure,
-                    ours=ratios[best],
-                    headline=True,
-                    note="" if ratios[best] >= figure else f"ratios: {others}; {_WHY[other]}",
+            for model in (model for model, data in panels if data == dataset):
+                ratio = found[model, dataset, name].rate_per_s / found[model, dataset, other].rate_per_s
+                claims.append(
+                    Claim(
+                        name=f"{model}, {dataset}: rate at 200 ms/token, ALISE / {other}",
+                        paper=figure,
+                        ours=ratio,
+                        headline=model == JUDGED,
+                        note="" if ratio >= figure else _WHY[other],
+                    )
                 )
-            )
     return claims
 
 
@@ -139,7 +139,7 @@ _WHY = {
         "without swapping, every preemption is paid by recomputation, and what long requests wait beyond capacity "
         "counts in the mean"
     ),
-    base.ORCA.name: ("our ORCA has today's kernels and engine loop and loses by what it reserves only"),
+    base.ORCA.name: "our ORCA has today's kernels and engine loop and loses by what it reserves only",
 }
 
 
@@ -172,9 +172,9 @@ STUDY = Study(
     title="Normalised latency against request rate: ORCA, vLLM, ALISE, Oracle",
     differences=(
         *base.DIFFERENCES,
-        "Traces are 30 minutes for OPT-13B; 15 to 2.5 minutes for the smaller models, whose simulated rates are higher "
-        "(config.duration_s). A short overload flatters systems that let long requests wait: read those ratios "
-        "as upper bounds.",
+        "Traces are 30 minutes for OPT-13B, 10 to 1.25 minutes for the smaller models, whose simulated rates are "
+        "higher (config.duration_s). A short overload flatters systems that let long requests wait, so the claims are "
+        "judged on OPT-13B; the smaller models' ratios stand beside them.",
     ),
     run=run,
 )

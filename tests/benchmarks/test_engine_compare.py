@@ -164,6 +164,25 @@ def test_failing_engine_is_reported_with_its_last_lines(monkeypatch: pytest.Monk
         process.serve("alise", {})
 
 
+def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
+    compare, workload = script("engine_compare"), script("engine_workload")
+    args = compare.parse(["--synthetic", "sharegpt-vllm", "--num-requests", "200", "--history-requests", "20"])
+    for seed in range(5):
+        args.seed = seed
+        lots = workload.draw(
+            compare._load(args).rows, Letters(), workload.Limits(), vocab_size=2300, counts=(3, 20, 200), seed=seed
+        )
+        assert len(lots.measured) == 200
+
+
+def test_model_can_be_made_larger_with_random_weights() -> None:
+    compare = script("engine_compare")
+    args = compare.parse(["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"])
+    assert (
+        compare._engine_args(args).items() >= {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy"}.items()
+    )
+
+
 def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--systems", "upstream-fcfs,nonsense"],

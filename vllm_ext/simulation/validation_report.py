@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.observability.results import Goal, Result, Workload, format_table, machine, versions
-from vllm_ext.simulation import recording
+from vllm_ext.simulation import agreement, recording
 from vllm_ext.simulation.recording import Run
 from vllm_ext.simulation.validation import Fit, Validation, fit, floors, medians, validate
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from vllm_ext.simulation.replay import Replay
 
 GOALS = {"e2e_error_median": 0.07, "ttft_error_median": 0.15}
-"""Metric -> how large it may be for every system and load."""
+"""Metric -> how large it may be for all requests together, and for those of every system and load."""
+ALL = "all"
+"""Instead of a system and load: all judged requests together."""
 MEASURED, REPEAT = "measured", "another run of the real engine"
 """Baselines: what the real engine measured, and how far two of its runs with the same requests differ."""
 EQUAL_STEPS = "replayed_equal_steps_fraction"
+_NO_REPEATS = "The recording holds no repeats of the same requests to tell the noise of the machine from."
 _COLUMNS = {
     "e2e_error_median": "e2e error",
     "e2e_error_p90": "P90",
@@ -53,6 +56,12 @@ class Report:
         return {
             key: medians([self.validations[i].baseline for i in members]) for key, members in self._members().items()
         }
+
+    def pooled(self) -> dict[str, float]:
+        """Return the errors over the requests of all runs together, so that each request counts the same."""
+        predicted = [timeline for one in self.validations for timeline in one.predicted.timelines]
+        measured = [timeline for one in self.validations for timeline in one.measured.timelines]
+        return agreement.request_errors(predicted, measured)
 
     def divergences(self) -> list[str]:
         """Return what differed first in each replay that was not equal, in words."""
@@ -107,7 +116,18 @@ def make_result(
         note: Why a goal is missed, if one is; put before the facts.
     """
     runs = [one.run for one in report.validations]
-    metrics, goals = {}, []
+    pooled = report.pooled()
+    metrics = {f"{ALL}.{key}": value for key, value in pooled.items()}
+    goals = [
+        Goal(
+            metric=f"{ALL}.{metric}",
+            value=pooled[metric],
+            op="<=",
+            goal=limit,
+            note=f"{note} {_floors_in_words(report, metric)}".strip(),
+        )
+        for metric, limit in GOALS.items()
+    ]
     for (system, load), values in report.groups().items():
         prefix = f"{system}.load_{load:g}"
         metrics.update({f"{prefix}.{key}": value for key, value in values.items()})
@@ -143,13 +163,18 @@ def make_result(
 
 
 def make_table(report: Report) -> str:
-    """Return a line per system and load, errors in percent; below each the distance of two runs of the real engine."""
+    """Return a line per system and load, errors in percent, and one for all requests together.
+
+    Below each system and load stands the distance of two runs of the real engine, where there are repeats.
+    """
     rows: list[list[object]] = []
     for (system, load), values in report.groups().items():
         rows.append([f"{load:g}", system, *(_percent(values.get(key)) for key in _COLUMNS)])
         floor = report.floors.get((system, load))
         if floor is not None:
             rows.append(["", "  real engine, again", *(_percent(floor.get(key)) for key in _COLUMNS)])
+    pooled = report.pooled()
+    rows.append([ALL, "", *(_percent(pooled.get(key)) for key in _COLUMNS)])
     text: str = format_table(["load", "system (%)", *_COLUMNS.values()], rows)
     return text
 
@@ -179,10 +204,20 @@ def _config(runs: Sequence[Run], fit_path: Path | None) -> dict[str, Any]:
     }
 
 
+def _floors_in_words(report: Report, metric: str) -> str:
+    found = [floor[metric] for floor in report.floors.values()]
+    if not found:
+        return _NO_REPEATS
+    return (
+        f"Two runs of the real engine with the same requests differ by {min(found):.1%} to {max(found):.1%} in this "
+        "metric, by system and load."
+    )
+
+
 def _floor_in_words(report: Report, key: tuple[str, float], metric: str) -> str:
     floor = report.floors.get(key)
     if floor is None:
-        return "The recording holds no repeats of the same requests to tell the noise of the machine from."
+        return _NO_REPEATS
     return f"Two runs of the real engine with the same requests differ by {floor[metric]:.1%} in this metric."
 
 
