@@ -69,6 +69,13 @@ def test_wrong_flag_is_one_line_and_status_2(
     assert len(printed.strip().splitlines()) == 1
 
 
+def test_run_in_which_nothing_ends_is_refused_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1", "--max-time", "0.001", *FAST]) == 2
+    assert "no request ended under vLLM default at 1 x: --max-time 0.001 is too early" in capsys.readouterr().err
+
+
 def test_trace_with_one_arrival_and_a_broken_line_are_refused_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

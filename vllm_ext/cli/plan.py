@@ -79,9 +79,8 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
             f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
             "at different times, or --rate with --arrivals poisson"
         )
-    return with_values(spec, {"workload.rate_per_s": (len(times) - 1) / (times[-1] - times[0])}), (len(times) - 1) / (
-        times[-1] - times[0]
-    )
+    own_rate = (len(times) - 1) / (times[-1] - times[0])
+    return with_values(spec, {"workload.rate_per_s": own_rate}), own_rate
 
 
 def _loads(text: str) -> tuple[float, ...]:
@@ -128,6 +127,11 @@ def _simulate(
                 if outcome.metrics is None:
                     print(f"{PROG}: {name} at {load:g} x: {outcome.error}", file=sys.stderr)
                     return None
+                if not outcome.metrics["requests"]:
+                    raise spec_flags.UsageError(
+                        f"no request ended under {name} at {load:g} x: --max-time {base.max_time_s} is too early, or "
+                        f"all prompts exceed --max-model-len {base.engine.max_model_len}"
+                    )
                 found[name, load] = outcome.metrics
                 if not args.quiet:
                     print(f"{name} at {load:g} x: done", file=sys.stderr)
