@@ -133,11 +133,13 @@ def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: s
     )
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
         "import sleepy\n"
         "from vllm_ext.cli.sweep import main\n"
         "from vllm_ext.simulation.sweep import evaluate\n"
         "if __name__ == '__main__':\n"
+        # a shell that started the tests in the background has Ctrl-C ignored by all its children
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "    evaluate.simulate_point = sleepy.point\n"
         "    sys.exit(main(sys.argv[1:]))\n"
     )
