@@ -36,7 +36,7 @@ DURATION_S = {
     ("opt-2.7b", "alpaca"): 75.0,
 }
 """Length of the traces: the paper's 30 minutes for OPT-13B, less where the simulated rates are higher."""
-QUICK_S = {"sharegpt": 180.0, "alpaca": 25.0}
+QUICK_S = {"sharegpt": 150.0, "alpaca": 20.0}
 START_PER_S = {
     ("opt-13b", "sharegpt"): 0.8,
     ("opt-13b", "alpaca"): 14.0,

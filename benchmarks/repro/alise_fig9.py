@@ -37,7 +37,7 @@ SHOWN = (FCFS, base.VLLM, ALISE)
 
 def run(bench: Bench) -> Findings:
     """Measure mean latencies at several loads, and every latency at one."""
-    duration_s = 600.0 if bench.quick else 1800.0
+    duration_s = 300.0 if bench.quick else 1800.0
 
     def spec(contender: base.Contender, rate: float) -> SimulationSpec:
         return base.spec(contender, MODEL, DATASET, rate, duration_s=duration_s, seed=bench.seed)
