@@ -23,7 +23,6 @@ ALL = "all"
 MEASURED, REPEAT = "measured", "another run of the real engine"
 """Baselines: what the real engine measured, and how far two of its runs with the same requests differ."""
 EQUAL_STEPS = "replayed_equal_steps_fraction"
-_NO_REPEATS = "The recording holds no repeats of the same requests to tell the noise of the machine from."
 _COLUMNS = {
     "e2e_error_median": "e2e error",
     "e2e_error_p90": "P90",
@@ -116,31 +115,22 @@ def make_result(
         note: Why a goal is missed, if one is; put before the facts.
     """
     runs = [one.run for one in report.validations]
-    pooled = report.pooled()
-    metrics = {f"{ALL}.{key}": value for key, value in pooled.items()}
+    judged = {ALL: (report.pooled(), list(report.floors.values()))}
+    for (system, load), values in report.groups().items():
+        floor = report.floors.get((system, load))
+        judged[f"{system}.load_{load:g}"] = (values, [] if floor is None else [floor])
+    metrics = {f"{prefix}.{key}": value for prefix, (values, _) in judged.items() for key, value in values.items()}
     goals = [
         Goal(
-            metric=f"{ALL}.{metric}",
-            value=pooled[metric],
+            metric=f"{prefix}.{metric}",
+            value=values[metric],
             op="<=",
             goal=limit,
-            note=f"{note} {_floors_in_words(report, metric)}".strip(),
+            note=f"{note} {_noise_in_words(noise, metric)}".strip(),
         )
+        for prefix, (values, noise) in judged.items()
         for metric, limit in GOALS.items()
     ]
-    for (system, load), values in report.groups().items():
-        prefix = f"{system}.load_{load:g}"
-        metrics.update({f"{prefix}.{key}": value for key, value in values.items()})
-        for metric, limit in GOALS.items():
-            goals.append(
-                Goal(
-                    metric=f"{prefix}.{metric}",
-                    value=values[metric],
-                    op="<=",
-                    goal=limit,
-                    note=f"{note} {_floor_in_words(report, (system, load), metric)}".strip(),
-                )
-            )
     return Result(
         name=name,
         command=command,
@@ -204,21 +194,14 @@ def _config(runs: Sequence[Run], fit_path: Path | None) -> dict[str, Any]:
     }
 
 
-def _floors_in_words(report: Report, metric: str) -> str:
-    found = [floor[metric] for floor in report.floors.values()]
+def _noise_in_words(floors: Sequence[Mapping[str, float]], metric: str) -> str:
+    found = [floor[metric] for floor in floors]
     if not found:
-        return _NO_REPEATS
-    return (
-        f"Two runs of the real engine with the same requests differ by {min(found):.1%} to {max(found):.1%} in this "
-        "metric, by system and load."
-    )
-
-
-def _floor_in_words(report: Report, key: tuple[str, float], metric: str) -> str:
-    floor = report.floors.get(key)
-    if floor is None:
-        return _NO_REPEATS
-    return f"Two runs of the real engine with the same requests differ by {floor[metric]:.1%} in this metric."
+        return "The recording holds no repeats of the same requests to tell the noise of the machine from."
+    apart = "Two runs of the real engine with the same requests differ by"
+    if len(found) == 1:
+        return f"{apart} {found[0]:.1%} in this metric."
+    return f"{apart} {min(found):.1%} to {max(found):.1%} in this metric, by system and load."
 
 
 def _flat(groups: Mapping[tuple[str, float], Mapping[str, float]]) -> dict[str, float]:
