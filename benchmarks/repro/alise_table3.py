@@ -60,8 +60,8 @@ def run(bench: Bench) -> Findings:
             base.ORCA,
             base.VLLM_2023,
             base.VLLM,
-            base.alise(base.PAPER_ERROR[panel[1]], ordering=base.NOT_AGED, suffix=", never aged"),
-            base.alise(base.PAPER_ERROR[panel[1]]),
+            _unaged(panel),
+            _aged(panel),
         ]
         for panel in panels
     }
@@ -80,13 +80,15 @@ def run(bench: Bench) -> Findings:
         vllm = done[panel, load, base.VLLM_2023.name][DONE]
         rows.append((*panel, load, name, values[DONE], values[DONE] / vllm))
         key = f"{'.'.join(panel)}.overload_{load:g}.{DONE}"
-        if name.startswith("ALISE"):
-            metrics[f"{'alise_never_aged' if 'never' in name else 'alise'}.{key}"] = values[DONE]
+        if name == _aged(panel).name:
+            metrics[f"alise.{key}"] = values[DONE]
+        elif name == _unaged(panel).name:
+            metrics[f"alise_never_aged.{key}"] = values[DONE]
         else:
             baselines.setdefault(name, {})[key] = values[DONE]
     for panel in panels:
         ours = {name: done[panel, COMPARED, name][DONE] for name in (c.name for c in contenders[panel])}
-        alise, unaged = (ours[contender.name] for contender in contenders[panel][:-3:-1])
+        alise, unaged = ours[_aged(panel).name], ours[_unaged(panel).name]
         orca_paper, vllm_paper, alise_paper = PUBLISHED[panel]
         for other, figure in ((base.VLLM_2023, vllm_paper), (base.ORCA, orca_paper)):
             base_rate = ours[other.name]
@@ -114,6 +116,14 @@ def run(bench: Bench) -> Findings:
         plots=[Plot(suffix="", draw=partial(_draw, claims))],
         **base.workload("sharegpt"),
     )
+
+
+def _aged(panel: tuple[str, str]) -> base.Contender:
+    return base.alise(base.PAPER_ERROR[panel[1]])
+
+
+def _unaged(panel: tuple[str, str]) -> base.Contender:
+    return base.alise(base.PAPER_ERROR[panel[1]], ordering=base.NOT_AGED, suffix=", never aged")
 
 
 _WHY = {
