@@ -45,6 +45,7 @@ from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 SYSTEMS = ("upstream-fcfs", "fcfs", "alise")
 SCHEDULER_CALLS = ("schedule", "update_from_output", "add_request", "finish_requests")
+TRACE_DEVICE = "a100-40"
 TRACE_S, TRACE_RATE_PER_S, TRACE_GOAL_S = 1800.0, 2.0, 60.0
 OVERHEAD_GOAL, SMALL_BATCH_GOAL, LARGE_BATCH_GOAL = 1.30, 500.0, 30.0
 BYTES_GOAL = 1000.0
@@ -120,7 +121,7 @@ def trace_of(system: str, duration_s: float, seed: int) -> SimulationSpec:
     """OPT-13B on 40 GB at the rate up to which the vLLM paper (figure 12) serves it with ShareGPT's lengths."""
     return SimulationSpec(
         engine=EngineSpec(system=system),
-        hardware=HardwareSpec(model="opt-13b", device="a100-40"),
+        hardware=HardwareSpec(model="opt-13b", device=TRACE_DEVICE),
         workload=WorkloadSpec(
             source="sharegpt-vllm",
             rate_per_s=TRACE_RATE_PER_S,
@@ -188,11 +189,11 @@ def best_runs(load: Load, requests: int, repeats: int, seed: int, timer: Callabl
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def metrics_of(load: Load, found: dict[str, Timed]) -> dict[str, float]:
-    """Flat metrics of one load."""
+def metrics_of(name: str, found: dict[str, Timed]) -> dict[str, float]:
+    """Flat metrics of one load, or of the trace."""
     metrics = {}
     for system, timed in found.items():
-        key, parts = f"{system}_{load.key}", timed.parts
+        key, parts = f"{system}_{name}", timed.parts
         metrics |= {
             f"{key}_virtual_s_per_s": round(timed.speed, 1),
             f"{key}_total_over_scheduler": round(timed.overhead, 4),
@@ -222,19 +223,6 @@ def table_of(cells: dict[Load, dict[str, Timed]]) -> str:
         for system, timed in found.items()
     ]
     return format_table(header, rows)
-
-
-def trace_metrics(traces: dict[str, Timed]) -> dict[str, float]:
-    """Flat metrics of the trace."""
-    metrics = {}
-    for system, timed in traces.items():
-        metrics |= {
-            f"{system}_trace_run_s": round(timed.parts.total, 2),
-            f"{system}_trace_virtual_s_per_s": round(timed.speed, 1),
-            f"{system}_trace_mean_running_requests": round(timed.data.counters["mean_running_requests"], 2),
-            f"{system}_trace_requests": float(len(timed.data.requests)),
-        }
-    return metrics
 
 
 def trace_goal(traces: dict[str, Timed], duration_s: float) -> Goal:
@@ -296,8 +284,12 @@ def main(argv: Sequence[str]) -> None:
             [[name, *sizes.values(), max(sizes.values()) * MILLION / 2**20] for name, sizes in per_request.items()],
         ),
     ]
-    metrics = {key: value for load, found in cells.items() for key, value in metrics_of(load, found).items()}
-    metrics |= trace_metrics(traces)
+    metrics = {}
+    for name, found in {**{load.key: cell for load, cell in cells.items()}, "trace": traces}.items():
+        metrics |= metrics_of(name, found)
+    for system, timed in traces.items():
+        metrics[f"{system}_trace_run_s"] = round(timed.parts.total, 2)
+        metrics[f"{system}_trace_requests"] = float(len(timed.data.requests))
     for system, sizes in per_request.items():
         metrics |= {f"{system}_{kind}_bytes_per_request": size for kind, size in sizes.items()}
     workload = build_workload(spec_of(LOADS[0], SYSTEMS[0], 1, args.seed).workload)
@@ -309,7 +301,7 @@ def main(argv: Sequence[str]) -> None:
             "loads": [{"clients": load.clients, "device": load.device} for load in LOADS],
             "requests": [load.requests // share for load in LOADS],
             "cost": CostSpec().model_dump(exclude_none=True),
-            "trace": {"duration_s": duration_s, "rate_per_s": TRACE_RATE_PER_S, "device": "a100-40"},
+            "trace": {"duration_s": duration_s, "rate_per_s": TRACE_RATE_PER_S, "device": TRACE_DEVICE},
             "repeats": repeats,
             "timer": timer.__name__,
             "short_requests": short,

@@ -17,8 +17,8 @@ system's noise is a large part.
     python benchmarks/simulator_validation.py --quick
 
 With ``--quick`` one short run of the embedded model is recorded, its first half fitted and its second half predicted.
-``--from FOLDER`` judges recordings that ``--keep`` left there. Options that are not
-listed here go to `engine_compare.py`: the data set, the engine, its seats and blocks. The environment is passed on.
+``--from FOLDER`` judges recordings that ``--keep`` left there. Options that are not listed here go to
+`engine_compare.py`: the data set, the engine, its seats and blocks. The environment is passed on.
 
 Output: a table on stderr, with the real engine's own distance below each line; the last line on stdout is the result.
 """
@@ -43,11 +43,11 @@ _FIT_SEED = 1000
 """Added to the seed of the requests that are fitted, so that they are others."""
 _QUICK_CAPACITY = "20"
 """Requests/s of the tiny model on two slow cores; measuring it would take another engine."""
+OWN_HALF = "fitted on its own first half"
 MODEL = (
     '{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8, '
     '"num_key_value_heads": 4, "head_dim": 64}'
 )
-OWN_HALF = "fitted on its own first half"
 ENGINE = ("--synthetic", "sharegpt-vllm", "--length-scale", "0.25", "--hf-overrides", MODEL, "--load-format", "dummy")
 """Passed to `engine_compare.py` before the options from the command line."""
 QUICK = {"systems": "upstream-fcfs", "loads": "0.8", "num_requests": 80, "history_requests": 20}
