@@ -1,0 +1,206 @@
+"""A vector store on disk, whole at any moment: killed while it is written, the folder holds the old or the new state.
+
+    store/CURRENT              which generation counts, and the SHA-256 of its metadata
+    store/gen-000007-1a2b3c4d/
+        metadata.json          format, encoder, dim, entries, names of models, SHA-256 of the other files
+        entries.npz            vectors, lengths, times, model numbers; arrays only, no pickle
+        prompts.json           only of a store that keeps prompts
+
+A save writes a new folder, then replaces CURRENT, then removes what does not count any more. One process may save into
+a folder at a time (a lock makes others wait); any number may read it meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vllm_ext.prediction import store_generation
+from vllm_ext.prediction.store_rows import Entries
+from vllm_ext.prediction.vector_store import Ageing, VectorStore
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 512 * 2**20
+_BYTES_BESIDE_VECTOR = 20
+"""Length, time and model number of an entry."""
+_BYTES_BESIDE_ENTRIES = 4096
+"""Headers and metadata."""
+
+
+def save(store: VectorStore, folder: Path, *, max_bytes: int = MAX_BYTES) -> int:
+    """Write a store; the state that was there before is replaced whole, or left as it was.
+
+    Args:
+        store: Threads may go on searching and adding; what is written is its state at one moment.
+        folder: Made if it is not there.
+        max_bytes: Size of one generation; the entries inserted last that fit are written. While it is written, the
+            generation before is there as well.
+
+    Returns:
+        Entries written.
+
+    Raises:
+        OSError: it can't be written; the state before still counts.
+        ValueError: ``max_bytes`` doesn't even hold the metadata.
+    """
+    if max_bytes < _BYTES_BESIDE_ENTRIES:
+        raise ValueError(f"max_bytes={max_bytes!r}: must be at least {_BYTES_BESIDE_ENTRIES}")
+    entries = _newest_within(store.entries(), max_bytes, store.encoder)
+    store_generation.write(folder, entries, store.encoder)
+    return len(entries)
+
+
+def read(folder: Path) -> tuple[Entries, dict[str, Any]]:
+    """Return entries, oldest insertion first, and metadata (encoder, dim, entries, models); nothing is changed on disk.
+
+    Raises:
+        FileNotFoundError: there is no store in this folder.
+        ValueError: it is damaged or of another format; the message names the file and what is wrong.
+        OSError: it can't be read.
+    """
+    return store_generation.read(folder)
+
+
+def load(
+    folder: Path,
+    dim: int,
+    *,
+    encoder: str = "",
+    capacity: int = 100_000,
+    index: Literal["auto", "flat", "ivf"] = "auto",
+    seed: int = 0,
+    ageing: Ageing | None = None,
+    keep_prompts: bool = False,
+) -> VectorStore:
+    """Read a store for use; whatever happens, a usable one is returned.
+
+    A missing folder gives an empty store. A damaged one, or one of another format, encoder or width, is reported by
+    a warning, renamed to ``<folder>.damaged-N``, and gives an empty store. Of more entries than ``capacity`` the ones
+    inserted last are taken. Prompts in the files are forgotten unless ``keep_prompts``.
+
+    Args as of `VectorStore`.
+
+    Raises:
+        OSError: the folder can't be read (permissions, a failing disk); it is left alone.
+    """
+    store = VectorStore(
+        dim, capacity=capacity, index=index, seed=seed, ageing=ageing, encoder=encoder, keep_prompts=keep_prompts
+    )
+    try:
+        entries, metadata = read(folder)
+        for field, wanted in (("dim", dim), ("encoder", encoder)):
+            if metadata[field] != wanted:
+                raise ValueError(f"{folder}: {field}={metadata[field]!r}: must be {wanted!r}")
+    except FileNotFoundError:
+        return store
+    except ValueError as damage:
+        _set_aside(folder, damage)
+        return store
+    _fill(store, entries)
+    return store
+
+
+def merge(
+    folders: Sequence[Path],
+    *,
+    capacity: int = 100_000,
+    index: Literal["auto", "flat", "ivf"] = "auto",
+    seed: int = 0,
+    ageing: Ageing | None = None,
+    keep_prompts: bool = False,
+) -> VectorStore:
+    """Read several stores into one, ordered by time; the folders are left alone.
+
+    Entries equal in vector, length and time are one observation that was learned twice (copies of a store, then both
+    went on): one of them is kept. Of entries without a time, with time 0, equal ones collapse as well. If more remain
+    than ``capacity``, the latest are kept.
+
+    Args: ``folders`` holds at least one; the others as of `VectorStore`.
+
+    Raises:
+        FileNotFoundError: one of them holds no store.
+        ValueError: one is damaged, or they differ in encoder or width; the message names the folder.
+    """
+    if not folders:
+        raise ValueError("folders=[]: must name at least one store")
+    found = [(folder, *read(folder)) for folder in folders]
+    first, _, metadata = found[0]
+    for folder, _, other in found[1:]:
+        for field in ("encoder", "dim"):
+            if other[field] != metadata[field]:
+                raise ValueError(
+                    f"{folder}: {field}={other[field]!r}: must be {metadata[field]!r}, as of {first}, to be merged"
+                )
+    store = VectorStore(
+        metadata["dim"],
+        capacity=capacity,
+        index=index,
+        seed=seed,
+        ageing=ageing,
+        encoder=metadata["encoder"],
+        keep_prompts=keep_prompts,
+    )
+    _fill(store, _without_repeats(_joined([entries for _, entries, _ in found])))
+    return store
+
+
+def _joined(parts: Sequence[Entries]) -> Entries:
+    """All entries by time; of equal times the earlier part's first, in their order."""
+    prompts = None
+    if any(part.prompts is not None for part in parts):
+        prompts = tuple(text for part in parts for text in part.prompts or ("",) * len(part))
+    whole = Entries(
+        vectors=np.concatenate([part.vectors for part in parts]),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        times_s=np.concatenate([part.times_s for part in parts]),
+        models=tuple(name for part in parts for name in part.models),
+        prompts=prompts,
+    )
+    return whole.take(np.argsort(whole.times_s, kind="stable"))
+
+
+def _without_repeats(entries: Entries) -> Entries:
+    first: dict[tuple[bytes, int, float], int] = {}
+    for row, (length, time_s) in enumerate(zip(entries.lengths.tolist(), entries.times_s.tolist(), strict=True)):
+        digest = hashlib.blake2b(entries.vectors[row].tobytes(), digest_size=16).digest()
+        first.setdefault((digest, length, time_s), row)
+    return entries.take(np.fromiter(first.values(), np.intp, len(first)))
+
+
+def _fill(store: VectorStore, entries: Entries) -> None:
+    last = entries.take(slice(max(0, len(entries) - store.capacity), None))
+    store.add(last.vectors, last.lengths, last.models, last.times_s, prompts=last.prompts)
+
+
+def _newest_within(entries: Entries, max_bytes: int, encoder: str) -> Entries:
+    """The entries inserted last whose files together stay within so many bytes."""
+    sizes = np.full(len(entries), 4 * entries.vectors.shape[1] + _BYTES_BESIDE_VECTOR, np.int64)
+    if entries.prompts is not None:
+        sizes += np.fromiter(map(_bytes_of_text, entries.prompts), np.int64, len(entries))
+    room = max_bytes - _BYTES_BESIDE_ENTRIES - sum(map(_bytes_of_text, {encoder, *entries.models}))
+    fitting = int(np.searchsorted(np.cumsum(sizes[::-1]), room, side="right"))
+    return entries if fitting == len(entries) else entries.take(slice(len(entries) - fitting, None))
+
+
+def _bytes_of_text(text: str) -> int:
+    """Bytes a text takes in a JSON list, with its separator and indentation."""
+    return len(json.dumps(text)) + 8
+
+
+def _set_aside(folder: Path, damage: ValueError) -> None:
+    aside = next(path for n in count(1) if not os.path.lexists(path := folder.with_name(f"{folder.name}.damaged-{n}")))
+    try:
+        folder.rename(aside)
+    except OSError as error:  # a read-only place, or another process was quicker
+        logger.warning("vector store not used: %s; it can't be set aside (%s); starting with none", damage, error)
+    else:
+        logger.warning("vector store not used: %s; set aside as %s; starting with none", damage, aside.name)
