@@ -116,11 +116,16 @@ def refuse_priority(config: ExtConfig, scheduling_policy: str) -> None:
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     """Return the hook groups that this process needs under the configuration."""
+    from vllm_ext import systems
+
     groups = ["hints"]
     if usage_context in _HTTP:
         groups.append("http")
-    if config.metrics_interval_s > 0:
-        groups.append("metrics")
+    predicts = ext_config.RETRIEVAL in config.prediction.sources and systems.build(config).use_predictions
+    if predicts:
+        groups.append("prediction")
+    if predicts or config.metrics_interval_s > 0:
+        groups.append("front-end")
     return tuple(groups)
 
 

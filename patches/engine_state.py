@@ -1,9 +1,9 @@
-"""Adds the utility call with which front ends fetch the scheduler's state and its records of finished requests.
+"""Adds the utility calls with which front ends fetch the scheduler's state, and tell it predicted output lengths.
 
-Upstream symbol: ``EngineCore``; the call gets a name that vLLM does not use. Seams tried: ``SchedulerStats`` is a fixed
+Upstream symbol: ``EngineCore``; the calls get names that vLLM does not use. Seams tried: ``SchedulerStats`` is a fixed
 structure, and vLLM drops fields it does not know on the way to the front end; utility calls are dispatched by name on
 ``EngineCore`` and are the one channel that carries a dictionary of ours.
-Breaks without: no ``vllm_ext:*`` metrics and no request log.
+Breaks without: no ``vllm_ext:*`` metrics, no request log, and no predictions that come after a request was queued.
 Can go: when a scheduler can send statistics of its own.
 """
 
@@ -20,6 +20,12 @@ def vllm_ext_state(self: Any, since: int = 0) -> dict[str, Any]:
     return state
 
 
+def vllm_ext_predictions(self: Any, rows: list[list[Any]]) -> int:
+    """Correct predicted output lengths as ``SteeredScheduler.update_predictions`` does; returns how many counted."""
+    counted: int = self.scheduler.update_predictions(rows)
+    return counted
+
+
 HOOKS: tuple[Hook, ...] = (
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_state",
@@ -28,5 +34,13 @@ HOOKS: tuple[Hook, ...] = (
         breaks_without="no vllm_ext:* metrics and no request log",
         remove_when="a scheduler can send statistics of its own",
         value=vllm_ext_state,
+    ),
+    Addition(
+        target="vllm.v1.engine.core:EngineCore.vllm_ext_predictions",
+        feature="prediction",
+        why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
+        breaks_without="output lengths are predicted from hints and history only",
+        remove_when="a front-end plugin can speak to the scheduler",
+        value=vllm_ext_predictions,
     ),
 )

@@ -17,7 +17,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "hints": ("input_hints",),
     "http": ("http_hints",),
     "engine-core": ("engine_state",),
-    "metrics": ("output_handler",),
+    "front-end": ("output_handler",),
+    "prediction": ("prediction_service",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

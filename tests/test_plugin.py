@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.config import ConfigError, ExtConfig, parse
+from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
 
 pytest.importorskip("vllm")
 
@@ -217,8 +217,13 @@ def test_only_the_hooks_that_a_process_needs_are_installed(usage: str | None) ->
     groups = engine_config.needed_groups(ExtConfig(), usage)
     assert ("http" in groups) == (usage in ("OPENAI_API_SERVER", "OPENAI_BATCH_RUNNER"))
     assert "hints" in groups
-    assert "metrics" in groups
-    assert "metrics" not in engine_config.needed_groups(ExtConfig(metrics_interval_s=0), usage)
+    assert "front-end" in groups
+    assert "prediction" not in groups, "fcfs looks at no length"
+    assert "front-end" not in engine_config.needed_groups(ExtConfig(metrics_interval_s=0), usage)
+    predicting = engine_config.needed_groups(ExtConfig(system="alise", metrics_interval_s=0), usage)
+    assert {"prediction", "front-end"} <= set(predicting)
+    no_retrieval = ExtConfig(system="alise", prediction=PredictionConfig(sources=("hint", "history")))
+    assert "prediction" not in engine_config.needed_groups(no_retrieval, usage)
 
 
 def test_a_changed_vllm_is_refused_only_if_a_system_is_chosen(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,11 @@ class Policies:
         """Whether every axis is vLLM's own rule, so that there is nothing to steer."""
         return (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, FitsNow, StaticBudget)
 
+    @property
+    def use_predictions(self) -> bool:
+        """Whether any policy looks at predicted lengths; one that does not say so is taken to do."""
+        return any(getattr(getattr(self, axis), "uses_predictions", True) for axis in AXES)
+
     def describe(self) -> str:
         """Return one line: the system and its policies with their parameters."""
         return f"{self.system.name}: " + ", ".join(f"{axis}={getattr(self, axis)!r}" for axis in AXES)

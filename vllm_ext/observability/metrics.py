@@ -48,6 +48,9 @@ class Metrics:
             "fallbacks": _counter("policy_fallbacks", "Times a policy raised and arrival order was used."),
             "stalls": _counter("policy_stalls", "Steps whose plan let nothing run although something could."),
             "demotions": _counter("demotions", "Times a running request outlived its estimate."),
+            "late_predictions": _counter(
+                "late_predictions", "Predictions that came after their request was queued, and were taken over."
+            ),
             "bad_hints": _counter("bad_hints", "Requests whose hints were ignored as malformed."),
             "policy_s": _counter("policy_seconds", "Time policies took to plan steps."),
             "policy_steps": _counter("policy_steps", "Steps planned by policies."),

@@ -49,6 +49,8 @@ class Counters:
     stalls: int = 0
     """Steps whose plan let nothing run although something could; the plan of the step after was not followed."""
     demotions: int = 0
+    late_predictions: int = 0
+    """Predictions that came after their request was queued, and were taken over."""
     bad_hints: int = 0
     """Requests whose hints did not pass although the front end checks them."""
     policy_steps: int = 0

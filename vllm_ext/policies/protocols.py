@@ -1,4 +1,8 @@
-"""The four axes of a serving system. A policy is a frozen dataclass of its parameters with one of these methods."""
+"""The four axes of a serving system. A policy is a frozen dataclass of its parameters with one of these methods.
+
+A policy that looks at no predicted length says so by a class variable ``uses_predictions = False``: where all four do,
+no predictor is started. Without it, a policy is taken to need them.
+"""
 
 from __future__ import annotations
 

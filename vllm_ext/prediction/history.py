@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,14 @@ class _Window:
         self._order.append(length)
         insort(self._sorted, length)
 
-    def quantile(self, q: float) -> float:
-        """Return the q-quantile with linear interpolation; the window must not be empty."""
-        position = q * (len(self._sorted) - 1)
+    def longer(self, length: int) -> int:
+        """Return how many lengths exceed ``length``."""
+        return len(self._sorted) - bisect_right(self._sorted, length)
+
+    def quantile(self, q: float, beyond: int = 0) -> float:
+        """Return the q-quantile of the lengths above ``beyond``, interpolated linearly; there must be one."""
+        first = bisect_right(self._sorted, beyond)
+        position = first + q * (len(self._sorted) - 1 - first)
         low = int(position)
         high = min(low + 1, len(self._sorted) - 1)
         return self._sorted[low] + (position - low) * (self._sorted[high] - self._sorted[low])
@@ -64,6 +69,18 @@ class LengthHistory:
             return round(overall)
         weight = len(bucket) / (len(bucket) + _SHRINKAGE)
         return round(weight * bucket.quantile(self._quantile) + (1 - weight) * overall)
+
+    def beyond(self, query: LengthQuery, generated: int) -> int | None:
+        """Return the median of the lengths above ``generated``, or None if there is none: P(l | l > generated).
+
+        Taken from like prompts where enough of them were as long, else from all.
+
+        Source: Past-Future, Algorithm 1, for the condition.
+        """
+        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
+        if bucket is not None and bucket.longer(generated) >= _SHRINKAGE:
+            return round(bucket.quantile(0.5, generated))
+        return round(self._all.quantile(0.5, generated)) if self._all.longer(generated) else None
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Remember the output length of a finished request; the oldest one leaves a full window."""

@@ -60,8 +60,11 @@ class Job:
 class Ledger:
     """All jobs by request id; turns them into views."""
 
-    def __init__(self, predictor: LengthPredictor, runtime: RuntimeModel, *, use_oracle: bool) -> None:
+    def __init__(
+        self, predictor: LengthPredictor, runtime: RuntimeModel, *, use_oracle: bool, refresh: str = "double"
+    ) -> None:
         self.predictor = predictor
+        self._conditional = refresh == "conditional"
         self.runtime = runtime
         self.use_oracle = use_oracle
         self.jobs: dict[str, Job] = {}
@@ -114,27 +117,48 @@ class Ledger:
             job.output_at_admission = job.request.num_output_tokens
 
     def outlived(self, job: Job) -> int:
-        """Double the estimate of a job that generated all it was predicted to, and demote it; return how often.
+        """Raise the estimate of a job that generated all it was predicted to, and demote it; return by how much.
+
+        Doubled, as published, or as the distribution behind the prediction says, given what was generated (option
+        ``prediction.refresh``); where none is known, doubled. ``max_tokens`` caps both; a job at that bound is about to
+        end.
 
         Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
-        length". The bound ``max_tokens`` caps the doubling; a job at that bound is about to end.
+        length".
         """
         generated: int = job.request.num_output_tokens
         if generated < job.estimate or job.estimate >= job.query.max_tokens:
             return 0
-        times = 0
-        while job.estimate <= generated:
-            job.estimate *= 2
-            times += 1
+        job.estimate, times = self._beyond(job, job.estimate, generated)
         job.demotions += times
-        job.estimate = min(job.estimate, job.query.max_tokens)
         return times
 
-    def correct(self, job: Job, tokens: int, source: str) -> None:
-        """Take over a better prediction of the output length, in tokens; what was generated already bounds it below."""
-        self._revise(job, tokens)
-        if job.prediction.source == "prior":
-            job.prediction = Prediction(max(1, min(tokens, job.query.max_tokens)), source)
+    def correct(self, job: Job, tokens: int, source: str, p90: int | None = None) -> None:
+        """Take over a better prediction of the output length, in tokens.
+
+        One that the job has outlived already is raised as it would have been by now. The record keeps what the client
+        said of its request, and otherwise the better prediction: it was made of the prompt alone as well.
+        """
+        better = Prediction(max(1, min(tokens, job.query.max_tokens)), source, p90)
+        if job.prediction.source not in ("hint", "oracle"):
+            job.prediction = better
+        generated: int = job.request.num_output_tokens
+        estimate = better.tokens
+        if generated >= estimate:
+            estimate, _ = self._beyond(job, estimate, generated)
+        self._revise(job, estimate)
+
+    def _beyond(self, job: Job, estimate: int, generated: int) -> tuple[int, int]:
+        """Return an estimate above ``generated``, or the job's bound, and the number of levels it is worth."""
+        if self._conditional:
+            found = self.predictor.beyond(job.query, job.prediction, generated)
+            if found is not None:
+                return min(max(found, generated + 1), job.query.max_tokens), 1
+        times = 0
+        while estimate <= generated:
+            estimate *= 2
+            times += 1
+        return min(estimate, job.query.max_tokens), times
 
     def _renew(self, job: Job) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.config import KEY, parse
+from vllm_ext.config import KEY, RETRIEVAL, parse
 from vllm_ext.patches import registry
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
@@ -71,7 +71,8 @@ class SteeredScheduler(AsyncScheduler):
         runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, device)
         predictor = LengthPredictor.from_config(config.prediction)
         use_oracle = self.policies.system.oracle or "oracle" in config.prediction.sources
-        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle)
+        refresh = config.prediction.refresh
+        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle, refresh=refresh)
         self.observer = Observer(self.ledger, config.record_capacity)
         self.kv_space = KvSpace(self)
         self._now = self.clock()
@@ -182,12 +183,32 @@ class SteeredScheduler(AsyncScheduler):
             self.ledger.start_wait(self.ledger[request.request_id], self._now)
         super().add_request(request)
 
-    def update_prediction(self, req_id: str, tokens: int, source: str) -> bool:
+    def update_predictions(self, rows: Sequence[Sequence[Any]]) -> int:
+        """Take over predictions that a predictor made beside the engine, where they are preferred to what is known.
+
+        Args:
+            rows: Of request id, predicted output length, its P90 (tokens), and who said so.
+
+        Returns:
+            How many were taken over. Requests that ended meanwhile are passed over, as is what is no prediction.
+        """
+        taken = 0
+        for req_id, tokens, p90, source in rows:
+            job = self.ledger.get(req_id)
+            if job is None or not self.ledger.predictor.prefers(RETRIEVAL, job.prediction.source):
+                continue
+            if not (isinstance(tokens, int) and isinstance(p90, int) and 1 <= tokens <= p90):
+                continue
+            taken += self.update_prediction(req_id, tokens, source, p90)
+        self.observer.counters.late_predictions += taken
+        return taken
+
+    def update_prediction(self, req_id: str, tokens: int, source: str, p90: int | None = None) -> bool:
         """Correct the predicted output length of a request, in tokens; False if the request is gone."""
         job = self.ledger.get(req_id)
         if job is None:
             return False
-        self.ledger.correct(job, tokens, source)
+        self.ledger.correct(job, tokens, source, p90)
         if self._steers:
             if job.request in self.ranked:
                 self.ranked.rerank(job.request)

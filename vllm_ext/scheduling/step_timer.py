@@ -32,8 +32,9 @@ class StepTimer:
     """Pairs a scheduled step with its output and tells its sink how long it took.
 
     A step takes from the moment it was scheduled, or from the end of the step before it where several are in flight
-    (async scheduling), to its output. After the first 20 samples one step in 8 is measured, one in 2 of those with
-    prefill, and fewer of large batches: learning must not cost more than what it is good for.
+    (async scheduling), to its output. What a synchronous engine does between an output and the next step, such as
+    sending tokens to their readers, is not in it. After the first 20 samples one step in 8 is measured, one in 2 of
+    those with prefill, and fewer of large batches: learning must not cost more than what it is good for.
     """
 
     def __init__(self, sink: StepSink) -> None:
@@ -50,14 +51,14 @@ class StepTimer:
     def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
         """Note a step that was just scheduled, unless it is empty or not to be sampled."""
         num_requests = len(output.num_scheduled_tokens)
-        prefill = output.total_num_scheduled_tokens - num_requests
-        if not num_requests or self._skips(num_requests, prefill):
+        prefills = output.total_num_scheduled_tokens > num_requests
+        if not num_requests or self._skips(num_requests, prefills):
+            # An output that never came back may have had the same address.
+            self._in_flight.pop(id(output), None)
             return
         if len(self._in_flight) >= _MAX_IN_FLIGHT:  # outputs that never came: a failed step
             self._in_flight.clear()
-        pairs = self._prefill_context(output, running) if prefill else 0.0
-        context = sum(map(_computed_tokens, running))
-        self._in_flight[id(output)] = (now, StepFeatures(num_requests, prefill, context, pairs))
+        self._in_flight[id(output)] = (now, self._features(output, running))
 
     def finished(self, output: SchedulerOutput, now: float) -> None:
         """Note the output of a step."""
@@ -67,11 +68,11 @@ class StepTimer:
             self.sink.observe(features, now - max(started, self._last_end))
         self._last_end = now
 
-    def _skips(self, num_requests: int, num_prefill_tokens: int) -> bool:
+    def _skips(self, num_requests: int, prefills: bool) -> bool:
         if self._samples_at_full_rate > 0:
             self._samples_at_full_rate -= 1
             return False
-        stride = _PREFILL_STRIDE if num_prefill_tokens else _DECODE_STRIDE
+        stride = _PREFILL_STRIDE if prefills else _DECODE_STRIDE
         self._skipped += 1
         if self._skipped < max(stride, num_requests // _REQUESTS_PER_SAMPLE):
             return True
@@ -79,11 +80,19 @@ class StepTimer:
         return False
 
     @staticmethod
-    def _prefill_context(output: SchedulerOutput, running: list[Request]) -> float:
+    def _features(output: SchedulerOutput, running: list[Request]) -> StepFeatures:
+        """Describe a step. vLLM has counted its tokens as computed: ``num_computed_tokens`` is that of its end."""
         scheduled = output.num_scheduled_tokens
-        pairs = 0.0
+        if len(running) > len(scheduled):  # a budget may let running requests sit a step out
+            running = [request for request in running if request.request_id in scheduled]
+        context = sum(map(_computed_tokens, running))
+        if output.total_num_scheduled_tokens == len(scheduled):
+            return StepFeatures(len(scheduled), 0, context)
+        decodes, pairs = 0, 0.0
         for request in running:
             chunk = scheduled.get(request.request_id, 0)
-            if chunk > 1:
+            if chunk == 1:
+                decodes += 1
+            elif chunk:
                 pairs += chunk * (request.num_computed_tokens - chunk / 2)
-        return pairs
+        return StepFeatures(decodes, output.total_num_scheduled_tokens - decodes, context, pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
@@ -23,6 +24,8 @@ class PrefillFirst:
 
     Source: vLLM 0.2 (SOSP '23), ``Scheduler._schedule`` and ``BlockSpaceManager.can_allocate``.
     """
+
+    uses_predictions: ClassVar[bool] = False
 
     watermark: float = 0.01
     """Share of the KV pool that an admission must leave free, at least 0 and less than 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
@@ -23,6 +24,8 @@ class ReserveMaximum:
     Source: Orca (OSDI '22), section 4.2 and Algorithm 1: a request is selected only if its ``max_tokens`` KV slots can
     be reserved; as "Orca (Max)" (reserve the model's longest sequence) the baseline of the vLLM and ALISE papers.
     """
+
+    uses_predictions: ClassVar[bool] = False
 
     reserve_tokens: int = 0
     """Sequence length reserved for each request at least, in tokens; 0 reserves the client's own bound."""

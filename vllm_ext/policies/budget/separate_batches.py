@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_ext.scheduling.plan import BudgetPlan
 from vllm_ext.scheduling.views import StepView
@@ -19,6 +20,8 @@ class SeparateBatches:
 
     Source: vLLM 0.2 (SOSP '23), where a batch held prompts or decodes and prompts went first.
     """
+
+    uses_predictions: ClassVar[bool] = False
 
     def plan(self, step: StepView) -> BudgetPlan:
         """Return which requests to skip: those that decode, if this is a step of prompts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
@@ -14,6 +15,8 @@ BY_ARRIVAL = Rank(())
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """Order requests by arrival. Ties end in arrival anyway, so every key is the same."""
+
+    uses_predictions: ClassVar[bool] = False
 
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return a rank that never expires and leaves the order to the arrival time."""

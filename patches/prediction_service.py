@@ -1,0 +1,124 @@
+"""Joins the length predictor to the front end: new requests, ended ones, and the way of its hints to the scheduler.
+
+Upstream symbols: ``OutputProcessor.add_request`` and ``_update_stats_from_finished``, through which each request and
+each of n samples passes, online and offline; ``LLMEngine.add_request``, where the service starts offline (a server's
+starts with its event loop: ``output_handler``); ``LLMEngine.step``, after which offline hints are sent. Seams tried:
+the prompt's text never reaches the engine core; a logits processor sees no text; stat-logger plugins see neither
+requests nor the engine client.
+Breaks without: lengths are predicted from hints and history only (source ``retrieval``).
+Can go: when a front-end plugin sees requests with their text, and can speak to the scheduler.
+
+What fails in here never fails a request: it is logged once, and the request goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.patches.patch import Hook, Patch
+
+_logger = logging.getLogger("vllm.vllm_ext.predictor")
+_logged = False
+
+
+def guarded(action: Callable[..., object], *args: Any) -> None:
+    """Run a part of prediction within a request's way; what it raises is logged once."""
+    global _logged
+    try:
+        action(*args)
+    except Exception:
+        if not _logged:
+            _logged = True
+            _logger.exception("length prediction failed in the front end; requests are scheduled without it")
+
+
+def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+    is_new = request.request_id not in self.request_states  # else more input of a streaming session
+    result = original(self, request, prompt, *args, **kwargs)
+    from vllm_ext.prediction.service.attach import attached
+
+    if is_new and (found := attached(self)) is not None:
+        guarded(found.asked, request, prompt, self.tokenizer)
+    return result
+
+
+def _update_stats_from_finished(
+    original: Callable[..., Any], self: Any, req_state: Any, finish_reason: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm_ext.prediction.service.attach import attached
+
+    if (found := attached(self)) is not None:
+        guarded(found.ended, req_state, str(finish_reason))
+    return original(self, req_state, finish_reason, *args, **kwargs)
+
+
+def _offline_add_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm_ext.prediction.service.attach import attach
+
+    guarded(attach, self)
+    return original(self, *args, **kwargs)
+
+
+def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    from vllm_ext.prediction.service.attach import deliver_offline
+
+    guarded(deliver_offline, self)
+    return result
+
+
+def _patch(target: str, why: str, replacement: Callable[..., Any], *fingerprints: str) -> Patch:
+    return Patch(
+        target=target,
+        feature="prediction",
+        why=why,
+        breaks_without="output lengths are predicted from hints and history only",
+        remove_when="a front-end plugin sees requests with their text, and can speak to the scheduler",
+        verified=dict(zip(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprints, strict=True)),
+        replacement=replacement,
+        leave_out="retrieval from --ext-prediction-sources",
+    )
+
+
+_ENGINE = "vllm.v1.engine"
+
+HOOKS: tuple[Hook, ...] = (
+    _patch(
+        f"{_ENGINE}.output_processor:OutputProcessor.add_request",
+        "the one place where every request passes with its text and its final id",
+        _add_request,
+        "a398fae834750b67",
+        "a398fae834750b67",
+        "a398fae834750b67",
+        "a398fae834750b67",
+    ),
+    _patch(
+        f"{_ENGINE}.output_processor:OutputProcessor._update_stats_from_finished",
+        "the one place where every request passes when it ends, stop strings included",
+        _update_stats_from_finished,
+        "079720ea588e8b47",
+        "079720ea588e8b47",
+        "079720ea588e8b47",
+        "079720ea588e8b47",
+    ),
+    _patch(
+        f"{_ENGINE}.llm_engine:LLMEngine.add_request",
+        "offline, the service starts with the first request",
+        _offline_add_request,
+        "9a4f792fbe4bd3e1",
+        "6d65ad8afc945b93",
+        "44f23760def06df9",
+        "44f23760def06df9",
+    ),
+    _patch(
+        f"{_ENGINE}.llm_engine:LLMEngine.step",
+        "offline, there is no event loop: hints are sent between steps",
+        _step,
+        "6321ad9b21d9226b",
+        "6321ad9b21d9226b",
+        "765738bced688bf4",
+        "765738bced688bf4",
+    ),
+)

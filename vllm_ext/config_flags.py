@@ -1,0 +1,159 @@
+"""The flags of `vllm serve` and `vllm bench` that set our options."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_ext.config_checks import ConfigError
+
+
+def comma_list(text: str) -> list[str]:
+    """Split ``a,b`` at its commas; blanks around an item and a trailing comma do not count."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One command-line flag and the option it sets."""
+
+    name: str
+    """Flag as typed, such as ``--ext-levels``."""
+
+    path: tuple[str, ...]
+    """Keys below ``vllm_ext`` that lead to the option."""
+
+    type: Callable[[str], Any]
+    """Turns the text into a value; ``bool`` stands for a pair ``--x`` / ``--no-x`` without a text."""
+
+    help: str
+    """One sentence for ``--help``."""
+
+    metavar: str | None = None
+    """Placeholder of the text in ``--help``; not for ``bool``."""
+
+    @property
+    def dest(self) -> str:
+        """Name of the attribute in the parsed arguments."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        name="--ext-age-limit-s",
+        path=("ordering", "age_limit_s"),
+        type=float,
+        metavar="S",
+        help="Seconds of waiting after which a request goes first, whatever its predicted length.",
+    ),
+    Flag(
+        name="--ext-levels",
+        path=("ordering", "num_levels"),
+        type=int,
+        metavar="N",
+        help="Number of priority queues of the ordering policy.",
+    ),
+    Flag(
+        name="--ext-base-level-s",
+        path=("ordering", "base_level_s"),
+        type=float,
+        metavar="S",
+        help="Predicted remaining time, in seconds, up to which a request belongs to the first queue.",
+    ),
+    Flag(
+        name="--ext-preemption",
+        path=("admission", "preempt"),
+        type=bool,
+        help="Whether a more urgent request may push out a running one.",
+    ),
+    Flag(
+        name="--ext-prediction-sources",
+        path=("prediction", "sources"),
+        type=comma_list,
+        metavar="A,B",
+        help="Where length predictions come from, in order of preference: hint, retrieval, history.",
+    ),
+    Flag(
+        name="--ext-predictor-strategy",
+        path=("predictor", "strategy"),
+        type=str,
+        metavar="NAME",
+        help="How the predictor combines past prompts and its decoder: alise, shrunk.",
+    ),
+    Flag(
+        name="--ext-predictor-encoder",
+        path=("predictor", "encoder"),
+        type=str,
+        metavar="MODEL",
+        help="Sentence-transformers model that embeds prompts: a folder or an id of the hub.",
+    ),
+    Flag(
+        name="--ext-predictor-folder",
+        path=("predictor", "folder"),
+        type=str,
+        metavar="FOLDER",
+        help="Where the predictor keeps what it learned; by default a folder of the served model in the cache.",
+    ),
+    Flag(
+        name="--ext-predictor-threads",
+        path=("predictor", "threads"),
+        type=int,
+        metavar="N",
+        help="CPU threads of the predictor's process.",
+    ),
+    Flag(
+        name="--ext-modules",
+        path=("modules",),
+        type=comma_list,
+        metavar="M,N",
+        help="Python modules imported first; they may register further systems.",
+    ),
+    Flag(
+        name="--ext-request-log",
+        path=("request_log",),
+        type=str,
+        metavar="FILE",
+        help="JSON-lines file that receives one line per finished request.",
+    ),
+    Flag(
+        name="--ext-metrics-interval-s",
+        path=("metrics_interval_s",),
+        type=float,
+        metavar="S",
+        help="Seconds between two readings of the scheduler's state for the metrics; 0 switches them off.",
+    ),
+    Flag(
+        name="--ext-profile",
+        path=("profile",),
+        type=str,
+        metavar="FILE",
+        help="File written by `vllm-ext profile` from which the runtime model starts.",
+    ),
+)
+"""Flags of `vllm serve` and `vllm bench`; each sets one option and wins over ``--additional-config``."""
+
+
+def merge_flags(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``options`` overlaid with the flags in ``given``; neither is changed.
+
+    Args:
+        options: The dictionary under ``additional_config["vllm_ext"]``.
+        given: Parsed arguments by `Flag.dest`; absent or ``None`` means that the flag was not given.
+
+    Raises:
+        ConfigError: An option that must hold others, such as ``ordering``, is no object.
+    """
+    merged = copy.deepcopy(dict(options))
+    for flag in FLAGS:
+        value = given.get(flag.dest)
+        if value is None:
+            continue
+        node = merged
+        for depth, key in enumerate(flag.path[:-1], start=1):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise ConfigError(".".join(flag.path[:depth]), node, "must be an object")
+        node[flag.path[-1]] = value
+    return merged

@@ -1,0 +1,77 @@
+"""How far a job is whose parts can be counted, on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO, final
+
+from vllm_ext.observability.progress import QUIET_S
+
+
+@final
+class CountProgress:
+    """A bar with the time that is left. A context manager: the bar ends with the block.
+
+    Where the stream is no terminal, or tqdm is missing, it prints a line every 30 s instead.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        label: str,
+        unit: str,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start.
+
+        Args:
+            total: Parts there are at most, at least 1.
+            label: What is done, in front of the bar.
+            unit: What a part is called, in the singular.
+            quiet: Print nothing at all.
+            stream: Where to print; stderr if left out.
+            clock: Wall-clock seconds, for the lines.
+
+        Raises:
+            ValueError: ``total`` is below 1.
+        """
+        if total < 1:
+            raise ValueError(f"total={total!r}: must be at least 1")
+        self._total, self._label, self._unit, self._quiet = total, label, unit, quiet
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock = clock
+        self._started_s = self._told_s = clock()
+        self._bar = self._open_bar() if not quiet and self._stream.isatty() else None
+
+    def __enter__(self) -> CountProgress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Note how many parts are done in all, and something to print beside them."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(done - self._bar.n)
+            return
+        now_s = self._clock()
+        if self._quiet or done < 1 or now_s - self._told_s < QUIET_S:
+            return
+        self._told_s = now_s
+        left_s = (now_s - self._started_s) * (self._total - done) / done
+        parts = [f"{done} of {self._total} {self._unit}s", *([note] if note else []), f"at most {left_s:.0f} s left"]
+        print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
+
+    def _open_bar(self) -> Any:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return None
+        return tqdm(total=self._total, desc=self._label, unit=self._unit, file=self._stream, dynamic_ncols=True)

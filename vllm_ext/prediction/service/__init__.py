@@ -1,0 +1,1 @@
+"""Prediction beside the engine: a process that predicts, and the front end's side of it."""

@@ -1,0 +1,233 @@
+"""Joins the service to vLLM's two engines: `AsyncLLM` of the servers, and `LLMEngine` of offline use.
+
+Text and final request id meet in vLLM's output processor, for single requests, for each of n samples, online and
+offline. Hints go to the engine core by a utility call, over the socket on which the request went before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_ext import systems
+from vllm_ext.config import KEY, RETRIEVAL, ExtConfig, parse
+from vllm_ext.observability.predictor_metrics import PredictorMetrics
+from vllm_ext.observability.records import OWN_ENDS
+from vllm_ext.prediction.folder import default_folder
+from vllm_ext.prediction.prompt_text import PromptText
+from vllm_ext.prediction.service.client import LateHint, PredictionService
+from vllm_ext.prediction.service.link import Link
+from vllm_ext.prediction.service.process import PredictorProcess
+from vllm_ext.prediction.service.request_text import RequestTexts
+from vllm_ext.prediction.service.said import said
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+logger = init_logger("vllm.vllm_ext.predictor")
+
+UTILITY = "vllm_ext_predictions"
+_ATTRIBUTE = "_vllm_ext_prediction"
+_POLL_S = 0.25
+
+
+class Attached:
+    """What hangs on an output processor: the service, and how a request becomes a text."""
+
+    def __init__(self, service: PredictionService, texts: RequestTexts, model: str) -> None:
+        self.service = service
+        self._texts = texts
+        self._model = model
+
+    def asked(self, request: Any, prompt: str | None, tokenizer: Any) -> None:
+        """Ask for the length of a new request, given as vLLM's `EngineCoreRequest`; pooling requests have none."""
+        params = request.sampling_params
+        if params is None:
+            return
+        text = self._texts.of(prompt, request.prompt_token_ids, said.get(), tokenizer)
+        if text is None:
+            return  # embeddings, or tokens without a tokenizer
+        lora = request.lora_request
+        model = self._model if lora is None else lora.lora_name
+        self.service.ask(request.request_id, text, params.max_tokens or 1, model)
+
+    def ended(self, state: RequestState, reason: str) -> None:
+        """Tell what became of a request."""
+        tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
+        if reason in OWN_ENDS and tokens > 0:
+            self.service.finished(state.request_id, tokens)
+        else:
+            self.service.gone(state.request_id)
+
+
+def attached(output_processor: OutputProcessor) -> Attached | None:
+    """Return what was attached to an output processor, if anything was."""
+    found: Attached | None = getattr(output_processor, _ATTRIBUTE, None)
+    return found
+
+
+def attach(engine: AsyncLLM | LLMEngine) -> Attached | None:
+    """Start the service of an engine, once; None where the options leave it out."""
+    processor = engine.output_processor
+    if (found := attached(processor)) is not None:
+        return found
+    options = (engine.vllm_config.additional_config or {}).get(KEY)
+    config = parse(options) if options else None
+    if config is None or RETRIEVAL not in config.prediction.sources or not systems.build(config).use_predictions:
+        return None
+    index = getattr(engine.engine_core, "client_index", 0)
+    made = _make(config, engine.vllm_config, index)
+    setattr(processor, _ATTRIBUTE, made)
+    weakref.finalize(engine, made.service.close)
+    return made
+
+
+def _make(config: ExtConfig, vllm_config: VllmConfig, client_index: int) -> Attached:
+    model = vllm_config.model_config
+    predictor = config.predictor
+    folder = Path(predictor.folder) if predictor.folder else default_folder(model.model)
+    socket = _socket_path(getattr(vllm_config.parallel_config, "_api_process_count", 1), owner=client_index == 0)
+    process = PredictorProcess(predictor, folder.absolute(), socket) if client_index == 0 else None
+    served = model.served_model_name
+    metrics = PredictorMetrics(served if isinstance(served, str) else served[0])
+    texts = RequestTexts(PromptText(max_tokens=predictor.prompt_tokens, system_chars=predictor.system_chars))
+    service = PredictionService(predictor, socket, process, metrics)
+    service.poll()  # the model is loaded while the server still starts
+    return Attached(service, texts, model.model)
+
+
+def _socket_path(num_servers: int, *, owner: bool) -> Path:
+    """Where the predictor listens: in a folder that only this user can enter.
+
+    Several API servers find it by their common parent process.
+    """
+    if num_servers <= 1:
+        folder = Path(tempfile.mkdtemp(prefix="vllm-ext-"))
+    else:
+        folder = Path(tempfile.gettempdir()) / f"vllm-ext-{os.getuid()}-{os.getppid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to somebody else; set TMPDIR to a folder of your own")
+        folder.chmod(0o700)
+    if owner:
+        weakref.finalize(_FOLDERS, shutil.rmtree, folder, ignore_errors=True)
+    return folder / "predictor"
+
+
+class _Folders:
+    """Lives as long as this process."""
+
+
+_FOLDERS = _Folders()
+
+
+# --- the servers' engine ----------------------------------------------------------------------------------------------
+
+
+def serve(engine: AsyncLLM) -> None:
+    """Attach the service to the servers' engine and deliver its hints from the running event loop, if one runs."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        attach(engine)
+        return
+    made = attach(engine)
+    if made is None or getattr(engine, _ATTRIBUTE, None) is not None:
+        return
+    setattr(engine, _ATTRIBUTE, loop.create_task(_Delivery(engine, made.service).run()))
+
+
+class _Delivery:
+    """Takes hints from the service to the engine core, from the front end's event loop."""
+
+    def __init__(self, engine: AsyncLLM, service: PredictionService) -> None:
+        self._engine = weakref.ref(engine)
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+        self._watched: Link | None = None
+        self._descriptor = -1
+        self._calls: set[asyncio.Task[None]] = set()
+        self._failed = False
+
+    async def run(self) -> None:
+        """Poll from time to time, for the process's sake; answers are taken when they come."""
+        try:
+            while self._engine() is not None:
+                self._poll()
+                await asyncio.sleep(_POLL_S)
+        finally:
+            self._watch(None)
+            self._service.close()
+
+    def _poll(self) -> None:
+        hints = self._service.poll()
+        self._watch(self._service.link)
+        if hints:
+            call = self._loop.create_task(self._deliver(hints))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+
+    def _watch(self, link: Link | None) -> None:
+        if link is self._watched:
+            return
+        if self._descriptor >= 0:  # a link that broke is closed, but its number is still watched
+            self._loop.remove_reader(self._descriptor)
+        self._watched = link
+        self._descriptor = -1 if link is None else link.fileno()
+        if link is not None:
+            self._loop.add_reader(self._descriptor, self._poll)
+
+    async def _deliver(self, hints: Sequence[LateHint]) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        client = engine.engine_core
+        try:
+            for identity, rows in _by_engine(client, hints).items():
+                await client._call_utility_async(UTILITY, rows, engine=identity)
+        except EngineDeadError:
+            return
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                logger.exception("predictions can't be sent to the scheduler; it goes by its other sources")
+
+
+def _by_engine(client: Any, hints: Sequence[LateHint]) -> dict[bytes, list[list[object]]]:
+    """Return rows for each engine core; a hint goes to the core that has the request, or to all if nobody knows."""
+    at: Mapping[str, bytes] = getattr(client, "reqs_in_flight", {})
+    found: dict[bytes, list[list[object]]] = {}
+    for hint in hints:
+        known = at.get(hint.req_id)
+        for identity in client.core_engines if known is None else (known,):
+            found.setdefault(identity, []).append(list(hint))
+    return found
+
+
+# --- offline use ------------------------------------------------------------------------------------------------------
+
+
+def deliver_offline(engine: LLMEngine) -> None:
+    """Send the hints that have come since the last step; called after each."""
+    made = attached(engine.output_processor)
+    if made is None or not (hints := made.service.poll()):
+        return
+    rows = [list(hint) for hint in hints]
+    client: Any = engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if core is not None:  # in this process
+        getattr(core, UTILITY)(rows)
+    else:
+        client.call_utility(UTILITY, rows)

@@ -1,0 +1,204 @@
+"""The predictor's process: `python -m vllm_ext.prediction.service.worker OPTIONS`, started by a front end.
+
+It listens on a Unix socket for the front ends of one server, and ends, saving what it learned, when its standard input
+does: that is the front end that started it. The event loop only moves messages; prompts are embedded in one thread, and
+what finished is learned and saved in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import itertools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from vllm_ext.config import ConfigError, PredictorConfig
+from vllm_ext.prediction.service.messages import (
+    Answer,
+    Ask,
+    Failed,
+    Finished,
+    FrameError,
+    Frames,
+    Gone,
+    Told,
+    pack,
+    read_question,
+)
+from vllm_ext.prediction.service.predictor import PromptPredictor, RetrievalPredictor
+from vllm_ext.prediction.service.work import EXPIRED, Desk
+from vllm_ext.prediction.service.worker_options import CANNOT_START, WorkerOptions
+
+logger = logging.getLogger("vllm_ext.predictor")
+
+_READ_BYTES = 1 << 16
+_STATUS_S = 1.0
+
+
+class Worker:
+    """Serves until it is told to stop."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._socket, self._folder = Path(options.socket), Path(options.folder)
+        self._config = PredictorConfig(**options.config)  # type: ignore[arg-type]  # checked by itself
+        config = self._config
+        self._desk = Desk(queue_limit=config.queue_limit, batch_size=config.batch_size, timeout_s=config.timeout_s)
+        self._peers: dict[int, asyncio.StreamWriter] = {}
+        self._numbers = itertools.count()
+        self._work = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._encoding = ThreadPoolExecutor(1, "encode")
+        self._learning = ThreadPoolExecutor(1, "learn")
+
+    async def run(self) -> int:
+        """Serve; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_reader(sys.stdin.fileno(), self._parent_speaks)
+        # Before the model is loaded, which takes seconds: what is asked meanwhile waits in the queue.
+        self._socket.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._serve, path=str(self._socket))
+        try:
+            predictor = await loop.run_in_executor(self._encoding, self._load)
+        except (ImportError, ValueError, OSError, AttributeError, TypeError) as error:
+            return await self._cannot_start(error)
+        logger.info("the length predictor is ready: %d finished requests known", predictor.status().get("entries", 0))
+        self._broadcast(self._desk.status(predictor))
+        tasks = [asyncio.create_task(self._predict(predictor)), asyncio.create_task(self._keep_up(predictor))]
+        await self._stop.wait()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await self._learn(predictor)
+        await loop.run_in_executor(self._learning, partial(self._desk.guarded, "save", predictor.save))
+        if callable(close := getattr(predictor, "close", None)):
+            close()
+        self._socket.unlink(missing_ok=True)
+        return 0
+
+    def _load(self) -> PromptPredictor:
+        if self._config.factory is None:
+            return RetrievalPredictor(self._config, self._folder)
+        module, name = self._config.factory.split(":")
+        predictor: PromptPredictor = getattr(importlib.import_module(module), name)(self._config, self._folder)
+        return predictor
+
+    async def _cannot_start(self, error: Exception) -> int:
+        reason = f"{type(error).__name__}: {error}"
+        deadline = time.monotonic() + 10
+        while not self._peers and time.monotonic() < deadline and not self._stop.is_set():
+            await asyncio.sleep(0.05)  # the front end is about to connect, and is to be told
+        self._broadcast(Failed(reason))
+        with contextlib.suppress(OSError):
+            await asyncio.gather(*(writer.drain() for writer in self._peers.values()))
+        return CANNOT_START
+
+    def _parent_speaks(self) -> None:
+        if not os.read(sys.stdin.fileno(), _READ_BYTES):
+            self._stop.set()
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+
+    # --- connections ------------------------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = next(self._numbers)
+        self._peers[peer] = writer
+        frames = Frames()
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for body in frames.feed(data):
+                    self._hear(peer, body)
+        except (FrameError, OSError) as error:
+            logger.error("a front end is not understood any more and is disconnected: %s", error)
+        finally:
+            del self._peers[peer]
+            self._desk.hung_up(peer)
+            writer.close()
+
+    def _hear(self, peer: int, body: bytes) -> None:
+        question = read_question(body)
+        if isinstance(question, Ask):
+            refused = self._desk.ask(peer, question, time.monotonic())
+            if refused is not None:
+                self._tell(peer, refused)
+            self._work.set()
+        elif isinstance(question, Finished):
+            self._desk.finished(peer, question.req_id, question.tokens)
+        elif isinstance(question, Gone):
+            self._desk.gone(peer, question.req_id)
+
+    def _tell(self, peer: int, answer: Answer) -> None:
+        writer = self._peers.get(peer)
+        if writer is not None and not writer.is_closing():
+            writer.write(pack(answer))
+
+    def _broadcast(self, answer: Answer) -> None:
+        for peer in self._peers:
+            self._tell(peer, answer)
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    async def _predict(self, predictor: PromptPredictor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work.wait()
+            batch, expired = self._desk.next_batch(time.monotonic())
+            for waiting in expired:
+                self._tell(waiting.peer, Told(waiting.ask.req_id, source=EXPIRED))
+            if batch:
+                found = await loop.run_in_executor(self._encoding, self._desk.predict, predictor, batch)
+                for peer, told in self._desk.answers(batch, found):
+                    self._tell(peer, told)
+            if not self._desk.waiting:
+                self._work.clear()
+
+    async def _keep_up(self, predictor: PromptPredictor) -> None:
+        """Learn, save and report, once per second at most."""
+        loop = asyncio.get_running_loop()
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(_STATUS_S)
+            await self._learn(predictor)
+            if time.monotonic() - saved >= self._config.save_interval_s:
+                await loop.run_in_executor(self._learning, partial(self._desk.guarded, "save", predictor.save))
+                saved = time.monotonic()
+            self._broadcast(self._desk.status(predictor))
+
+    async def _learn(self, predictor: PromptPredictor) -> None:
+        finished = self._desk.take_finished()
+        if finished:
+            act: Callable[[], None] = partial(self._desk.guarded, "learn", partial(predictor.learn, finished))
+            await asyncio.get_running_loop().run_in_executor(self._learning, act)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the process with the options of its one argument."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s [vllm-ext predictor] %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides when we end
+    options = msgspec.json.decode(argv[0], type=WorkerOptions)
+    with contextlib.suppress(OSError):
+        os.nice(int(str(options.config.get("nice", 0))))
+    try:
+        worker = Worker(options)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return CANNOT_START
+    return asyncio.run(worker.run())
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    logging.shutdown()
+    # A prediction that hangs would keep the interpreter waiting for its thread.
+    os._exit(status)
