@@ -37,6 +37,10 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
         ),
         "plan": Command(target="vllm_ext.cli.plan:main", help="simulate every system on your trace and recommend one"),
+        "predictor": Command(
+            target="vllm_ext.cli.predictor:main",
+            help="train, evaluate, inspect and move what length prediction learned",
+        ),
         "profile": Command(target="vllm_ext.cli.profile:main", help="measure step times for the runtime model"),
         "repro": Command(
             target="vllm_ext.cli.repro:main", help="measure figures and tables of papers again on the simulator"

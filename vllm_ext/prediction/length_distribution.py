@@ -25,7 +25,7 @@ class LengthDistribution:
     sampling needs no further work. Not thread-safe. Every sampling method draws exactly one number per request.
 
     Source: Past-Future, section 3.1, eq. 1; window 1000 as in its section 4. The paper starts from the preset maximum
-    and leaves open with how many entries; half a window is what the authors' published artifact uses.
+    and leaves open with how many entries; half a window is our choice.
     """
 
     def __init__(self, start_tokens: int, *, window: int = 1000, start_size: int | None = None) -> None:
