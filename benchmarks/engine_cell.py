@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_PREDICTOR_START_S = 180.0
+
 
 def main(spec_path: str, out_path: str) -> None:
     """Run the cell described by one JSON file and write what was observed to another."""
@@ -42,6 +44,8 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
         client = _Client(engine, spec["max_tokens"])
         for index, request in enumerate(spec["warmup"]):
             await client.serve(f"warmup-{index}", request, due=time.monotonic())
+        if spec.get("predictor") is not None:
+            await _predictor_ready(engine)
         await client.serve_all("history", spec["history"], time.monotonic())
         load.state.reset()
         cpu = _CpuClock()
@@ -55,9 +59,36 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
             "load": load.state.summary(),
             "settings": _settings(engine),
             "engine_start_s": start_s,
+            "predictor": _predictor_outcomes(),
         }
     finally:
         engine.shutdown()
+
+
+def _predictor_outcomes() -> dict[str, float]:
+    """What became of the predictions of this process's requests, warm-up and history included."""
+    from prometheus_client import REGISTRY
+
+    outcomes = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == "vllm_ext:length_predictions_total":
+                outcomes[f"length_predictions_{sample.labels['outcome'].replace('-', '_')}"] = sample.value
+    return outcomes
+
+
+async def _predictor_ready(engine: Any) -> None:
+    """Wait until the length predictor has loaded its model, which the first request started."""
+    from vllm_ext.prediction.service.attach import attached
+
+    found = attached(engine.output_processor)
+    if found is None:
+        raise RuntimeError("no length predictor is attached to the engine")
+    deadline = time.monotonic() + _PREDICTOR_START_S
+    while not found.service.ready:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the length predictor was not ready after {_PREDICTOR_START_S:g} s")
+        await asyncio.sleep(0.1)
 
 
 async def _fetch_record(engine: Any) -> dict[str, Any]:

@@ -8,6 +8,11 @@ first served, all requests at once, output tokens per second while every seat is
 arrivals and go round the systems, so that machine noise falls on all of them; metrics are medians over repeats,
 ratios medians of the ratios within a repeat. A request that does not end at exactly its length fails the run.
 
+A system's name alone predicts lengths from the history of finished requests. ``NAME@cold`` adds the predictor of
+prompts, with an empty memory (it learns while it serves), ``NAME@warm`` one that learned from rows of the same dataset
+that are not measured, as `vllm-ext predictor train` does it. Both wait until the predictor is ready before the clock
+starts.
+
     python benchmarks/engine_compare.py --quick
     python benchmarks/engine_compare.py --dataset alpaca.jsonl.gz --dataset-where src=random9k,subset5k \\
         --max-foreign-cores 0.1 --out benchmarks/results/engine_compare.json
@@ -18,13 +23,16 @@ Output: a table on stderr; the last line on stdout is the result as JSON (see be
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import engine_predictor
 import engine_process
 import engine_record
 import engine_report as report
@@ -84,6 +92,7 @@ class _Run:
         self._lots = draws * args.repeats if args.same_requests else draws
         self._settings: dict[str, Any] = {}
         self._disturbed = 0
+        self._learned = engine_predictor.Learned(self._model, args.warm_requests, args.seed)
         self.reduced: dict[tuple[str, float], dict[str, float]] = {}
 
     def measure(self, argv: Sequence[str]) -> results.Result:
@@ -147,7 +156,8 @@ class _Run:
         )
         lots = self._lots[repeat]
         spec = self._spec(system, lots, [float(t) for t in times])
-        observed = self._serve_undisturbed(label, spec)
+        with self._predictor(system, spec):
+            observed = self._serve_undisturbed(label, spec)
         metrics = report.cell_metrics(label, spec, observed)
         self._settings[system] = observed["settings"]
         cell = report.Cell(system=system, load=load, repeat=repeat, metrics=metrics)
@@ -166,6 +176,20 @@ class _Run:
             "history": self._sendable(lots.history, zeros),
             "requests": self._sendable(lots.measured, times),
         }
+
+    @contextmanager
+    def _predictor(self, system: str, spec: dict[str, Any]) -> Iterator[None]:
+        """Give the predictor of a cell a folder of its own, as long as it is measured."""
+        state = engine_predictor.state_of(system)
+        spec["predictor"] = state
+        if state is None:
+            yield
+            return
+        if state == engine_predictor.WARM:
+            self._learned.prepare(self._dataset.rows, self._lots, self._limits)
+        with self._learned.folder(state) as folder:
+            spec["engine_args"]["additional_config"]["vllm_ext"]["predictor"]["folder"] = str(folder)
+            yield
 
     def _sendable(self, requests: Sequence[workload.BenchRequest], times: Sequence[float]) -> list[dict[str, Any]]:
         by_length = self._args.priority_by == "prompt-length"
@@ -254,10 +278,12 @@ def _system_args(system: str, args: argparse.Namespace) -> dict[str, Any]:
         return {}
     if system == "upstream-priority":
         return {"scheduling_policy": "priority"}
-    options = dict(args.ext_config)
-    if systems.resolve(system).oracle:
+    options = copy.deepcopy(args.ext_config)
+    name = engine_predictor.system_of(system)
+    if systems.resolve(name).oracle:
         options["allow_oracle"] = True
-    return {"scheduler_cls": system, "additional_config": {"vllm_ext": options}}
+    engine_predictor.choose_sources(system, options)
+    return {"scheduler_cls": name, "additional_config": {"vllm_ext": options}}
 
 
 def _progress(text: str) -> None:
@@ -277,7 +303,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     try:
         for system in args.systems:
             if system not in report.UPSTREAM:
-                systems.resolve(system)
+                systems.resolve(engine_predictor.system_of(system))
     except ConfigError as error:
         options.error(f"--systems: {error}; upstream's own are {', '.join(report.UPSTREAM)}")
     if args.max_output_tokens >= args.max_model_len:

@@ -24,8 +24,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 def _add_comparison(group: Any) -> None:
     group.add_argument(
         "--systems",
-        default="upstream-fcfs,upstream-priority,fcfs,alise,oracle-alise",
-        help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls (default: %(default)s)",
+        default="upstream-fcfs,upstream-priority,fcfs,alise,alise@cold,alise@warm,oracle-alise",
+        help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls; NAME predicts from the length "
+        "history, NAME@cold also from prompts, with nothing learned before, NAME@warm with --warm-requests learned "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--loads", default="0.5,0.9,1.2", help="comma list of fractions of the capacity (default: %(default)s)"
@@ -90,6 +92,12 @@ def _add_requests(group: Any) -> None:
         type=_not_negative,
         default=50,
         help="served before the clock starts, so that the length history is not cold (default: 50)",
+    )
+    group.add_argument(
+        "--warm-requests",
+        type=_positive,
+        default=4000,
+        help="rows, none of them measured, from which the predictor of NAME@warm learned (default: 4000)",
     )
     group.add_argument(
         "--length-scale", type=float, default=0.5, help="factor on recorded output lengths (default: 0.5)"

@@ -17,7 +17,7 @@ from typing import Any
 from vllm_ext import hints
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
-from vllm_ext.prediction.service.said import said
+from vllm_ext.prediction.service import said
 
 
 async def _create(
@@ -28,8 +28,8 @@ async def _create(
     except hints.HintError as error:
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
-    said.set(getattr(request, "messages", None))
-    return await original(self, request, raw_request, *args, **kwargs)
+    said.during(request)
+    return said.along(await original(self, request, raw_request, *args, **kwargs), request)
 
 
 async def add_hints(request: Any, raw_request: Any) -> None:

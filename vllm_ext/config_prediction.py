@@ -100,8 +100,8 @@ class PredictorConfig:
     max_mib: int = 512
     """Size of what is kept on disk, at most."""
 
-    save_interval_s: float = 60.0
-    """Time between two savings; also saved when the server stops."""
+    save_interval_s: float = 20.0
+    """Time between two savings, longer where one takes long; also saved when the server stops."""
 
     keep_prompts: bool = False
     """Whether the prompts' texts are stored beside their embeddings."""

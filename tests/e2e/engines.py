@@ -38,8 +38,11 @@ BASE_ENGINE: Mapping[str, Any] = {
 memory to be free, and walks through the many blocks it makes of it.
 """
 
-EAGER: Mapping[str, Any] = {"vllm_ext": {"admission": {"gain_ratio": 1e-9}}}
-"""Options with which alise preempts for anything that ranks better, not only where it pays.
+EAGER: Mapping[str, Any] = {
+    "vllm_ext": {"admission": {"gain_ratio": 1e-9}, "prediction": {"sources": ["hint", "history"]}}
+}
+"""Options with which alise preempts for anything that ranks better, not only where it pays; without the predictor's
+process, which would be one more of them for every engine (`test_e2e_prediction` has it).
 
 Whether it pays depends on measured step times, and so on what else the machine does; these tests are of what a
 preemption does to the output.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,15 @@ class Served(ServerProcess):
     """A `vllm serve` of a tiny model with the OpenAI clients' view of it."""
 
     def __init__(
-        self, model: Path, args: Sequence[str] = (), *, log_path: Path, request_log: Path | None = None
+        self,
+        model: Path,
+        args: Sequence[str] = (),
+        *,
+        log_path: Path,
+        request_log: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(model, [*SMALL_ENGINE, *args], log_path=log_path, env=ENVIRONMENT)
+        super().__init__(model, [*SMALL_ENGINE, *args], log_path=log_path, env={**ENVIRONMENT, **(env or {})})
         self.request_log = request_log
 
     def client(self) -> openai.OpenAI:

@@ -33,6 +33,7 @@ OFFLINE_ENGINE = (
     "--max-model-len=256",
     "--block-size=32",
     "--scheduler-cls=alise",
+    "--ext-prediction-sources=hint,history",
     f"--kv-cache-memory-bytes={32 * 2**20}",
 )
 WIDE_VOCABULARY = ('--hf-overrides={"vocab_size": 10000}', "--load-format=dummy")
@@ -117,6 +118,7 @@ def test_vllms_own_benchmark_runs_under_alise(ended: dict[str, Ended], bench: st
 def test_two_api_servers_report_our_metrics_once(llama: Path, tmp_path: Path) -> None:
     """Both front ends fetch the same scheduler's state; neither may add its copy to the other's."""
     args = ["--scheduler-cls", "alise", "--api-server-count", "2", "--ext-metrics-interval-s", "0.2"]
+    args += ["--ext-prediction-sources", "hint,history"]
     with Served(llama, args, log_path=tmp_path / "server.log") as server:
         for i in range(12):  # each client connects anew, so that both front ends get some
             answer = server.client().completions.create(model=MODEL, prompt=f"hello {i}", max_tokens=3, temperature=0)

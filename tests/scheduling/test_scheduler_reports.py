@@ -86,7 +86,8 @@ def test_state_is_json_and_complete(system: str) -> None:
     assert json.loads(json.dumps(state)) == state
     assert state.keys() == {
         "preemptions", "fallbacks", "stalls", "demotions", "bad_hints", "policy_steps", "policy_s", "steps", "runtime",
-        "late_predictions", "records", "next_record", "lost_records", "system", "policies", "running", "waiting_by_level", "oldest_wait_s",
+        "records", "next_record", "lost_records", "system", "policies", "running", "waiting_by_level", "oldest_wait_s",
+        "late_predictions",
     }  # fmt: skip
     assert (state["system"], state["running"], state["steps"]) == (system, 1, 2)
     assert sum(state["waiting_by_level"].values()) == 1

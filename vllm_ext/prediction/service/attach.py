@@ -28,7 +28,7 @@ from vllm_ext.prediction.service.client import LateHint, PredictionService
 from vllm_ext.prediction.service.link import Link
 from vllm_ext.prediction.service.process import PredictorProcess
 from vllm_ext.prediction.service.request_text import RequestTexts
-from vllm_ext.prediction.service.said import said
+from vllm_ext.prediction.service.said import said, want
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +56,7 @@ class Attached:
         params = request.sampling_params
         if params is None:
             return
-        text = self._texts.of(prompt, request.prompt_token_ids, said.get(), tokenizer)
+        text = self._texts.of(prompt, request.prompt_token_ids, said(), tokenizer)
         if text is None:
             return  # embeddings, or tokens without a tokenizer
         lora = request.lora_request
@@ -90,6 +90,7 @@ def attach(engine: AsyncLLM | LLMEngine) -> Attached | None:
     index = getattr(engine.engine_core, "client_index", 0)
     made = _make(config, engine.vllm_config, index)
     setattr(processor, _ATTRIBUTE, made)
+    want()
     weakref.finalize(engine, made.service.close)
     return made
 

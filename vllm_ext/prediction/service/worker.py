@@ -32,18 +32,23 @@ from vllm_ext.prediction.service.messages import (
     FrameError,
     Frames,
     Gone,
-    Told,
+    Status,
     pack,
     read_question,
 )
 from vllm_ext.prediction.service.predictor import PromptPredictor, RetrievalPredictor
-from vllm_ext.prediction.service.work import EXPIRED, Desk
+from vllm_ext.prediction.service.work import Desk
 from vllm_ext.prediction.service.worker_options import CANNOT_START, WorkerOptions
 
 logger = logging.getLogger("vllm_ext.predictor")
 
 _READ_BYTES = 1 << 16
 _STATUS_S = 1.0
+_LAST_S = 30.0
+"""Time that the end of the process, with a last save, may take."""
+_LONGEST_REASON = 2000
+_REST_PER_SAVE = 100
+"""A full store takes a second to write: then the disk is left alone for a hundred."""
 
 
 class Worker:
@@ -64,28 +69,43 @@ class Worker:
     async def run(self) -> int:
         """Serve; returns the exit status."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._stop.set)
         loop.add_reader(sys.stdin.fileno(), self._parent_speaks)
         # Before the model is loaded, which takes seconds: what is asked meanwhile waits in the queue.
-        self._socket.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._serve, path=str(self._socket))
         try:
-            predictor = await loop.run_in_executor(self._encoding, self._load)
+            self._socket.unlink(missing_ok=True)
+            server = await asyncio.start_unix_server(self._serve, path=str(self._socket))
+        except OSError as error:
+            logger.error("can't listen on %s (%s); requests are scheduled without it", self._socket, error)
+            return CANNOT_START
+        stopped = asyncio.create_task(self._stop.wait())
+        loading = loop.run_in_executor(self._encoding, self._load)
+        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            return 0
+        try:
+            predictor = loading.result()
         except (ImportError, ValueError, OSError, AttributeError, TypeError) as error:
             return await self._cannot_start(error)
-        logger.info("the length predictor is ready: %d finished requests known", predictor.status().get("entries", 0))
-        self._broadcast(self._desk.status(predictor))
-        tasks = [asyncio.create_task(self._predict(predictor)), asyncio.create_task(self._keep_up(predictor))]
-        await self._stop.wait()
+        ready = self._desk.status(predictor)
+        logger.info("the length predictor is ready: %d finished requests known", ready.entries)
+        self._broadcast(ready)
+        predicting = asyncio.create_task(self._predict(predictor))
+        keeping_up = asyncio.create_task(self._keep_up(predictor))
+        await asyncio.wait((stopped, predicting, keeping_up), return_when=asyncio.FIRST_COMPLETED)
+        broken = not self._stop.is_set()
+        self._stop.set()
         server.close()
-        for task in tasks:
-            task.cancel()
-        await self._learn(predictor)
-        await loop.run_in_executor(self._learning, partial(self._desk.guarded, "save", predictor.save))
+        predicting.cancel()
+        await asyncio.wait((predicting, keeping_up), timeout=_LAST_S)  # not longer: what is learned may hang
+        for task in (predicting, keeping_up):
+            if task.done() and not task.cancelled() and (failure := task.exception()) is not None:
+                logger.error("the length predictor's process fails and ends", exc_info=failure)
         if callable(close := getattr(predictor, "close", None)):
-            close()
+            self._desk.guarded("close", close)
         self._socket.unlink(missing_ok=True)
-        return 0
+        return 1 if broken else 0
 
     def _load(self) -> PromptPredictor:
         if self._config.factory is None:
@@ -95,10 +115,12 @@ class Worker:
         return predictor
 
     async def _cannot_start(self, error: Exception) -> int:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON].encode("utf-8", "replace").decode()
         deadline = time.monotonic() + 10
         while not self._peers and time.monotonic() < deadline and not self._stop.is_set():
             await asyncio.sleep(0.05)  # the front end is about to connect, and is to be told
+        if not self._peers:
+            logger.error("can't start: %s; requests are scheduled without it", reason)
         self._broadcast(Failed(reason))
         with contextlib.suppress(OSError):
             await asyncio.gather(*(writer.drain() for writer in self._peers.values()))
@@ -119,8 +141,10 @@ class Worker:
             while data := await reader.read(_READ_BYTES):
                 for body in frames.feed(data):
                     self._hear(peer, body)
-        except (FrameError, OSError) as error:
+        except FrameError as error:
             logger.error("a front end is not understood any more and is disconnected: %s", error)
+        except OSError:
+            pass  # it is gone, with answers unread
         finally:
             del self._peers[peer]
             self._desk.hung_up(peer)
@@ -144,8 +168,10 @@ class Worker:
             writer.write(pack(answer))
 
     def _broadcast(self, answer: Answer) -> None:
-        for peer in self._peers:
-            self._tell(peer, answer)
+        for peer, writer in self._peers.items():
+            # One that does not read for hours, as between two offline batches, is not to fill our memory.
+            if not (isinstance(answer, Status) and writer.transport.get_write_buffer_size()):
+                self._tell(peer, answer)
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -153,9 +179,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()
-            batch, expired = self._desk.next_batch(time.monotonic())
-            for waiting in expired:
-                self._tell(waiting.peer, Told(waiting.ask.req_id, source=EXPIRED))
+            batch, too_late = self._desk.next_batch(time.monotonic())
+            for peer, told in too_late:
+                self._tell(peer, told)
             if batch:
                 found = await loop.run_in_executor(self._encoding, self._desk.predict, predictor, batch)
                 for peer, told in self._desk.answers(batch, found):
@@ -164,16 +190,26 @@ class Worker:
                 self._work.clear()
 
     async def _keep_up(self, predictor: PromptPredictor) -> None:
-        """Learn, save and report, once per second at most."""
-        loop = asyncio.get_running_loop()
-        saved = time.monotonic()
-        while True:
-            await asyncio.sleep(_STATUS_S)
+        """Learn, save and report, once per second at most; ends, having saved, when the process is to stop."""
+        parent = os.getppid()
+        next_save = time.monotonic() + self._config.save_interval_s
+        while not self._stop.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _STATUS_S)
+            if os.getppid() != parent:  # a process forked from the front end keeps our standard input open
+                self._stop.set()
             await self._learn(predictor)
-            if time.monotonic() - saved >= self._config.save_interval_s:
-                await loop.run_in_executor(self._learning, partial(self._desk.guarded, "save", predictor.save))
-                saved = time.monotonic()
+            if (started := time.monotonic()) >= next_save:
+                await self._save(predictor)
+                took = time.monotonic() - started
+                next_save = started + max(self._config.save_interval_s, _REST_PER_SAVE * took)
             self._broadcast(self._desk.status(predictor))
+        await self._learn(predictor)  # what finished during the last save, for instance
+        await self._save(predictor)
+
+    async def _save(self, predictor: PromptPredictor) -> None:
+        act: Callable[[], None] = partial(self._desk.guarded, "save", predictor.save)
+        await asyncio.get_running_loop().run_in_executor(self._learning, act)
 
     async def _learn(self, predictor: PromptPredictor) -> None:
         finished = self._desk.take_finished()
@@ -194,7 +230,11 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         logger.error("%s", error)
         return CANNOT_START
-    return asyncio.run(worker.run())
+    try:
+        return asyncio.run(worker.run())
+    except Exception:
+        logger.exception("the length predictor's process fails and ends")
+        return 1
 
 
 if __name__ == "__main__":
