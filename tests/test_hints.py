@@ -16,6 +16,7 @@ from vllm_ext.hints import NO_HINTS, HintError, RequestHints
 
 NOT_AN_SLO = [-1, 0, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400, True, False, "250", "", [250], {"ms": 250}]
 NOT_AN_OSL = [-3, 0, 1_000_001, 1.0, 1.5, math.nan, True, False, "12", [12]]
+NOT_A_TAG = ["", "x" * 65, 7, True, ["t"]]
 NOT_AN_ID = ["", "x" * 257, 7, 1.5, True, ["c"]]
 
 
@@ -27,8 +28,9 @@ def test_a_request_without_hints_has_none() -> None:
 
 def test_all_hints_are_read() -> None:
     extra = {"conversation_id": "c", "ttft_slo_ms": 250, "tbt_slo_ms": 50.5, "jct_slo_ms": 9000, "osl": 12}
+    extra["tag"] = "shop"
     assert hints.from_extra_args(extra) == RequestHints(
-        conversation_id="c", ttft_slo_ms=250.0, tbt_slo_ms=50.5, jct_slo_ms=9000.0, osl=12
+        conversation_id="c", ttft_slo_ms=250.0, tbt_slo_ms=50.5, jct_slo_ms=9000.0, osl=12, tag="shop"
     )
 
 
@@ -68,6 +70,13 @@ def test_a_malformed_objective_is_refused_by_name(key: str, value: Any) -> None:
 def test_a_malformed_length_is_refused_by_name(value: Any) -> None:
     with pytest.raises(HintError, match=r"^osl=.*from 1 to 1000000"):
         hints.from_extra_args({"osl": value})
+
+
+@pytest.mark.parametrize("value", NOT_A_TAG, ids=lambda v: repr(v)[:20])
+def test_a_malformed_tag_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(HintError, match="must be a string of 1 to 64 characters") as caught:
+        hints.from_extra_args({"tag": value})
+    assert (caught.value.field, caught.value.value) == ("tag", value)
 
 
 @pytest.mark.parametrize("value", NOT_AN_ID, ids=lambda v: repr(v)[:20])

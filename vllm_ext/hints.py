@@ -15,11 +15,14 @@ from typing import Any
 MAX_CONVERSATION_ID_CHARS = 256
 """Longest conversation id; the scheduler keeps ids in memory, so a client must not choose their size."""
 
+MAX_TAG_CHARS = 64
+"""Longest tag, for the same reason."""
+
 MAX_OSL = 1_000_000
 """Largest expected output length, in tokens."""
 
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
-KEYS = ("conversation_id", *SLO_KEYS, "osl")
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag")
 """The keys of ``extra_args`` that are ours."""
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -27,6 +30,7 @@ OSL_HEADER = "x-dynamo-osl"
 
 _SLO_ALLOWED = "a finite number of milliseconds greater than 0"
 _OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
+_TAG_ALLOWED = f"a string of 1 to {MAX_TAG_CHARS} characters"
 _ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
 _SHOWN_CHARS = 80
 
@@ -72,6 +76,9 @@ class RequestHints:
     osl: int | None = None
     """Output length the client expects, in tokens."""
 
+    tag: str | None = None
+    """Name of the application or tenant; requests of one tag are expected to be alike."""
+
 
 NO_HINTS = RequestHints()
 
@@ -98,6 +105,7 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         tbt_slo_ms=check_slo_ms("tbt_slo_ms", found.get("tbt_slo_ms")),
         jct_slo_ms=check_slo_ms("jct_slo_ms", found.get("jct_slo_ms")),
         osl=check_osl("osl", found.get("osl")),
+        tag=check_tag("tag", found.get("tag")),
     )
 
 
@@ -157,6 +165,15 @@ def check_osl(field: str, value: Any) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_OSL:
         raise HintError(field, value, _OSL_ALLOWED)
+    return value
+
+
+def check_tag(field: str, value: Any) -> str | None:
+    """Return a tag, or raise `HintError` naming ``field``."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_TAG_CHARS:
+        raise HintError(field, value, _TAG_ALLOWED)
     return value
 
 

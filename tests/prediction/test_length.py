@@ -18,8 +18,8 @@ def predictor(**options: object) -> LengthPredictor:
     return LengthPredictor.from_config(PredictionConfig(**options))  # type: ignore[arg-type]
 
 
-def query(prompt: int = 10, max_tokens: int = 1000, osl: int | None = None) -> LengthQuery:
-    return LengthQuery(prompt, max_tokens, osl)
+def query(prompt: int = 10, max_tokens: int = 1000, osl: int | None = None, tag: str | None = None) -> LengthQuery:
+    return LengthQuery(prompt, max_tokens, osl, tag)
 
 
 def test_the_hint_comes_first_then_history_then_the_prior() -> None:
@@ -110,3 +110,45 @@ def test_a_long_history_stays_bounded() -> None:
     assert max(sizes) == 20
     assert all(len(w._order) == len(w._sorted) for w in (h._all, *h._buckets.values()))
     assert h._all._sorted == sorted(h._all._order)
+
+
+def test_a_tag_is_trusted_more_the_more_it_was_seen() -> None:
+    h = LengthHistory(1000, 0.5)
+    for _ in range(100):
+        h.observe(query(), 50)
+    assert h.predict(query(tag="long")) == 50
+    for _ in range(8):
+        h.observe(query(tag="long"), 450)
+    assert h.predict(query(tag="long")) == 250, "8 observations weigh one half"
+    assert h.predict(query(tag="other")) == 50
+    assert h.predict(query()) == 50
+    for _ in range(40):
+        h.observe(query(tag="long"), 450)
+    assert h.predict(query(tag="long")) == round(450 * 48 / 56 + 50 * 8 / 56)
+
+
+def test_only_so_many_tags_are_held() -> None:
+    h = LengthHistory(10_000, 0.5)
+    for _ in range(2000):
+        h.observe(query(), 50)
+    for number in range(65):
+        for _ in range(8):
+            h.observe(query(tag=f"t{number}"), 450)
+    untagged = h.predict(query())
+    assert h.predict(query(tag="t0")) == untagged, "the first of 65 is forgotten"
+    assert h.predict(query(tag="t1")) != untagged
+    assert h.predict(query(tag="t64")) != untagged
+
+
+def test_what_is_left_follows_the_tag_where_enough_of_it_was_as_long() -> None:
+    h = LengthHistory(1000, 0.5)
+    for _ in range(20):
+        h.observe(query(), 100)
+    for _ in range(8):
+        h.observe(query(tag="a"), 400)
+    h.observe(query(tag="b"), 400)
+    assert h.beyond(query(tag="a"), 50) == 400
+    assert h.beyond(query(tag="b"), 50) == 100, "one observation is too few"
+    assert h.beyond(query(tag="a"), 400) is None
+    assert h.beyond(query(prompt=5000), 99) == 100
+    assert h.beyond(query(), 100) == 400

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 _SHRINKAGE = 8
 """Observations at which a bucket's quantile weighs as much as the quantile over all buckets."""
+_MAX_TAGS = 64
+"""Clients choose tags: a bound on what they can make us keep."""
 
 
 class _Window:
@@ -43,12 +45,13 @@ class _Window:
 
 
 class LengthHistory:
-    """Predict a quantile of recent output lengths of requests with prompts of like length.
+    """Predict a quantile of recent output lengths of requests with prompts of like length, or of the same tag.
 
     Prompts fall into buckets by powers of two. A bucket with n observations is trusted n / (n + 8), the rest of the
     weight goes to the quantile over all buckets, so that a rare prompt length does not follow its few examples blindly.
+    A tag's window is trusted over that in the same way. Of tags, the 64 that finished something last are held.
 
-    Source: Past-Future keeps such a window (its default is 1000 requests); the buckets are ours.
+    Source: Past-Future keeps such a window (its default is 1000 requests); buckets and tags are ours.
     """
 
     name = "history"
@@ -58,28 +61,28 @@ class LengthHistory:
         self._quantile = quantile
         self._all = _Window(window)
         self._buckets: dict[int, _Window] = {}
+        self._tags: OrderedDict[str, _Window] = OrderedDict()
 
     def predict(self, query: LengthQuery) -> int | None:
         """Return the predicted output length in tokens, or None before anything finished."""
         if not len(self._all):
             return None
-        overall = self._all.quantile(self._quantile)
-        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
-        if bucket is None:
-            return round(overall)
-        weight = len(bucket) / (len(bucket) + _SHRINKAGE)
-        return round(weight * bucket.quantile(self._quantile) + (1 - weight) * overall)
+        predicted = self._all.quantile(self._quantile)
+        for window in self._special(query):
+            weight = len(window) / (len(window) + _SHRINKAGE)
+            predicted = weight * window.quantile(self._quantile) + (1 - weight) * predicted
+        return round(predicted)
 
     def beyond(self, query: LengthQuery, generated: int) -> int | None:
         """Return the median of the lengths above ``generated``, or None if there is none: P(l | l > generated).
 
-        Taken from like prompts where enough of them were as long, else from all.
+        Taken from the tag, else from like prompts, where enough of them were as long, else from all.
 
         Source: Past-Future, Algorithm 1, for the condition.
         """
-        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
-        if bucket is not None and bucket.longer(generated) >= _SHRINKAGE:
-            return round(bucket.quantile(0.5, generated))
+        for window in reversed(self._special(query)):
+            if window.longer(generated) >= _SHRINKAGE:
+                return round(window.quantile(0.5, generated))
         return round(self._all.quantile(0.5, generated)) if self._all.longer(generated) else None
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
@@ -87,3 +90,14 @@ class LengthHistory:
         self._all.add(output_tokens)
         key = query.num_prompt_tokens.bit_length()
         self._buckets.setdefault(key, _Window(self._window)).add(output_tokens)
+        if query.tag is not None:
+            self._tags.setdefault(query.tag, _Window(self._window)).add(output_tokens)
+            self._tags.move_to_end(query.tag)
+            if len(self._tags) > _MAX_TAGS:
+                self._tags.popitem(last=False)
+
+    def _special(self, query: LengthQuery) -> list[_Window]:
+        """The windows of the request's kind, the more telling one last; none of them is empty."""
+        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
+        tagged = None if query.tag is None else self._tags.get(query.tag)
+        return [window for window in (bucket, tagged) if window is not None]

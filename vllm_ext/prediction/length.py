@@ -18,6 +18,8 @@ class LengthQuery(NamedTuple):
     """The client's bound: caps a prediction, and is none itself."""
     osl: int | None = None
     """Output length the client expects."""
+    tag: str | None = None
+    """Name of the application or tenant, where the client gave one."""
 
 
 class Prediction(NamedTuple):

@@ -39,7 +39,7 @@ class Job:
         """Order of arrival; ends every tie."""
         self.arrival_time = now
         self.hints = hints
-        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl)
+        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag)
         self.prediction = Prediction(1, "prior")
         """First prediction, kept for the record."""
         self.estimate = 1
@@ -163,7 +163,7 @@ class Ledger:
     def _renew(self, job: Job) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
         request = job.request
-        job.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, job.hints.osl)
+        job.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, job.hints.osl, job.hints.tag)
         self._revise(job, self.predictor.predict(job.query).tokens)
 
     @staticmethod
