@@ -90,6 +90,9 @@ def _serve(scheduler: Any, rng: random.Random, count: int, depth: int, caching: 
         loop.add(request)
         for _ in range(rng.randint(0, 12)):
             loop.step()
+        if hasattr(scheduler, "ledger"):  # one of ours: a predictor speaks up, of requests that may have ended
+            tokens = rng.randint(1, 40)
+            scheduler.update_predictions([[f"r{rng.randint(0, index)}-0", tokens, 2 * tokens, "retrieval"]])
         if index % 9 == 8:
             loop.abort([f"r{index - 1}-0"], while_executing=index % 2 == 0)
         if index == count // 2:

@@ -22,8 +22,8 @@ CAPACITY = 4_000_000
 """Bound on rows of steps and tokens of prompts together; a row takes some 50 bytes."""
 _CHUNK = 2000
 _KEY = "vllm_ext"
-_OF_THE_MACHINE = ("profile", "request_log")
-"""Options that name files; they shape no decision beyond the coefficients that are recorded."""
+_OF_THE_MACHINE = ("profile", "request_log", "predictor")
+"""Options that name files; they shape no decision beyond the coefficients and predictions that are recorded."""
 
 
 class StepRecord:
@@ -184,6 +184,13 @@ class Recording:
             if entry is not None:
                 entry.update(type="call", name="set_pause_state", args=[pause_state.name])
             super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def update_predictions(self, rows: Any) -> int:
+        with self.step_record.call() as entry:
+            if entry is not None:
+                entry.update(type="call", name="update_predictions", args=[[list(row) for row in rows]])
+            taken: int = super().update_predictions(rows)  # type: ignore[misc]
+        return taken
 
 
 def recorded(scheduler_cls: type) -> type:

@@ -129,7 +129,7 @@ class OtherCall(_Call):
     """A call that changes what is decided later."""
 
     type: Literal["call"] = "call"
-    name: Literal["reset_prefix_cache", "set_pause_state"]
+    name: Literal["reset_prefix_cache", "set_pause_state", "update_predictions"]
     args: tuple[Any, ...]
 
 
