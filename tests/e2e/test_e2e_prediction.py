@@ -130,6 +130,20 @@ def test_prompts_of_every_kind_are_asked_or_left_out(served: Served) -> None:
     assert any(len(text) == 400 for text in asked(served))
 
 
+def test_invariant_1_the_predictor_is_told_no_true_length(served: Served) -> None:
+    """The same question with other hidden lengths is the same to it; a true length comes when the request has ended."""
+    for hidden in (3, 11):
+        complete(served, "what will it be", 30, extra_body={"vllm_xargs": {"bench_output_len": hidden}})
+    heard = [entry for entry in predictor_log(served) if entry.get("asked") == "what will it be"]
+    assert len(heard) == 2
+    assert heard[0] == heard[1]
+    assert heard[0].keys() == {"asked", "max_tokens", "model"}
+    wait_until(
+        lambda: [e["tokens"] for e in predictor_log(served) if e.get("finished") == "what will it be"] == [30, 30],
+        "what they became",
+    )
+
+
 @pytest.mark.parametrize(("fault", "counted"), [("raise", "error"), ("nan", "error"), ("crash", "lost")])
 def test_a_predictor_that_fails_costs_no_request_anything(served: Served, fault: str, counted: str) -> None:
     wait_until(lambda: up(served), "the predictor ready", timeout_s=60)

@@ -75,6 +75,38 @@ def test_without_an_oracle_the_hidden_length_changes_nothing(system: str) -> Non
     assert {r["prediction_source"] for r in untold[1]} <= {"hint", "history", "prior"}
 
 
+@pytest.mark.parametrize("system", ["fcfs", "alise"])
+def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(system: str) -> None:
+    """Twelve requests are in, none has ended; from then on they end elsewhere, and say so where oracles look.
+
+    Until the first of them ends, in either run, every step is the same, and so is every prediction.
+    """
+
+    def run(lengths: dict[str, int]) -> tuple[list[Any], dict[str, Any]]:
+        clock = VirtualClock()
+        options = {"system": system, "admission": {} if system == "fcfs" else {"gain_ratio": 0.1}}
+        scheduler: Any = make_scheduler(STEERED, max_num_seqs=4, additional_config={"vllm_ext": options})
+        scheduler.clock = clock
+        true_lengths = {f"r{i}": 100 for i in range(12)}
+        requests = {r: make_request(r, 10, max_tokens=200, extra_args={"bench_output_len": 100}) for r in true_lengths}
+        loop = EngineLoop(scheduler, FakeRunner(output_lengths=true_lengths), on_schedule=lambda _: clock.advance(0.01))
+        for request in requests.values():
+            loop.add(request)
+            loop.step()
+        for req_id, length in lengths.items():
+            true_lengths[req_id] = length
+            requests[req_id].sampling_params.extra_args["bench_output_len"] = length
+        scheduler.update_predictions([["r7", 3, 5, "retrieval"], ["r2", 180, 190, "retrieval"]])
+        decisions = [loop.step() for _ in range(40)]
+        assert len(scheduler.requests) == 12, "none has ended"
+        jobs = {r: (job.prediction, job.estimate, job.demotions) for r, job in scheduler.ledger.jobs.items()}
+        return decisions, jobs
+
+    untouched = run({})
+    assert run({f"r{i}": 60 + 7 * i for i in range(12)}) == untouched
+    assert run({f"r{i}": 199 - 7 * i for i in range(12)}) == untouched
+
+
 def test_an_oracle_follows_the_hidden_length() -> None:
     short_first = _run("oracle-alise", {f"r{i}": i + 1 for i in range(20)})
     long_first = _run("oracle-alise", {f"r{i}": 20 - i for i in range(20)})

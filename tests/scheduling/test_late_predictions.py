@@ -55,6 +55,8 @@ def test_the_order_of_sources_decides(one_seat: dict[str, Any]) -> None:
     rig = queue({**one_seat, "prediction": {"sources": ["retrieval", "hint", "history"]}}, a=20, b=30)
     assert rig.scheduler.update_predictions([["b", 5, 9, "retrieval"]]) == 1
     assert rig.waiting == ["b", "a"]
+    rig.drain()
+    assert (rig.record("b")["prediction_source"], rig.record("a")["prediction_source"]) == ("retrieval", "hint")
 
 
 def test_without_the_source_nothing_is_taken_over(one_seat: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class RequestRecord:
     output_tokens: int
     max_tokens: int
     predicted_tokens: int
-    """First prediction of the output length."""
+    """Prediction of the output length made of the prompt: the client's, else the best that came."""
     prediction_source: str
     num_preemptions: int
     demotions: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_ext.config import RETRIEVAL
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
 from vllm_ext.prediction.oracle import true_output_tokens
@@ -41,7 +42,7 @@ class Job:
         self.hints = hints
         self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag)
         self.prediction = Prediction(1, "prior")
-        """First prediction, kept for the record."""
+        """Prediction made of the prompt, kept for the record."""
         self.estimate = 1
         """Current estimate of the total output, in tokens."""
         self.demotions = 0
@@ -137,10 +138,12 @@ class Ledger:
         """Take over a better prediction of the output length, in tokens.
 
         One that the job has outlived already is raised as it would have been by now. The record keeps what the client
-        said of its request, and otherwise the better prediction: it was made of the prompt alone as well.
+        said of its request, unless the predictor is preferred, and otherwise the better prediction: it was made of the
+        prompt alone as well.
         """
         better = Prediction(max(1, min(tokens, job.query.max_tokens)), source, p90)
-        if job.prediction.source not in ("hint", "oracle"):
+        said_by = job.prediction.source
+        if said_by not in ("hint", "oracle") or self.predictor.prefers(RETRIEVAL, said_by):
             job.prediction = better
         generated: int = job.request.num_output_tokens
         estimate = better.tokens
