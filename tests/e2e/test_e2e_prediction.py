@@ -242,6 +242,40 @@ def test_several_api_servers_share_one_predictor_and_tensor_parallel_workers_hav
         wait_until(lambda: saved() >= 40, "all of them saved")
 
 
+RIVERS = ("Rhine", "Nile", "Amazon", "Danube", "Volga", "Congo", "Mekong", "Indus", "Tiber", "Elbe")
+
+
+def test_what_was_trained_before_is_known_to_the_server(llama: Path, tmp_path: Path) -> None:
+    """`vllm-ext predictor train`, then `vllm serve` with the same folder and the encoder that ships: no download."""
+    rows = [{"prompt": f"In one word: into which sea flows the {river}?", "output_tokens": 3} for river in RIVERS]
+    rows += [{"prompt": f"Write a long story about a boat on the {river}.", "output_tokens": 90} for river in RIVERS]
+    dataset, folder = tmp_path / "rows.jsonl", tmp_path / "predictor"
+    dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "vllm_ext.cli.main", "predictor", "train", "--dataset", str(dataset)]
+    done = subprocess.run(
+        [*command, "--model", str(llama), "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    log = tmp_path / "requests.jsonl"
+    args = ["--scheduler-cls", "alise", "--ext-predictor-folder", str(folder), "--ext-request-log", str(log)]
+    args += ["--ext-metrics-interval-s", "0.2"]
+    with Served(llama, args, log_path=tmp_path / "server.log", request_log=log) as server:
+        complete(server, "wake up", 1)
+        wait_until(lambda: up(server), "the predictor ready", timeout_s=120)
+        assert server.metric("vllm_ext:predictor_entries") >= 20
+        complete(server, "In one word: into which sea does the Rhine flow?", 250)
+        complete(server, "Write a long story about a boat on the river Rhine.", 251)
+        short, long = record_of(server, 250), record_of(server, 251)
+        assert (short["prediction_source"], long["prediction_source"]) == ("retrieval", "retrieval")
+        assert short["predicted_tokens"] == 3
+        assert long["predicted_tokens"] == 90
+        wait_until(lambda: server.metric("vllm_ext:predictor_entries") >= 22, "what was served, learned")
+
+
 OFFLINE = """
 import json, sys, time
 from vllm import LLM, SamplingParams

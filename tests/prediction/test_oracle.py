@@ -88,7 +88,10 @@ def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(sys
         scheduler: Any = make_scheduler(STEERED, max_num_seqs=4, additional_config={"vllm_ext": options})
         scheduler.clock = clock
         true_lengths = {f"r{i}": 100 for i in range(12)}
-        requests = {r: make_request(r, 10, max_tokens=200, extra_args={"bench_output_len": 100}) for r in true_lengths}
+        requests = {
+            r: make_request(r, 10, max_tokens=200, extra_args={"bench_output_len": 100}, hasher=block_hasher())
+            for r in true_lengths
+        }
         loop = EngineLoop(scheduler, FakeRunner(output_lengths=true_lengths), on_schedule=lambda _: clock.advance(0.01))
         for request in requests.values():
             loop.add(request)
