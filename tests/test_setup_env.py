@@ -112,6 +112,29 @@ def test_environment_that_cannot_be_completed_is_not_sound(setup_env: ModuleType
     assert not setup_env.is_sound(env)
 
 
+@pytest.mark.parametrize(("device", "left_out"), [("cpu", {"cuda"}), ("cuda", {"cpu", "torch-cpu"})])
+def test_every_requirement_file_of_the_device_is_installed(
+    setup_env: ModuleType, device: str, left_out: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that does not list a file it installs would not run again when that file changes."""
+    installed: dict[str, list[str]] = {}
+    for step in setup_env.steps_for(device):
+        calls: list[str] = []
+
+        def pip(_env: object, *arguments: str | Path, calls: list[str] = calls) -> None:
+            calls.extend(str(argument) for argument in arguments)
+
+        monkeypatch.setattr(setup_env.Environment, "pip", pip)
+        step.run(setup_env.Environment(Path("venv"), device))
+        files = [Path(text).stem for text in calls if text.endswith(".txt")]
+        if files:
+            installed[step.name] = files
+            assert sorted(files) == sorted(path.stem for path in step.inputs), step.name
+            assert ("--no-deps" in calls) == (device == "cpu" and step.name != "build tools"), step.name
+    files = [path.stem for path in setup_env.REQUIREMENTS.glob("*.txt")]
+    assert sorted(name for names in installed.values() for name in names) == sorted(set(files) - left_out)
+
+
 def test_damaged_stamp_counts_as_none(setup_env: ModuleType, env: Any, recorder: Recorder) -> None:
     setup_env.set_up(env, recorder.steps)
     (env.folder / setup_env.STAMP).write_text('{"done": {"one"')

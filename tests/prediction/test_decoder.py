@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.prediction import decoder_file
 from vllm_ext.prediction.decoder import Decoder, DecoderSpec
 from vllm_ext.prediction.decoder_file import FORMAT, load, save
 
@@ -103,7 +104,11 @@ def test_missing_tensors_and_wrong_specs_are_refused() -> None:
     with pytest.raises(ValueError, match="must be"):
         Decoder(SPEC, {})
     for change, message in (({"dim": 0}, "dim=0"), ({"hidden": (4, -1)}, "hidden=-1"), ({"min_tokens": 9999}, "ascend"),
-                            ({"skill": math.nan}, "skill=nan"), ({"num_examples": -1}, "num_examples=-1")):  # fmt: skip
+                            ({"skill": math.nan}, "skill=nan"), ({"num_examples": -1}, "num_examples=-1"),
+                            ({"skill": 10**400}, "skill=1000.*must be a finite number"), ({"skill": "x"}, "skill='x'"),
+                            ({"p90_coverage": -math.inf}, "p90_coverage=-inf"), ({"max_tokens": 9e3}, "max_tokens=9"),
+                            ({"num_examples": 1.5}, "num_examples=1.5"), ({"encoder": None}, "encoder=None"),
+                            ({"features": ("log", 3)}, "features=")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             replace(SPEC, **change)
 
@@ -201,6 +206,30 @@ def test_foreign_files_and_encoders_are_refused(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("nested", ["[" * 200_000, '{"format":' * 200_000], ids=["lists", "objects"])
+def test_a_description_nested_without_end_is_damage(tmp_path: Path, nested: str) -> None:
+    from safetensors.numpy import save as pack
+
+    (tmp_path / "decoder").write_bytes(pack(decoder().tensors, {"vllm_ext": nested}))
+    with pytest.raises(ValueError, match="damaged, or no safetensors file of a decoder"):
+        load(tmp_path / "decoder")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"skill": 10**400}, {"num_examples": [10]}, {"features": [1]}, {"encoder": 7}],
+    ids=lambda c: next(iter(c)),
+)
+def test_a_spec_that_can_not_be_is_damage_though_its_digest_is_right(tmp_path: Path, change: dict[str, Any]) -> None:
+    def redigested(description: dict[str, Any]) -> None:
+        description["spec"].update(change)
+        description["sha256"] = decoder_file._digest(description["spec"], decoder().tensors)
+
+    rewritten(tmp_path / "decoder", redigested)
+    with pytest.raises(ValueError, match=f"decoder: damaged: {next(iter(change))}="):
+        load(tmp_path / "decoder")
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

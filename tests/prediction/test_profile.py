@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_ext.config import ConfigError
 from vllm_ext.prediction import profile as module
-from vllm_ext.prediction.profile import AUTO, Profile, default_path, load, load_runtime_model, save
-from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.prediction.profile import AUTO, default_path, load, load_runtime_model, save
+from vllm_ext.prediction.runtime import DEFAULT
 
-PROFILE = Profile(
-    model="org/model",
-    device="Some GPU",
-    vllm_version="0.32.0",
-    coefficients=(1e-3, 2e-5, 3e-5, 4e-8, 5e-10),
-    num_steps=100,
-    median_error=0.02,
-    p90_error=0.1,
-)
+from .profile_parts import KEY, PROFILE, Told, cache, told
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(module, "cache_dir", lambda: folder)
-    return folder
+__all__ = ["cache", "told"]
 
 
 def test_a_saved_profile_is_loaded_as_it_was(tmp_path: Path) -> None:
@@ -41,68 +30,131 @@ def test_a_saved_profile_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["p.json"], "no temporary file stays behind"
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p.json"
     save(PROFILE, path)
-    with pytest.raises(TypeError):
-        save(replace(PROFILE, model=object()), path)  # type: ignore[arg-type]
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(replace(PROFILE, num_steps=200), path)
     assert load(path) == PROFILE
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
 
 
-def _text(**changes: object) -> str:
-    fields = {"format": 1, **vars(PROFILE), **changes}
-    return json.dumps({k: v for k, v in fields.items() if v is not ...})
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model", 3, "model=3: must be a string"),
+        ("tensor_parallel_size", 0, "tensor_parallel_size=0: must be a whole number"),
+        ("tensor_parallel_size", True, "tensor_parallel_size=True"),
+        ("num_steps", 1.5, "num_steps=1.5"),
+        ("median_error", -0.1, "median_error=-0.1: must be a finite number"),
+        ("p90_error", float("nan"), "p90_error=nan"),
+        ("coefficients", (1e-3, 2e-5, 3e-5, 4e-8, -5e-10), "five finite numbers of at least 0"),
+        ("coefficients", (float("inf"), 0, 0, 0, 0), "five finite numbers of at least 0"),
+        ("coefficients", (1.0,), "five finite numbers"),
+    ],
+)
+def test_a_profile_with_a_senseless_field_is_not_built(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PROFILE, **{field: value})
 
 
-DAMAGED = {
-    "empty": "",
-    "cut off": _text()[:40],
-    "not an object": "[1, 2]",
-    "another format": _text(format=2),
-    "no format": _text(format=...),
-    "unknown field": _text(more=1),
-    "missing field": _text(num_steps=...),
-    "missing coefficients": _text(coefficients=...),
-    "too few coefficients": _text(coefficients=[1.0]),
-    "no coefficients": _text(coefficients=None),
-    "text coefficients": _text(coefficients=["a", "b", "c", "d", "e"]),
-    "endless coefficient": _text(coefficients=[float("inf"), 0, 0, 0, 0]),
-    "nested coefficients": _text(coefficients=[[1], [2, 3], 1, 1, 1]),
-}
+def _raw(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "whole.json"
+    save(PROFILE, path)
+    raw: dict[str, Any] = json.loads(path.read_text())
+    return raw
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_a_value_error_to_load(name: str, tmp_path: Path) -> None:
+def _resealed(raw: dict[str, Any], **changes: Any) -> str:
+    """A file whose checksum is right though its fields are not."""
+    fields = {k: v for k, v in {**raw["profile"], **changes}.items() if v is not ...}
+    return json.dumps({**raw, "profile": fields, "sha256": module._digest(fields)})
+
+
+def _damaged(name: str, raw: dict[str, Any]) -> str:
+    profile = raw["profile"]
+    return {
+        "empty": lambda: "",
+        "cut off": lambda: json.dumps(raw)[:200],
+        "not an object": lambda: "[1, 2]",
+        "no format": lambda: json.dumps({k: v for k, v in raw.items() if k != "format"}),
+        "a format that is no number": lambda: json.dumps({**raw, "format": "2"}),
+        "no checksum": lambda: json.dumps({k: v for k, v in raw.items() if k != "sha256"}),
+        "no profile": lambda: json.dumps({k: v for k, v in raw.items() if k != "profile"}),
+        "a changed digit": lambda: json.dumps({**raw, "profile": {**profile, "num_steps": 101}}),
+        "an unknown field": lambda: _resealed(raw, more=1),
+        "a missing field": lambda: _resealed(raw, num_steps=...),
+        "missing coefficients": lambda: _resealed(raw, coefficients=...),
+        "a list of coefficients": lambda: _resealed(raw, coefficients=[1, 2, 3, 4, 5]),
+        "a negative coefficient": lambda: _resealed(raw, coefficients={**profile["coefficients"], "pair_s": -1}),
+        "a coefficient that is no number": lambda: _resealed(
+            raw, coefficients={**profile["coefficients"], "pair_s": "a"}
+        ),
+        "an endless coefficient": lambda: _resealed(
+            raw, coefficients={**profile["coefficients"], "base_s": float("inf")}
+        ),
+        "regimes that are none": lambda: _resealed(raw, regimes=[{"name": "decode"}]),
+        "no terms": lambda: _resealed(raw, terms=None),
+    }[name]()
+
+
+DAMAGES = (
+    "empty", "cut off", "not an object", "no format", "a format that is no number", "no checksum", "no profile",
+    "a changed digit", "an unknown field", "a missing field", "missing coefficients", "a list of coefficients",
+    "a negative coefficient", "a coefficient that is no number", "an endless coefficient", "regimes that are none",
+    "no terms",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_reported_set_aside_and_defaults_serve(name: str, tmp_path: Path, told: Told) -> None:
+    content = _damaged(name, _raw(tmp_path))
+    path = default_path(*KEY)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
+    assert not path.exists()
+    assert path.with_name(path.name + ".damaged").read_text() == content
+    (error,) = told(logging.ERROR)
+    assert "is damaged" in error
+    load_runtime_model(AUTO, *KEY)
+    assert len(told(logging.ERROR)) == 1, "the second start finds none"
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_that_was_named_is_refused_and_left_alone(name: str, tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    path.write_text(DAMAGED[name])
-    with pytest.raises(ValueError, match=r"."):
-        load(path)
+    path.write_text(content := _damaged(name, _raw(tmp_path)))
+    with pytest.raises(ConfigError, match="vllm-ext profile"):
+        load_runtime_model(str(path), *KEY)
+    assert path.read_text() == content
 
 
-def test_a_damaged_automatic_profile_is_set_aside_and_defaults_serve() -> None:
-    path = default_path("m", "d")
+def test_bytes_that_are_no_text_are_damage() -> None:
+    path = default_path(*KEY)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\xff\xfe{")
-    model = load_runtime_model(AUTO, "m", "d")
-    assert model.coefficients == RuntimeModel().coefficients
-    assert not path.exists()
+    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
     assert path.with_name(path.name + ".damaged").read_bytes() == b"\xff\xfe{"
-    load_runtime_model(AUTO, "m", "d")
 
 
 def test_a_file_of_somebody_else_is_not_moved(tmp_path: Path) -> None:
     """``--ext-profile`` pointed at the model's config.json by mistake must not take it away from the model."""
     path = tmp_path / "config.json"
     path.write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with contextlib.suppress(ConfigError):  # refusing it is as good as starting from defaults
+    with pytest.raises(ConfigError, match=r"config\.json is not a runtime profile"):
         load_runtime_model(str(path))
     assert path.exists()
 
 
 def test_a_damaged_file_that_can_t_be_moved_does_not_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only folder, or a second engine core that was quicker."""
-    path = default_path("m", "d")
+    path = default_path(*KEY)
     path.parent.mkdir(parents=True)
     path.write_text("{")
 
@@ -110,7 +162,7 @@ def test_a_damaged_file_that_can_t_be_moved_does_not_stop_the_start(monkeypatch:
         raise FileNotFoundError(str(source))
 
     monkeypatch.setattr(module.os, "replace", refuse)
-    assert load_runtime_model(AUTO, "m", "d").coefficients == RuntimeModel().coefficients
+    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder"])
@@ -121,27 +173,3 @@ def test_a_named_file_that_can_t_be_read_is_named(kind: str, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="vllm-ext profile") as caught:
         load_runtime_model(str(path))
     assert (caught.value.field, caught.value.value) == ("profile", str(path))
-
-
-def test_auto_takes_the_profile_of_this_model_on_this_device() -> None:
-    assert load_runtime_model(AUTO, "org/model", "Some GPU").coefficients == RuntimeModel().coefficients
-    save(PROFILE, default_path("org/model", "Some GPU"))
-    assert load_runtime_model(AUTO, "org/model", "Some GPU").coefficients == pytest.approx(PROFILE.coefficients)
-    assert load_runtime_model(AUTO, "org/model", "Other GPU").coefficients == RuntimeModel().coefficients
-
-
-def test_without_an_option_the_defaults_serve() -> None:
-    assert load_runtime_model(None).num_observations == 0
-
-
-@pytest.mark.parametrize("model", ["org/model", "/models/llama", "../../etc", "x" * 500, "ü ö/?:*"])
-def test_default_paths_stay_in_the_cache_and_are_legal_names(model: str, cache: Path) -> None:
-    path = default_path(model, "Device / 0")
-    assert path.parent == cache / "profiles"
-    assert len(path.name) <= 255
-    assert path.suffix == ".json"
-
-
-def test_default_paths_of_two_models_differ() -> None:
-    assert default_path("a" * 300 + "1", "d") != default_path("a" * 300 + "2", "d")
-    assert default_path("m", "d1") != default_path("m", "d2")

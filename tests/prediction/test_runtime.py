@@ -1,189 +1,153 @@
-"""The runtime model: recovers what it is shown, survives what it should not believe, never predicts nonsense."""
+"""What the runtime model predicts from its coefficients: by hand, its laws, and the inverse that budgets use."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_ext.prediction.runtime import RuntimeModel, StepFeatures
+from vllm_ext.prediction.runtime import DEFAULT, MOST_TOKENS, Coefficients, RuntimeModel, StepFeatures
 
-TRUE = (8e-3, 5e-5, 4e-5, 4e-8, 2e-9)
+HAND = Coefficients(base_s=0.01, decode_s=1e-3, prefill_token_s=1e-4, context_token_s=1e-6, pair_s=1e-8)
 
-
-class Steps:
-    """Synthetic steps of a mixed batch and how long they take."""
-
-    def __init__(self, seed: int = 0, scale: float = 1.0) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.scale = scale
-
-    def features(self) -> StepFeatures:
-        rng = self.rng
-        prefill = int(rng.integers(1, 2048)) if rng.random() < 0.3 else 0
-        return StepFeatures(
-            int(rng.integers(1, 128)), prefill, int(rng.integers(100, 200_000)), prefill * float(rng.integers(1, 4000))
-        )
-
-    def duration(self, f: StepFeatures) -> float:
-        raw = (1.0, f.num_requests, f.num_prefill_tokens, f.num_context_tokens, f.prefill_context)
-        return self.scale * sum(c * x for c, x in zip(TRUE, raw, strict=True))
-
-    def show(self, model: RuntimeModel, count: int, noise: float = 0.0) -> None:
-        for _ in range(count):
-            f = self.features()
-            model.observe(f, self.duration(f) * (1 + noise * self.rng.standard_normal()))
-
-    def error(self, model: RuntimeModel, count: int = 200) -> float:
-        """Median relative error over new steps."""
-        steps = [self.features() for _ in range(count)]
-        return float(np.median([abs(model.step_time_s(f) / self.duration(f) - 1) for f in steps]))
+prices = st.one_of(st.just(0.0), st.floats(1e-12, 1e-1))
+models = st.builds(Coefficients, prices, prices, prices, prices, prices).map(RuntimeModel)
+counts = st.integers(0, 500)
+contexts = st.integers(0, 200_000)
+budgets = st.floats(0, 2)
 
 
-def test_known_coefficients_are_recovered_from_noisy_steps() -> None:
-    model, steps = RuntimeModel(), Steps()
-    steps.show(model, 3000, noise=0.03)
-    assert steps.error(model) < 0.03
-    assert model.coefficients[2:4] == pytest.approx(TRUE[2:4], rel=0.15)
-    assert model.prefill_s(1000) == pytest.approx(1000 * (TRUE[2] + TRUE[4] * 500), rel=0.1)
+def test_a_step_by_hand() -> None:
+    """2 decodes of 1000 and 3000 tokens, and a chunk of 100 of a prompt of which 200 are computed.
+
+    10 ms + 2 * 1 ms + 100 * 0.1 ms + (1000 + 3000 + 300) * 1 us + 100 * 250 * 10 ns
+    """
+    step = StepFeatures(
+        num_decodes=2, num_prefill_tokens=100, num_context_tokens=4300, prefill_context=100 * (200 + 50)
+    )
+    assert RuntimeModel(HAND).step_time_s(step) == pytest.approx(0.01 + 0.002 + 0.01 + 0.0043 + 0.00025)
 
 
-def test_the_reported_error_is_that_of_the_predictions() -> None:
-    model, steps = RuntimeModel(), Steps()
-    steps.show(model, 3000, noise=0.1)
-    assert model.mean_abs_relative_error == pytest.approx(0.08, abs=0.04)
+def test_a_prefill_by_hand() -> None:
+    """ALISE, eq. 4 with T0 = 0.1 ms: 100 tokens; and the pairs of a chunk whose middle has 250 tokens before it."""
+    assert RuntimeModel(HAND).prefill_s(100, 200) == pytest.approx(100 * 1e-4 + 100 * 250 * 1e-8)
+    assert RuntimeModel(HAND._replace(pair_s=0.0)).prefill_s(100, 200) == pytest.approx(100 * 1e-4)
 
 
-def test_the_reported_error_covers_what_clipping_does() -> None:
-    """A coefficient that is fitted below zero is used as zero; the error users see must say so."""
-    model, rng = RuntimeModel(), np.random.default_rng(0)
-
-    def step() -> tuple[StepFeatures, float]:
-        requests = int(rng.integers(1, 64))
-        f = StepFeatures(requests, 0, int(requests * rng.integers(300, 700)))
-        return f, 0.01 + 3e-4 * requests - 2e-7 * f.num_context_tokens
-
-    for _ in range(5000):
-        model.observe(*step())
-    used = np.mean([abs(model.step_time_s(f) - t) / t for f, t in (step() for _ in range(300))])
-    assert model.mean_abs_relative_error == pytest.approx(used, rel=0.5, abs=0.02)
+def test_a_decode_alone_by_hand() -> None:
+    """ALISE, eq. 5: n * (alpha * s + beta) with beta the step of one request, s the context half-way."""
+    assert RuntimeModel(HAND).decode_s(10, 100) == pytest.approx(10 * (1e-6 * 105 + 0.01 + 1e-3))
 
 
-def test_single_outliers_are_ignored() -> None:
-    model, steps = RuntimeModel(), Steps()
-    steps.show(model, 1000)
-    before = model.coefficients
-    for _ in range(9):
-        model.observe(steps.features(), 60.0)
-    assert model.coefficients == before
-    for _ in range(200):
-        steps.show(model, 5)
-        model.observe(steps.features(), 60.0)
-    assert steps.error(model) < 0.02
+def test_a_decode_in_the_batches_seen_by_hand() -> None:
+    """Batches of 4 with 4000 tokens: beta has the price of 4 requests and of the 3000 tokens of the other three."""
+    model, step = RuntimeModel(HAND), StepFeatures(4, 0, 4000)
+    for _ in range(50):
+        model.observe(step, model.step_time_s(step))
+    assert model.coefficients == pytest.approx(HAND)
+    assert model.decode_s(10, 100) == pytest.approx(10 * (1e-6 * 105 + 0.01 + 4 * 1e-3 + 3000 * 1e-6))
 
 
-def test_a_compilation_in_the_first_steps_is_forgotten_soon() -> None:
-    """The first steps of a server compile kernels and take seconds; ranks are computed from the first minute on."""
-    model, steps = RuntimeModel(), Steps()
-    for _ in range(3):
-        model.observe(steps.features(), 30.0)
-    steps.show(model, 500)
-    assert steps.error(model) < 0.25
+def test_batches_without_decodes_do_not_count_as_typical() -> None:
+    model = RuntimeModel(HAND)
+    before = model.decode_s(10, 100)
+    step = StepFeatures(0, 500, 500, 500 * 250)
+    for _ in range(50):
+        model.observe(step, model.step_time_s(step))
+    assert model.decode_s(10, 100) == pytest.approx(before)
 
 
-@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0], ids=["10 times faster", "3 times slower", "30 times slower"])
-def test_a_change_of_regime_is_followed_within_some_thousand_steps(scale: float) -> None:
-    model = RuntimeModel()
-    Steps().show(model, 5000)
-    after = Steps(1, scale)
-    after.show(model, 4000)
-    assert after.error(model) < 0.2
+@given(models, counts, counts, contexts, contexts, st.sampled_from(StepFeatures._fields))
+def test_more_of_anything_never_takes_a_step_less_time(
+    model: RuntimeModel, decodes: int, prefill: int, context: int, pairs: int, more: str
+) -> None:
+    step = StepFeatures(decodes, prefill, context, float(pairs))
+    longer = step._replace(**{more: 2 * getattr(step, more) + 1})
+    assert 0 <= model.step_time_s(step) <= model.step_time_s(longer) < math.inf
 
 
-def test_a_change_is_followed_after_a_long_time_without_prefills() -> None:
-    """Hours of decoding say nothing about prefill; they must not make the model deaf to the rest."""
-    model, steps = RuntimeModel(), Steps()
-    for _ in range(20_000):
-        f = steps.features()._replace(num_prefill_tokens=0, prefill_context=0.0)
-        model.observe(f, steps.duration(f))
-    after = Steps(1, 3.0)
-    for _ in range(4000):
-        f = after.features()._replace(num_prefill_tokens=0, prefill_context=0.0)
-        model.observe(f, after.duration(f))
-    errors = []
-    for _ in range(100):
-        f = after.features()._replace(num_prefill_tokens=0, prefill_context=0.0)
-        errors.append(abs(model.step_time_s(f) / after.duration(f) - 1))
-    assert np.median(errors) < 0.2
+@given(models, counts, contexts)
+def test_more_tokens_never_take_a_request_less_time(model: RuntimeModel, tokens: int, context: int) -> None:
+    assert 0 <= model.prefill_s(tokens, context) <= model.prefill_s(tokens + 1, context)
+    assert model.prefill_s(tokens, context) <= model.prefill_s(tokens, context + 1)
+    assert 0 <= model.decode_s(tokens, context) <= model.decode_s(tokens + 1, context)
+    assert model.decode_s(tokens, context) <= model.decode_s(tokens, context + 1)
 
 
-def test_identical_steps_do_not_blow_the_model_up() -> None:
-    model, f = RuntimeModel(), StepFeatures(8, 0, 4000)
-    for _ in range(100_000):
-        model.observe(f, 0.02)
-    assert model.step_time_s(f) == pytest.approx(0.02, rel=1e-3)
-    assert np.isfinite(model._covariance).all()
-    assert model.decode_s(100, 1000) == pytest.approx(2.0, rel=0.2)
-    steps = Steps()
-    steps.show(model, 2000)
-    assert steps.error(model) < 0.2
+def joined(decodes: int, context: int, computed: int, tokens: int) -> StepFeatures:
+    """The step that `largest_prefill` speaks of."""
+    return StepFeatures(decodes, tokens, context + computed + tokens, tokens * (computed + tokens / 2))
 
 
-def _falling(f: StepFeatures) -> float:
-    return max(1e-4, 0.1 - 5e-7 * f.num_context_tokens)
+def test_the_largest_prefill_by_hand() -> None:
+    """A step of 100 ms has 84 ms left after 10 ms base, 2 ms for two decodes, and 4 ms for their 4000 tokens.
+
+    800 tokens take 800 * (0.1 ms + 1 us) = 80.8 ms, and their 800 * 400 pairs at 10 ns take 3.2 ms: just as much.
+    """
+    model = RuntimeModel(HAND)
+    assert model.largest_prefill(0.1 + 1e-6, decodes=2, context=4000, computed=0) == 800
+    assert model.largest_prefill(0.1 - 1e-6, decodes=2, context=4000, computed=0) == 799
+
+
+@given(models, budgets, counts, contexts, st.integers(0, 5000), st.integers(0, 300))
+def test_the_largest_prefill_is_that_of_a_search_through_all(
+    model: RuntimeModel, budget_s: float, decodes: int, context: int, computed: int, at_most: int
+) -> None:
+    fitting = [n for n in range(1, at_most + 1) if model.step_time_s(joined(decodes, context, computed, n)) <= budget_s]
+    found = model.largest_prefill(budget_s, decodes, context, computed, at_most)
+    assert found == max(fitting, default=0)
+
+
+@given(models, budgets, counts, contexts, contexts)
+def test_the_largest_prefill_fits_and_one_token_more_does_not(
+    model: RuntimeModel, budget_s: float, decodes: int, context: int, computed: int
+) -> None:
+    found = model.largest_prefill(budget_s, decodes, context, computed)
+    assert 0 <= found <= MOST_TOKENS
+    if found:
+        assert model.step_time_s(joined(decodes, context, computed, found)) <= budget_s
+    if found < MOST_TOKENS:
+        assert model.step_time_s(joined(decodes, context, computed, found + 1)) > budget_s
+
+
+@given(models, budgets, budgets, counts, contexts, contexts)
+def test_the_largest_prefill_grows_with_the_budget_and_falls_with_the_load(
+    model: RuntimeModel, budget_s: float, more_s: float, decodes: int, context: int, computed: int
+) -> None:
+    found = model.largest_prefill(budget_s, decodes, context, computed)
+    assert found <= model.largest_prefill(budget_s + more_s, decodes, context, computed)
+    assert found >= model.largest_prefill(budget_s, decodes + 1, context, computed)
+    assert found >= model.largest_prefill(budget_s, decodes, context + 1000, computed)
+    assert found >= model.largest_prefill(budget_s, decodes, context, computed + 1000)
 
 
 @pytest.mark.parametrize(
-    "duration",
-    [_falling, lambda f: 1e-9, lambda f: 1e9, lambda f: 1e-12 * f.num_requests],
-    ids=["falling with context", "tiny", "huge", "vanishing"],
+    ("budget_s", "expected"),
+    [(-1.0, 0), (math.nan, 0), (0.0, 0), (-math.inf, 0), (math.inf, 64)],
+    ids=["negative", "nan", "nothing", "minus infinity", "endless"],
 )
-def test_no_prediction_is_negative_or_endless(duration: Callable[[StepFeatures], float]) -> None:
-    model, steps = RuntimeModel(), Steps()
-    for _ in range(500):
-        f = steps.features()
-        model.observe(f, duration(f))
-    for f in (steps.features(), StepFeatures(0, 0, 0), StepFeatures(10**6, 10**9, 10**12, 1e18)):
-        assert 0 <= model.step_time_s(f) < math.inf
-    assert all(c >= 0 for c in model.coefficients)
-    for tokens in (1, 10**6):
-        assert 0 < model.prefill_s(tokens) < math.inf
-        assert 0 < model.decode_s(tokens, 10**6) < math.inf
-    assert model.prefill_s(0) == 0
+def test_a_budget_at_the_edges_gives_a_number_of_tokens(budget_s: float, expected: int) -> None:
+    assert RuntimeModel(HAND).largest_prefill(budget_s, 1, 10, 0, at_most=64) == expected
 
 
-@pytest.mark.parametrize("duration", [0.0, -1.0, math.nan, math.inf])
-def test_senseless_durations_are_ignored(duration: float) -> None:
-    model = RuntimeModel()
-    before = model.coefficients
-    model.observe(StepFeatures(1, 0, 10), duration)
-    assert (model.coefficients, model.num_observations) == (before, 0)
+def test_tokens_that_cost_nothing_fit_up_to_the_bound() -> None:
+    model = RuntimeModel((0.01, 0, 0, 0, 0))
+    assert model.largest_prefill(0.02, 1, 10, 0) == MOST_TOKENS
+    assert model.largest_prefill(0.02, 1, 10, 0, at_most=7) == 7
+    assert model.largest_prefill(0.005, 1, 10, 0) == 0
 
 
-def test_the_same_steps_give_the_same_model() -> None:
-    models = [RuntimeModel(), RuntimeModel()]
-    for model in models:
-        Steps(5).show(model, 500, noise=0.2)
-    assert models[0].coefficients == models[1].coefficients
-
-
-def test_more_tokens_never_take_less_time() -> None:
-    model, steps = RuntimeModel(), Steps()
-    steps.show(model, 500, noise=0.3)
-    prefills = [model.prefill_s(n) for n in range(1, 3000, 97)]
-    decodes = [model.decode_s(n, 500) for n in range(1, 3000, 97)]
-    assert prefills == sorted(prefills)
-    assert decodes == sorted(decodes)
-    assert model.prefill_s(100, 5000) >= model.prefill_s(100, 0)
-
-
-@pytest.mark.parametrize("coefficients", [(1.0,), (1, 2, 3, 4, math.nan), (1, 2, 3, 4, math.inf), ()])
-def test_coefficients_must_be_five_finite_numbers(coefficients: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="five finite"):
+@pytest.mark.parametrize(
+    "coefficients",
+    [(1.0,), (), (1, 2, 3, 4, math.nan), (1, 2, 3, 4, math.inf), (1, 2, 3, 4, -1e-9), ("1", 2, 3, 4, 5), (True,) * 5],
+)
+def test_coefficients_must_be_five_finite_numbers_of_at_least_0(coefficients: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="five finite numbers of at least 0"):
         RuntimeModel(coefficients)
 
 
 def test_given_coefficients_are_the_start() -> None:
-    assert RuntimeModel(TRUE).coefficients == pytest.approx(TRUE)
+    assert RuntimeModel(HAND).coefficients == RuntimeModel(HAND).given == HAND
+    assert (RuntimeModel().coefficients, RuntimeModel().given) == (DEFAULT, None)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ext.prediction import store_index, vector_store
-from vllm_ext.prediction.vector_store import Ageing, VectorStore
+from vllm_ext.prediction.store_ageing import Ageing
+from vllm_ext.prediction.vector_store import VectorStore
 
 from .store_parts import EAST, NORTH, NORTH_EAST, lengths_found, random_units, unit
 

@@ -21,7 +21,7 @@ TEXTS = ['a "quoted", two\nlines', "", "日本語 \ud800"]
 def make_entries(*, prompts: bool = False, count: int = 3) -> Entries:
     return Entries.checked(
         DIM, random_units(count, DIM), [5, 7, 7][:count], ["m/b", "", "m/a"][:count], [0.0, 1.5, 2e9][:count],
-        prompts=TEXTS[:count] if prompts else None,
+        prompts=TEXTS[:count] if prompts else None, prompt_tokens=[12, 0, 3][:count],
     )  # fmt: skip
 
 
@@ -33,24 +33,27 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def test_json_lines_hold_an_object_per_entry(tmp_path: Path) -> None:
     export(make_entries(), tmp_path / "a.jsonl")
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [
-        {"output_tokens": 5, "time_s": None, "model": "m/b"},
+        {"output_tokens": 5, "time_s": None, "model": "m/b", "prompt_tokens": 12},
         {"output_tokens": 7, "time_s": 1.5, "model": ""},
-        {"output_tokens": 7, "time_s": 2e9, "model": "m/a"},
+        {"output_tokens": 7, "time_s": 2e9, "model": "m/a", "prompt_tokens": 3},
     ]
 
 
 def test_csv_holds_a_line_per_entry(tmp_path: Path) -> None:
     export(make_entries(), tmp_path / "a.csv")
-    assert (tmp_path / "a.csv").read_text() == "output_tokens,time_s,model\n5,,m/b\n7,1.5,\n7,2000000000.0,m/a\n"
+    assert (
+        tmp_path / "a.csv"
+    ).read_text() == "output_tokens,time_s,model,prompt_tokens\n5,,m/b,12\n7,1.5,,\n7,2000000000.0,m/a,3\n"
 
 
 def test_numpy_arrays_hold_all_but_texts_and_need_no_pickle(tmp_path: Path) -> None:
     entries = make_entries(prompts=True)
     export(entries, tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as found:
-        assert sorted(found) == ["model_codes", "models", "output_tokens", "times_s", "vectors"]
+        assert sorted(found) == ["model_codes", "models", "output_tokens", "prompt_tokens", "times_s", "vectors"]
         assert found["vectors"].tobytes() == entries.vectors.tobytes()
         assert found["output_tokens"].tolist() == [5, 7, 7]
+        assert found["prompt_tokens"].tolist() == [12, 0, 3]
         assert found["times_s"].tolist() == [0.0, 1.5, 2e9]
         assert found["models"][found["model_codes"]].tolist() == ["m/b", "", "m/a"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ext.prediction import store_generation
-from vllm_ext.prediction.store_files import save
+from vllm_ext.prediction.store_files import read, save
 from vllm_ext.prediction.vector_store import VectorStore
 
 from .store_parts import DIM, contents, generation, load_enc, make_store, random_units
@@ -88,6 +89,19 @@ def test_a_save_keeps_the_newest_entries_that_fit_the_size_cap(count: int, max_b
     assert written == count or sum(sizes) > max_bytes - 4096 - 200
 
 
+@pytest.mark.parametrize(("long_ones", "written"), [((0,), 2), ((0, 1), 1), ((0, 2), 0)])
+def test_names_of_models_count_for_the_size_cap_if_they_are_written(
+    tmp_path: Path, long_ones: tuple[int, ...], written: int
+) -> None:
+    """One long name among the oldest entries once left no room for any."""
+    store = VectorStore(DIM, encoder="enc")
+    models = ["x" * 5000 if number in long_ones else "m" for number in range(3)]
+    store.add(random_units(3, DIM), [1, 2, 3], models)
+    assert save(store, tmp_path, max_bytes=5000) == written
+    assert load_enc(tmp_path).entries().models == ("m",) * written
+    assert sum(path.stat().st_size for path in generation(tmp_path).iterdir()) <= 5000
+
+
 def test_a_size_cap_below_the_metadata_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_bytes=100"):
         save(make_store(1), tmp_path, max_bytes=100)
@@ -124,12 +138,46 @@ def rewrite_arrays(folder: Path, **arrays: NDArray[np.generic]) -> None:
     rewrite_metadata(folder, sha256={"entries.npz": hashlib.sha256(path.read_bytes()).hexdigest()})
 
 
+def rewrite_bytes(folder: Path, name: str, raw: bytes) -> None:
+    (generation(folder) / name).write_bytes(raw)
+    sums = json.loads((generation(folder) / "metadata.json").read_text())["sha256"]
+    rewrite_metadata(folder, sha256={**sums, name: hashlib.sha256(raw).hexdigest()})
+
+
+def compress_otherwise(folder: Path) -> None:
+    """Declare a method of compression that zipfile does not know, in the directory's last entry."""
+    raw = bytearray((generation(folder) / "entries.npz").read_bytes())
+    raw[raw.rfind(b"PK\x01\x02") + 10] = 99
+    rewrite_bytes(folder, "entries.npz", bytes(raw))
+
+
+def into_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def into_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("a file")
+
+
+NESTED = "[" * 200_000
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "entries cut": lambda folder: cut(generation(folder) / "entries.npz"),
     "entries flipped": lambda folder: flip(generation(folder) / "entries.npz"),
     "entries missing": lambda folder: (generation(folder) / "entries.npz").unlink(),
     "metadata cut": lambda folder: cut(generation(folder) / "metadata.json"),
     "metadata missing": lambda folder: (generation(folder) / "metadata.json").unlink(),
+    "entries a folder": lambda folder: into_folder(generation(folder) / "entries.npz"),
+    "metadata a folder": lambda folder: into_folder(generation(folder) / "metadata.json"),
+    "generation a file": lambda folder: into_file(generation(folder)),
+    "current a folder": lambda folder: into_folder(folder / "CURRENT"),
+    "current nested": lambda folder: (folder / "CURRENT").write_text(NESTED),
+    "prompts nested": lambda folder: rewrite_bytes(folder, "prompts.json", NESTED.encode()),
+    "prompts a number": lambda folder: rewrite_bytes(folder, "prompts.json", b"9"),
+    "another compression": compress_otherwise,
+    "no width": lambda folder: rewrite_metadata(folder, dim=0),
+    "an endless width": lambda folder: rewrite_metadata(folder, dim=10**30),
     "current cut": lambda folder: cut(folder / "CURRENT"),
     "current empty": lambda folder: (folder / "CURRENT").write_bytes(b""),
     "current a list": lambda folder: (folder / "CURRENT").write_text("[]"),
@@ -144,6 +192,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another width": lambda folder: rewrite_metadata(folder, dim=DIM + 1),
     "not a number": lambda folder: rewrite_arrays(folder, vectors=np.full((9, DIM), np.nan, np.float32)),
     "a length of 0": lambda folder: rewrite_arrays(folder, lengths=np.zeros(9, np.int64)),
+    "a length beyond all": lambda folder: rewrite_arrays(folder, lengths=np.full(9, 2**63, np.uint64)),
     "pickled objects": lambda folder: rewrite_arrays(folder, times_s=np.array([{}] * 9, object)),
     "not an archive": lambda folder: (
         np.save((generation(folder) / "entries.npz").open("wb"), np.zeros(3)),
@@ -181,6 +230,14 @@ def test_a_file_in_the_place_of_the_folder_is_set_aside(tmp_path: Path, caplog: 
     assert len(load_enc(tmp_path / "store")) == 0
     assert (tmp_path / "store.damaged-1").read_text() == "mine"
     assert "must be a folder" in caplog.text
+
+
+@pytest.mark.parametrize("raw", [b"[1,", NESTED.encode(), b"\xff"], ids=["cut", "nested", "no text"])
+def test_a_file_of_prompts_that_is_no_json_is_named(tmp_path: Path, raw: bytes) -> None:
+    save(make_store(2, keep_prompts=True), tmp_path)
+    rewrite_bytes(tmp_path, "prompts.json", raw)
+    with pytest.raises(ValueError, match=r"prompts\.json: damaged, not a JSON file"):
+        read(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,8 @@ from vllm_ext.prediction.vector_store import VectorStore
 from . import store_parts
 from .store_parts import contents, load_enc, make_store
 
-# Saves `new` over `old` and is killed at the n-th thing it asks of the file system; the parent checks what is left.
+# Saves `new` over `old`, or where nothing is, and is killed at the n-th thing it asks of the file system; the parent
+# checks what is left.
 KILLED_SAVE = """
 import os, signal, sys
 from pathlib import Path
@@ -27,11 +28,18 @@ from store_parts import contents, load_enc, make_store
 from vllm_ext.prediction.store_files import save
 import numpy, zipfile, hashlib, json, secrets, shutil, fcntl  # no imports while calls are counted
 
-folder = Path(sys.argv[1])
-old, new = make_store(5, keep_prompts=True), make_store(8, seed=1, keep_prompts=True)
+folder, first = Path(sys.argv[1]), sys.argv[2] == "first"
+old, new = make_store(0 if first else 5, keep_prompts=True), make_store(8, seed=1, keep_prompts=True)
 states, point = [], 0
+
+def before():
+    if first:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        save(old, folder)
+
 while True:
-    save(old, folder)
+    before()
     child = os.fork()
     if not child:
         left, me, kill = point, os.getpid(), signal.SIGKILL
@@ -56,7 +64,7 @@ while True:
     if status == 0:
         break
     point += 1
-save(old, folder)
+save(new, folder)
 print(*states)
 print(len(list(folder.iterdir())))
 """
@@ -74,7 +82,7 @@ def run_code(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
-    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store")).communicate(timeout=400)
+    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "another").communicate(timeout=400)
     states, files = output.splitlines()
     steps = states.split()
     switch = steps.index("new")
@@ -83,6 +91,20 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_state(tmp_path: Pat
     assert 5 < switch < len(steps) - 1, "kills must fall on both sides of the switch"
     assert files == "3", "what killed saves left must be gone after the next save"
     assert not list(tmp_path.glob("*.damaged-*"))
+
+
+def test_a_first_save_killed_at_any_step_leaves_nothing_or_the_new_state(tmp_path: Path) -> None:
+    """Between its last file and CURRENT, what is there is whole and can't be read: it is set aside, not lost."""
+    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "first").communicate(timeout=400)
+    states, files = output.splitlines()
+    steps = states.split()
+    switch = steps.index("new")
+    assert steps == ["old"] * switch + ["new"] * (len(steps) - switch)
+    assert 5 < switch < len(steps) - 1
+    assert files == "3"
+    aside = list(tmp_path.glob("store.damaged-*"))
+    assert 0 < len(aside) < switch
+    assert all(len(list(folder.glob("gen-*/metadata.json"))) == 1 for folder in aside)
 
 
 SAVING_FOREVER = """

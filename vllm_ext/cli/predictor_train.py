@@ -194,7 +194,14 @@ def _learned(
         vectors = seeding.embed(encoder, texts, progress.update)
     clock.note("embed_s")
     models = [args.model] * len(texts)
-    entries = Entries.checked(encoder.dim, vectors, lengths, models, prompts=texts if args.keep_prompts else None)
+    entries = Entries.checked(
+        encoder.dim,
+        vectors,
+        lengths,
+        models,
+        prompts=texts if args.keep_prompts else None,
+        prompt_tokens=seeding.prompt_tokens_of(found.rows, count or encoder.count_tokens),
+    )
     return _Learned(entries, counted, len(set(texts)))
 
 

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from vllm_ext.prediction.estimate import BLEND, RETRIEVAL, Estimate, bounded
-from vllm_ext.prediction.lognormal import LogNormal
+from vllm_ext.prediction.lognormal import MIN_SIGMA, LogNormal
 from vllm_ext.prediction.retrieval import MIN_SIMILARITY, Floats, SimilarPrompts, estimate, passing, weighted_quantile
 
 _UNBOUNDED = 2**62
+_SURE = 0.01
+"""Least spread of the log length before a request begins."""
 
 
 class Strategy(Protocol):
@@ -45,6 +47,10 @@ class Strategy(Protocol):
         Raises:
             ValueError: as of `retrieval.estimate` and `estimate.bounded`.
         """
+        ...
+
+    def suited(self, kernel_width: float) -> Strategy:
+        """Return the strategy with the kernel that training found to suit what is served (`DecoderSpec`)."""
         ...
 
 
@@ -80,6 +86,10 @@ class Alise:
             similarity=found.similarity,
         )  # fmt: skip
 
+    def suited(self, kernel_width: float) -> Alise:
+        """Return itself: Algorithm 1 has a threshold and no kernel."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shrunk:
@@ -109,6 +119,10 @@ class Shrunk:
                 raise ValueError(f"{name}={value!r}: must be finite and above 0")
         _check_similarity(self.min_similarity)
 
+    def suited(self, kernel_width: float) -> Shrunk:
+        """Return the same with another width."""
+        return replace(self, width=kernel_width)
+
     def combine(
         self, neighbours: SimilarPrompts | None, decoder: Estimate | None, max_tokens: int, generated: int = 0
     ) -> Estimate | None:
@@ -118,11 +132,13 @@ class Shrunk:
         if not len(lengths):
             return decoder and conditional(decoder, generated, max_tokens)
         weights = np.exp((similarities - 1) / self.width)
+        # Before anything is generated nobody was outlived, and a predictor may be as sure as it is.
+        min_sigma = MIN_SIGMA if generated else _SURE
         if decoder:
-            base = LogNormal.through(decoder.tokens, decoder.p90)
+            base = LogNormal.through(decoder.tokens, decoder.p90, min_sigma)
         else:
             p50, p90 = (weighted_quantile(lengths, weights, q) for q in (0.5, 0.9))
-            base = LogNormal.through(p50, p90)
+            base = LogNormal.through(p50, p90, min_sigma)
         mixture = _Mixture(base, lengths, weights, self.tau)
         return bounded(
             mixture.quantile_beyond(0.5, generated),

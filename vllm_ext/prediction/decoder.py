@@ -7,6 +7,7 @@ Training is in `decoder_train`, files are in `decoder_file`.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.prediction.estimate import DECODER, Estimate, bounded
+from vllm_ext.prediction.estimate import LONGEST_TOKENS as LONGEST_TOKENS  # those who train import it from here
 
 Floats = npt.NDArray[np.float32]
 
-LONGEST_TOKENS = 10_000_000
-"""Longest output length there can be, for checks."""
 _LARGEST_FEATURE = 8.0
 """Standardised features are cut to this many standard deviations, so that an odd prompt can't be extrapolated far."""
 _LARGEST_VALUE = 1e30
@@ -47,11 +47,17 @@ class DecoderSpec:
     """1 - loss / loss of constant quantiles, on held-out examples: 0 or below is no better than a constant."""
     p90_coverage: float = 0.0
     """Share of held-out examples that ended within their P90."""
+    kernel_width: float = 0.2
+    """Width of `blend.Shrunk` that suits these examples (`selection`), above 0."""
 
     def __post_init__(self) -> None:
         for name, value in (("dim", self.dim), *(("hidden", width) for width in self.hidden)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
                 raise ValueError(f"{name}={value!r}: must be a whole number of 1 to 65536")
+        for name in ("min_tokens", "max_tokens", "num_examples"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise ValueError(f"{name}={count!r}: must be a whole number")
         if not 1 <= self.min_tokens <= self.max_tokens <= LONGEST_TOKENS:
             raise ValueError(
                 f"min_tokens={self.min_tokens!r}, max_tokens={self.max_tokens!r}: must be 1 to {LONGEST_TOKENS} and "
@@ -59,9 +65,16 @@ class DecoderSpec:
             )
         if self.num_examples < 0:
             raise ValueError(f"num_examples={self.num_examples!r}: must be at least 0")
+        if not isinstance(self.encoder, str):
+            raise ValueError(f"encoder={self.encoder!r}: must be a text")
+        if not all(isinstance(name, str) for name in self.features):
+            raise ValueError(f"features={self.features!r}: must be texts")
         for name, number in (("skill", self.skill), ("p90_coverage", self.p90_coverage)):
-            if not math.isfinite(number):
-                raise ValueError(f"{name}={number!r}: must be finite")
+            # Compared, not converted: a whole number may be too large for a float.
+            if not isinstance(number, (int, float)) or not abs(number) <= sys.float_info.max:
+                raise ValueError(f"{name}={number!r:.50}: must be a finite number")
+        if not isinstance(self.kernel_width, (int, float)) or not 0 < self.kernel_width <= sys.float_info.max:
+            raise ValueError(f"kernel_width={self.kernel_width!r:.50}: must be finite and above 0")
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def load(path: Path, *, encoder: str | None = None) -> Decoder:
     try:
         tensors = unpack(data)
         description = _description(data)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: damaged, or no safetensors file of a decoder ({error})") from error
     if description.get("format") != FORMAT:
         raise ValueError(f"{path}: format={description.get('format')!r}: must be {FORMAT!r}")
@@ -70,7 +70,7 @@ def load(path: Path, *, encoder: str | None = None) -> Decoder:
         decoder = Decoder(
             DecoderSpec(**{**raw, "hidden": tuple(raw["hidden"]), "features": tuple(raw["features"])}), tensors
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     if encoder is not None and decoder.spec.encoder != encoder:
         raise ValueError(f"{path}: encoder={decoder.spec.encoder!r}: must be the one in use, {encoder!r}")

@@ -158,6 +158,12 @@ def _log_lengths(lengths: npt.ArrayLike) -> Floats:
     return logs
 
 
+def held_out(vectors: npt.ArrayLike, *, seed: int = 0, validation_share: float = 0.15) -> npt.NDArray[np.bool_]:
+    """Return which examples `train` holds out, [n], under these arguments."""
+    matrix = np.ascontiguousarray(vectors, dtype=np.float32)
+    return _held_out(matrix, validation_share, np.random.default_rng(seed))[0]
+
+
 def _held_out(vectors: Floats, share: float, rng: np.random.Generator) -> tuple[npt.NDArray[np.bool_], int]:
     """Choose examples to hold out, [n]; equal embeddings go together, so that no prompt is on both sides."""
     group: dict[bytes, int] = {}

@@ -14,6 +14,8 @@ BLEND = "blend"
 PRIOR = "prior"
 """From a constant: nobody knew anything."""
 SOURCES = (RETRIEVAL, DECODER, BLEND, PRIOR)
+LONGEST_TOKENS = 10_000_000
+"""Longest output length there can be, for checks."""
 _ROUNDING = 1e-9
 
 

@@ -25,12 +25,12 @@ class LogNormal(NamedTuple):
     """Greater than 0."""
 
     @classmethod
-    def through(cls, p50: float, p90: float) -> LogNormal:
+    def through(cls, p50: float, p90: float, min_sigma: float = MIN_SIGMA) -> LogNormal:
         """Return the distribution with these quantiles (tokens, 0 < p50 <= p90): mu = ln p50, sigma = ln(p90/p50)/z90.
 
-        z90 = 1.2816. The spread is at least `MIN_SIGMA`; P90 is larger than asked for then.
+        z90 = 1.2816. The spread is at least ``min_sigma``, above 0; P90 is larger than asked for then.
         """
-        return cls(math.log(p50), max(math.log(p90 / p50) / _Z90, MIN_SIGMA))
+        return cls(math.log(p50), max(math.log(p90 / p50) / _Z90, min_sigma))
 
     def survival(self, length: float) -> float:
         """Return P(L > length); 0 where it underflows."""

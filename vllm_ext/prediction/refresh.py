@@ -70,10 +70,8 @@ def train_from(
         NoDecoderError: fewer than 20 different prompts, or the decoder is no better than a constant.
         ValueError: an option is out of its range.
     """
-    import numpy as np
-
     from vllm_ext.prediction import decoder_train
-    from vllm_ext.prediction.decoder import LONGEST_TOKENS
+    from vllm_ext.prediction.selection import train_best
 
     if max_examples is not None:
         if max_examples < decoder_train.MIN_EXAMPLES:
@@ -83,11 +81,9 @@ def train_from(
         raise NoDecoderError(
             f"{len(entries)} entries of {prompts} different prompts: a decoder needs {decoder_train.MIN_EXAMPLES}"
         )
-    # A store takes any length; one absurd entry must not keep the decoder from being trained until it ages out.
-    lengths = np.minimum(entries.lengths, LONGEST_TOKENS)
-    decoder, report = decoder_train.train(
-        entries.vectors, lengths, hidden=hidden, encoder=encoder, seed=seed, epochs=epochs, patience=patience,
-        threads=threads, on_epoch=on_epoch,
+    decoder, report = train_best(
+        entries.vectors, entries.lengths, entries.prompt_tokens, hidden=hidden, encoder=encoder, seed=seed,
+        epochs=epochs, patience=patience, threads=threads, on_epoch=on_epoch,
     )  # fmt: skip
     if not report.skill > 0:
         raise NoDecoderError(

@@ -1,129 +1,242 @@
-"""Run-time model: how long a step takes, and from that how long a request will.
+"""Runtime model: how long a step takes, and from that how long a request will.
 
 ALISE (eqs. 3-5) estimates a request of prompt s and output n as T_pre(s) + T_dec(s, n) with T_pre = s * T0 and
 T_dec = n * (alpha * s + beta). Requests share steps, so what can be observed is the time of a step:
 
-    t_step = c0 + c1 * requests + c2 * prefill tokens + c3 * context tokens + c4 * prefill tokens * their context
+    t = base + prefill * prefill tokens + decode * decoding requests + context * sum of contexts
+      + pair * sum over prefill chunks of chunk * context
 
-T0 is then c2 (with c4 for long prompts), alpha is c3, and beta is the step of a typical batch.
+T0 is then ``prefill`` (with ``pair`` for long prompts), alpha is ``context``, and beta is the step of a typical batch.
+`docs/runtime-model.md` says how to measure the coefficients and how good the model is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.prediction.online_fit import OnlineFit
+
 FEATURE_SCALE = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
-"""Typical size of each feature; regressing on scaled features keeps the covariance well conditioned."""
-_DEFAULT = np.array([5e-3, 2e-5, 5e-5, 5e-8, 0.0])
-"""Coefficients before anything was observed, in seconds per unit: of the order of an 8B model on one GPU."""
-_FORGETTING = 0.999
-_PRIOR_VARIANCE = 100.0
-_MAX_VARIANCE = 1e4
-_OUTLIER_RATIO = 10.0
-_OUTLIERS_BELIEVED = 10
+"""Typical size of each feature; regressing on scaled features keeps the numbers of one magnitude."""
+MOST_TOKENS = 1 << 30
+"""Largest chunk that `RuntimeModel.largest_prefill` answers, where tokens cost nothing."""
+_PROFILE_KNOWN_WITHIN = 0.2
+_DEFAULT_KNOWN_WITHIN = 10.0
 _BATCH_WEIGHT = 0.01
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e5
+
+
+class Coefficients(NamedTuple):
+    """Prices of the terms of a step, in seconds per unit, none below 0."""
+
+    base_s: float
+    """Of any step (a)."""
+    decode_s: float
+    """Per decoding request (c)."""
+    prefill_token_s: float
+    """Per token of a prefill chunk (b)."""
+    context_token_s: float
+    """Per KV token that a request of the step attends to (d)."""
+    pair_s: float
+    """Per token of a chunk and token of its context (e)."""
+
+    @classmethod
+    def checked(cls, values: Sequence[float]) -> Coefficients:
+        """Build from five numbers.
+
+        Raises:
+            ValueError: there are not five, or one is not finite or below 0.
+        """
+        if len(values) != len(cls._fields) or not all(_is_price(value) for value in values):
+            raise ValueError(f"coefficients={values!r}: five finite numbers of at least 0 are needed")
+        return cls(*map(float, values))
+
+
+DEFAULT = Coefficients(base_s=5e-3, decode_s=2e-5, prefill_token_s=5e-5, context_token_s=5e-8, pair_s=0.0)
+"""Before anything was observed: of the order of an 8B model on one GPU."""
 
 
 class StepFeatures(NamedTuple):
     """What a step consisted of."""
 
-    num_requests: int
+    num_decodes: int
+    """Requests of which one token is computed. The last single token of a prompt counts here: it costs the same."""
     num_prefill_tokens: int
-    """Tokens beyond one per decoding request."""
+    """Tokens of the other requests: prefill chunks, and tokens verified together with their drafts."""
     num_context_tokens: int
-    """KV tokens that the step's requests attend to."""
+    """Sum over all the step's requests of the KV tokens held at its end, those that it computes included."""
     prefill_context: float = 0.0
-    """Sum over prefill chunks of chunk length times context length, in tokens squared."""
+    """Sum over prefill chunks of chunk length times context of the chunk's middle, in tokens squared."""
 
     def vector(self) -> npt.NDArray[np.float64]:
-        """Return the scaled features, shape [5]."""
+        """Return the scaled features, shape [5], in the order of `Coefficients`."""
         features: npt.NDArray[np.float64] = np.array((1.0, *self), dtype=np.float64) / FEATURE_SCALE
         return features
 
 
 class RuntimeModel:
-    """Step-time model fitted online by recursive least squares with forgetting.
+    """Step-time model that starts from coefficients and goes on learning from the steps it is shown.
 
-    Deterministic and free of any clock: durations are handed in. Outliers (a compilation, a paused process) more than
-    ten times the estimate are ignored until ten come in a row, which is a change of regime.
+    Deterministic and free of any clock: durations are handed in. All times are in seconds, finite and never negative,
+    and more work never takes less time.
 
     Source: ALISE, eqs. 3-5, "linear regression coefficients that can be determined by profiling"; batch terms ours.
     """
 
     def __init__(self, coefficients: Sequence[float] | None = None) -> None:
-        """Start from ``coefficients`` (5 values, s per unit, as of `coefficients`) or from defaults.
+        """Start from ``coefficients`` (5 values in the order of `Coefficients`) or from defaults.
 
         Raises:
-            ValueError: not five finite values.
+            ValueError: not five finite values of at least 0.
         """
-        start = _DEFAULT if coefficients is None else np.asarray(coefficients, dtype=np.float64)
-        if start.shape != (5,) or not np.isfinite(start).all():
-            raise ValueError(f"coefficients={coefficients!r}: five finite numbers are needed")
-        self._theta = start * FEATURE_SCALE
-        self._covariance = np.eye(5) * (_PRIOR_VARIANCE if coefficients is None else 1.0)
-        self._outliers = 0
+        self.given = None if coefficients is None else Coefficients.checked(coefficients)
+        """What it started from; None if that was the defaults. A model given the same learns the same."""
+        start = DEFAULT if self.given is None else self.given
+        known_within = _DEFAULT_KNOWN_WITHIN if self.given is None else _PROFILE_KNOWN_WITHIN
+        self._online = OnlineFit(np.array(start) * FEATURE_SCALE, known_within)
         self.num_observations = 0
         self.mean_abs_relative_error = 0.0
         """Moving average of |predicted - observed| / observed over steps."""
-        self._batch_requests = 1.0
+        self._batch_decodes = 1.0
         self._batch_context = 0.0
-        self._refresh()
+        self._batches = 0
+        self._use(start)
 
     @property
-    def coefficients(self) -> tuple[float, ...]:
-        """The five coefficients in seconds per unit, none below zero."""
-        return tuple(float(c) for c in np.maximum(self._theta, 0.0) / FEATURE_SCALE)
+    def coefficients(self) -> Coefficients:
+        """The coefficients as they are now."""
+        return self._coefficients
+
+    @property
+    def restarts(self) -> int:
+        """How often steps stayed so far off that the model began to learn anew."""
+        return self._online.restarts
+
+    # --- prediction -------------------------------------------------------------------------------------------------
 
     def step_time_s(self, features: StepFeatures) -> float:
         """Return the predicted duration of a step in seconds."""
-        return max(0.0, float(features.vector() @ np.maximum(self._theta, 0.0)))
-
-    def observe(self, features: StepFeatures, duration_s: float) -> None:
-        """Learn from a step that took ``duration_s``; non-positive or non-finite durations are ignored."""
-        if not (math.isfinite(duration_s) and duration_s > 0):
-            return
-        x = features.vector()
-        predicted = self.step_time_s(features)
-        if self.num_observations >= 20 and duration_s > _OUTLIER_RATIO * max(predicted, 1e-6):
-            self._outliers += 1
-            if self._outliers < _OUTLIERS_BELIEVED:
-                return
-            self._covariance = np.eye(5) * _PRIOR_VARIANCE  # a new regime: what was learnt before counts no longer
-        self._outliers = 0
-        # Weighted by 1 / duration: relative errors count alike, and a compilation of seconds weighs next to nothing.
-        x = x / duration_s
-        gain = self._covariance @ x
-        gain /= _FORGETTING + float(x @ gain)
-        self._theta = self._theta + gain * (1.0 - float(x @ self._theta))
-        updated = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGETTING
-        # A direction the steps say nothing about would grow without bound; it is held, the others stay free to forget.
-        shrink = np.sqrt(np.minimum(1.0, _MAX_VARIANCE / np.maximum(np.diag(updated), 1e-300)))
-        self._covariance = (updated + updated.T) / 2 * np.outer(shrink, shrink)
-        error = abs(predicted - duration_s) / duration_s
-        self.num_observations += 1
-        weight = max(_BATCH_WEIGHT, 1 / self.num_observations)
-        self.mean_abs_relative_error += weight * (error - self.mean_abs_relative_error)
-        self._batch_requests += weight * (features.num_requests - self._batch_requests)
-        self._batch_context += weight * (features.num_context_tokens - self._batch_context)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        base, per_request, per_prefill, per_context, per_pair = self.coefficients
-        self._beta_s = max(base + per_request * self._batch_requests + per_context * self._batch_context, 1e-6)
-        self._alpha_s = per_context
-        self._prefill_token_s = max(per_prefill, 1e-9)
-        self._pair_s = per_pair
+        price = self._coefficients
+        decodes, prefill_tokens, context, pairs = features
+        return (
+            price.base_s
+            + price.decode_s * decodes
+            + price.prefill_token_s * prefill_tokens
+            + price.context_token_s * context
+            + price.pair_s * pairs
+        )
 
     def prefill_s(self, num_tokens: int, num_computed_tokens: int = 0) -> float:
-        """Return the time to compute ``num_tokens`` more tokens of a sequence, in seconds (eq. 4)."""
+        """Return what computing ``num_tokens`` more tokens of a sequence adds to the steps that do it (eq. 4).
+
+        In seconds. The steps themselves are not in it, as they would run for the other requests anyway: a step's base
+        counts in `decode_s`.
+        """
         context = num_computed_tokens + num_tokens / 2
         return num_tokens * (self._prefill_token_s + self._pair_s * context)
 
     def decode_s(self, num_tokens: int, context_tokens: int) -> float:
-        """Return the time to generate ``num_tokens`` after ``context_tokens`` in a typical batch, in s (eq. 5)."""
+        """Return the time to generate ``num_tokens`` after ``context_tokens`` in a typical batch, in s (eq. 5).
+
+        One token takes one step of the batches seen lately, without the prefills that may join them.
+        """
         return num_tokens * (self._beta_s + self._alpha_s * (context_tokens + num_tokens / 2))
+
+    def largest_prefill(
+        self, budget_s: float, decodes: int, context: int, computed: int, at_most: int = MOST_TOKENS
+    ) -> int:
+        """Return the most tokens of one prompt that can join a step so that it takes no longer than ``budget_s``.
+
+        The step is ``StepFeatures(decodes, n, context + computed + n, n * (computed + n / 2))``, whose time is
+        quadratic in n: its root is taken. Grows with the budget, falls with the rest.
+
+        Args:
+            budget_s: Seconds the step may take, such as a bound on the time between tokens.
+            decodes: Decoding requests of the step.
+            context: Sum of their contexts, in tokens.
+            computed: Tokens of the prompt that are computed already.
+            at_most: Largest answer; what is left of the prompt, say.
+
+        Returns:
+            Tokens, from 0 (not even one fits) to ``at_most``.
+
+        Source: Sarathi-Serve, section 4.3 (budget from a TBT target), as a formula instead of a table; AccelGen, eq. 6.
+        """
+
+        def fits(tokens: int) -> bool:
+            step = StepFeatures(decodes, tokens, context + computed + tokens, tokens * (computed + tokens / 2))
+            return self.step_time_s(step) <= budget_s
+
+        if at_most < 1 or not fits(1):
+            return 0
+        if fits(at_most):
+            return at_most
+        price = self._coefficients
+        left_s = budget_s - self.step_time_s(StepFeatures(decodes, 0, context + computed))
+        slope = price.prefill_token_s + price.context_token_s + price.pair_s * computed
+        root = math.sqrt(slope * slope + 2 * price.pair_s * left_s)
+        guess = int(min(max(2 * left_s / max(slope + root, 1e-300), 1.0), at_most - 1.0))
+        return _last_that_fits(fits, guess, at_most)
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, features: StepFeatures, duration_s: float) -> None:
+        """Learn from a step that took ``duration_s``; what can't be a step's duration is ignored."""
+        if not _SHORTEST_S < duration_s < _LONGEST_S:  # false for NaN as well
+            return
+        predicted = self.step_time_s(features)
+        if not self._online.observe(features.vector(), duration_s):
+            return
+        error = abs(predicted - duration_s) / duration_s
+        self.num_observations += 1
+        self.mean_abs_relative_error += max(_BATCH_WEIGHT, 1 / self.num_observations) * (
+            error - self.mean_abs_relative_error
+        )
+        if features.num_decodes:
+            self._batches += 1
+            weight = max(_BATCH_WEIGHT, 1 / self._batches)
+            self._batch_decodes += weight * (features.num_decodes - self._batch_decodes)
+            self._batch_context += weight * (features.num_context_tokens - self._batch_context)
+        self._use(Coefficients(*(self._online.theta / FEATURE_SCALE).tolist()))
+
+    def _use(self, price: Coefficients) -> None:
+        self._coefficients = price
+        others = self._batch_context * max(0.0, 1 - 1 / max(self._batch_decodes, 1.0))
+        beta_s = price.base_s + price.decode_s * self._batch_decodes + price.context_token_s * others
+        self._beta_s = max(beta_s, 1e-6)
+        self._alpha_s, self._pair_s = price.context_token_s, price.pair_s  # asked for at every ranking
+        self._prefill_token_s = max(price.prefill_token_s, 1e-9)
+
+
+def _last_that_fits(fits: Callable[[int], bool], guess: int, end: int) -> int:
+    """Return the largest n < ``end`` with ``fits(n)``; 1 fits, ``end`` does not, and ``guess`` lies close, in [1, end).
+
+    Rounding may leave the root of an equation some tokens off: strides that double lead from it to both sides.
+    """
+    low, high, stride = 1, end, 1
+    if fits(guess):
+        low = guess
+        while low + stride < end and fits(low + stride):
+            low, stride = low + stride, stride * 2
+        high = min(low + stride, end)
+    else:
+        high = guess
+        while high - stride > 1 and not fits(high - stride):
+            high, stride = high - stride, stride * 2
+        low = max(high - stride, 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _is_price(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

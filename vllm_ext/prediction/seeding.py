@@ -136,6 +136,14 @@ def lengths_of(rows: Sequence[WorkloadRow], count: TokenCounter, name: str) -> t
     return lengths, dict(counted)
 
 
+def prompt_tokens_of(rows: Sequence[WorkloadRow], count: TokenCounter) -> Lengths:
+    """Return the lengths of the rows' prompts in tokens, [n]: as a row states it, else counted."""
+    stated = (row.prompt_tokens for row in rows)
+    return np.array(
+        [count(row.prompt or "") if n is None else n for row, n in zip(rows, stated, strict=True)], np.int64
+    )
+
+
 def texts_of(rows: Sequence[WorkloadRow], prompt_text: PromptText) -> list[str]:
     """Return the text that stands for each row's prompt, as the service makes it from a completion prompt."""
     return [prompt_text.from_rendered(row.prompt or "") for row in rows]
@@ -198,7 +206,14 @@ def filled(
         keep_prompts=keep_prompts,
     )
     for part in parts:
-        store.add(part.vectors, part.lengths, part.models, part.times_s, prompts=part.prompts)
+        store.add(
+            part.vectors,
+            part.lengths,
+            part.models,
+            part.times_s,
+            prompts=part.prompts,
+            prompt_tokens=part.prompt_tokens,
+        )
     return store
 
 

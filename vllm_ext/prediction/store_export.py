@@ -2,9 +2,9 @@
 
 | suffix | holds |
 |---|---|
-| ``.jsonl`` | an object per entry: output_tokens, time_s (null if unknown), model, prompt if kept, vector if asked |
+| ``.jsonl`` | an object per entry: output_tokens, time_s, model, prompt_tokens; prompt if kept, vector if asked |
 | ``.csv`` | the same as columns, v0 ... v383 for a vector; UTF-8, lone surrogates as ``\\udXXX`` |
-| ``.npz`` | arrays vectors [n, dim], output_tokens, times_s (0 if unknown), model_codes [n], models; no prompts |
+| ``.npz`` | arrays vectors [n, dim], output_tokens, times_s, prompt_tokens (0 if unknown), model_codes [n], models |
 
 JSON lines with prompts are a dataset that `vllm-ext predictor train` and `vllm-ext simulate` read.
 """
@@ -50,11 +50,14 @@ def check_suffix(path: Path) -> None:
 def _rows(entries: Entries) -> Iterator[dict[str, Any]]:
     for row, (length, time_s) in enumerate(zip(entries.lengths.tolist(), entries.times_s.tolist(), strict=True)):
         found = {"output_tokens": length, "time_s": time_s or None, "model": entries.models[row]}
+        found["prompt_tokens"] = int(entries.prompt_tokens[row]) or None
         yield found if entries.prompts is None else {**found, "prompt": entries.prompts[row]}
 
 
 def _jsonl(entries: Entries, file: BinaryIO, vectors: bool) -> None:
     for row, found in enumerate(_rows(entries)):
+        if found["prompt_tokens"] is None:  # a dataset's reader takes it for a statement
+            del found["prompt_tokens"]
         whole = {**found, "vector": entries.vectors[row].tolist()} if vectors else found
         file.write(json.dumps(whole).encode() + b"\n")
 
@@ -62,7 +65,7 @@ def _jsonl(entries: Entries, file: BinaryIO, vectors: bool) -> None:
 def _csv(entries: Entries, file: BinaryIO, vectors: bool) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
     writer = csv.writer(text, lineterminator="\n")
-    names = ["output_tokens", "time_s", "model", *([] if entries.prompts is None else ["prompt"])]
+    names = ["output_tokens", "time_s", "model", "prompt_tokens", *([] if entries.prompts is None else ["prompt"])]
     writer.writerow([*names, *(f"v{i}" for i in range(entries.vectors.shape[1]) if vectors)])
     for row, found in enumerate(_rows(entries)):
         values = ["" if value is None else value for value in found.values()]
@@ -80,6 +83,7 @@ def _npz(entries: Entries, file: BinaryIO, vectors: bool) -> None:
         times_s=entries.times_s,
         model_codes=np.array([codes[name] for name in entries.models], np.int32),
         models=np.array(names, np.str_),
+        prompt_tokens=entries.prompt_tokens,
     )
 
 

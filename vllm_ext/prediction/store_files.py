@@ -7,16 +7,21 @@
         prompts.json           only of a store that keeps prompts
 
 A save writes a new folder, then replaces CURRENT, then removes what does not count any more. One process may save into
-a folder at a time (a lock makes others wait); any number may read it meanwhile.
+a folder at a time (a lock makes others wait); any number may read it meanwhile. Embeddings tell what was asked: files
+and folders are their owner's only.
+
+Without CURRENT nothing can be read, as no checksum says what of a generation is right. It is damage like any other:
+`load` sets the folder aside, and a save that finds it so keeps the generation as ``gen-...lost``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +29,16 @@ from typing import Any, Literal
 import numpy as np
 
 from vllm_ext.prediction import store_generation
+from vllm_ext.prediction.store_access import alone
+from vllm_ext.prediction.store_ageing import Ageing
 from vllm_ext.prediction.store_rows import Entries
-from vllm_ext.prediction.vector_store import Ageing, VectorStore
+from vllm_ext.prediction.vector_store import VectorStore
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 * 2**20
-_BYTES_BESIDE_VECTOR = 20
-"""Length, time and model number of an entry."""
+_BYTES_BESIDE_VECTOR = 28
+"""Lengths, time and model number of an entry."""
 _BYTES_BESIDE_ENTRIES = 4096
 """Headers and metadata."""
 
@@ -96,16 +103,11 @@ def load(
         dim, capacity=capacity, index=index, seed=seed, ageing=ageing, encoder=encoder, keep_prompts=keep_prompts
     )
     try:
-        entries, metadata = read(folder)
-        for field, wanted in (("dim", dim), ("encoder", encoder)):
-            if metadata[field] != wanted:
-                raise ValueError(f"{folder}: {field}={metadata[field]!r}: must be {wanted!r}")
+        _fill(store, _read_for(store, folder))
     except FileNotFoundError:
-        return store
-    except ValueError as damage:
-        _set_aside(folder, damage)
-        return store
-    _fill(store, entries)
+        pass
+    except ValueError:
+        _look_again(store, folder)
     return store
 
 
@@ -120,9 +122,9 @@ def merge(
 ) -> VectorStore:
     """Read several stores into one, ordered by time; the folders are left alone.
 
-    Entries equal in vector, length and time are one observation that was learned twice (copies of a store, then both
-    went on): one of them is kept. Of entries without a time, with time 0, equal ones collapse as well. If more remain
-    than ``capacity``, the latest are kept.
+    Entries equal in vector, length, time and model are one observation that was learned twice (copies of a store, then
+    both went on): one of them is kept, with its prompt if one of them has it. Of entries without a time, with time 0,
+    equal ones collapse as well. If more remain than ``capacity``, the latest are kept.
 
     Args: ``folders`` holds at least one; the others as of `VectorStore`.
 
@@ -163,22 +165,56 @@ def _joined(parts: Sequence[Entries]) -> Entries:
         lengths=np.concatenate([part.lengths for part in parts]),
         times_s=np.concatenate([part.times_s for part in parts]),
         models=tuple(name for part in parts for name in part.models),
+        prompt_tokens=np.concatenate([part.prompt_tokens for part in parts]),
         prompts=prompts,
     )
     return whole.take(np.argsort(whole.times_s, kind="stable"))
 
 
 def _without_repeats(entries: Entries) -> Entries:
-    first: dict[tuple[bytes, int, float], int] = {}
-    for row, (length, time_s) in enumerate(zip(entries.lengths.tolist(), entries.times_s.tolist(), strict=True)):
-        digest = hashlib.blake2b(entries.vectors[row].tobytes(), digest_size=16).digest()
-        first.setdefault((digest, length, time_s), row)
+    first: dict[bytes, int] = {}
+    prompts = list(entries.prompts or ())
+    for row, key in enumerate(entries.keys()):
+        kept = first.setdefault(key, row)
+        if prompts and not prompts[kept]:
+            prompts[kept] = prompts[row]
+    if prompts:
+        entries = replace(entries, prompts=tuple(prompts))
     return entries.take(np.fromiter(first.values(), np.intp, len(first)))
+
+
+def _read_for(store: VectorStore, folder: Path, *, in_alone: bool = False) -> Entries:
+    """Raises ValueError for damage and for entries of another kind of store as well."""
+    entries, metadata = store_generation.read(folder, in_alone=in_alone)
+    for field, wanted in (("dim", store.dim), ("encoder", store.encoder)):
+        if metadata[field] != wanted:
+            raise ValueError(f"{folder}: {field}={metadata[field]!r}: must be {wanted!r}")
+    return entries
+
+
+def _look_again(store: VectorStore, folder: Path) -> None:
+    """Set aside what is damaged, while nobody saves: it may have been replaced since, and what is new must stay."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a read-only place, or no folder: nobody saves there
+            stack.enter_context(alone(folder))
+        try:
+            _fill(store, _read_for(store, folder, in_alone=True))
+        except FileNotFoundError:
+            return
+        except ValueError as damage:
+            _set_aside(folder, damage)
 
 
 def _fill(store: VectorStore, entries: Entries) -> None:
     last = entries.take(slice(max(0, len(entries) - store.capacity), None))
-    store.add(last.vectors, last.lengths, last.models, last.times_s, prompts=last.prompts)
+    store.add(
+        last.vectors,
+        last.lengths,
+        last.models,
+        last.times_s,
+        prompts=last.prompts,
+        prompt_tokens=last.prompt_tokens,
+    )
 
 
 def _newest_within(entries: Entries, max_bytes: int, encoder: str) -> Entries:
@@ -186,7 +222,9 @@ def _newest_within(entries: Entries, max_bytes: int, encoder: str) -> Entries:
     sizes = np.full(len(entries), 4 * entries.vectors.shape[1] + _BYTES_BESIDE_VECTOR, np.int64)
     if entries.prompts is not None:
         sizes += np.fromiter(map(_bytes_of_text, entries.prompts), np.int64, len(entries))
-    room = max_bytes - _BYTES_BESIDE_ENTRIES - sum(map(_bytes_of_text, {encoder, *entries.models}))
+    for name, row in {name: row for row, name in enumerate(entries.models)}.items():  # its last row writes a name
+        sizes[row] += _bytes_of_text(name)
+    room = max_bytes - _BYTES_BESIDE_ENTRIES - _bytes_of_text(encoder)
     fitting = int(np.searchsorted(np.cumsum(sizes[::-1]), room, side="right"))
     return entries if fitting == len(entries) else entries.take(slice(len(entries) - fitting, None))
 

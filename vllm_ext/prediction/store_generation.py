@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from vllm_ext.observability.files import replaced
+from vllm_ext.prediction.store_access import FILE_MODE, FOLDER_MODE, alone, hide, private, unsaved
 from vllm_ext.prediction.store_rows import Entries
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "vllm-ext vector store 1"
 CURRENT = "CURRENT"
-_METADATA, _ENTRIES, _PROMPTS, _LOCK = "metadata.json", "entries.npz", "prompts.json", ".lock"
+_METADATA, _ENTRIES, _PROMPTS = "metadata.json", "entries.npz", "prompts.json"
 _GENERATION = re.compile(r"gen-(\d{6,18})-[0-9a-f]{8}")
-_ARRAYS = ("vectors", "lengths", "times_s", "model_codes")
+_ARRAYS = ("vectors", "lengths", "times_s", "model_codes", "prompt_tokens")
 _FIELDS = {"encoder": str, "dim": int, "entries": int, "models": list, "sha256": dict}
+_NO_ARCHIVE = (TypeError, ValueError, KeyError, EOFError, RuntimeError, OSError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for a file that is no archive of arrays, though its checksum is right."""
 _CHUNK_BYTES = 2**20
 
 
 def write(folder: Path, entries: Entries, encoder: str) -> None:
     """Write a new generation and make it the current one; the generations before go.
 
-    Another saver of the same folder is waited for. What a killed saver left goes with the next one that ends well.
+    Another saver of the same folder is waited for. What a killed saver left goes with the next one that ends well. But
+    what may have been the current generation is kept, as ``gen-...lost``, where no readable CURRENT says otherwise.
 
     Raises:
         OSError: it can't be written; the state before still counts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with _one_saver(folder):
+    with alone(folder):
+        _keep_lost(folder)
+        if os.path.lexists(folder / CURRENT):  # a store's own folder, and not a place that others use as well
+            hide(folder)
         numbers = [int(match[1]) for path in folder.iterdir() if (match := _GENERATION.fullmatch(path.name))]
         generation = folder / f"gen-{max(numbers, default=0) + 1:06}-{secrets.token_hex(4)}"
-        generation.mkdir()
+        generation.mkdir(FOLDER_MODE)
         try:
             digest = _write_files(generation, entries, encoder)
             _sync_folder(folder)
             current = {"format": FORMAT, "generation": generation.name, "metadata_sha256": digest}
             with replaced(folder / CURRENT) as file:
+                with contextlib.suppress(PermissionError):  # a file system without permissions
+                    os.fchmod(file.fileno(), FILE_MODE)
                 file.write(json.dumps(current).encode())
                 _sync(file)
         except BaseException:
@@ -57,8 +69,12 @@ def write(folder: Path, entries: Entries, encoder: str) -> None:
         _remove_others(folder, generation.name)
 
 
-def read(folder: Path) -> tuple[Entries, dict[str, Any]]:
+def read(folder: Path, *, in_alone: bool = False) -> tuple[Entries, dict[str, Any]]:
     """Read the current generation; nothing is changed on disk.
+
+    Args:
+        folder: Of the store.
+        in_alone: Whether the caller is within `alone`.
 
     Returns:
         Entries, oldest insertion first, and the metadata (encoder, dim, entries, models, sha256).
@@ -69,9 +85,21 @@ def read(folder: Path) -> tuple[Entries, dict[str, Any]]:
         OSError: it can't be read.
     """
     while True:
-        current = _current(folder)
+        try:
+            current = _current(folder)
+        except FileNotFoundError:
+            if not (lost := _complete(folder)):
+                raise
+            if not in_alone:  # the first save may be about to write CURRENT
+                with unsaved(folder):
+                    return read(folder, in_alone=True)
+            raise ValueError(f"{folder / CURRENT}: missing, though {lost[-1].name} is there") from None
         try:
             return _read_files(folder / current["generation"], current["metadata_sha256"])
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise ValueError(
+                f"{error.filename}: damaged, a folder where a file must be, or a file where a folder must be"
+            ) from error
         except FileNotFoundError as error:
             if _current(folder) == current:
                 raise ValueError(f"{error.filename}: missing, but {CURRENT} names it") from error
@@ -102,6 +130,7 @@ def _write_files(folder: Path, entries: Entries, encoder: str) -> str:
         "lengths": entries.lengths,
         "times_s": entries.times_s,
         "model_codes": np.array([codes[name] for name in entries.models], np.int32),
+        "prompt_tokens": entries.prompt_tokens,
     }
     sums = {_ENTRIES: _write_file(folder / _ENTRIES, lambda file: np.savez(file, **arrays))}
     if entries.prompts is not None:
@@ -129,13 +158,15 @@ def _read_files(folder: Path, metadata_sha256: str) -> tuple[Entries, dict[str, 
         try:
             with np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in _ARRAYS}
-        except (TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _NO_ARCHIVE as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # but that's an offset that can't be
+                raise
             raise ValueError(f"{path}: damaged, lacks or has a wrong array ({error})") from error
     prompts = None
     if _PROMPTS in metadata["sha256"]:
         with (folder / _PROMPTS).open("rb") as file:
             _check_sum(folder / _PROMPTS, file, metadata["sha256"][_PROMPTS])
-            prompts = json.load(file)
+            prompts = _json(folder / _PROMPTS, file.read())
     codes, names = arrays["model_codes"], metadata["models"]
     try:
         if not len(arrays["lengths"]) == len(codes) == metadata["entries"]:
@@ -145,9 +176,16 @@ def _read_files(folder: Path, metadata_sha256: str) -> tuple[Entries, dict[str, 
         if len(codes) and not (codes.dtype == np.int32 and 0 <= codes.min() <= codes.max() < len(names)):
             raise ValueError(f"model_codes: must be the numbers of {len(names)} names")
         models = [names[code] for code in codes.tolist()]
-        args = (metadata["dim"], arrays["vectors"], arrays["lengths"], models, arrays["times_s"], prompts)
-        return Entries.checked(*args), metadata
-    except (TypeError, ValueError) as error:
+        return Entries.checked(
+            metadata["dim"],
+            arrays["vectors"],
+            arrays["lengths"],
+            models,
+            arrays["times_s"],
+            prompts,
+            arrays["prompt_tokens"],
+        ), metadata
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -158,18 +196,24 @@ def _metadata(path: Path, sha256: str) -> dict[str, Any]:
     for field, kind in _FIELDS.items():
         if not isinstance(metadata.get(field), kind):
             raise ValueError(f"{path}: {field}={metadata.get(field)!r}: must be of type {kind.__name__}")
+    if metadata["dim"] < 1:
+        raise ValueError(f"{path}: dim={metadata['dim']!r}: must be at least 1")
     return metadata
 
 
 def _document(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        document: Any = json.loads(raw)
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error
+    document = _json(path, raw)
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         raise ValueError(f"{path}: format={found!r}: must be {FORMAT!r}")
     return dict(document)
+
+
+def _json(path: Path, raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error
 
 
 def _check_sum(path: Path, file: IO[bytes], sha256: object) -> None:
@@ -187,8 +231,8 @@ def _digest(file: IO[bytes]) -> str:
 
 
 def _write_file(path: Path, content: Callable[[IO[bytes]], object]) -> str:
-    """Write a new file through to the disk and return its SHA-256."""
-    with path.open("xb+") as file:
+    """Write a new file, its owner's only, through to the disk and return its SHA-256."""
+    with open(path, "xb+", opener=private) as file:
         content(file)
         _sync(file)
         file.seek(0)
@@ -216,12 +260,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def _one_saver(folder: Path) -> Iterator[None]:
-    """Wait until no other process saves here; the system frees the lock of a killed one."""
-    with (folder / _LOCK).open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _complete(folder: Path) -> list[Path]:
+    """Generations whose metadata is there, which is written last, in the order in which they were begun."""
+    found = [path for path in folder.glob("gen-*") if _GENERATION.fullmatch(path.name) and (path / _METADATA).exists()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def _keep_lost(folder: Path) -> None:
+    """Put out of the way what may be all there is: generations that no readable CURRENT declares old."""
+    try:
+        if (folder / _current(folder)["generation"]).exists():
+            return
+    except (FileNotFoundError, ValueError):
+        pass
+    for path in _complete(folder):
+        kept = path.rename(path.with_name(f"{path.name}.lost"))
+        logger.warning("%s: missing or damaged; what it may have named is kept as %s", folder / CURRENT, kept.name)
 
 
 def _remove_others(folder: Path, kept: str) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vllm_ext.prediction.store_ageing import Ageing, AgeOrder
 from vllm_ext.prediction.store_index import (
     FLAT_LIMIT,
     NEAREST_LISTS,
@@ -30,7 +29,7 @@ from vllm_ext.prediction.store_rows import Entries, Rows, normalised
 INDEXES = ("auto", "flat", "ivf")
 _FEWEST_FOR_LISTS = 256
 _ROWS_PER_LOCK = 64
-"""A reader waits for so many insertions at most, below 10 ms."""
+"""A reader waits for so many insertions at most, some 10 ms."""
 _NEIGHBOURS_COMPARED = 8
 
 
@@ -43,37 +42,6 @@ class Neighbours(NamedTuple):
     """[m], cosine, exact to float32."""
     times_s: NDArray[np.float64]
     """[m], when the requests finished, as the writer told it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ageing:
-    """Which entry goes when there are too many.
-
-    1. Of one vector and model at most `max_copies` are kept: a further one replaces the oldest copy, whether the store
-       is full or not. A prompt that is sent a hundred thousand times neither fills the store nor slows the search.
-    2. Into a full store, an entry replaces the most similar of its 8 nearest entries that it makes redundant: same
-       model, similarity of at least `redundant_similarity`, lengths not further apart than `like_length`.
-    3. If it makes none redundant, it replaces the entry that was inserted first.
-    """
-
-    max_copies: int = 32
-    redundant_similarity: float = 0.98
-    like_length: float = 0.1
-    """Difference of two lengths as a share of the longer one."""
-
-    def __post_init__(self) -> None:
-        if self.max_copies < 1:
-            raise ValueError(f"max_copies={self.max_copies!r}: must be at least 1")
-        if not self.redundant_similarity >= 0:
-            raise ValueError(
-                f"redundant_similarity={self.redundant_similarity!r}: must be at least 0; above 1 is never"
-            )
-        if not 0 <= self.like_length <= 1:
-            raise ValueError(f"like_length={self.like_length!r}: must be within 0..1")
-
-    def alike(self, one: int, other: int) -> bool:
-        """Whether two lengths in tokens say the same."""
-        return abs(one - other) <= self.like_length * max(one, other)
 
 
 class VectorStore:
@@ -127,12 +95,12 @@ class VectorStore:
         self._ageing = ageing or Ageing()
         self._seed = seed
         self._rows = Rows(dim, capacity, keep_prompts)
-        self._order: OrderedDict[int, bytes] = OrderedDict()  # slot -> key of its vector, oldest insertion first
-        self._copies: dict[bytes, tuple[int, ...]] = {}  # key -> slots, oldest first
+        self._order = AgeOrder()
         self._lists: InvertedFile | None = None
         self._unlisted: dict[int, None] = {}  # slots written since the lists were brought up to date
-        self._writing = threading.Lock()  # one writer at a time; taken before _lock
-        self._lock = threading.Lock()  # rows, lists and what belongs to them
+        # Nothing changes but under both locks: who holds one of them may read. _writing is taken first.
+        self._writing = threading.Lock()  # one writer at a time, or one that copies everything
+        self._lock = threading.Lock()  # a search, or a piece of a writer's work
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -155,6 +123,7 @@ class VectorStore:
         times_s: ArrayLike = (),
         *,
         prompts: Sequence[str] | None = None,
+        prompt_tokens: ArrayLike = (),
     ) -> None:
         """Insert finished requests one after the other, ageing as `Ageing` says.
 
@@ -163,24 +132,42 @@ class VectorStore:
             lengths: [n], true output lengths in tokens.
             models: n names, or none.
             times_s: n times in seconds since the epoch, or none. They don't decide what is oldest; the order of
-                insertion does.
+                insertion does, until `absorb` puts all in the order of time.
             prompts: n texts, kept only by a store that was told to.
+            prompt_tokens: n lengths of the prompts in tokens, or none.
 
         Raises:
             ValueError: wrong shape or value; nothing is inserted.
         """
         kept = prompts if self.keeps_prompts else None
-        entries = Entries.checked(self.dim, vectors, lengths, models, times_s, kept)
+        entries = Entries.checked(self.dim, vectors, lengths, models, times_s, kept, prompt_tokens)
         with self._writing:
-            for start in range(0, len(entries), _ROWS_PER_LOCK):
-                end = min(start + _ROWS_PER_LOCK, len(entries))
-                with self._lock:
-                    for row in range(start, end):
-                        self._insert(entries, row)
-                    self._update_lists()
-                # Many at once, as from a file, build the index once, unless the store is full and searches for each.
-                if end == len(entries) or len(self) == self.capacity:
-                    self._renew_lists()
+            self._write(entries)
+
+    def absorb(self, entries: Entries) -> int:
+        """Insert what another store learned meanwhile, and order everything by time, as if it had been learned here.
+
+        What was learned first goes first from then on, whoever learned it; an entry without a time, with time 0, is
+        older than all with one. What would replace an entry as late as itself, or a later one, stays out: into a full
+        store, whatever is not later than its oldest entry.
+
+        Args:
+            entries: Of a store with the same encoder; none of them is in this one.
+
+        Returns:
+            Entries inserted.
+
+        Raises:
+            ValueError: they are of another width; nothing is inserted.
+        """
+        if entries.vectors.shape[1] != self.dim:
+            raise ValueError(f"vectors: width {entries.vectors.shape[1]}, must be {self.dim}")
+        with self._writing:
+            self._order_by_time()
+            # The latest first: what an older one would replace then is older than all that came in before it.
+            inserted = self._write(entries.take(np.argsort(-entries.times_s, kind="stable")), only_later=True)
+            self._order_by_time()
+        return inserted
 
     def search(
         self, vectors: ArrayLike, k: int, *, min_similarity: float = -1.0, model: str | None = None
@@ -207,8 +194,8 @@ class VectorStore:
         return [self._search(query, k, np.float32(min_similarity), model) for query in normalised(self.dim, vectors)]
 
     def entries(self) -> Entries:
-        """Return a copy of everything, oldest insertion first."""
-        with self._lock:
+        """Return a copy of everything at one moment, oldest insertion first; searches go on, an `add` waits."""
+        with self._writing:
             return self._rows.entries()
 
     def _search(self, query: Vectors, k: int, min_similarity: np.float32, model: str | None) -> Neighbours:
@@ -238,29 +225,38 @@ class VectorStore:
         order = np.lexsort((rows.sequence[slots], -similarities))[:k]
         return slots[order], similarities[order]
 
-    def _insert(self, entries: Entries, row: int) -> None:
+    def _write(self, entries: Entries, *, only_later: bool = False) -> int:
+        """Insert one after the other and return how many; with ``only_later`` those that replace an older one."""
+        inserted = 0
+        for start in range(0, len(entries), _ROWS_PER_LOCK):
+            end = min(start + _ROWS_PER_LOCK, len(entries))
+            with self._lock:
+                inserted += sum(self._insert(entries, row, only_later) for row in range(start, end))
+                self._update_lists()
+            # Many at once, as from a file, build the index once, unless the store is full and searches for each.
+            if end == len(entries) or len(self) == self.capacity:
+                self._renew_lists()
+        return inserted
+
+    def _insert(self, entries: Entries, row: int, only_later: bool) -> bool:
         key = self._key(entries, row)
         slot = self._slot_for(key, entries, row)
-        if slot in self._order:
-            old = self._order.pop(slot)
-            if remaining := tuple(copy for copy in self._copies[old] if copy != slot):
-                self._copies[old] = remaining
-            else:
-                del self._copies[old]
+        if only_later and slot < len(self) and self._rows.times_s[slot] >= entries.times_s[row]:
+            return False
         self._rows.write(slot, entries, row)
-        self._order[slot] = key
-        self._copies[key] = (*self._copies.get(key, ()), slot)
+        self._order.put(slot, key)
         self._unlisted[slot] = None
+        return True
 
     def _slot_for(self, key: bytes, entries: Entries, row: int) -> int:
         """Where an entry goes: a free slot, or that of the entry that ageing chooses."""
-        copies = self._copies.get(key, ())
+        copies = self._order.copies(key)
         if len(copies) >= self._ageing.max_copies:
             return copies[0]
         if len(self) < self.capacity:
             return len(self)
         redundant = self._redundant_to(entries, row)
-        return next(iter(self._order)) if redundant is None else redundant
+        return self._order.oldest if redundant is None else redundant
 
     def _redundant_to(self, entries: Entries, row: int) -> int | None:
         if self._ageing.redundant_similarity > 1:
@@ -272,6 +268,14 @@ class VectorStore:
             if self._rows.model(slot) == model and self._ageing.alike(int(self._rows.lengths[slot]), length):
                 return int(slot)
         return None
+
+    def _order_by_time(self) -> None:
+        slots = self._rows.by_time()
+        if (np.diff(self._rows.sequence[slots]) > 0).all():
+            return
+        self._order.arrange(slots.tolist())
+        with self._lock:
+            self._rows.renumber(slots)
 
     def _update_lists(self) -> None:
         if self._lists is not None and self._unlisted:

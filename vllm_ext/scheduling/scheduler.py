@@ -19,7 +19,7 @@ from vllm_ext.config import KEY, RETRIEVAL, parse
 from vllm_ext.patches import registry
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
-from vllm_ext.prediction.profile import hardware_name, load_runtime_model
+from vllm_ext.prediction.profile import engine_key, load_runtime_model
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
@@ -67,8 +67,8 @@ class SteeredScheduler(AsyncScheduler):
         self.config = config
         self.policies = build(config)
         self.clock: Callable[[], float] = time.monotonic
-        device = hardware_name(current_platform.get_device_name())
-        runtime = load_runtime_model(config.profile, self.vllm_config.model_config.model, device)
+        key = engine_key(self.vllm_config, current_platform.get_device_name())
+        runtime = load_runtime_model(config.profile, *key)
         predictor = LengthPredictor.from_config(config.prediction)
         use_oracle = self.policies.system.oracle or "oracle" in config.prediction.sources
         refresh = config.prediction.refresh

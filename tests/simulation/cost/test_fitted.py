@@ -188,8 +188,7 @@ def test_a_profile_predicts_as_the_runtime_model_does(tmp_path: Path) -> None:
     fitted, model = Fitted.load(path), RuntimeModel(profile.coefficients)
     for shape in steps(50):
         context = shape.decode_context_tokens + shape.prefill_context_tokens
-        prefill = shape.num_tokens - shape.num_requests
-        features = StepFeatures(shape.num_requests, prefill, context, shape.prefill_pairs)
+        features = StepFeatures(shape.num_decodes, shape.num_prefill_tokens, context, shape.prefill_pairs)
         assert fitted.device_s(shape) == pytest.approx(model.step_time_s(features))
     assert fitted.quality is not None
     assert fitted.quality.source == "org/m on D, vLLM 0.32.0"
@@ -200,9 +199,11 @@ def test_a_profile_predicts_as_the_runtime_model_does(tmp_path: Path) -> None:
     [
         ("{", "damaged, not a JSON file"),
         ("[]", "holds no step cost"),
-        ('{"format": 99}', "format=99: must be"),
+        ('{"format": 99}', "has format 99, this version reads 2"),
+        ('{"format": "99"}', "format='99': must be"),
         ('{"format": "vllm-ext step cost 1"}', "lacks or has a wrong field: 'curve'"),
-        ('{"format": 1}', "lacks or has a wrong field"),
+        ('{"format": 1}', "has format 1, this version reads 2: run `vllm-ext profile` again"),
+        ('{"format": 2}', "lacks or has a wrong field"),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong_and_left_alone(content: str, message: str, tmp_path: Path) -> None:

@@ -51,17 +51,28 @@ class Attached:
         self._texts = texts
         self._model = model
 
-    def asked(self, request: Any, prompt: str | None, tokenizer: Any) -> None:
-        """Ask for the length of a new request, given as vLLM's `EngineCoreRequest`; pooling requests have none."""
-        params = request.sampling_params
-        if params is None:
-            return
-        text = self._texts.of(prompt, request.prompt_token_ids, said(), tokenizer)
-        if text is None:
-            return  # embeddings, or tokens without a tokenizer
-        lora = request.lora_request
-        model = self._model if lora is None else lora.lora_name
-        self.service.ask(request.request_id, text, params.max_tokens or 1, model)
+    def asked(
+        self,
+        req_id: str,
+        prompt: str | None,
+        token_ids: Sequence[int] | None,
+        max_tokens: int,
+        adapter: str | None,
+        tokenizer: Any,
+    ) -> None:
+        """Ask for the length of a new request.
+
+        Args:
+            req_id: Its final id.
+            prompt: As text, where it has one.
+            token_ids: As tokens, unless it is given as embeddings.
+            max_tokens: The client's bound.
+            adapter: Name of the LoRA adapter, if one answers.
+            tokenizer: Of the served model; None without one.
+        """
+        text = self._texts.of(prompt, token_ids, said(), tokenizer)
+        if text is not None:  # else embeddings, or tokens without a tokenizer
+            self.service.ask(req_id, text, max_tokens, adapter or self._model, len(token_ids or ()))
 
     def ended(self, state: RequestState, reason: str) -> None:
         """Tell what became of a request."""

@@ -23,7 +23,9 @@ class StepCurve:
 
     time = base + slopes over knots(tokens) + per_request * requests + per_prefill_token * prefill tokens
          + per_sampled * sampled rows + per_decode_context * decode context + per_prefill_context * prefill context
-         + per_pair * prefill pairs
+         + per_pair * prefill pairs + per_decode * decodes + per_chunk_token * tokens of prefill rows
+
+    The last two are the terms of `vllm_ext.prediction.runtime`, in place of those per request and per prefill token.
     """
 
     base_s: float
@@ -38,6 +40,9 @@ class StepCurve:
     per_decode_context: float = 0.0
     per_prefill_context: float = 0.0
     per_pair: float = 0.0
+    per_decode: float = 0.0
+    per_chunk_token: float = 0.0
+    """Per token of a prefill row, the first included."""
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name not in ("knots", "slopes")):
@@ -79,12 +84,14 @@ class Fitted:
         self._at_knot = at_knot
         self._linear = len(curve.knots) == 1
         self._coefficients = (curve.per_request, curve.per_prefill_token, curve.per_sampled,
-                              curve.per_decode_context, curve.per_prefill_context, curve.per_pair)  # fmt: skip
+                              curve.per_decode_context, curve.per_prefill_context, curve.per_pair,
+                              curve.per_decode, curve.per_chunk_token)  # fmt: skip
 
     def device_s(self, shape: StepShape) -> float:
         """Return the predicted duration of a step, in seconds."""
-        requests, tokens, _, sampled, decode_context, prefill_context, pairs = shape
-        per_request, per_prefill, per_sampled, per_decode, per_context, per_pair = self._coefficients
+        requests, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
+        (per_request, per_prefill, per_sampled, per_decode_context, per_context, per_pair,
+         per_decode, per_chunk_token) = self._coefficients  # fmt: skip
         segment = 0 if self._linear else bisect_right(self.curve.knots, tokens) - 1
         time = (
             self._at_knot[segment]
@@ -92,9 +99,11 @@ class Fitted:
             + per_request * requests
             + per_prefill * (tokens - requests)
             + per_sampled * sampled
-            + per_decode * decode_context
+            + per_decode_context * decode_context
             + per_context * prefill_context
             + per_pair * pairs
+            + per_decode * decodes
+            + per_chunk_token * (tokens - decodes)
         )
         return time if time > _SHORTEST_S else _SHORTEST_S
 
@@ -108,14 +117,14 @@ class Fitted:
 
         The profile counts a chunk's pairs without half a chunk's diagonal, which is below what its fit resolves.
         """
-        base, per_request, per_prefill, per_context, per_pair = profile.coefficients
+        price = profile.coefficients
         curve = StepCurve(
-            base_s=base,
-            per_request=per_request,
-            per_prefill_token=per_prefill,
-            per_decode_context=per_context,
-            per_prefill_context=per_context,
-            per_pair=per_pair,
+            base_s=price.base_s,
+            per_decode=price.decode_s,
+            per_chunk_token=price.prefill_token_s,
+            per_decode_context=price.context_token_s,
+            per_prefill_context=price.context_token_s,
+            per_pair=price.pair_s,
         )
         quality = FitQuality(
             num_steps=profile.num_steps,
@@ -150,7 +159,7 @@ class Fitted:
             raise ValueError(f"{path}: damaged, not a JSON file ({error})") from error
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: holds no step cost and no runtime profile")
-        if raw.get("format") == profiles.FORMAT:
+        if isinstance(raw.get("format"), int):  # a profile, of whatever version
             return cls.from_profile(profiles.load(path), host_step_s)
         if raw.get("format") != FORMAT:
             raise ValueError(f"{path}: format={raw.get('format')!r}: must be {FORMAT!r}, or a `vllm-ext profile` file")

@@ -1,0 +1,1 @@
+"""Comparison of length predictors on prompts whose output lengths are known."""
