@@ -14,7 +14,19 @@ from typing import NamedTuple, Protocol
 
 from vllm_ext.config import PredictorConfig
 from vllm_ext.prediction.service.link import Link, LinkBroken
-from vllm_ext.prediction.service.messages import Ask, Failed, Finished, Gone, Question, Status, Told
+from vllm_ext.prediction.service.messages import (
+    ERROR,
+    OVERLOAD,
+    UNKNOWN,
+    Ask,
+    Failed,
+    Finished,
+    FrameError,
+    Gone,
+    Question,
+    Status,
+    Told,
+)
 
 logger = logging.getLogger("vllm.vllm_ext.predictor")
 
@@ -23,7 +35,8 @@ _MARGIN_S = 5.0
 _LOADING_S = 300.0
 """Time a predictor has to load its model, when it is fetched from a hub for instance."""
 
-PREDICTED, LATE, LOST, TIMEOUT, NOT_READY, FULL = "predicted", "late", "lost", "timeout", "not-ready", "overload"
+PREDICTED, LATE, LOST, TIMEOUT, NOT_READY = "predicted", "late", "lost", "timeout", "not-ready"
+"""What came of a question, beside the reasons of `messages.Told`."""
 
 
 class LateHint(NamedTuple):
@@ -78,7 +91,11 @@ class PredictionService:
         self._link: Link | None = None
         self._asked: OrderedDict[str, float] = OrderedDict()
         """Questions without an answer yet, oldest first, with the time they were sent."""
+        self._late: set[str] = set()
+        """Of these, those whose requests ended. They are owed too: else nobody who hangs is found out by short ones."""
         self._heard_at = 0.0
+        """When the predictor last answered a question, of whichever front end."""
+        self._answered = 0
         self._ready = False
         self._next_connect = 0.0
         self._warned = False
@@ -101,14 +118,16 @@ class PredictionService:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def ask(self, req_id: str, text: str, max_tokens: int, model: str) -> None:
+    def ask(self, req_id: str, text: str, max_tokens: int, model: str, prompt_tokens: int = 0) -> None:
         """Ask for the output length of a request; what comes of it is in a later `poll`."""
-        if self._link is None:
+        if self._link is None and not self._closed:
             self._tend(self._clock())
         if self._link is None:
             self._metrics.outcome(NOT_READY)
-        elif len(self._asked) >= self._config.queue_limit or not self._send(Ask(req_id, text, max_tokens, model)):
-            self._metrics.outcome(FULL if self._link is not None else LOST)
+        elif len(self._asked) >= self._config.queue_limit:
+            self._metrics.outcome(OVERLOAD)
+        elif (failure := self._send(Ask(req_id, text, max_tokens, model, prompt_tokens))) is not None:
+            self._metrics.outcome(failure)
         else:
             self._asked[req_id] = self._clock()
 
@@ -121,19 +140,23 @@ class PredictionService:
         self._ended(req_id, Gone(req_id))
 
     def _ended(self, req_id: str, message: Question) -> None:
-        if self._asked.pop(req_id, None) is not None:
+        if req_id in self._asked and req_id not in self._late:
+            self._late.add(req_id)
             self._metrics.outcome(LATE)
-        if self._link is not None:
-            self._send(message)
+        self._send(message)
 
-    def _send(self, message: Question) -> bool:
+    def _send(self, message: Question) -> str | None:
+        """Send a message; returns the outcome of a question that can't be."""
         if self._link is None:
-            return False
+            return LOST
         try:
-            return self._link.send(message)
-        except LinkBroken as error:
-            self._broken(str(error))
-            return False
+            return None if self._link.send(message) else OVERLOAD
+        except FrameError:
+            return ERROR
+        except LinkBroken:
+            # Left to `poll`: there may be a last word to read, and an event loop may still watch the descriptor, whose
+            # number must not become that of a client's connection before `poll`'s caller has let go of it.
+            return LOST
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
@@ -151,24 +174,30 @@ class PredictionService:
             return []
         hints = []
         try:
-            self._link.flush()
             for answer in self._link.receive():
-                self._heard_at = now
                 if isinstance(answer, Told):
                     if (hint := self._told(answer, now)) is not None:
                         hints.append(hint)
                 elif isinstance(answer, Status):
-                    self._report(answer)
+                    self._report(answer, now)
                 elif isinstance(answer, Failed):
                     self._warn(f"can't start: {answer.reason}")
+            self._link.flush()  # after the last words of a process that is gone were read
         except LinkBroken as error:
             self._broken(str(error))
         return hints
 
     def _told(self, answer: Told, now: float) -> LateHint | None:
+        if answer.tokens or answer.source != OVERLOAD:  # which says that it listens, not that it predicts
+            self._heard_at = now
+        if self._process is not None and (answer.tokens or answer.source == UNKNOWN):
+            self._process.works()
         asked = self._asked.pop(answer.req_id, None)
         if asked is None:
-            return None  # it ended meanwhile, and was counted then
+            return None
+        if answer.req_id in self._late:  # it was counted when it ended
+            self._late.discard(answer.req_id)
+            return None
         if not 1 <= answer.tokens <= answer.p90:
             self._metrics.outcome(answer.source)
             return None
@@ -176,13 +205,13 @@ class PredictionService:
         self._metrics.latency(now - asked)
         return LateHint(answer.req_id, answer.tokens, answer.p90, answer.source)
 
-    def _report(self, status: Status) -> None:
+    def _report(self, status: Status, now: float) -> None:
         self._metrics.status(status)
+        if status.answered != self._answered:
+            self._answered, self._heard_at = status.answered, now
         if not self._ready:
-            self._ready = True
+            self._ready, self._heard_at = True, now
             logger.info("length prediction is ready: %d finished requests known", status.entries)
-        if self._process is not None:
-            self._process.works()
         if status.errors:
             self._warn("raises errors, see its log")
 
@@ -196,6 +225,10 @@ class PredictionService:
             if self._process is not None:
                 self._process.ensure(now)
                 self._metrics.starts(self._process.starts)
+                if self._process.given_up:
+                    self._warn("can't start, see its log")
+                elif self._process.starts > 1:
+                    self._warn("ended and was started again, see its log")
             self._connect(now)
 
     def _connect(self, now: float) -> None:
@@ -206,7 +239,7 @@ class PredictionService:
         self._heard_at = now
 
     def _check_silence(self, now: float) -> None:
-        """Give up on a process that owes an answer and has said nothing for too long."""
+        """Give up on a process that owes answers and has given none for too long, alive as it may look otherwise."""
         limit = self._config.timeout_s + _MARGIN_S if self._ready else _LOADING_S
         oldest = next(iter(self._asked.values()), now)
         if now - max(oldest, self._heard_at) <= limit:
@@ -220,11 +253,11 @@ class PredictionService:
             self._link.close()
         self._link = None
         self._ready = False
-        self._metrics.outcome(outcome, len(self._asked))
+        self._metrics.outcome(outcome, len(self._asked) - len(self._late))
         self._metrics.status(None)
         self._asked.clear()
-        if not self._closed:
-            self._warn(why)
+        self._late.clear()
+        self._warn(why)
 
     def _warn(self, why: str) -> None:
         if not self._warned:
@@ -236,8 +269,9 @@ class PredictionService:
             )
 
     def close(self) -> None:
-        """Hang up, and let the process save and end if it is ours."""
+        """Hang up, and let the process save and end if it is ours. Nothing starts it again; questions get no answer."""
         self._closed = True
+        self._ready = False
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -13,7 +13,7 @@ _MAX_READS = 64
 
 
 class LinkBroken(OSError):
-    """The other side is gone, or is no predictor."""
+    """The other side is gone, or is no predictor. The message goes on from "the length predictor"."""
 
 
 class Link:
@@ -32,6 +32,7 @@ class Link:
         self._max_unsent = max_unsent
         self._unsent: deque[bytes] = deque()
         self._frames = Frames()
+        self._ended = ""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)  # connecting to a Unix socket succeeds or fails at once
@@ -53,11 +54,15 @@ class Link:
         """Send a message, or keep it to be sent by `flush`; False where there is no room for it.
 
         Raises:
-            LinkBroken: see there.
+            LinkBroken: see there. What the other side said before it went can still be received.
+            FrameError: the message can't be sent to anybody.
         """
+        frame = pack(message)
+        if len(self._unsent) >= self._max_unsent:
+            self.flush()
         if len(self._unsent) >= self._max_unsent:
             return False
-        self._unsent.append(pack(message))
+        self._unsent.append(frame)
         self.flush()
         return True
 
@@ -70,29 +75,31 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                raise LinkBroken(f"the predictor's process is gone ({error})") from error
+                raise LinkBroken(f"is gone ({error})") from error
             if sent < len(frame):
                 self._unsent[0] = frame[sent:]
                 return
             self._unsent.popleft()
 
     def receive(self) -> list[Answer]:
-        """Return what has come. Raises LinkBroken; what came before the end is lost then."""
+        """Return what has come. Raises LinkBroken, but not before all that came before the end was returned."""
         found: list[Answer] = []
         for _ in range(_MAX_READS):
+            if self._ended:
+                break
             try:
                 data = self._socket.recv(_READ_BYTES)
-                if not data:
-                    raise LinkBroken("the predictor's process hung up")
                 found += map(read_answer, self._frames.feed(data))
+                if not data:
+                    self._ended = "hung up"
             except (BlockingIOError, InterruptedError):
                 break
-            except LinkBroken:
-                raise
             except FrameError as error:
-                raise LinkBroken(str(error)) from error
+                self._ended = f"can't be understood: {error}"
             except OSError as error:
-                raise LinkBroken(f"the predictor's process is gone ({error})") from error
+                self._ended = f"is gone ({error})"
+        if self._ended and not found:
+            raise LinkBroken(self._ended)
         return found
 
     def close(self) -> None:

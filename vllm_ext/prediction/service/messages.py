@@ -11,6 +11,10 @@ MAX_FRAME_BYTES = 1 << 20
 """Longest body; a prompt is cut far below it before it is sent."""
 _LENGTH_BYTES = 4
 
+UNKNOWN, EXPIRED, OVERLOAD, ERROR, ENDED = "unknown", "expired", "overload", "error", "ended"
+"""Why there is no prediction: nothing to go by; it waited too long; the queue is full; the predictor failed; the
+request ended before its turn came."""
+
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
     """Predict the output length of a request; answered by one `Told`."""
@@ -22,6 +26,8 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
     """The client's bound on the output."""
     model: str = ""
     """Name of the model or LoRA adapter that answers."""
+    prompt_tokens: int = 0
+    """Length of the prompt in tokens of that model; 0 where unknown."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", array_like=True):
@@ -45,12 +51,15 @@ class Told(msgspec.Struct, frozen=True, tag="told", array_like=True):
     """Predicted output length; 0 where there is no prediction."""
     p90: int = 0
     source: str = ""
-    """One of `estimate.SOURCES`, or why there is none: ``unknown`` (nothing to go by), ``expired``, ``overload``,
-    ``error``."""
+    """Who predicts, as of `estimate.SOURCES`; or why there is no prediction: `UNKNOWN`, `EXPIRED`, `OVERLOAD`, `ERROR`,
+    `ENDED`."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status", array_like=True):
-    """How the predictor is, told to every front end when it is ready and about once per second while it is used."""
+    """How the predictor is, told to every front end when it is ready and about once per second from then on.
+
+    That it comes does not show that predictions do: it is sent while one hangs.
+    """
 
     entries: int = 0
     """Finished requests in the store."""
@@ -58,6 +67,8 @@ class Status(msgspec.Struct, frozen=True, tag="status", array_like=True):
     """Of these, learned since the process started."""
     waiting: int = 0
     """Prompts that wait for their prediction."""
+    answered: int = 0
+    """Questions of any front end that left the queue and were answered, since the process started."""
     errors: int = 0
     """Times the predictor raised, or gave what is no prediction."""
     decoder_examples: int = 0
@@ -84,15 +95,26 @@ Answer = Told | Status | Failed
 _encoder = msgspec.msgpack.Encoder()
 _questions = msgspec.msgpack.Decoder(Question)
 _answers = msgspec.msgpack.Decoder(Answer)
+_NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises: for another form (its ValidationError is a DecodeError), broken UTF-8, deep nesting."""
 
 
 class FrameError(ValueError):
-    """What came is no frame of ours; the connection can't be used any more."""
+    """Bytes that are no frame of ours: the connection can't be used any more. Or a message that no frame can hold."""
 
 
 def pack(message: Question | Answer) -> bytes:
-    """Return the frame of a message."""
-    body = _encoder.encode(message)
+    """Return the frame of a message.
+
+    Raises:
+        FrameError: it is longer than a frame may be, or holds a text or number that MessagePack can't.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise FrameError(f"no message: {error}") from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a message of {len(body)} bytes, more than {MAX_FRAME_BYTES}")
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
@@ -100,7 +122,7 @@ def read_question(body: bytes) -> Question:
     """Return the message in a body. Raises FrameError if it is none."""
     try:
         question: Question = _questions.decode(body)
-    except msgspec.DecodeError as error:  # its ValidationError is one
+    except _NO_MESSAGE as error:
         raise FrameError(f"not a question to a predictor: {error}") from error
     return question
 
@@ -109,7 +131,7 @@ def read_answer(body: bytes) -> Answer:
     """Return the message in a body. Raises FrameError if it is none."""
     try:
         answer: Answer = _answers.decode(body)
-    except msgspec.DecodeError as error:
+    except _NO_MESSAGE as error:
         raise FrameError(f"not an answer of a predictor: {error}") from error
     return answer
 

@@ -21,6 +21,7 @@ from vllm_ext.prediction import blend, store_files
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.estimate import Estimate
 from vllm_ext.prediction.folder import STORE, load_decoder
+from vllm_ext.prediction.selection import features_for
 from vllm_ext.prediction.service.refreshing import DecoderRefresh
 from vllm_ext.prediction.service.shared_store import SharedStore
 
@@ -38,6 +39,8 @@ class Prompt(NamedTuple):
     """The client's bound on the output."""
     model: str
     """Name of the model or adapter that answers."""
+    prompt_tokens: int = 0
+    """Length of the prompt in tokens of that model; 0 where unknown."""
 
 
 class FinishedPrompt(NamedTuple):
@@ -113,13 +116,17 @@ class RetrievalPredictor:
         """Embed, search, decode and combine."""
         vectors = self._embed([prompt.text for prompt in prompts])
         decoder = self._decoder
-        decoded = [None] * len(prompts) if decoder is None else decoder.predict(vectors)
+        decoded: Sequence[Estimate | None] = [None] * len(prompts)
+        rule = self._strategy
+        if decoder is not None:
+            decoded = decoder.predict(vectors, features_for(decoder, [prompt.prompt_tokens for prompt in prompts]))
+            rule = rule.suited(decoder.spec.kernel_width)
         found = []
         for prompt, vector, guess in zip(prompts, vectors, decoded, strict=True):
             (near,) = self._shared.store.search(
                 vector, self._config.neighbours, min_similarity=0.0, model=prompt.model or None
             )
-            found.append(self._strategy.combine(near, guess, prompt.max_tokens))
+            found.append(rule.combine(near, guess, prompt.max_tokens))
         return found
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
@@ -132,6 +139,7 @@ class RetrievalPredictor:
                 [done.prompt.model for done, _ in known],
                 np.array([done.time_s for done, _ in known]),
                 prompts=[done.prompt.text for done, _ in known],
+                prompt_tokens=[done.prompt.prompt_tokens for done, _ in known],
             )
 
     def save(self) -> None:
@@ -142,7 +150,7 @@ class RetrievalPredictor:
         if self._refresh.finished():
             self._decoder = load_decoder(self._folder, self._encoder.name) or self._decoder
         trained_on = 0 if self._decoder is None else self._decoder.spec.num_examples
-        self._refresh.start_if_due(len(self._shared.store), trained_on)
+        self._refresh.start_if_due(self._shared.inserted, trained_on)
 
     def close(self) -> None:
         """Stop a training that runs."""
@@ -164,7 +172,9 @@ class RetrievalPredictor:
             known = {key: self._vectors[key] for key in keys if key in self._vectors}
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
         if new:
-            known.update(zip(new, self._encoder.encode(list(new.values())), strict=True))
+            # Copies: a row that is kept would keep its whole batch.
+            vectors = (vector.copy() for vector in self._encoder.encode(list(new.values())))
+            known.update(zip(new, vectors, strict=True))
         with self._lock:
             for key in keys:
                 self._vectors[key] = known[key]

@@ -20,7 +20,8 @@ logger = logging.getLogger("vllm.vllm_ext.predictor")
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-_GRACE_S = 10.0
+_GRACE_S = 40.0
+"""Time to save, longer than the process gives itself."""
 
 
 class PredictorProcess:
@@ -53,11 +54,12 @@ class PredictorProcess:
             status = self._process.poll()
             if status is None:
                 return
+            _let_go(self._process)
             self._process = None
             if status == CANNOT_START:
                 self.given_up = True
-            else:
-                logger.warning("the length predictor's process ended with status %d", status)
+            else:  # who is connected to it warns, once
+                logger.info("the length predictor's process ended with status %d", status)
             self._not_before = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if self.given_up or now < self._not_before:
@@ -69,7 +71,7 @@ class PredictorProcess:
         except OSError as error:
             self._not_before = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            logger.warning("the length predictor's process can't be started (%s)", error)
+            logger.info("the length predictor's process can't be started (%s)", error)
 
     def works(self) -> None:
         """Note that the process answered: if it ends now, it is started again after a short pause."""
@@ -82,18 +84,23 @@ class PredictorProcess:
 
     def close(self) -> None:
         """Let the process save and end; returns at once, and sees to it beside the caller that it does end."""
+        self.given_up = True
         process, self._process = self._process, None
         if process is None:
             return
-        self.given_up = True
-        with contextlib.suppress(OSError):
-            if process.stdin is not None:
-                process.stdin.close()
+        _let_go(process)
+        process.terminate()  # a process forked from this one holds the input's other end as well
         threading.Thread(target=_reap, args=(process,), name="vllm-ext predictor's end", daemon=True).start()
 
     def _environment(self) -> dict[str, str]:
         # No CUDA: a context would take memory from the engine. Threads as configured, not one per core.
         return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(self._threads)}
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ FIRST_AT = 200
 """Entries at which the decoder is trained for the first time."""
 _GROWTH = 1.5
 _MAX_MISSED = 10_000
-"""Entries learned since the last training after which it is due, however large the store is."""
+"""Entries inserted since the last training after which it is due, however large the store is."""
 NOT_BETTER = 3
 """Exit status of a training that gave nothing to use."""
 
@@ -21,7 +21,8 @@ NOT_BETTER = 3
 class DecoderRefresh:
     """Trains from the store's files, in a process of its own: it takes minutes, and may fail, without harm.
 
-    The first training is due at `FIRST_AT` entries, a further one when the store has grown by half, or by 10,000.
+    The first training is due at `FIRST_AT` entries, a further one when half as many again, or 10,000, were inserted. A
+    full store has its old entries replaced and does not grow: insertions are counted, not entries.
     """
 
     def __init__(self, folder: Path, *, seed: int) -> None:
@@ -31,11 +32,11 @@ class DecoderRefresh:
         self._tried_at = 0
         self._failed = False
 
-    def start_if_due(self, entries: int, trained_on: int) -> None:
-        """Start a training if the store (of so many entries) has outgrown the decoder (trained on so many)."""
-        if self._process is not None or not self._due(entries, max(trained_on, self._tried_at)):
+    def start_if_due(self, inserted: int, trained_on: int) -> None:
+        """Start a training if the store (so many were ever inserted) has outgrown the decoder (trained on so many)."""
+        if self._process is not None or not self._due(inserted, max(trained_on, self._tried_at)):
             return
-        self._tried_at = entries
+        self._tried_at = inserted
         command = [sys.executable, "-m", "vllm_ext.prediction.refresh", str(self._folder), "--seed", str(self._seed)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -59,10 +60,10 @@ class DecoderRefresh:
             self._process = None
 
     @staticmethod
-    def _due(entries: int, trained_on: int) -> bool:
+    def _due(inserted: int, trained_on: int) -> bool:
         if trained_on == 0:
-            return entries >= FIRST_AT
-        return entries >= min(_GROWTH * trained_on, trained_on + _MAX_MISSED)
+            return inserted >= FIRST_AT
+        return inserted >= min(_GROWTH * trained_on, trained_on + _MAX_MISSED)
 
     def _warn(self, what: str) -> None:
         if not self._failed:

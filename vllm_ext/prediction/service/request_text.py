@@ -18,7 +18,7 @@ class RequestTexts:
 
     def __init__(self, rule: PromptText) -> None:
         self._rule = rule
-        self._half = rule.max_tokens * _CHARS_PER_TOKEN
+        self._half = min(rule.max_tokens * _CHARS_PER_TOKEN, _SEARCHED_CHARS)  # else no frame could hold it
 
     def of(
         self,
@@ -27,7 +27,7 @@ class RequestTexts:
         messages: Sequence[Mapping[str, object]] | None,
         tokenizer: Any,
     ) -> str | None:
-        """Return the text, cut in its middle, or None if nothing is known that could be read.
+        """Return the text, cut in its middle and fit for UTF-8, or None if nothing is known that could be read.
 
         Args:
             prompt: As text, rendered where it is a chat.
@@ -40,7 +40,8 @@ class RequestTexts:
             decode = None if tokenizer is None else lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
             text = self._rule.of(prompt=None if prompt is None else _ends(prompt, _SEARCHED_CHARS),
                                  token_ids=token_ids, decode=decode)  # fmt: skip
-        return None if text is None else _ends(text, self._half)
+        # A lone surrogate, which JSON may hold, can't be sent.
+        return None if text is None else _ends(text, self._half).encode("utf-8", "replace").decode()
 
     def _of_chat(self, messages: Sequence[Mapping[str, object]] | None) -> str | None:
         if not messages:

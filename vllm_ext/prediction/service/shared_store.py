@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.prediction import store_files
 from vllm_ext.prediction.store_generation import CURRENT
-from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.vector_store import VectorStore
 
 logger = logging.getLogger(__name__)
@@ -23,9 +22,8 @@ class SharedStore:
     """Keeps a store in a folder, and takes over what others saved there since.
 
     Each server saves everything it knows; the last one to save would undo what the others learned. So before a save
-    the folder's state, if it is not the one saved last by this process, is read and what is new in it is added. Two
-    servers that save at the very same moment can still miss each other's last interval until the next save: nothing is
-    lost for good, as each has its own entries in memory.
+    the folder's state, if it is not the one saved last by this process, is read and what is new in it is added, while a
+    lock keeps the others from saving.
     """
 
     def __init__(self, store: VectorStore, folder: Path, *, max_bytes: int) -> None:
@@ -33,7 +31,11 @@ class SharedStore:
         self._folder = folder
         self._max_bytes = max_bytes
         self._changed = False
+        self._foreign = False
+        self._seen: set[bytes] = set()
         self._state = self._current()
+        self.inserted = len(store)
+        """Entries ever put into the store: more than it holds where old ones had to go."""
 
     def add(
         self,
@@ -43,9 +45,11 @@ class SharedStore:
         times_s: NDArray[np.float64],
         *,
         prompts: Sequence[str] | None = None,
+        prompt_tokens: Sequence[int] = (),
     ) -> None:
         """Insert entries; arguments as of `VectorStore.add`."""
-        self.store.add(vectors, lengths, models, times_s, prompts=prompts)
+        self.store.add(vectors, lengths, models, times_s, prompts=prompts, prompt_tokens=prompt_tokens)
+        self.inserted += len(lengths)
         self._changed = True
 
     def save(self) -> None:
@@ -54,12 +58,14 @@ class SharedStore:
         Raises:
             OSError: it can't be written; the next save tries again.
         """
-        self._absorb()
-        if not self._changed:
+        if not self._changed and self._current() in (None, self._state):
             return
-        store_files.save(self.store, self._folder, max_bytes=self._max_bytes)
-        self._changed = False
-        self._state = self._current()
+        with self._alone():
+            self._absorb()
+            if self._changed:
+                store_files.save(self.store, self._folder, max_bytes=self._max_bytes)
+                self._changed = False
+                self._state = self._current()
 
     def _absorb(self) -> None:
         state = self._current()
@@ -73,17 +79,25 @@ class SharedStore:
             return
         self._state = state
         if metadata["encoder"] != self.store.encoder or metadata["dim"] != self.store.dim:
-            logger.warning(
-                "another server with the encoder %s saves in %s too; give each a folder of its own",
-                metadata["encoder"],
-                self._folder,
-            )
+            if not self._foreign:
+                self._foreign = True
+                logger.warning(
+                    "another server with the encoder %s saves in %s too; give each a folder of its own",
+                    metadata["encoder"],
+                    self._folder,
+                )
             return
-        have = set(_keys(self.store.entries()))
-        new = [row for row, key in enumerate(_keys(theirs)) if key not in have]
+        keys = theirs.keys()
+        have = set(self.store.entries().keys())
+        # What was seen there before and is not in our store was dropped for its age: two full stores would else hand
+        # old entries back to each other for ever.
+        new = [row for row, key in enumerate(keys) if key not in have and key not in self._seen]
+        self._seen = have.union(keys)
         if new:
-            fresh = theirs.take(np.array(new, dtype=np.intp))
-            self.add(fresh.vectors, fresh.lengths, fresh.models, fresh.times_s, prompts=fresh.prompts)
+            # At their place in time: old entries of theirs must not drive out newer ones of ours.
+            taken = self.store.absorb(theirs.take(np.array(new, dtype=np.intp)))
+            self.inserted += taken
+            self._changed = self._changed or taken > 0
 
     def _current(self) -> bytes | None:
         """What tells one state of the folder from another; None while there is none."""
@@ -92,8 +106,10 @@ class SharedStore:
         except OSError:
             return None
 
-
-def _keys(entries: Entries) -> list[tuple[bytes, Any, Any]]:
-    """What makes two entries the same observation, as for `store_files.merge`."""
-    digests = (hashlib.blake2b(vector.tobytes(), digest_size=16).digest() for vector in entries.vectors)
-    return list(zip(digests, entries.lengths.tolist(), entries.times_s.tolist(), strict=True))
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other server saves; the system frees the lock of one that was killed."""
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        with (self._folder.parent / f".{self._folder.name}.lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

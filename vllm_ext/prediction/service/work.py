@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from vllm_ext.prediction.estimate import Estimate
-from vllm_ext.prediction.service.messages import Ask, Status, Told
+from vllm_ext.prediction.service.messages import ENDED, ERROR, EXPIRED, OVERLOAD, UNKNOWN, Ask, Status, Told
 from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt, PromptPredictor
 from vllm_ext.prediction.service.quality import Quality
 
@@ -19,9 +20,7 @@ logger = logging.getLogger(__name__)
 _REMEMBERED = 16_384
 """Requests whose prompts are held until they finish, the oldest are forgotten first; 2 kB each at most."""
 _LONGEST = 2**40
-
-UNKNOWN, EXPIRED, OVERLOAD, ERROR = "unknown", "expired", "overload", "error"
-"""Why there is no prediction; see `Told.source`."""
+_LONGEST_NAME = 64
 
 
 class Waiting(NamedTuple):
@@ -55,9 +54,11 @@ class Desk:
         self._queue: deque[Waiting] = deque()
         self._queue_limit, self._batch_size, self._timeout_s = queue_limit, batch_size, timeout_s
         self._open: OrderedDict[tuple[int, str], _Open] = OrderedDict()
-        self._finished: list[FinishedPrompt] = []
+        self._remembered = max(_REMEMBERED, queue_limit)  # so that what is forgotten is not in the queue any more
+        self._finished: deque[FinishedPrompt] = deque(maxlen=_REMEMBERED)  # bounded, as `learn` may hang
         self._quality = Quality()
         self._error_logged = False
+        self.answered = 0
         self.errors = 0
         self.learned = 0
 
@@ -73,8 +74,9 @@ class Desk:
         if len(self._queue) >= self._queue_limit:
             return Told(ask.req_id, source=OVERLOAD)
         self._queue.append(Waiting(peer, ask, now))
-        self._open[peer, ask.req_id] = _Open(prompt=Prompt(ask.text, ask.max_tokens, ask.model))
-        if len(self._open) > _REMEMBERED:
+        self._open.pop((peer, ask.req_id), None)  # asked once more: the newest from now on
+        self._open[peer, ask.req_id] = _Open(prompt=_prompt(ask))
+        if len(self._open) > self._remembered:
             self._open.popitem(last=False)
         return None
 
@@ -99,21 +101,28 @@ class Desk:
 
     # --- what is done in the meantime -------------------------------------------------------------------------------
 
-    def next_batch(self, now: float) -> tuple[list[Waiting], list[Waiting]]:
-        """Take questions off the queue: those to predict now, and those that waited too long."""
+    def next_batch(self, now: float) -> tuple[list[Waiting], list[tuple[int, Told]]]:
+        """Take questions off the queue.
+
+        Returns:
+            Those to predict now; and the answers, each with its connection, to those for which it is too late.
+        """
         batch: list[Waiting] = []
-        expired: list[Waiting] = []
+        too_late: list[tuple[int, Told]] = []
         while self._queue and len(batch) < self._batch_size:
             waiting = self._queue.popleft()
-            if now - waiting.since > self._timeout_s:
-                expired.append(waiting)
-            elif (waiting.peer, waiting.ask.req_id) in self._open:  # else it ended meanwhile
+            if (waiting.peer, waiting.ask.req_id) not in self._open:
+                too_late.append((waiting.peer, Told(waiting.ask.req_id, source=ENDED)))
+            elif now - waiting.since > self._timeout_s:
+                too_late.append((waiting.peer, Told(waiting.ask.req_id, source=EXPIRED)))
+            else:
                 batch.append(waiting)
-        return batch, expired
+        self.answered += len(too_late)
+        return batch, too_late
 
     def predict(self, predictor: PromptPredictor, batch: Sequence[Waiting]) -> list[Estimate | None] | None:
         """Ask the predictor; None where it failed. Runs in a thread of its own."""
-        prompts = [Prompt(w.ask.text, w.ask.max_tokens, w.ask.model) for w in batch]
+        prompts = [_prompt(w.ask) for w in batch]
         try:
             return _checked(predictor.predict(prompts), len(prompts))
         except Exception as error:  # noqa: BLE001 - whatever a predictor raises costs these prompts their prediction
@@ -122,6 +131,7 @@ class Desk:
 
     def answers(self, batch: Sequence[Waiting], found: Sequence[Estimate | None] | None) -> list[tuple[int, Told]]:
         """Return the answer to each question of a batch, with its connection, and remember what was predicted."""
+        self.answered += len(batch)
         if found is None:
             return [(waiting.peer, Told(waiting.ask.req_id, source=ERROR)) for waiting in batch]
         told = []
@@ -138,7 +148,8 @@ class Desk:
 
     def take_finished(self) -> list[FinishedPrompt]:
         """Return what finished since the last call."""
-        finished, self._finished = self._finished, []
+        finished = list(self._finished)
+        self._finished.clear()
         self.learned += len(finished)
         return finished
 
@@ -151,18 +162,20 @@ class Desk:
 
     def status(self, predictor: PromptPredictor) -> Status:
         """Return how the predictor is."""
+        entries = decoder_examples = 0
         try:
             own = predictor.status()
+            entries, decoder_examples = _count(own.get("entries", 0)), _count(own.get("decoder_examples", 0))
         except Exception as error:  # noqa: BLE001 - see predict
             self._failed("status", error)
-            own = {}
         quality = self._quality
         return Status(
-            entries=int(own.get("entries", 0)),
+            entries=entries,
             learned=self.learned,
             waiting=self.waiting,
+            answered=self.answered,
             errors=self.errors,
-            decoder_examples=int(own.get("decoder_examples", 0)),
+            decoder_examples=decoder_examples,
             judged=len(quality),
             coverage=quality.coverage(),
             relative_error=quality.relative_error(),
@@ -176,6 +189,10 @@ class Desk:
             logger.error("the length predictor failed in %s; counted from now on, not logged", what, exc_info=error)
 
 
+def _prompt(ask: Ask) -> Prompt:
+    return Prompt(ask.text, ask.max_tokens, ask.model, ask.prompt_tokens)
+
+
 def _checked(found: Sequence[Estimate | None], wanted: int) -> list[Estimate | None]:
     """Return the estimates, or raise ValueError if one is no length: a NaN must not reach a scheduler."""
     if len(found) != wanted:
@@ -183,4 +200,19 @@ def _checked(found: Sequence[Estimate | None], wanted: int) -> list[Estimate | N
     for estimate in found:
         if estimate is not None and not 1 <= estimate.tokens <= estimate.p90 < _LONGEST:  # False for NaN as well
             raise ValueError(f"predict: {estimate!r}: must have 1 <= tokens <= p90")
+        if estimate is not None and not _is_name(estimate.source):
+            raise ValueError(f"predict: source={estimate.source!r}: must be a printable text of 1 to {_LONGEST_NAME}")
     return list(found)
+
+
+def _is_name(source: object) -> bool:
+    """Whether a message and a log can hold it."""
+    return isinstance(source, str) and 1 <= len(source) <= _LONGEST_NAME and source.isprintable()
+
+
+def _count(value: SupportsIndex) -> int:
+    """Return a number that fits into a message. Raises ValueError or TypeError for any other."""
+    number = operator.index(value)
+    if not 0 <= number < _LONGEST:
+        raise ValueError(f"status: {number}: must be at least 0 and below {_LONGEST}")
+    return number

@@ -46,6 +46,8 @@ _READ_BYTES = 1 << 16
 _STATUS_S = 1.0
 _LAST_S = 30.0
 """Time that the end of the process, with a last save, may take."""
+_LISTENER_S = 10.0
+"""Time in which a front end is to connect that is told why there is no predictor."""
 _LONGEST_REASON = 2000
 _REST_PER_SAVE = 100
 """A full store takes a second to write: then the disk is left alone for a hundred."""
@@ -116,7 +118,7 @@ class Worker:
 
     async def _cannot_start(self, error: Exception) -> int:
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON].encode("utf-8", "replace").decode()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + _LISTENER_S
         while not self._peers and time.monotonic() < deadline and not self._stop.is_set():
             await asyncio.sleep(0.05)  # the front end is about to connect, and is to be told
         if not self._peers:
@@ -143,8 +145,8 @@ class Worker:
                     self._hear(peer, body)
         except FrameError as error:
             logger.error("a front end is not understood any more and is disconnected: %s", error)
-        except OSError:
-            pass  # it is gone, with answers unread
+        except (OSError, asyncio.CancelledError):
+            pass  # it is gone, with answers unread; or this process ends, which is nothing for asyncio to report
         finally:
             del self._peers[peer]
             self._desk.hung_up(peer)
