@@ -58,9 +58,9 @@ def _update_stats_from_finished(
 
 
 def _offline_add_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_ext.prediction.service.attach import attach
+    from vllm_ext.prediction.service.attach import attach_offline
 
-    guarded(attach, self)
+    guarded(attach_offline, self)
     return original(self, *args, **kwargs)
 
 

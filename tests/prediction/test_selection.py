@@ -9,8 +9,8 @@ import pytest
 
 from vllm_ext.prediction import decoder_file
 from vllm_ext.prediction.blend import Alise, Shrunk, strategy
-from vllm_ext.prediction.decoder import Decoder, DecoderSpec
-from vllm_ext.prediction.selection import LENGTH_FEATURE, WIDTHS, features_for, train_best
+from vllm_ext.prediction.decoder import LENGTH_FEATURE, Decoder, DecoderSpec
+from vllm_ext.prediction.selection import WIDTHS, features_for, train_best
 
 DIM = 8
 OPTIONS: dict[str, Any] = {"hidden": (32,), "epochs": 30}

@@ -25,6 +25,12 @@ _LARGEST_VALUE = 1e30
 """Bound on any value inside the network, far from where float32 overflows."""
 
 
+LENGTH_FEATURE = "log_prompt_tokens"
+"""Logarithm of the prompt's length in tokens, plus 1."""
+KNOWN_FEATURES: tuple[tuple[str, ...], ...] = ((), (LENGTH_FEATURE,))
+"""Inputs beside the embedding that the service can give."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """Shape of a decoder, and what it was trained on."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vllm_ext.envs import cache_dir
 from vllm_ext.prediction import decoder_file
-from vllm_ext.prediction.decoder import Decoder
+from vllm_ext.prediction.decoder import KNOWN_FEATURES, Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,10 @@ def load_decoder(folder: Path, encoder: str) -> Decoder | None:
     """
     path = folder / DECODER
     try:
-        return decoder_file.load(path, encoder=encoder)
+        decoder = decoder_file.load(path, encoder=encoder)
+        if decoder.spec.features not in KNOWN_FEATURES:
+            raise ValueError(f"{path}: features={decoder.spec.features!r}: must be one of {KNOWN_FEATURES}")
+        return decoder
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IsADirectoryError) as damage:

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.prediction.blend import Shrunk
-from vllm_ext.prediction.decoder import LONGEST_TOKENS, Decoder, Floats
+from vllm_ext.prediction.decoder import LENGTH_FEATURE, LONGEST_TOKENS, Decoder, Floats
 from vllm_ext.prediction.decoder_train import TrainingReport, held_out, pinball, train
 from vllm_ext.prediction.vector_store import VectorStore
 
-LENGTH_FEATURE = "log_prompt_tokens"
 WIDTHS = (0.05, 0.1, 0.15, 0.2, 0.3)
 """Widths tried."""
 _FEWEST_HELD = 50

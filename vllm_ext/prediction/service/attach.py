@@ -41,6 +41,7 @@ logger = init_logger("vllm.vllm_ext.predictor")
 UTILITY = "vllm_ext_predictions"
 _ATTRIBUTE = "_vllm_ext_prediction"
 _POLL_S = 0.25
+_LONGEST_PLACE = 64
 
 
 class Attached:
@@ -86,14 +87,15 @@ class Attached:
 def attached(output_processor: OutputProcessor) -> Attached | None:
     """Return what was attached to an output processor, if anything was."""
     found: Attached | None = getattr(output_processor, _ATTRIBUTE, None)
-    return found
+    return found or None
 
 
 def attach(engine: AsyncLLM | LLMEngine) -> Attached | None:
-    """Start the service of an engine, once; None where the options leave it out."""
+    """Start the service of an engine, once; None where the options leave it out, which is found out once as well."""
     processor = engine.output_processor
-    if (found := attached(processor)) is not None:
-        return found
+    if hasattr(processor, _ATTRIBUTE):
+        return attached(processor)
+    setattr(processor, _ATTRIBUTE, False)  # also if what follows fails: it would fail with each request
     options = (engine.vllm_config.additional_config or {}).get(KEY)
     config = parse(options) if options else None
     if config is None or RETRIEVAL not in config.prediction.sources or not systems.build(config).use_predictions:
@@ -102,8 +104,13 @@ def attach(engine: AsyncLLM | LLMEngine) -> Attached | None:
     made = _make(config, engine.vllm_config, index)
     setattr(processor, _ATTRIBUTE, made)
     want()
-    weakref.finalize(engine, made.service.close)
     return made
+
+
+def attach_offline(engine: LLMEngine) -> None:
+    """Attach the service to an engine without an event loop; it ends with the engine."""
+    if not hasattr(engine.output_processor, _ATTRIBUTE) and (made := attach(engine)) is not None:
+        weakref.finalize(engine, made.service.close)
 
 
 def _make(config: ExtConfig, vllm_config: VllmConfig, client_index: int) -> Attached:
@@ -125,10 +132,12 @@ def _socket_path(num_servers: int, *, owner: bool) -> Path:
 
     Several API servers find it by their common parent process.
     """
+    # A socket's path is short by nature: 107 bytes.
+    place = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PLACE else "/tmp"
     if num_servers <= 1:
-        folder = Path(tempfile.mkdtemp(prefix="vllm-ext-"))
+        folder = Path(tempfile.mkdtemp(prefix="vllm-ext-", dir=place))
     else:
-        folder = Path(tempfile.gettempdir()) / f"vllm-ext-{os.getuid()}-{os.getppid()}"
+        folder = Path(place) / f"vllm-ext-{os.getuid()}-{os.getppid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to somebody else; set TMPDIR to a folder of your own")
@@ -149,14 +158,15 @@ _FOLDERS = _Folders()
 
 
 def serve(engine: AsyncLLM) -> None:
-    """Attach the service to the servers' engine and deliver its hints from the running event loop, if one runs."""
+    """Attach the service to the servers' engine and deliver its hints from the running event loop, if one runs yet."""
+    if getattr(engine, _ATTRIBUTE, None) is not None:
+        return
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
-        attach(engine)
         return
     made = attach(engine)
-    if made is None or getattr(engine, _ATTRIBUTE, None) is not None:
+    if made is None:
         return
     setattr(engine, _ATTRIBUTE, loop.create_task(_Delivery(engine, made.service).run()))
 

@@ -23,7 +23,7 @@ from vllm_ext.prediction.estimate import Estimate
 from vllm_ext.prediction.folder import STORE, load_decoder
 from vllm_ext.prediction.selection import features_for
 from vllm_ext.prediction.service.refreshing import DecoderRefresh
-from vllm_ext.prediction.service.shared_store import SharedStore
+from vllm_ext.prediction.service.shared_store import SharedStore, current_state
 
 _VECTORS_KEPT = 16_384
 _MIB = 2**20
@@ -97,6 +97,7 @@ class RetrievalPredictor:
             window=config.prompt_window,  # type: ignore[arg-type]  # checked by the configuration
             batch_size=config.batch_size,
         )
+        state = current_state(folder / STORE)  # before it is read: what comes in between is not known yet
         store = store_files.load(
             folder / STORE,
             self._encoder.dim,
@@ -105,12 +106,13 @@ class RetrievalPredictor:
             seed=config.seed,
             keep_prompts=config.keep_prompts,
         )
-        self._shared = SharedStore(store, folder / STORE, max_bytes=config.max_mib * _MIB)
+        self._shared = SharedStore(store, folder / STORE, max_bytes=config.max_mib * _MIB, state=state)
         self._decoder = load_decoder(folder, self._encoder.name)
         self._refresh = DecoderRefresh(folder, seed=config.seed) if config.refresh_decoder else None
         self._strategy = blend.strategy(config.strategy)
         self._vectors: OrderedDict[bytes, Vector] = OrderedDict()
         self._lock = threading.Lock()
+        self._encoder_lock = threading.Lock()
 
     def predict(self, prompts: Sequence[Prompt]) -> list[Estimate | None]:
         """Embed, search, decode and combine."""
@@ -130,7 +132,15 @@ class RetrievalPredictor:
         return found
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
-        """Insert what finished; a prompt whose embedding was forgotten by then is left out."""
+        """Insert what finished.
+
+        Some finished before they were embedded: under load the short ones, and a store without these would say that
+        everything is long. A batch of them is embedded now; of more, an even choice, and the others are left out.
+        """
+        missing = list({d.prompt.text: None for d in finished if self._vector(d.prompt.text) is None})
+        if missing:
+            step = -(-len(missing) // self._config.batch_size)
+            self._embed(missing[::step])
         known = [(done, vector) for done in finished if (vector := self._vector(done.prompt.text)) is not None]
         if known:
             self._shared.add(
@@ -173,7 +183,8 @@ class RetrievalPredictor:
         new = {key: text for key, text in zip(keys, texts, strict=True) if key not in known}
         if new:
             # Copies: a row that is kept would keep its whole batch.
-            vectors = (vector.copy() for vector in self._encoder.encode(list(new.values())))
+            with self._encoder_lock:
+                vectors = [vector.copy() for vector in self._encoder.encode(list(new.values()))]
             known.update(zip(new, vectors, strict=True))
         with self._lock:
             for key in keys:

@@ -94,7 +94,9 @@ class PredictorProcess:
 
     def _environment(self) -> dict[str, str]:
         # No CUDA: a context would take memory from the engine. Threads as configured, not one per core.
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(self._threads)}
+        # Nothing from the working directory, which `python -m` would put first on the path.
+        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(self._threads), "PYTHONSAFEPATH": "1"}
+        return {**os.environ, **own}
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

@@ -26,14 +26,22 @@ class SharedStore:
     lock keeps the others from saving.
     """
 
-    def __init__(self, store: VectorStore, folder: Path, *, max_bytes: int) -> None:
+    def __init__(self, store: VectorStore, folder: Path, *, max_bytes: int, state: bytes | None = None) -> None:
+        """Take a store and the folder it was read from.
+
+        Args:
+            store: What is known.
+            folder: Where it is kept; need not exist.
+            max_bytes: As of `store_files.save`.
+            state: `current_state` before the store was read; None for that of now.
+        """
         self.store = store
         self._folder = folder
         self._max_bytes = max_bytes
         self._changed = False
         self._foreign = False
         self._seen: set[bytes] = set()
-        self._state = self._current()
+        self._state = self._current() if state is None else state
         self.inserted = len(store)
         """Entries ever put into the store: more than it holds where old ones had to go."""
 
@@ -100,11 +108,7 @@ class SharedStore:
             self._changed = self._changed or taken > 0
 
     def _current(self) -> bytes | None:
-        """What tells one state of the folder from another; None while there is none."""
-        try:
-            return (self._folder / CURRENT).read_bytes()
-        except OSError:
-            return None
+        return current_state(self._folder)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -113,3 +117,11 @@ class SharedStore:
         with (self._folder.parent / f".{self._folder.name}.lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def current_state(folder: Path) -> bytes | None:
+    """Return what tells one state of a store's folder from another; None while there is none."""
+    try:
+        return (folder / CURRENT).read_bytes()
+    except OSError:
+        return None

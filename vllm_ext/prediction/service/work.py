@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex
 
-from vllm_ext.prediction.estimate import Estimate
+from vllm_ext.prediction.estimate import LONGEST_TOKENS, Estimate
 from vllm_ext.prediction.service.messages import ENDED, ERROR, EXPIRED, OVERLOAD, UNKNOWN, Ask, Status, Told
 from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt, PromptPredictor
 from vllm_ext.prediction.service.quality import Quality
@@ -83,7 +83,7 @@ class Desk:
     def finished(self, peer: int, req_id: str, tokens: int) -> None:
         """Note that a request ended by itself after so many tokens; it will be learned."""
         request = self._open.pop((peer, req_id), None)
-        if request is None or tokens < 1:
+        if request is None or not 1 <= tokens <= LONGEST_TOKENS:
             return
         self._finished.append(FinishedPrompt(request.prompt, tokens, time.time()))
         if request.predicted:
