@@ -79,7 +79,7 @@ class PredictorConfig:
     threads: int = 1
     """CPU threads of the predictor's process."""
 
-    nice: int = 10
+    nice: int = 19
     """How far the process steps back behind the engine where both want a core, 0 to 19."""
 
     batch_size: int = 16
