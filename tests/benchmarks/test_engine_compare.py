@@ -65,6 +65,50 @@ def cell(system: str, latency_ms: float, *, load: float = 0.9, repeat: int = 0) 
     return report.Cell(system=system, load=load, repeat=repeat, metrics={**metrics, report.NORMALISED: latency_ms})
 
 
+@pytest.mark.parametrize(
+    ("label", "system", "state"),
+    [("alise", "alise", None), ("alise@cold", "alise", "cold"), ("fcfs+alise@warm", "fcfs+alise", "warm")],
+)
+def test_a_label_names_a_system_and_what_its_predictor_knows(label: str, system: str, state: str | None) -> None:
+    predictor = script("engine_predictor")
+    assert (predictor.system_of(label), predictor.state_of(label)) == (system, state)
+    options: dict[str, Any] = {}
+    predictor.choose_sources(label, options)
+    assert ("retrieval" in options["prediction"]["sources"]) == (state is not None)
+    given = {"prediction": {"sources": ["hint"]}}
+    predictor.choose_sources(label, given)
+    assert given["prediction"] == {"sources": ["hint"]}, "what was asked for stays"
+
+
+@pytest.mark.parametrize("label", ["alise@", "alise@hot"])
+def test_a_label_with_another_state_is_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="must be cold or warm"):
+        script("engine_predictor").state_of(label)
+
+
+def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, workload = script("engine_predictor"), script("engine_workload")
+    rows = [row(f"prompt {i}", output="x" * (i + 1)) for i in range(20)]
+    used = [fit(r) for r in rows[:8]]
+    lots = workload.Lots(warmup=used[:1], history=used[1:3], measured=used[3:])
+    learned: list[dict[str, Any]] = []
+
+    def train(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        dataset = Path(command[command.index("--dataset") + 1])
+        learned.extend(json.loads(line) for line in dataset.read_text().splitlines())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(predictor.subprocess, "run", train)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Letters())
+    knows = predictor.Learned(Path("model"), 10, 0)
+    for _ in range(2):  # the second time it has learned already
+        knows.prepare(rows, [lots], workload.Limits())
+    assert len(learned) == 10
+    assert {entry["prompt"] for entry in learned} <= {f"prompt {i}" for i in range(8, 20)}
+    lengths = {f"prompt {i}": i + 1 for i in range(20)}
+    assert all(lengths[entry["prompt"]] == entry["output_tokens"] for entry in learned)
+
+
 def test_lengths_of_texts_are_counted_with_the_served_tokenizer_and_scaled() -> None:
     request = fit(row("why", output="abcdefgh"), length_scale=0.5)
     assert (request.prompt_token_ids, request.output_tokens, request.clipped) == ((1, 119, 104, 121), 4, False)

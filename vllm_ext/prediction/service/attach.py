@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ UTILITY = "vllm_ext_predictions"
 _ATTRIBUTE = "_vllm_ext_prediction"
 _POLL_S = 0.25
 _LONGEST_PLACE = 64
+_DEFER_S = 0.1
 
 
 class Attached:
@@ -51,6 +53,8 @@ class Attached:
         self.service = service
         self._texts = texts
         self._model = model
+        self.defer: Deferral | None = None
+        """Of a server; offline, all requests come at once and the questions with them."""
 
     def asked(
         self,
@@ -72,16 +76,56 @@ class Attached:
             tokenizer: Of the served model; None without one.
         """
         text = self._texts.of(prompt, token_ids, said(), tokenizer)
-        if text is not None:  # else embeddings, or tokens without a tokenizer
-            self.service.ask(req_id, text, max_tokens, adapter or self._model, len(token_ids or ()))
+        if text is None:
+            return  # embeddings, or tokens without a tokenizer
+        ask = partial(self.service.ask, req_id, text, max_tokens, adapter or self._model, len(token_ids or ()))
+        if self.defer is None or not self.defer.put(req_id, ask):
+            ask()
 
     def ended(self, state: RequestState, reason: str) -> None:
         """Tell what became of a request."""
+        if self.defer is not None:
+            self.defer.now(state.request_id)
         tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
         if reason in OWN_ENDS and tokens > 0:
             self.service.finished(state.request_id, tokens)
         else:
             self.service.gone(state.request_id)
+
+
+class Deferral:
+    """Puts questions off a little while the server has seats to spare.
+
+    Then nobody waits, and no order needs a prediction yet; but on a machine with few cores, or cores that share their
+    caches, embedding the prompt would slow down its own prefill.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, unfinished: Callable[[], int], seats: int) -> None:
+        """Take the event loop and what tells whether seats are to spare.
+
+        Args:
+            loop: Of the server.
+            unfinished: Returns the number of requests of this front end that have not ended.
+            seats: Requests that run at once, divided by the number of front ends.
+        """
+        self._loop = loop
+        self._unfinished = unfinished
+        self._seats = seats
+        self._put_off: dict[str, tuple[asyncio.TimerHandle, Callable[[], None]]] = {}
+
+    def put(self, req_id: str, ask: Callable[[], None]) -> bool:
+        """Put a question off; False if it is to be asked at once."""
+        if 2 * self._unfinished() > self._seats:
+            return False
+        self._put_off[req_id] = (self._loop.call_later(_DEFER_S, self.now, req_id), ask)
+        return True
+
+    def now(self, req_id: str) -> None:
+        """Ask what was put off of a request, if anything was: its time has come, or the request ended."""
+        timer, ask = self._put_off.pop(req_id, (None, None))
+        if timer is not None and ask is not None:
+            timer.cancel()
+            ask()
 
 
 def attached(output_processor: OutputProcessor) -> Attached | None:
@@ -168,6 +212,9 @@ def serve(engine: AsyncLLM) -> None:
     made = attach(engine)
     if made is None:
         return
+    config = engine.vllm_config
+    seats = config.scheduler_config.max_num_seqs // max(getattr(config.parallel_config, "_api_process_count", 1), 1)
+    made.defer = Deferral(loop, engine.output_processor.get_num_unfinished_requests, seats)
     setattr(engine, _ATTRIBUTE, loop.create_task(_Delivery(engine, made.service).run()))
 
 
