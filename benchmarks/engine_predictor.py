@@ -97,7 +97,7 @@ class Learned:
     @contextmanager
     def folder(self, state: str) -> Iterator[Path]:
         """Return a folder for one cell; it is gone afterwards, with what was learned in the cell."""
-        with tempfile.TemporaryDirectory(prefix="engine_compare-predictor-") as name:
+        with tempfile.TemporaryDirectory(prefix="engine_compare-predictor-", ignore_cleanup_errors=True) as name:
             folder = Path(name, "predictor")
             if state == WARM:
                 assert self._kept is not None

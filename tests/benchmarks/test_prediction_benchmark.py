@@ -279,8 +279,9 @@ def test_quick_run_without_data_measures_every_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prediction, latency = script("prediction"), script("prediction_latency")
-    monkeypatch.setattr(prediction, "QUICK_ROWS", 40)
+    monkeypatch.setattr(prediction, "QUICK_ROWS", 30)
     monkeypatch.setattr(latency, "larger_proxy", lambda encoder, seed: lambda texts: None)  # seconds of random weights
+    monkeypatch.setattr(script("prediction_worth"), "_TRIALS", 2)
     out = tmp_path / "result.json"
     assert prediction.main(["--quick", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

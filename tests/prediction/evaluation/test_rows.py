@@ -32,9 +32,14 @@ def test_lengths_are_counted_by_the_tokenizer_and_cut_at_the_bound(tmp_path: Pat
     assert (data.tokenizer, data.rows, data.repeated) == ("words", 2, 0)
 
 
-def test_stated_lengths_are_taken_where_there_is_no_answer(tmp_path: Path) -> None:
-    data = rows.read(write(tmp_path / "a.jsonl", [{"prompt": "x y", "output_tokens": 77}]), WORDS)
-    assert (data.examples.lengths.tolist(), data.tokenizer) == ([77], rows.RECORDED)
+def test_stated_lengths_go_before_counted_ones(tmp_path: Path) -> None:
+    stated = {"prompt": "x y", "output": "a b c", "output_tokens": 77, "prompt_tokens": 8}
+    data = rows.read(write(tmp_path / "a.jsonl", [stated]), WORDS)
+    assert (data.examples.lengths.tolist(), data.examples.prompts.tokens.tolist()) == ([77], [8])
+    assert data.tokenizer == rows.RECORDED
+    mixed = rows.read(write(tmp_path / "b.jsonl", [stated, {"prompt": "z", "output": "a b"}]), WORDS)
+    assert sorted(mixed.examples.lengths.tolist()) == [2, 77]
+    assert mixed.tokenizer == "as recorded and words"
 
 
 def test_first_of_equal_prompts_stays_and_the_others_are_counted(tmp_path: Path) -> None:

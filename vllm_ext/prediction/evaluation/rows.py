@@ -137,7 +137,7 @@ def read(
 
     Args:
         path: In a format of `vllm_ext.simulation.datasets` that has prompts; of conversations the first turn is taken.
-        tokenizer: Counts texts. A file without answers states ``output_tokens`` itself, which are taken as they are.
+        tokenizer: Counts texts; of rows that state ``output_tokens`` or ``prompt_tokens`` these are taken as they are.
         format: One of `datasets.FORMATS`.
         where: Keep rows whose field is, or is a list containing, one of the values.
         max_rows: At most so many, drawn at random; None for all.
@@ -151,15 +151,17 @@ def read(
     """
     found = datasets.load(path, format, where)
     texts: list[str] = []
+    asked: list[str | int] = []
     answers: list[str | int] = []
     for row in found.rows:
-        answer = row.output_text if row.output_text is not None else row.output_tokens
+        answer = row.output_tokens if row.output_tokens is not None else row.output_text
         if row.prompt is None or answer is None:
             missing = "text of the prompt" if row.prompt is None else "output"
             raise EvaluationError(f"{found.name}: {row.source_id}: has no {missing}, which a predictor learns from")
         if isinstance(answer, str) and not answer.strip():
             continue
         texts.append(row.prompt)
+        asked.append(row.prompt if row.prompt_tokens is None else row.prompt_tokens)
         answers.append(answer)
     if not texts:
         raise DatasetError(f"{found.name}: no row has an answer that is not empty")
@@ -167,17 +169,17 @@ def read(
     drawn = np.random.default_rng(seed).permutation(len(kept))[:max_rows]
     picked = [kept[i] for i in drawn]
     lengths = np.array([_tokens(answers[i], tokenizer) for i in picked], dtype=np.int64)
-    counted = isinstance(answers[picked[0]], str)
+    units = sorted({tokenizer.name if isinstance(answers[i], str) else RECORDED for i in picked})
     return DataSet(
         name=found.name,
         sha256=found.sha256,
-        tokenizer=tokenizer.name if counted else RECORDED,
+        tokenizer=" and ".join(units),
         rows=len(texts),
         repeated=len(texts) - len(kept),
         examples=Examples(
             prompts=Prompts(
                 texts=tuple(texts[i] for i in picked),
-                tokens=np.array([max(1, tokenizer.count(texts[i])) for i in picked], dtype=np.int64),
+                tokens=np.array([_tokens(asked[i], tokenizer) for i in picked], dtype=np.int64),
                 vectors=np.zeros((len(picked), 0), dtype=np.float32),
             ),
             lengths=np.clip(lengths, 1, max_tokens),
@@ -219,5 +221,5 @@ def split(count: int, test_share: float, seed: int) -> tuple[npt.NDArray[np.intp
     return np.sort(order[tested:]), np.sort(order[:tested])
 
 
-def _tokens(answer: str | int, tokenizer: Tokenizer) -> int:
-    return answer if isinstance(answer, int) else max(1, tokenizer.count(answer))
+def _tokens(said: str | int, tokenizer: Tokenizer) -> int:
+    return said if isinstance(said, int) else max(1, tokenizer.count(said))

