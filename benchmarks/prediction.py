@@ -81,7 +81,8 @@ def _measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
     options = TuningOptions(epochs=1) if args.quick else TuningOptions()
     shown: list[str] = []
     if "pairs" in wanted:
-        found = pairs.measure(parts, setting, cache, trained=names, options=options)
+        trained = names if args.trained is None else tuple(args.trained.split(","))
+        found = pairs.measure(parts, setting, cache, trained=trained, options=options, proxies=not args.no_proxies)
         measured.replace("pairs", pairs.metrics(found, tuned), asked, pairs.facts(found, parts))
         shown += pairs.report(found, tuned, CHOSEN)
     if "curve" in wanted:
@@ -121,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the shared data (default: made-up prompts)")
     parser.add_argument("--datasets", metavar="A,B", help=f"of {', '.join(SOURCES)} (default: {','.join(PAIRS)})")
     parser.add_argument("--max-rows", type=int, metavar="N", help=f"of each data set (default: {MAX_ROWS})")
+    parser.add_argument("--trained", metavar="A,B", help="of these, learned from (default: all); all are tested on")
+    parser.add_argument("--no-proxies", action="store_true", help="leave out the fine-tuned models, which take minutes")
     parser.add_argument("--only", action="append", choices=results.PARTS, help="a part; repeatable")
     parser.add_argument("--update", type=Path, metavar="FILE", help="result whose parts are replaced by those measured")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep here what takes long, or take it from here")
