@@ -43,8 +43,8 @@ from prediction_data import MADE_UP, PAIRS, QUICK, SOURCES, Cache, Part, load
 from vllm_ext.observability.results import add_arguments, command, emit
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.compare import Setting
-from vllm_ext.prediction.evaluation.proxy_model import TuningOptions
 from vllm_ext.prediction.evaluation.rows import EvaluationError
+from vllm_ext.prediction.tuning_options import TuningOptions
 from vllm_ext.simulation.workload_rows import DatasetError
 
 CHOSEN = "shrunk"

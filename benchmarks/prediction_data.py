@@ -124,7 +124,7 @@ def load(name: str, folder: Path | None, encoder: Encoder, cache: Cache, *, max_
 
 def with_vectors(examples: Examples, encoder: Encoder, cache: Cache, name: str) -> Examples:
     """Embed, or take the embeddings from the cache."""
-    key = {"encoder": encoder.name, "texts": digest(examples.prompts.texts)}
+    key = {"encoder": encoder.name, "precision": encoder.precision, "texts": digest(examples.prompts.texts)}
 
     def embed() -> Arrays:
         started = time.perf_counter()

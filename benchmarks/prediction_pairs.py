@@ -14,11 +14,12 @@ from prediction_data import TEST_SHARE, Cache, Part, digest
 
 from vllm_ext.observability.results import format_table
 from vllm_ext.prediction.evaluation import tables
-from vllm_ext.prediction.evaluation.compare import OURS, PRIORS, Comparison, Setting, predictors
+from vllm_ext.prediction.evaluation.compare import OURS, PRIORS, READING_TEXTS, Comparison, Setting, predictors
 from vllm_ext.prediction.evaluation.measures import BIN_TOKENS, MEASURES, NUM_CLASSES, Predicted
-from vllm_ext.prediction.evaluation.proxy import PROXIES, Proxy
-from vllm_ext.prediction.evaluation.proxy_model import TuningOptions
+from vllm_ext.prediction.evaluation.proxy import PROXIES
 from vllm_ext.prediction.evaluation.rows import Examples, not_in
+from vllm_ext.prediction.evaluation.tuned import Tuned
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 Flat = tuple[dict[str, float], dict[str, dict[str, float]]]
 """Our metrics, and those of the baselines by their names."""
@@ -48,8 +49,8 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """What a proxy said of every data set, and what its training took."""
+class Said:
+    """What a tuned transformer said of every data set, and what its training took."""
 
     said: dict[str, Predicted]
     seconds: float
@@ -64,7 +65,7 @@ class Measured:
     fit_s: dict[str, dict[str, float]] = field(default_factory=dict)
     """Data set -> predictor -> seconds."""
     epochs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Data set -> proxy -> epochs run."""
+    """Data set -> tuned transformer -> epochs run."""
 
 
 def measure(
@@ -82,11 +83,12 @@ def measure(
         train = parts[name].train
         if train is None:
             continue
-        quick = predictors([n for n in COMPARED if n not in PROXIES], setting)
+        quick = predictors([n for n in COMPARED if n not in READING_TEXTS], setting)
         comparison = Comparison(train=train, predictors=quick)
         comparison.fit(clock=time.perf_counter)
         found.fit_s[name] = {n: comparison.seconds[n] for n in (OURS[0], "decoder") if n in comparison.seconds}
-        tuned = {n: tune(n, parts, name, setting, cache, options) for n in PROXIES} if proxies else {}
+        names = READING_TEXTS if proxies else ()
+        tuned = {n: tune(n, parts, name, setting, cache, options) for n in names}
         found.fit_s[name] |= {n: t.seconds for n, t in tuned.items()}
         found.epochs[name] = {n: t.epochs for n, t in tuned.items()}
         for other, part in parts.items():
@@ -98,8 +100,8 @@ def measure(
 
 def tune(
     name: str, parts: Mapping[str, Part], train_name: str, setting: Setting, cache: Cache, options: TuningOptions
-) -> Tuned:
-    """Fine-tune a proxy and let it predict every data set, unless the cache has what it said."""
+) -> Said:
+    """Fine-tune one of `READING_TEXTS` and let it predict every data set, unless the cache has what it said."""
     train = parts[train_name].train
     if train is None:
         raise ValueError(f"{train_name}: has too few rows to learn from")
@@ -107,6 +109,7 @@ def tune(
         "proxy": name,
         "options": asdict(options),
         "seed": setting.seed,
+        **({"precision": setting.encoder.precision} if name == Tuned.name else {}),
         "model": setting.encoder.name.partition(":")[0],
         "window": [setting.encoder.window, setting.encoder.max_tokens],
         "train": digest(train.prompts.texts),
@@ -115,15 +118,15 @@ def tune(
     }
 
     def make() -> dict[str, Any]:
-        proxy: Proxy = PROXIES[name](setting.encoder, model=setting.model, seed=setting.seed, options=options)
-        proxy.fit(train)
-        report = proxy.report
-        if report is None:
-            raise RuntimeError(f"{name}: fitted without a report")
-        print(f"{name} on {train_name}: {report.seconds:.0f} s, losses {report.validation_losses}", file=sys.stderr)
-        arrays: dict[str, Any] = {"took": np.array([report.seconds, report.epochs])}
+        kind = Tuned if name == Tuned.name else PROXIES[name]
+        predictor = kind(setting.encoder, model=setting.model, seed=setting.seed, options=options)
+        started = time.perf_counter()
+        predictor.fit(train)
+        print(f"{name} on {train_name}: {predictor.report}", file=sys.stderr, flush=True)
+        epochs = 0 if predictor.report is None else predictor.report.epochs
+        arrays: dict[str, Any] = {"took": np.array([time.perf_counter() - started, epochs])}
         for other, part in parts.items():
-            said = proxy.predict(part.test.prompts)
+            said = predictor.predict(part.test.prompts)
             arrays |= {f"{other}.tokens": said.tokens, f"{other}.p90": said.p90}
             if said.classes is not None:
                 arrays[f"{other}.classes"] = said.classes
@@ -134,7 +137,7 @@ def tune(
     said = {
         other: Predicted(kept[f"{other}.tokens"], kept[f"{other}.p90"], kept.get(f"{other}.classes")) for other in parts
     }
-    return Tuned(said=said, seconds=seconds, epochs=int(epochs))
+    return Said(said=said, seconds=seconds, epochs=int(epochs))
 
 
 def _pair(train: str, test: str, comparison: Comparison, said: Mapping[str, Predicted], tested: Examples) -> Pair:

@@ -22,8 +22,8 @@ from prediction_pairs import Flat, tune
 from vllm_ext.observability.results import format_table
 from vllm_ext.prediction.evaluation.compare import OURS, Comparison, Setting, predictors
 from vllm_ext.prediction.evaluation.measures import Predicted
-from vllm_ext.prediction.evaluation.proxy_model import TuningOptions
 from vllm_ext.prediction.evaluation.rows import Examples, Ints, not_in
+from vllm_ext.prediction.tuning_options import TuningOptions
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.spec import HardwareSpec

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 _POLL_S = 0.25
+_KILL_WAIT_S = 10.0
 
 
 class ServerError(RuntimeError):
@@ -140,6 +141,10 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            # a killed process ends when it is next scheduled, and only the first one can be waited for
+            deadline = time.monotonic() + _KILL_WAIT_S
+            while group_members(process.pid) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def is_running(self) -> bool:
         """Whether the server's first process is alive."""

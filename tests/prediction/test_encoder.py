@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,23 @@ def test_vectors_are_unit_float32_in_the_order_of_the_texts(default: Encoder) ->
     assert vectors.flags.c_contiguous
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     for text, vector in zip(texts, vectors, strict=True):
-        np.testing.assert_allclose(default.encode([text])[0], vector, atol=1e-5)
+        assert default.encode([text])[0] @ vector > 0.9999
+
+
+def test_bfloat16_hardly_turns_a_vector_and_float32_hardly_depends_on_the_batch() -> None:
+    texts = ["Write a poem about the sea.", "hi", "Prove that there are infinitely many primes. " * 9, "2 + 2 ="]
+    exact, rough = (Encoder(precision=precision) for precision in ("float32", "bfloat16"))
+    assert exact.name == rough.name, "what one stores the other finds"
+    assert Encoder().precision == ("bfloat16" if _cpu_has_bfloat16() else "float32")
+    vectors = exact.encode(texts)
+    for text, vector, turned in zip(texts, vectors, rough.encode(texts), strict=True):
+        np.testing.assert_allclose(exact.encode([text])[0], vector, atol=1e-5)
+        assert turned @ vector > 0.9995
+        assert np.linalg.norm(turned) == pytest.approx(1, abs=1e-5)
+
+
+def _cpu_has_bfloat16() -> bool:
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
 def test_like_questions_are_nearer_than_others(default: Encoder) -> None:

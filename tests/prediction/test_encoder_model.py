@@ -129,6 +129,7 @@ def test_missing_package_is_named_with_the_remedy(package: str, monkeypatch: pyt
         ({"threads": True}, "threads=True: must be"),
         ({"batch_size": 1.5}, "batch_size=1.5: must be"),
         ({"max_tokens": 7}, "max_tokens=7: must be a whole number of at least 8"),
+        ({"precision": "int8"}, "precision='int8': must be one of auto, float32, bfloat16"),
         ({"window": "middle"}, "window='middle': must be one of head, tail, head\\+tail"),
         ({"model": ""}, "model='': must be a folder"),
         ({"model": "/no/such/folder"}, "model='/no/such/folder': there is no such folder"),

@@ -43,7 +43,7 @@ def write_store(folder: Path, entries: Entries) -> None:
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vllm_ext.prediction.refresh", str(folder), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -160,7 +160,7 @@ def test_it_steps_back_behind_everybody_and_takes_one_thread(tmp_path: Path) -> 
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), *SMALL],
-        capture_output=True, text=True, timeout=120, check=True, env=environment,
+        capture_output=True, text=True, timeout=600, check=True, env=environment,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["0 19 1 1", "False 1"]
 

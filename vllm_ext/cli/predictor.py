@@ -12,9 +12,11 @@ from vllm_ext.cli import spec_flags
 from vllm_ext.cli.main import Command
 from vllm_ext.config_prediction import WINDOWS, PredictorConfig
 from vllm_ext.prediction import refresh
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 PROG = "vllm-ext predictor"
 EVAL = Command(target="vllm_ext.cli.predictor_eval:main", help="judge length predictors on recorded prompts")
+TUNING = TuningOptions()
 DEFAULTS = PredictorConfig()
 """Of the service; a store of another encoder, window or number of tokens would be of no use to it."""
 
@@ -155,6 +157,18 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
         )
     encoder.add_argument(
         "--prompt-window", choices=WINDOWS, default=DEFAULTS.prompt_window, help="which tokens of a longer prompt"
+    )
+    tuning = parser.add_argument_group("tuning of the encoder; the server then finds it in the predictor's folder")
+    tuning.add_argument(
+        "--tune-encoder", action="store_true", help="make an encoder for output lengths of half of its layers"
+    )
+    tuning.add_argument("--tune-layers", type=_at_least(1), metavar="N", help="layers kept (default: half of them)")
+    tuning.add_argument(
+        "--tune-epochs",
+        type=_at_least(1),
+        default=TUNING.epochs,
+        metavar="N",
+        help=f"at most (default: {TUNING.epochs})",
     )
     _store_flags(parser)
     _training_flags(parser)

@@ -177,8 +177,10 @@ def _latency(comparison: Comparison, test: Examples, encoder: Encoder) -> dict[s
 
 
 def _say_fitting(quiet: bool) -> Callable[[str], None]:
+    from vllm_ext.prediction.evaluation.compare import READING_TEXTS
+
     def say(name: str) -> None:
-        if not quiet and name.startswith("proxy"):  # the others take a second
+        if not quiet and name in READING_TEXTS:  # the others take a second
             print(f"{PROG}: fine-tuning {name}, which takes minutes", file=sys.stderr, flush=True)
 
     return say

@@ -7,32 +7,53 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ext.cli.predictor_report import Clock, Trained, report
 from vllm_ext.cli.spec_flags import UsageError, public
 from vllm_ext.observability import results
 from vllm_ext.observability.count_progress import CountProgress
-from vllm_ext.prediction import refresh, seeding, store_files
+from vllm_ext.prediction import refresh, seeding, store_files, tuned_encoder
 from vllm_ext.prediction.folder import DECODER, STORE, default_folder
 from vllm_ext.prediction.prompt_text import PromptText
 from vllm_ext.prediction.store_generation import CURRENT
 from vllm_ext.prediction.store_rows import Entries
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vllm_ext.prediction.decoder_descent import Epoch
+    from vllm_ext.prediction.encoder import Encoder
+    from vllm_ext.prediction.encoder_tuning import EncoderReport
     from vllm_ext.prediction.vector_store import VectorStore
 
 _MIB = 2**20
 
 
-class _Learned(NamedTuple):
-    entries: Entries
+class _Read(NamedTuple):
+    texts: list[str]
+    """What is embedded of each row."""
+    lengths: seeding.Lengths
+    prompt_tokens: seeding.Lengths
     counted: dict[str, int]
     """What lengths are counted in -> how many."""
-    different: int
-    """Different texts."""
+
+
+class _Tuned(NamedTuple):
+    """The encoder that is used."""
+
+    encoder: Encoder
+    fresh: Path | None = None
+    """Written, not yet in its place; None where it was not tuned now."""
+    report: EncoderReport | None = None
+    held: NDArray[np.bool_] | None = None
+    """[n] rows it was not tuned on."""
+    why_not: str = ""
+    """Why it was not, although asked to."""
 
 
 class _There(NamedTuple):
@@ -65,6 +86,7 @@ def train(args: argparse.Namespace, command: str) -> int:
     """Learn from a dataset."""
     clock = Clock()
     folder: Path = args.out or default_folder(args.model)
+    _check_tuning(args)
     _check_place(folder, fresh=not (args.append or args.overwrite), flags="--append or --overwrite")
     found = seeding.read_rows(
         args.dataset,
@@ -75,33 +97,58 @@ def train(args: argparse.Namespace, command: str) -> int:
     )
     count = None if args.tokenizer is None else seeding.token_counter(args.tokenizer)
     there = _There.read(folder) if args.append else _There()
-    encoder = _encoder(args)
+    encoder = _encoder(args, tuned_encoder.usable(folder) if args.append and args.encoder is None else None)
     there.check_encoder(folder, encoder.name)
-    learned = _learned(args, found, encoder, count, clock)
-    store = _filled(there, learned.entries, encoder.name, args)
-    trained = _trained(store, args)
+    read = _read(args, found, encoder, count)
+    clock.note("read_s")
+    tuned = _tuned(args, encoder, read, folder, clock)
+    try:
+        return _taught(args, command, folder, found, there, read, tuned, clock)
+    finally:
+        tuned_encoder.discard(tuned.fresh)
+
+
+def _taught(
+    args: argparse.Namespace, command: str, folder: Path, found: seeding.Rows, there: _There, read: _Read,
+    tuned: _Tuned, clock: Clock,
+) -> int:  # fmt: skip
+    """Embed, train and write."""
+    encoder = tuned.encoder
+    entries = _embedded(args, encoder, read)
+    clock.note("embed_s")
+    store = _filled(there, entries, encoder.name, args)
+    held = frozenset[bytes]()
+    if tuned.held is not None:
+        held = frozenset(vector.tobytes() for vector in entries.vectors[tuned.held])
+    trained = _trained(store, args, held)
     clock.note("train_s")
     if args.append and _state(folder) != there.state:  # a server saved meanwhile: what it learned must not be lost
         there = _There.read(folder)
         there.check_encoder(folder, encoder.name)
-        store = _filled(there, learned.entries, encoder.name, args)
+        store = _filled(there, entries, encoder.name, args)
     with seeding.uninterrupted():
-        entries = seeding.commit(
+        if not args.append:
+            tuned_encoder.install(tuned.fresh, folder)
+        written = seeding.commit(
             folder, store, trained.decoder, keep_decoder=args.append, max_bytes=args.max_mib * _MIB
         )  # fmt: skip
+        different = len(set(read.texts))
         metrics = {
             "rows": len(found.rows),
             "rows_without_prompt_text": found.without_text,
             "rows_skipped": found.dataset.skipped,
-            "duplicate_prompts": len(found.rows) - learned.different,
+            "duplicate_prompts": len(found.rows) - different,
             "entries_before": len(there.entries or ()),
-            "entries": entries,
-            "embed_prompts_per_s": learned.different / clock.seconds["embed_s"],
+            "entries": written,
+            "embed_prompts_per_s": different / clock.seconds["embed_s"],
         }
+        if tuned.report is not None:
+            metrics |= {"encoder_layers": tuned.report.layers, "encoder_skill": tuned.report.skill}
         config = {
             "model": public(args.model),
             "encoder": encoder.name,
-            "lengths_counted_in": learned.counted,
+            "tuned_encoder": asdict(tuned.report) if tuned.report is not None else tuned.why_not or None,
+            "lengths_counted_in": read.counted,
             "dataset_format": found.dataset.format,
             "dataset_where": args.dataset_where,
             "max_rows": args.max_rows,
@@ -111,8 +158,13 @@ def train(args: argparse.Namespace, command: str) -> int:
         )  # fmt: skip
         forgotten = there.entries is not None and there.entries.prompts is not None and not args.keep_prompts
         report("predictor_train", args, command, folder, workload, config, metrics, trained, clock)
-        if forgotten and not args.quiet:
-            print("texts of prompts that were kept there are forgotten: there was no --keep-prompts", file=sys.stderr)
+        if not args.quiet:
+            if tuned.why_not:
+                print(f"the encoder was not tuned: {tuned.why_not}", file=sys.stderr)
+            if forgotten:
+                print(
+                    "texts of prompts that were kept there are forgotten: there was no --keep-prompts", file=sys.stderr
+                )
     return 0
 
 
@@ -132,7 +184,10 @@ def merge(args: argparse.Namespace, command: str) -> int:
     clock.note("merge_s")
     trained = _trained(store, args)
     clock.note("train_s")
+    of = next((f for f, t in zip(args.folders, found, strict=True) if _uses_tuned(f, t)), None)
+    fresh = None if of is None else tuned_encoder.copy(of, args.out)
     with seeding.uninterrupted():
+        tuned_encoder.install(fresh, args.out)
         entries = seeding.commit(
             args.out, store, trained.decoder, keep_decoder=False, max_bytes=args.max_mib * _MIB
         )  # fmt: skip
@@ -153,11 +208,18 @@ def merge(args: argparse.Namespace, command: str) -> int:
 
 def _check_place(folder: Path, *, fresh: bool, flags: str) -> None:
     """Refuse, before minutes of work, a folder that may not be written or holds a predictor."""
-    if fresh and any(os.path.lexists(folder / name) for name in (STORE, DECODER)):
+    if fresh and any(os.path.lexists(folder / name) for name in (STORE, DECODER, tuned_encoder.ENCODER)):
         raise UsageError(f"{folder}: holds a predictor already; say {flags}, or another --out")
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"{folder}: can't be made or written, because of {there}")
+
+
+def _check_tuning(args: argparse.Namespace) -> None:
+    if args.tune_encoder and args.append:
+        raise UsageError("--tune-encoder and --append: what is there was embedded by another encoder; say --overwrite")
+    if args.tune_layers is not None and not args.tune_encoder:
+        raise UsageError(f"--tune-layers {args.tune_layers}: needs --tune-encoder")
 
 
 def _where(texts: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -178,9 +240,7 @@ def _state(folder: Path) -> bytes:
         return b""
 
 
-def _learned(
-    args: argparse.Namespace, found: seeding.Rows, encoder: Any, count: seeding.TokenCounter | None, clock: Clock
-) -> _Learned:
+def _read(args: argparse.Namespace, found: seeding.Rows, encoder: Encoder, count: seeding.TokenCounter | None) -> _Read:
     if count is None:
         name = seeding.OF_ENCODER
     else:
@@ -188,27 +248,64 @@ def _learned(
         name = f"tokens of {path.parent.name if path.is_file() else path.name}"
     lengths, counted = seeding.lengths_of(found.rows, count or encoder.count_tokens, name)
     prompt_text = PromptText(max_tokens=args.prompt_tokens, system_chars=args.system_chars)
-    texts = seeding.texts_of(found.rows, prompt_text)
-    clock.note("read_s")
-    with CountProgress(len(texts), label="embedding", unit="prompt", quiet=args.quiet) as progress:
-        vectors = seeding.embed(encoder, texts, progress.update)
-    clock.note("embed_s")
-    models = [args.model] * len(texts)
-    entries = Entries.checked(
+    return _Read(
+        seeding.texts_of(found.rows, prompt_text),
+        lengths,
+        seeding.prompt_tokens_of(found.rows, count or encoder.count_tokens),
+        counted,
+    )
+
+
+def _tuned(args: argparse.Namespace, encoder: Encoder, read: _Read, folder: Path, clock: Clock) -> _Tuned:
+    """Tune the encoder if asked to, and load what was written of it."""
+    if not args.tune_encoder:
+        return _Tuned(encoder)
+    from vllm_ext.prediction import encoder_tuning
+
+    options = TuningOptions(epochs=args.tune_epochs)
+    with CountProgress(options.updates(len(read.texts)), label="tuning", unit="update", quiet=args.quiet) as progress:
+        try:
+            tuned = encoder_tuning.tune(
+                encoder, read.texts, read.lengths, model=args.encoder, layers=args.tune_layers, seed=args.seed,
+                options=options, on_update=lambda done, _, loss: progress.update(done, f"held-out loss {loss:.4f}"),
+            )  # fmt: skip
+        except encoder_tuning.NothingLearnedError as reason:
+            return _Tuned(encoder, why_not=str(reason))
+    fresh = tuned_encoder.write(tuned, folder)
+    try:
+        found = _Tuned(_encoder(args, str(fresh)), fresh, tuned.report, tuned.held)
+    except BaseException:
+        tuned_encoder.discard(fresh)
+        raise
+    clock.note("tune_s")
+    return found
+
+
+def _embedded(args: argparse.Namespace, encoder: Encoder, read: _Read) -> Entries:
+    with CountProgress(len(read.texts), label="embedding", unit="prompt", quiet=args.quiet) as progress:
+        vectors = seeding.embed(encoder, read.texts, progress.update)
+    return Entries.checked(
         encoder.dim,
         vectors,
-        lengths,
-        models,
-        prompts=texts if args.keep_prompts else None,
-        prompt_tokens=seeding.prompt_tokens_of(found.rows, count or encoder.count_tokens),
+        read.lengths,
+        [args.model] * len(read.texts),
+        prompts=read.texts if args.keep_prompts else None,
+        prompt_tokens=read.prompt_tokens,
     )
-    return _Learned(entries, counted, len(set(texts)))
 
 
-def _encoder(args: argparse.Namespace) -> Any:
+def _encoder(args: argparse.Namespace, instead: str | None = None) -> Encoder:
+    """Load the encoder of a path, if one is given, or what the flags say."""
     from vllm_ext.prediction.encoder import Encoder
 
-    return Encoder(args.encoder, threads=args.threads, max_tokens=args.prompt_tokens, window=args.prompt_window)
+    return Encoder(
+        instead or args.encoder, threads=args.threads, max_tokens=args.prompt_tokens, window=args.prompt_window
+    )  # fmt: skip
+
+
+def _uses_tuned(folder: Path, there: _There) -> bool:
+    """Whether a predictor's store was made by the tuned encoder in its folder."""
+    return there.encoder.startswith(f"{tuned_encoder.ENCODER}@") and tuned_encoder.usable(folder) is not None
 
 
 def _filled(there: _There, added: Entries, encoder: str, args: argparse.Namespace) -> VectorStore:
@@ -222,7 +319,7 @@ def _filled(there: _There, added: Entries, encoder: str, args: argparse.Namespac
     )
 
 
-def _trained(store: VectorStore, args: argparse.Namespace) -> Trained:
+def _trained(store: VectorStore, args: argparse.Namespace, held: frozenset[bytes] = frozenset()) -> Trained:
     with CountProgress(args.epochs, label="training", unit="epoch", quiet=args.quiet) as progress:
 
         def tell(epoch: Epoch) -> None:
@@ -231,7 +328,7 @@ def _trained(store: VectorStore, args: argparse.Namespace) -> Trained:
         try:
             decoder, training = refresh.train_from(
                 store.entries(), store.encoder, seed=args.seed, hidden=args.hidden, epochs=args.epochs,
-                patience=args.patience, threads=args.threads, on_epoch=tell,
+                patience=args.patience, threads=args.threads, held=held, on_epoch=tell,
             )  # fmt: skip
         except refresh.NoDecoderError as reason:
             return Trained(None, None, str(reason))

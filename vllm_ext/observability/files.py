@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, BinaryIO, cast
+
+_CHUNK_BYTES = 1 << 20
 
 
 @contextmanager
@@ -29,6 +32,19 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file of any size, in hexadecimal digits.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 @contextmanager

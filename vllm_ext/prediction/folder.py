@@ -2,8 +2,9 @@
 
     <folder>/store/                 past prompts' embeddings with their output lengths (`store_files`)
     <folder>/decoder.safetensors    the decoder trained from them (`decoder_file`); missing until there was enough
+    <folder>/encoder/               the encoder tuned for lengths (`tuned_encoder`), if one was
 
-Both are replaced whole, each on its own: a decoder may be older than the store beside it.
+Each is replaced whole, on its own: a decoder may be older than the store beside it.
 """
 
 from __future__ import annotations

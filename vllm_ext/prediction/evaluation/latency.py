@@ -1,7 +1,8 @@
 """What a prediction costs: wall time per prompt, text in, quantiles out, on the encoder's threads.
 
-A proxy is one forward pass through its transformer, tokenising included. Ours is the same pass, then a search of the
-store, the decoder, and the combination. Learned weights don't change the time, so nothing needs to be trained for it.
+A proxy is one forward pass through its transformer, tokenising included. Ours is the same pass, or half of it where the
+encoder was tuned, then a search of the store, the decoder, and the combination. Learned weights don't change the time,
+so nothing needs to be trained for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.predictor import Predictor
 from vllm_ext.prediction.evaluation.proxy import Proxy
 from vllm_ext.prediction.evaluation.rows import Prompts
+from vllm_ext.prediction.evaluation.tuned import Tuned
 
 Call = Callable[[Sequence[str]], object]
 """Predicts the output lengths of some texts."""
@@ -66,11 +68,11 @@ def time_calls(
 
 
 def call_of(predictor: Predictor, encoder: Encoder) -> Call:
-    """Return a call that takes texts: a proxy reads them itself, everything else is given their embeddings.
+    """Return a call that takes texts: proxies and `Tuned` read them themselves, the others are given embeddings.
 
     Prompt lengths are not counted, as nothing that reads prompts asks for them.
     """
-    width = 0 if isinstance(predictor, Proxy) else encoder.dim
+    width = 0 if isinstance(predictor, Proxy | Tuned) else encoder.dim
 
     def call(texts: Sequence[str]) -> object:
         vectors = encoder.encode(texts) if width else np.zeros((len(texts), 0), dtype=np.float32)

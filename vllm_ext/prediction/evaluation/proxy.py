@@ -26,8 +26,9 @@ import numpy.typing as npt
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.measures import NUM_CLASSES, Deciles, Predicted
 from vllm_ext.prediction.evaluation.predictor import LEVELS, whole
-from vllm_ext.prediction.evaluation.proxy_model import ProxyModel, TuningOptions
 from vllm_ext.prediction.evaluation.rows import EvaluationError, Examples, Prompts
+from vllm_ext.prediction.fine_tuning import LengthTransformer
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 Floats = npt.NDArray[np.float64]
 
@@ -75,7 +76,7 @@ class Proxy(ABC):
         self._source = model
         self._seed = seed
         self._options = options or TuningOptions()
-        self._model: ProxyModel | None = None
+        self._model: LengthTransformer | None = None
         self.report: TuningReport | None = None
 
     def fit(self, train: Examples) -> None:
@@ -118,8 +119,8 @@ class Proxy(ABC):
         self._model = self._load()
         self._assume()
 
-    def _load(self) -> ProxyModel:
-        return ProxyModel(self._encoder.window_of, self.outputs, model=self._source, seed=self._seed)
+    def _load(self) -> LengthTransformer:
+        return LengthTransformer(self._encoder.window_of, self.outputs, model=self._source, seed=self._seed)
 
     @abstractmethod
     def _targets(self, train: Examples) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.config_prediction import PredictorConfig
-from vllm_ext.prediction import blend, store_files
+from vllm_ext.prediction import blend, store_files, tuned_encoder
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.estimate import Estimate
 from vllm_ext.prediction.folder import STORE, load_decoder
@@ -91,7 +91,7 @@ class RetrievalPredictor:
         self._config = config
         self._folder = folder
         self._encoder = Encoder(
-            config.encoder,
+            config.encoder or tuned_encoder.usable(folder),
             threads=config.threads,
             max_tokens=config.prompt_tokens,
             window=config.prompt_window,  # type: ignore[arg-type]  # checked by the configuration

