@@ -98,7 +98,10 @@ def _measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
         shown.append(latency.table(timed))
     if "worth" in wanted:
         requests, draws = (60, 1) if args.quick else (800, 3)
-        worths = worth.measure(parts, setting, cache, options, requests=requests, draws=draws)
+        fine_tuned = () if args.no_proxies else worth.FINE_TUNED
+        worths = worth.measure(
+            parts, setting, cache, options, requests=requests, draws=draws, fine_tuned=fine_tuned
+        )  # fmt: skip
         facts = {"requests": requests, "draws": draws, **worth.FACTS}
         measured.replace("worth", worth.metrics(worths), asked, facts)
         shown.append(worth.table(worths))

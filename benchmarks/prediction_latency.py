@@ -1,8 +1,10 @@
 """What one prediction costs, ours and proxies', on one thread. A part of prediction.py.
 
 The store holds made-up unit vectors and the decoder is trained on them: neither contents nor weights change the time.
-Proxies are not trained either. One is as large as our encoder; the other has the shape of DistilBERT (6 layers of 768),
-which S3 uses and ALISE compares with, with random weights.
+Proxies are not trained either. One is as large as our encoder, once in float32, as such models are used, and once in
+the precision that our encoder chose; the other has the shape of DistilBERT (6 layers of 768), which S3 uses and ALISE
+compares with, with random weights. Ours is timed with the general encoder, and with half of its layers, as tuning
+leaves them.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.latency import Call, Timing, call_of, time_calls
 from vllm_ext.prediction.evaluation.learned import Combined, Knowledge
 from vllm_ext.prediction.evaluation.proxy import ProxyClassifier
+from vllm_ext.prediction.evaluation.tuned import shortened
 
-OURS, EMBEDDING = "ours", "embedding alone"
+OURS, TUNED, EMBEDDING = "ours", "tuned", "embedding alone"
 LARGER = "proxy of DistilBERT's size"
 SAME = "proxy of our encoder's size"
+SAME_PRECISION = "proxy of our encoder's size and precision"
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 """One token each."""
 _SPECIAL_TOKENS = 2
@@ -50,10 +54,15 @@ def measure(
     proxy = ProxyClassifier(encoder, seed=seed)
     proxy.untrained()
     combined = Combined(chosen, knowledge)
+    reduced = ProxyClassifier(encoder, seed=seed)
+    reduced.untrained(encoder.precision)
+    short = shortened(encoder)
     calls: dict[str, Call] = {
         OURS: call_of(combined, encoder),
+        TUNED: call_of(combined, short),
         EMBEDDING: encoder.encode,
         SAME: call_of(proxy, encoder),
+        SAME_PRECISION: call_of(reduced, encoder),
         LARGER: larger_proxy(encoder, seed),
     }
     found = {}
@@ -61,10 +70,8 @@ def measure(
         for batch in batches:
             words = rng.choice(_WORDS, size=(batch * repeats, tokens - _SPECIAL_TOKENS))
             found[tokens, batch] = time_calls(calls, [" ".join(row) for row in words], batch=batch, repeats=3)
-            ours, same = found[tokens, batch][OURS], found[tokens, batch][SAME]
-            print(
-                f"{tokens} tokens, batch {batch}: {ours.median_ms:.1f} ms, proxy {same.median_ms:.1f}", file=sys.stderr
-            )
+            some = ", ".join(f"{name} {timing.median_ms:.1f}" for name, timing in found[tokens, batch].items())
+            print(f"{tokens} tokens, batch {batch}, ms: {some}", file=sys.stderr, flush=True)
     return found
 
 
@@ -106,11 +113,12 @@ def table(found: dict[tuple[int, int], dict[str, Timing]]) -> str:
     """Lay out milliseconds per prompt."""
     rows = []
     for (tokens, batch), timed in found.items():
-        ours = timed[OURS].median_ms
-        milliseconds = [timed[name].median_ms for name in (OURS, EMBEDDING, SAME, LARGER)]
-        rows.append([tokens, batch, *milliseconds, timed[SAME].median_ms / ours, timed[LARGER].median_ms / ours])
-    header = ["tokens", "batch", "ours ms", "embedding ms", "same size ms", "DistilBERT size ms", "same / ours",
-              "DistilBERT size / ours"]  # fmt: skip
+        tuned = timed[TUNED].median_ms
+        milliseconds = [timed[name].median_ms for name in (OURS, TUNED, EMBEDDING, SAME, SAME_PRECISION, LARGER)]
+        ratios = [timed[name].median_ms / tuned for name in (SAME, SAME_PRECISION, LARGER)]
+        rows.append([tokens, batch, *milliseconds, *ratios])
+    header = ["tokens", "batch", "ours ms", "tuned ms", "embedding ms", "same size ms", "and precision ms",
+              "DistilBERT size ms", "same / tuned", "and precision / tuned", "DistilBERT size / tuned"]  # fmt: skip
     return "median wall time per prompt, one thread\n" + format_table(header, rows)
 
 
@@ -121,7 +129,7 @@ def metrics(found: dict[tuple[int, int], dict[str, Timing]]) -> Flat:
     for (tokens, batch), timed in found.items():
         key = f"latency.{tokens}tok_{batch}b_per_prompt_ms"
         for name, timing in timed.items():
-            if name == OURS:
+            if name in (OURS, TUNED):
                 ours[f"{name}.{key}"] = round(timing.median_ms, 3)
             else:
                 others.setdefault(name, {})[key] = round(timing.median_ms, 3)

@@ -18,7 +18,7 @@ from vllm_ext.prediction.evaluation.compare import OURS, PRIORS, READING_TEXTS, 
 from vllm_ext.prediction.evaluation.measures import BIN_TOKENS, MEASURES, NUM_CLASSES, Predicted
 from vllm_ext.prediction.evaluation.proxy import PROXIES
 from vllm_ext.prediction.evaluation.rows import Examples, not_in
-from vllm_ext.prediction.evaluation.tuned import Tuned
+from vllm_ext.prediction.evaluation.tuned import TUNED, Tuned
 from vllm_ext.prediction.tuning_options import TuningOptions
 
 Flat = tuple[dict[str, float], dict[str, dict[str, float]]]
@@ -109,7 +109,7 @@ def tune(
         "proxy": name,
         "options": asdict(options),
         "seed": setting.seed,
-        **({"precision": setting.encoder.precision} if name == Tuned.name else {}),
+        **({"precision": setting.encoder.precision} if name in TUNED else {}),
         "model": setting.encoder.name.partition(":")[0],
         "window": [setting.encoder.window, setting.encoder.max_tokens],
         "train": digest(train.prompts.texts),
@@ -118,7 +118,7 @@ def tune(
     }
 
     def make() -> dict[str, Any]:
-        kind = Tuned if name == Tuned.name else PROXIES[name]
+        kind = TUNED[name] if name in TUNED else PROXIES[name]
         predictor = kind(setting.encoder, model=setting.model, seed=setting.seed, options=options)
         started = time.perf_counter()
         predictor.fit(train)
@@ -187,10 +187,10 @@ def report(found: Measured, tuned: frozenset[str], chosen: str) -> list[str]:
     for pair in found.pairs:
         prior, best = best_prior(pair.scores)
         proxy = max((pair.scores[n]["tau"] for n in PROXIES if n in pair.scores), default=None)
-        ours = [round(pair.scores[n]["tau"], 3) for n in (chosen, "alise", "decoder")]
+        ours = [round(pair.scores[n]["tau"], 3) if n in pair.scores else None for n in (chosen, Tuned.name, "alise")]
         coverage = round(pair.scores[chosen]["coverage_p90"], 3)
         rows.append([pair.train, pair.test, pair.requests, pair.removed, *ours, proxy, best, prior, coverage])
-    header = ["learned", "tested", "requests", "removed", f"tau {chosen}", "alise", "decoder", "best proxy",
+    header = ["learned", "tested", "requests", "removed", f"tau {chosen}", Tuned.name, "alise", "best proxy",
               "best prior", "which", f"P90 cov. {chosen}"]  # fmt: skip
     return [*shown, format_table(header, rows)]
 

@@ -22,7 +22,9 @@ from prediction_pairs import Flat, tune
 from vllm_ext.observability.results import format_table
 from vllm_ext.prediction.evaluation.compare import OURS, Comparison, Setting, predictors
 from vllm_ext.prediction.evaluation.measures import Predicted
+from vllm_ext.prediction.evaluation.proxy import ProxyRegressor
 from vllm_ext.prediction.evaluation.rows import Examples, Ints, not_in
+from vllm_ext.prediction.evaluation.tuned import Tuned
 from vllm_ext.prediction.tuning_options import TuningOptions
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
@@ -44,7 +46,7 @@ PAIRS = (
 )
 """Learned from and tested on; where ranking is good, and where it is poor."""
 HINTED = ("shrunk", "alise", "bucket-history", "prompt-length")
-PROXY = "proxy-regressor"
+FINE_TUNED = (Tuned.name, ProxyRegressor.name)
 Floats = npt.NDArray[np.float64]
 MODEL, DEVICE = "opt-13b", "v100"
 LIMIT_MS = 200.0
@@ -101,7 +103,14 @@ class Worth:
 
 
 def measure(
-    parts: Mapping[str, Part], setting: Setting, cache: Cache, options: TuningOptions, *, requests: int, draws: int
+    parts: Mapping[str, Part],
+    setting: Setting,
+    cache: Cache,
+    options: TuningOptions,
+    *,
+    requests: int,
+    draws: int,
+    fine_tuned: Sequence[str] = FINE_TUNED,
 ) -> list[Worth]:
     """Learn and predict some pairs, and serve the tested requests with what was predicted.
 
@@ -112,6 +121,7 @@ def measure(
         options: How proxies are tuned.
         requests: Served of each pair.
         draws: Of requests and arrivals, each served anew.
+        fine_tuned: Which of `FINE_TUNED`, whose training takes minutes.
     """
     names = tuple(parts)
     pairs = [pair for pair in PAIRS if set(pair) <= parts.keys()] or [(names[0], names[0]), (names[0], names[-1])]
@@ -123,7 +133,7 @@ def measure(
         comparison = Comparison(train=train, predictors=predictors(HINTED, setting))
         comparison.fit()
         said = comparison.predict(test) | {
-            PROXY: tune(PROXY, parts, train_name, setting, cache, options).said[test_name]
+            name: tune(name, parts, train_name, setting, cache, options).said[test_name] for name in fine_tuned
         }
         kept = not_in(test.prompts.texts, train.prompts.texts)
         reduced = {name: Predicted(s.tokens[kept], s.p90[kept]) for name, s in said.items()}

@@ -218,18 +218,18 @@ def test_coverage_is_judged_by_its_extremes_on_pairs_of_each_kind() -> None:
     found = measured(taus, {"a>a": 0.88, "b>b": 0.96, "a>b": 0.4, "b>a": 0.93})
     goals = {goal.metric: goal for goal in results.goals(found, "shrunk") if "coverage" in goal.metric}
     assert {metric: (goal.value, goal.met) for metric, goal in goals.items()} == {
-        "coverage_p90 in-distribution, least": (0.88, True),
-        "coverage_p90 in-distribution, most": (0.96, False),
-        "coverage_p90 cross-distribution, least": (0.4, False),
-        "coverage_p90 cross-distribution, most": (0.93, True),
+        "coverage_p90 of shrunk in-distribution, least": (0.88, True),
+        "coverage_p90 of shrunk in-distribution, most": (0.96, False),
+        "coverage_p90 of shrunk cross-distribution, least": (0.4, False),
+        "coverage_p90 of shrunk cross-distribution, most": (0.93, True),
     }
-    assert goals["coverage_p90 cross-distribution, least"].note.startswith("a>b;")
+    assert goals["coverage_p90 of shrunk cross-distribution, least"].note.startswith("a>b;")
 
 
 def test_latency_is_judged_by_the_least_ratio() -> None:
     results, latency = script("prediction_results"), script("prediction_latency")
     made = results.Measured()
-    ours = {f"{latency.OURS}.latency.{k}": v for k, v in (("a", 10.0), ("b", 20.0))}
+    ours = {f"{latency.TUNED}.latency.{k}": v for k, v in (("a", 10.0), ("b", 20.0))}
     others = {name: {"latency.a": 30.0, "latency.b": 50.0} for name in (latency.SAME, latency.LARGER)}
     made.replace("latency", (ours, others), "command", {})
     assert [goal.value for goal in results.goals(made, "shrunk")] == [2.5, 2.5]

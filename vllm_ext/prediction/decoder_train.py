@@ -62,7 +62,6 @@ def train(
     epochs: int = 60,
     patience: int = 6,
     validation_share: float = 0.15,
-    held: npt.ArrayLike | None = None,
     batch_size: int = 64,
     learning_rate: float = 1e-3,
     weight_decay: float = 0.5,
@@ -82,7 +81,6 @@ def train(
         epochs: At most, at least 1.
         patience: Epochs without a better validation loss before it stops, at least 1.
         validation_share: Share of the prompts held out, above 0 and below 1.
-        held: [n] bool, the examples to hold out instead of a random share; some, and not all.
         batch_size: Examples per update, at least 1.
         learning_rate: Of AdamW, above 0.
         weight_decay: Of AdamW, at least 0.
@@ -109,8 +107,7 @@ def train(
     if raw.ndim != 2 or len(raw) != len(y) or raw.shape[1] != len(feature_names):
         raise ValueError(f"features: shape {list(raw.shape)}, must be {[len(y), len(feature_names)]} {feature_names}")
     rng = np.random.default_rng(seed)
-    chosen, num_duplicates = _held_out(vectors, validation_share, rng)
-    held = chosen if held is None else _checked(held, len(y))
+    held, num_duplicates = _held_out(vectors, validation_share, rng)
     mean = raw[~held].mean(axis=0, dtype=np.float64).astype(np.float32)
     scale = np.maximum(raw[~held].std(axis=0, dtype=np.float64), _SMALLEST_SCALE).astype(np.float32)
     lowest, highest = (min(max(round(math.exp(v)), 1), LONGEST_TOKENS) for v in (y.min(), y.max()))
@@ -159,13 +156,6 @@ def _log_lengths(lengths: npt.ArrayLike) -> Floats:
         raise ValueError(f"lengths: must be whole tokens of 1 to {LONGEST_TOKENS}")
     logs: Floats = np.log(tokens).astype(np.float32)
     return logs
-
-
-def _checked(held: npt.ArrayLike, count: int) -> npt.NDArray[np.bool_]:
-    found = np.asarray(held)
-    if found.dtype != np.bool_ or found.shape != (count,) or found.all() or not found.any():
-        raise ValueError(f"held: must be [{count}] bool, some of them true")
-    return found
 
 
 def held_out(vectors: npt.ArrayLike, *, seed: int = 0, validation_share: float = 0.15) -> npt.NDArray[np.bool_]:

@@ -74,9 +74,6 @@ class TunedModel:
 
     model: LengthTransformer
     report: EncoderReport
-    held: Bools
-    """[n], examples that were held out: whatever is learned from the embeddings must hold out the same ones, as those
-    of the others know their lengths."""
 
 
 def tune(
@@ -138,11 +135,16 @@ def tune(
         constant_loss=constant,
         validation_loss=losses[best],
     )
-    return TunedModel(transformer, report, held)
+    return TunedModel(transformer, report)
 
 
 def half_of(model: str | None) -> int:
-    """Return half of a model's layers, rounded up.
+    """Return half of a model's layers, rounded up; arguments and errors as of `layers_of`."""
+    return (layers_of(model) + 1) // 2
+
+
+def layers_of(model: str | None) -> int:
+    """Return how many layers a model has; None is the default model.
 
     Raises:
         TuningError: it can't be read.
@@ -153,7 +155,7 @@ def half_of(model: str | None) -> int:
 
     try:
         config = AutoConfig.from_pretrained(str(default_model()) if model is None else model, trust_remote_code=False)
-        return (int(config.num_hidden_layers) + 1) // 2
+        return int(config.num_hidden_layers)
     except (OSError, ValueError, AttributeError) as error:
         raise TuningError(f"model={model!r}: cannot be read as a transformer ({error})") from error
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,12 @@ class LengthTransformer:
             head.weight.copy_(0.02 * torch.randn(head.weight.shape, generator=generator))
             head.bias.copy_(torch.zeros(outputs) if bias is None else torch.from_numpy(bias))
         self._modules = torch.nn.ModuleDict({"transformer": transformer, "head": head}).float().eval()
+
+    def compute_in(self, precision: Literal["float32", "bfloat16"]) -> None:
+        """Change the precision of weights and arithmetic."""
+        import torch
+
+        self._modules.to(getattr(torch, precision))
 
     def forward(self, texts: Sequence[str]) -> Floats:
         """Return the outputs of texts, [n, outputs]: tokenised and computed in batches, in order."""

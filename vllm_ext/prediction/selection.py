@@ -78,9 +78,7 @@ def train_best(
         )
         if told[1].validation_loss < (1 - _FEATURE_GAIN) * report.validation_loss:
             decoder, report = told
-    held = options.get("held")
-    if held is None:
-        held = held_out(vectors, seed=seed, validation_share=options.get("validation_share", 0.15))
+    held = held_out(vectors, seed=seed, validation_share=options.get("validation_share", 0.15))
     width = _best_width(decoder, vectors, lengths, prompt_tokens, held, neighbours)
     return Decoder(replace(decoder.spec, kernel_width=width), decoder.tensors), report
 

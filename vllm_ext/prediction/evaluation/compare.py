@@ -14,13 +14,13 @@ from vllm_ext.prediction.evaluation.predictor import Predictor
 from vllm_ext.prediction.evaluation.priors import BucketHistory, GlobalHistory, MaxTokens, Oracle, PromptLength
 from vllm_ext.prediction.evaluation.proxy import PROXIES
 from vllm_ext.prediction.evaluation.rows import DataSet, EvaluationError, Examples, Vectors, not_in
-from vllm_ext.prediction.evaluation.tuned import Tuned
+from vllm_ext.prediction.evaluation.tuned import TUNED
 
-OURS = ("alise", "shrunk", "retrieval", "decoder", Tuned.name)
+OURS = ("alise", "shrunk", "retrieval", "decoder", *TUNED)
 PRIORS = ("prompt-length", "bucket-history", "history", "max-tokens")
 NAMES = (*OURS, *PROXIES, *PRIORS, Oracle.name)
 """Every predictor, in the order of tables."""
-READING_TEXTS = (Tuned.name, *PROXIES)
+READING_TEXTS = (*TUNED, *PROXIES)
 """Those that tune a transformer, which takes minutes, and embed prompts themselves."""
 QUICK_TO_FIT = tuple(name for name in NAMES if name not in READING_TEXTS)
 """Those that are fitted in seconds."""
@@ -102,7 +102,6 @@ def predictors(names: Sequence[str], setting: Setting) -> list[Predictor]:
     makers: dict[str, Callable[[], Predictor]] = {
         Retrieval.name: lambda: Retrieval(knowledge),
         DecoderAlone.name: lambda: DecoderAlone(knowledge),
-        Tuned.name: lambda: Tuned(setting.encoder, model=setting.model, seed=setting.seed),
         PromptLength.name: PromptLength,
         BucketHistory.name: BucketHistory,
         GlobalHistory.name: GlobalHistory,
@@ -111,7 +110,9 @@ def predictors(names: Sequence[str], setting: Setting) -> list[Predictor]:
     }
     made: list[Predictor] = []
     for name in (name for name in NAMES if name in names):
-        if name in PROXIES:
+        if name in TUNED:
+            made.append(TUNED[name](setting.encoder, model=setting.model, seed=setting.seed))
+        elif name in PROXIES:
             made.append(PROXIES[name](setting.encoder, model=setting.model, seed=setting.seed))
         elif name in makers:
             made.append(makers[name]())

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -114,9 +114,10 @@ class Proxy(ABC):
             raise EvaluationError(f"{self.name}: fit comes before predict")
         return self._read(self._model.forward(prompts.texts))
 
-    def untrained(self) -> None:
+    def untrained(self, precision: Literal["float32", "bfloat16"] = "float32") -> None:
         """Load the model with a random head instead of `fit`: enough to measure latency, which weights don't change."""
         self._model = self._load()
+        self._model.compute_in(precision)
         self._assume()
 
     def _load(self) -> LengthTransformer:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_ext.prediction.encoder import Encoder
-from vllm_ext.prediction.encoder_tuning import EncoderReport, NothingLearnedError, half_of, tune
+from vllm_ext.prediction.encoder_tuning import EncoderReport, NothingLearnedError, half_of, layers_of, tune
 from vllm_ext.prediction.evaluation.learned import Combined, Knowledge
 from vllm_ext.prediction.evaluation.measures import Predicted
 from vllm_ext.prediction.evaluation.rows import EvaluationError, Examples, Prompts
@@ -32,7 +32,6 @@ class Tuned:
         *,
         model: str | None = None,
         seed: int = 0,
-        layers: int | None = None,
         options: TuningOptions | None = None,
     ) -> None:
         """Nothing is loaded before `fit`.
@@ -41,13 +40,11 @@ class Tuned:
             encoder: Whose window and threads are taken; it is not changed.
             model: What the encoder was built from, whose weights are where tuning starts.
             seed: Of tuning, store and decoder.
-            layers: As of `encoder_tuning.tune`.
             options: As of `encoder_tuning.tune`.
         """
         self._base = encoder
         self._source = model
         self._seed = seed
-        self._layers = layers
         self._options = options
         self._encoder: Encoder | None = None
         self._combined: Combined | None = None
@@ -60,21 +57,23 @@ class Tuned:
         Raises:
             TuningError: as of `encoder_tuning.tune`.
         """
-        held = self.report = None
-        self._encoder = self._base
+        self._encoder, self.report = self._base, None
         try:
             found = tune(
-                self._base, train.prompts.texts, train.lengths, model=self._source, layers=self._layers,
+                self._base, train.prompts.texts, train.lengths, model=self._source, layers=self._num_layers(),
                 seed=self._seed, options=self._options,
             )  # fmt: skip
         except NothingLearnedError:
             pass
         else:
-            self._encoder, self.report, held = _loaded(found.model, self._base), found.report, found.held
+            self._encoder, self.report = _loaded(found.model, self._base), found.report
         knowledge = Knowledge(self._encoder.dim, seed=self._seed)
         prompts = replace(train.prompts, vectors=self._encoder.encode(train.prompts.texts))
-        knowledge.fit(Examples(prompts=prompts, lengths=train.lengths), held)
+        knowledge.fit(Examples(prompts=prompts, lengths=train.lengths))
         self._combined = Combined(STRATEGY, knowledge)
+
+    def _num_layers(self) -> int | None:
+        return None
 
     def predict(self, prompts: Prompts) -> Predicted:
         """Embed with the tuned encoder, whatever embeddings the prompts have, and combine.
@@ -85,6 +84,18 @@ class Tuned:
         if self._encoder is None or self._combined is None:
             raise EvaluationError(f"{self.name}: fit comes before predict")
         return self._combined.predict(replace(prompts, vectors=self._encoder.encode(prompts.texts)))
+
+
+class TunedWhole(Tuned):
+    """The same with all layers, as proxies have them: somewhat better, at twice the cost."""
+
+    name = "tuned-whole"
+
+    def _num_layers(self) -> int:
+        return layers_of(self._source)
+
+
+TUNED: dict[str, type[Tuned]] = {kind.name: kind for kind in (Tuned, TunedWhole)}
 
 
 def shortened(encoder: Encoder, model: str | None = None) -> Encoder:
