@@ -23,7 +23,8 @@ from vllm_ext.prediction.evaluation.learned import Combined, Knowledge
 from vllm_ext.prediction.evaluation.proxy import ProxyClassifier
 from vllm_ext.prediction.evaluation.tuned import shortened
 
-OURS, TUNED, EMBEDDING = "ours", "tuned", "embedding alone"
+WHOLE, HALF, EMBEDDING = "shrunk", "tuned", "embedding alone"
+"""Ours with the general encoder, or one tuned with all of its layers; and with half of them."""
 LARGER = "proxy of DistilBERT's size"
 SAME = "proxy of our encoder's size"
 SAME_PRECISION = "proxy of our encoder's size and precision"
@@ -58,8 +59,8 @@ def measure(
     reduced.untrained(encoder.precision)
     short = shortened(encoder)
     calls: dict[str, Call] = {
-        OURS: call_of(combined, encoder),
-        TUNED: call_of(combined, short),
+        WHOLE: call_of(combined, encoder),
+        HALF: call_of(combined, short),
         EMBEDDING: encoder.encode,
         SAME: call_of(proxy, encoder),
         SAME_PRECISION: call_of(reduced, encoder),
@@ -113,12 +114,12 @@ def table(found: dict[tuple[int, int], dict[str, Timing]]) -> str:
     """Lay out milliseconds per prompt."""
     rows = []
     for (tokens, batch), timed in found.items():
-        tuned = timed[TUNED].median_ms
-        milliseconds = [timed[name].median_ms for name in (OURS, TUNED, EMBEDDING, SAME, SAME_PRECISION, LARGER)]
+        tuned = timed[HALF].median_ms
+        milliseconds = [timed[name].median_ms for name in (WHOLE, HALF, EMBEDDING, SAME, SAME_PRECISION, LARGER)]
         ratios = [timed[name].median_ms / tuned for name in (SAME, SAME_PRECISION, LARGER)]
         rows.append([tokens, batch, *milliseconds, *ratios])
-    header = ["tokens", "batch", "ours ms", "tuned ms", "embedding ms", "same size ms", "and precision ms",
-              "DistilBERT size ms", "same / tuned", "and precision / tuned", "DistilBERT size / tuned"]  # fmt: skip
+    header = ["tokens", "batch", "all layers ms", "half of them ms", "embedding ms", "same size ms", "and precision ms",
+              "DistilBERT size ms", "same / half", "and precision / half", "DistilBERT size / half"]  # fmt: skip
     return "median wall time per prompt, one thread\n" + format_table(header, rows)
 
 
@@ -129,7 +130,7 @@ def metrics(found: dict[tuple[int, int], dict[str, Timing]]) -> Flat:
     for (tokens, batch), timed in found.items():
         key = f"latency.{tokens}tok_{batch}b_per_prompt_ms"
         for name, timing in timed.items():
-            if name in (OURS, TUNED):
+            if name in (WHOLE, HALF):
                 ours[f"{name}.{key}"] = round(timing.median_ms, 3)
             else:
                 others.setdefault(name, {})[key] = round(timing.median_ms, 3)

