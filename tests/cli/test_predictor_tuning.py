@@ -134,7 +134,7 @@ def test_the_result_says_what_was_tuned_and_the_same_command_tunes_the_same(
     capsys.readouterr()
     assert main(train(tmp_path / "p", data, "--encoder", tiny, "--tune-encoder", "--tune-epochs", "12")) == 0
     got = result(capsys)
-    assert got["config"]["tuned_encoder"]["num_validation"] == 24
+    assert got["config"]["tuned_encoder"]["num_validation"] == got["metrics"]["held_out_rows"] == 24
     assert got["metrics"]["encoder_layers"] == 1
     assert got["metrics"]["encoder_skill"] > 0.3
     assert got["metrics"]["tune_s"] > 0

@@ -116,6 +116,23 @@ def test_examples_of_one_prompt_stay_together() -> None:
     assert report.skill < 0.1, "nothing can be known of a prompt that was held out"
 
 
+def test_who_judges_calibrates_p90_and_is_what_the_report_is_of() -> None:
+    """Lengths of the judged are noisier, as those of prompts that an encoder was not tuned on are."""
+    x, lengths = examples(1000, 5)
+    judged = np.zeros(1000, dtype=bool)
+    judged[:200] = True
+    noise = np.random.default_rng(6).standard_normal(1000)
+    lengths = np.where(judged, np.maximum(np.exp(np.log(lengths) + noise), 1), lengths).astype(np.int64)
+    usual, usual_report = small(x, lengths, epochs=20)
+    decoder, report = small(x, lengths, epochs=20, judged=judged)
+    assert report.num_validation == 200
+    assert report.p90_coverage == pytest.approx(0.9, abs=0.01)
+    assert (np.log(lengths[judged]) <= decoder.log_quantiles(x[judged])[:, 1] + 1e-6).mean() == report.p90_coverage
+    assert (decoder.log_quantiles(x)[:, 1] > usual.log_quantiles(x)[:, 1]).all(), "wider, for all of them"
+    np.testing.assert_array_equal(decoder.log_quantiles(x)[:, 0], usual.log_quantiles(x)[:, 0])
+    assert report.skill < usual_report.skill
+
+
 def test_equal_seeds_give_equal_bytes_and_others_do_not(tmp_path: Path) -> None:
     x, lengths = examples(300, 10)
     state = torch.random.get_rng_state()
@@ -182,6 +199,8 @@ def test_the_pinball_loss_by_hand() -> None:
         ({"weight_decay": math.nan}, "weight_decay=nan"),
         ({"features": np.zeros((30, 2))}, r"features: shape \[30, 2\], must be \[30, 0\]"),
         ({"hidden": (0,)}, "hidden=0"),
+        ({"judged": np.zeros(30, dtype=bool)}, r"judged: must be \[30\] bool, some of them true"),
+        ({"judged": np.ones(29, dtype=bool)}, "judged: must be"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -187,6 +187,18 @@ def test_one_absurd_length_does_not_keep_a_decoder_from_being_trained() -> None:
     assert decoder.spec.max_tokens == pytest.approx(LONGEST_TOKENS, rel=1e-6)
 
 
+def test_prompts_that_judge_are_found_by_their_embeddings() -> None:
+    vectors = random_units(200, DIM, seed=1)
+    lengths = np.where(vectors[:, 0] > 0, 400, 20)
+    entries = Entries.checked(DIM, vectors, lengths, ["m"] * 200)
+    judged = frozenset(vector.tobytes() for vector in vectors[:60])
+    _, report = refresh.train_from(entries, "enc", seed=0, judged=judged, epochs=8)
+    assert report.num_validation == 60
+    strangers = frozenset(vector.tobytes() for vector in random_units(60, DIM, seed=2))
+    _, report = refresh.train_from(entries, "enc", seed=0, judged=strangers, epochs=8)
+    assert report.num_validation == 30, "none of them is left: a random share"
+
+
 def test_different_prompts_count_not_entries() -> None:
     one = learnable(10)
     many = Entries.checked(DIM, np.repeat(one.vectors, 10, axis=0), np.repeat(one.lengths, 10))

@@ -23,6 +23,9 @@ from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.tuning_options import TuningOptions
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vllm_ext.prediction.decoder_descent import Epoch
     from vllm_ext.prediction.encoder import Encoder
     from vllm_ext.prediction.encoder_tuning import EncoderReport
@@ -47,6 +50,8 @@ class _Tuned(NamedTuple):
     fresh: Path | None = None
     """Written, not yet in its place; None where it was not tuned now."""
     report: EncoderReport | None = None
+    held: NDArray[np.bool_] | None = None
+    """[n] rows it was not tuned on."""
     why_not: str = ""
     """Why it was not, although asked to."""
 
@@ -112,7 +117,10 @@ def _taught(
     entries = _embedded(args, encoder, read)
     clock.note("embed_s")
     store = _filled(there, entries, encoder.name, args)
-    trained = _trained(store, args)
+    judged = frozenset[bytes]()
+    if tuned.held is not None:
+        judged = frozenset(vector.tobytes() for vector in entries.vectors[tuned.held])
+    trained = _trained(store, args, judged)
     clock.note("train_s")
     if args.append and _state(folder) != there.state:  # a server saved meanwhile: what it learned must not be lost
         there = _There.read(folder)
@@ -265,7 +273,7 @@ def _tuned(args: argparse.Namespace, encoder: Encoder, read: _Read, folder: Path
             return _Tuned(encoder, why_not=str(reason))
     fresh = tuned_encoder.write(tuned, folder)
     try:
-        found = _Tuned(_encoder(args, str(fresh)), fresh, tuned.report)
+        found = _Tuned(_encoder(args, str(fresh)), fresh, tuned.report, tuned.held)
     except BaseException:
         tuned_encoder.discard(fresh)
         raise
@@ -311,7 +319,7 @@ def _filled(there: _There, added: Entries, encoder: str, args: argparse.Namespac
     )
 
 
-def _trained(store: VectorStore, args: argparse.Namespace) -> Trained:
+def _trained(store: VectorStore, args: argparse.Namespace, judged: frozenset[bytes] = frozenset()) -> Trained:
     with CountProgress(args.epochs, label="training", unit="epoch", quiet=args.quiet) as progress:
 
         def tell(epoch: Epoch) -> None:
@@ -320,7 +328,7 @@ def _trained(store: VectorStore, args: argparse.Namespace) -> Trained:
         try:
             decoder, training = refresh.train_from(
                 store.entries(), store.encoder, seed=args.seed, hidden=args.hidden, epochs=args.epochs,
-                patience=args.patience, threads=args.threads, on_epoch=tell,
+                patience=args.patience, threads=args.threads, judged=judged, on_epoch=tell,
             )  # fmt: skip
         except refresh.NoDecoderError as reason:
             return Trained(None, None, str(reason))

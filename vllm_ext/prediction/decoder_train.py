@@ -25,7 +25,7 @@ class TrainingReport:
     seed: int
     num_train: int
     num_validation: int
-    """Examples held out, to stop early, to calibrate P90 and to measure."""
+    """Examples held out (or ``judged``), to calibrate P90 and to measure."""
     num_duplicates: int
     """Examples whose prompt occurred before; all examples of a prompt are on one side of the split."""
     epochs: int
@@ -62,6 +62,7 @@ def train(
     epochs: int = 60,
     patience: int = 6,
     validation_share: float = 0.15,
+    judged: npt.NDArray[np.bool_] | None = None,
     batch_size: int = 64,
     learning_rate: float = 1e-3,
     weight_decay: float = 0.5,
@@ -81,6 +82,9 @@ def train(
         epochs: At most, at least 1.
         patience: Epochs without a better validation loss before it stops, at least 1.
         validation_share: Share of the prompts held out, above 0 and below 1.
+        judged: [n], examples that calibrate P90 and that the report is of, instead of those held out: where the encoder
+            was tuned, those it was not tuned on. The embeddings of the others know their lengths, and by them nothing
+            seems as uncertain as it is.
         batch_size: Examples per update, at least 1.
         learning_rate: Of AdamW, above 0.
         weight_decay: Of AdamW, at least 0.
@@ -121,21 +125,24 @@ def train(
     descent = descend(weights, (x[~held], y[~held]), (x[held], y[held]), rng, options, on_epoch)
     kept = descent.history[descent.best_epoch]
     tensors = {"feature_mean": mean, "feature_scale": scale, **descent.weights}
-    decoder = _calibrated(Decoder(spec, tensors), vectors[held], raw[held], y[held])
-    predicted = decoder.log_quantiles(vectors[held], raw[held])
+    judge = held if judged is None else _checked(judged, len(y))
+    raw_decoder = Decoder(spec, tensors)
+    uncalibrated = raw_decoder.log_quantiles(vectors[judge], raw[judge])
+    decoder = _calibrated(raw_decoder, vectors[judge], raw[judge], y[judge])
+    predicted = decoder.log_quantiles(vectors[judge], raw[judge])
     report = TrainingReport(
         seed=seed,
         num_train=int((~held).sum()),
-        num_validation=int(held.sum()),
+        num_validation=int(judge.sum()),
         num_duplicates=num_duplicates,
         epochs=len(descent.history) - 1,
         best_epoch=descent.best_epoch,
         stopped_early=len(descent.history) - 1 < epochs,
         train_loss=kept.train_loss,
-        validation_loss=kept.validation_loss,
-        constant_loss=pinball(np.broadcast_to(constants, (int(held.sum()), 2)), y[held]),
-        p90_coverage=float((y[held] <= predicted[:, 1] + 1e-6).mean()),
-        median_relative_error=float(np.median(np.abs(np.expm1(predicted[:, 0] - y[held])))),
+        validation_loss=kept.validation_loss if judged is None else pinball(uncalibrated, y[judge]),
+        constant_loss=pinball(np.broadcast_to(constants, (int(judge.sum()), 2)), y[judge]),
+        p90_coverage=float((y[judge] <= predicted[:, 1] + 1e-6).mean()),
+        median_relative_error=float(np.median(np.abs(np.expm1(predicted[:, 0] - y[judge])))),
     )
     measured = replace(spec, skill=report.skill, p90_coverage=report.p90_coverage)
     return Decoder(measured, decoder.tensors), report
@@ -158,6 +165,12 @@ def _log_lengths(lengths: npt.ArrayLike) -> Floats:
     return logs
 
 
+def _checked(judged: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+    if judged.dtype != np.bool_ or judged.shape != (count,) or not judged.any():
+        raise ValueError(f"judged: must be [{count}] bool, some of them true")
+    return judged
+
+
 def held_out(vectors: npt.ArrayLike, *, seed: int = 0, validation_share: float = 0.15) -> npt.NDArray[np.bool_]:
     """Return which examples `train` holds out, [n], under these arguments."""
     matrix = np.ascontiguousarray(vectors, dtype=np.float32)
@@ -175,7 +188,7 @@ def _held_out(vectors: Floats, share: float, rng: np.random.Generator) -> tuple[
 
 
 def _calibrated(decoder: Decoder, vectors: Floats, raw: Floats, y: Floats) -> Decoder:
-    """Shift the gap between P50 and P90 by one bias so that nine in ten held-out examples end within P90.
+    """Shift the gap between P50 and P90 by one bias so that nine in ten of some examples end within P90.
 
     Bisection: coverage rises with the bias, and P90 stays at or above P50 whatever it is. With fewer than 50 examples a
     share of 90 % says too little, and nothing is done.

@@ -74,6 +74,9 @@ class TunedModel:
 
     model: LengthTransformer
     report: EncoderReport
+    held: Bools
+    """[n], examples it was not tuned on, which end the tuning: what is learned from its embeddings is to be judged by
+    these."""
 
 
 def tune(
@@ -135,7 +138,7 @@ def tune(
         constant_loss=constant,
         validation_loss=losses[best],
     )
-    return TunedModel(transformer, report)
+    return TunedModel(transformer, report, held)
 
 
 def half_of(model: str | None) -> int:

@@ -55,6 +55,7 @@ def train_from(
     patience: int = PATIENCE,
     threads: int = 1,
     max_examples: int | None = None,
+    judged: frozenset[bytes] = frozenset(),
     on_epoch: Callable[[Epoch], None] | None = None,
 ) -> tuple[Decoder, TrainingReport]:
     """Train a decoder from what a store holds.
@@ -63,6 +64,7 @@ def train_from(
         entries: Of the store; never changed.
         encoder: Name of the encoder of their embeddings.
         max_examples: Use the entries inserted last, at most so many; None for all.
+        judged: Embeddings of the examples that judge, as of `selection.train_best`; none for a random choice.
 
     The others as of `decoder_train.train`.
 
@@ -70,6 +72,8 @@ def train_from(
         NoDecoderError: fewer than 20 different prompts, or the decoder is no better than a constant.
         ValueError: an option is out of its range.
     """
+    import numpy as np
+
     from vllm_ext.prediction import decoder_train
     from vllm_ext.prediction.selection import train_best
 
@@ -81,9 +85,10 @@ def train_from(
         raise NoDecoderError(
             f"{len(entries)} entries of {prompts} different prompts: a decoder needs {decoder_train.MIN_EXAMPLES}"
         )
+    judges = np.array([vector.tobytes() in judged for vector in entries.vectors])
     decoder, report = train_best(
         entries.vectors, entries.lengths, entries.prompt_tokens, hidden=hidden, encoder=encoder, seed=seed,
-        epochs=epochs, patience=patience, threads=threads, on_epoch=on_epoch,
+        epochs=epochs, patience=patience, threads=threads, judged=judges if judges.any() else None, on_epoch=on_epoch,
     )  # fmt: skip
     if not report.skill > 0:
         raise NoDecoderError(

@@ -53,7 +53,14 @@ def features_for(decoder: Decoder, prompt_tokens: npt.ArrayLike) -> Floats | Non
 
 
 def train_best(
-    vectors: Floats, lengths: Ints, prompt_tokens: Ints, *, neighbours: int = 10, seed: int = 0, **options: Any
+    vectors: Floats,
+    lengths: Ints,
+    prompt_tokens: Ints,
+    *,
+    neighbours: int = 10,
+    judged: npt.NDArray[np.bool_] | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[Decoder, TrainingReport]:
     """Train a decoder with and without the prompt's length, keep the better, and choose the kernel's width.
 
@@ -62,6 +69,7 @@ def train_best(
         lengths: [n], output tokens.
         prompt_tokens: [n]; 0 where unknown. If any is, the length is not tried.
         neighbours: Similar prompts looked at.
+        judged: As of `decoder_train.train`; these choose the width, too.
         seed: As of `decoder_train.train`.
         options: The others of `decoder_train.train`.
 
@@ -71,6 +79,7 @@ def train_best(
     Raises:
         ValueError: as of `decoder_train.train`.
     """
+    options["judged"] = judged
     decoder, report = train(vectors, lengths, seed=seed, **options)
     if (prompt_tokens > 0).all() and report.num_validation >= _FEWEST_HELD:
         told = train(
@@ -78,7 +87,9 @@ def train_best(
         )
         if told[1].validation_loss < (1 - _FEATURE_GAIN) * report.validation_loss:
             decoder, report = told
-    held = held_out(vectors, seed=seed, validation_share=options.get("validation_share", 0.15))
+    held = judged
+    if held is None:
+        held = held_out(vectors, seed=seed, validation_share=options.get("validation_share", 0.15))
     width = _best_width(decoder, vectors, lengths, prompt_tokens, held, neighbours)
     return Decoder(replace(decoder.spec, kernel_width=width), decoder.tensors), report
 

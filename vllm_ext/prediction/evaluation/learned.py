@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_ext.prediction import retrieval
 from vllm_ext.prediction.blend import Strategy, strategy
@@ -46,28 +47,42 @@ class Knowledge:
         self.store = VectorStore(dim, capacity=CAPACITY, seed=seed)
         self.decoder: Decoder | None = None
 
-    def fit(self, examples: Examples) -> None:
-        """Learn anew, unless these are the examples that were learned last."""
+    def fit(self, examples: Examples, judged: npt.NDArray[np.bool_] | None = None) -> None:
+        """Learn anew, unless these are the examples that were learned last.
+
+        Args:
+            examples: What to learn from.
+            judged: As of `selection.train_best`.
+        """
         if self._examples is examples:
             return
         self._examples = examples
         self.store = VectorStore(self._dim, capacity=CAPACITY, seed=self._seed)
         self._lengths, self.decoder = [], None
         self.add(examples.prompts.vectors, examples.lengths)
-        self.train_decoder(examples.prompts.vectors, examples.lengths, examples.prompts.tokens)
+        self.train_decoder(examples.prompts.vectors, examples.lengths, examples.prompts.tokens, judged)
 
     def add(self, vectors: Vectors, lengths: Ints) -> None:
         """Insert finished requests into the store; the decoder stays as it is."""
         self.store.add(vectors, lengths)
         self._lengths.extend(lengths.tolist())
 
-    def train_decoder(self, vectors: Vectors, lengths: Ints, prompt_tokens: Ints | None = None) -> bool:
+    def train_decoder(
+        self,
+        vectors: Vectors,
+        lengths: Ints,
+        prompt_tokens: Ints | None = None,
+        judged: npt.NDArray[np.bool_] | None = None,
+    ) -> bool:
         """Train a decoder on the newest examples and take it if it is of use; return whether it was taken."""
         tokens = np.zeros(len(lengths), np.int64) if prompt_tokens is None else prompt_tokens
         vectors, lengths, tokens = vectors[-NEWEST:], lengths[-NEWEST:], tokens[-NEWEST:]
         if len({vector.tobytes() for vector in vectors}) < MIN_EXAMPLES:
             return False
-        decoder, report = train_best(vectors, lengths, tokens, neighbours=self._neighbours, seed=self._seed)
+        judges = None if judged is None else judged[-NEWEST:]
+        decoder, report = train_best(
+            vectors, lengths, tokens, neighbours=self._neighbours, judged=judges, seed=self._seed
+        )  # fmt: skip
         if report.skill <= 0:
             return False
         self.decoder = decoder

@@ -57,7 +57,8 @@ class Tuned:
         Raises:
             TuningError: as of `encoder_tuning.tune`.
         """
-        self._encoder, self.report = self._base, None
+        judged = self.report = None
+        self._encoder = self._base
         try:
             found = tune(
                 self._base, train.prompts.texts, train.lengths, model=self._source, layers=self._num_layers(),
@@ -66,10 +67,10 @@ class Tuned:
         except NothingLearnedError:
             pass
         else:
-            self._encoder, self.report = _loaded(found.model, self._base), found.report
+            self._encoder, self.report, judged = _loaded(found.model, self._base), found.report, found.held
         knowledge = Knowledge(self._encoder.dim, seed=self._seed)
         prompts = replace(train.prompts, vectors=self._encoder.encode(train.prompts.texts))
-        knowledge.fit(Examples(prompts=prompts, lengths=train.lengths))
+        knowledge.fit(Examples(prompts=prompts, lengths=train.lengths), judged)
         self._combined = Combined(STRATEGY, knowledge)
 
     def _num_layers(self) -> int | None:
