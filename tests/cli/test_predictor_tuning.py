@@ -76,6 +76,7 @@ def test_a_server_that_names_no_encoder_uses_it(tuned: Path) -> None:
     assert long is not None
     assert short.tokens < 0.5 * long.tokens
     assert {path.name for path in tuned.iterdir()} == {STORE, DECODER, ENCODER}, "nothing was set aside or left"
+    assert (tuned / ENCODER).stat().st_mode & 0o077 == 0, "its owner's only"
 
 
 def test_a_damaged_encoder_is_set_aside_with_what_was_learned_by_it(
@@ -151,6 +152,36 @@ def test_merge_takes_the_encoder_along(tuned: Path, tmp_path: Path, capsys: pyte
     assert snapshot(both / ENCODER) == snapshot(tuned / ENCODER)
     predictor = RetrievalPredictor(PredictorConfig(prompt_tokens=32, refresh_decoder=False), both)
     assert predictor.status()["entries"] == 190
+
+
+def test_a_damaged_encoder_stops_merge_and_append_and_is_left_alone(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(tuned, tmp_path / "p")
+    (folder / ENCODER / "config.json").write_text("{}")
+    before = snapshot(folder)
+    more = write_dataset(tmp_path / "more.jsonl", 30, start=900)
+    capsys.readouterr()
+    assert "config.json: damaged" in complaint(capsys, train(folder, more, "--append"))
+    merge = ["merge", str(folder), str(tuned), "--out", str(tmp_path / "both"), "--quiet", *FAST]
+    assert "config.json: damaged" in complaint(capsys, merge)
+    assert snapshot(folder) == before
+    assert not (tmp_path / "both").exists()
+
+
+def test_an_error_after_the_tuning_leaves_nothing(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        assert len(list((tmp_path / "p").iterdir())) == 1, "the new encoder is there, under another name"
+        raise OSError("no space left")
+
+    monkeypatch.setattr(predictor_train, "_filled", full)
+    data = write_dataset(tmp_path / "data.jsonl")
+    capsys.readouterr()
+    arguments = train(tmp_path / "p", data, "--encoder", tiny, "--tune-encoder", "--tune-epochs", "12")
+    assert "no space left" in complaint(capsys, arguments)
+    assert not (tmp_path / "p").exists()
 
 
 def test_too_few_prompts_leave_the_encoder_as_it_is(

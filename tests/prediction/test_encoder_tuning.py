@@ -219,9 +219,11 @@ def test_install_replaces_and_removes(tuned: TunedModel, tmp_path: Path) -> None
 
 
 def test_what_is_not_installed_is_discarded_at_once_or_after_an_hour(tuned: TunedModel, tmp_path: Path) -> None:
-    fresh = tuned_encoder.write(tuned, tmp_path)
-    tuned_encoder.discard(fresh)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").write_text("")
+    for folder in (tmp_path, tmp_path / "new"):
+        tuned_encoder.discard(tuned_encoder.write(tuned, folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / "mine").unlink()
     killed = tuned_encoder.write(tuned, tmp_path).parent
     young = tuned_encoder.write(tuned, tmp_path).parent
     hours_ago = time.time() - 7200
@@ -236,5 +238,5 @@ def test_a_failed_write_leaves_nothing(tuned: TunedModel, tmp_path: Path, monkey
 
     monkeypatch.setattr(tuned_encoder, "_checksums", full)
     with pytest.raises(OSError, match="no space left"):
-        tuned_encoder.write(tuned, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        tuned_encoder.write(tuned, tmp_path / "p")
+    assert not (tmp_path / "p").exists()

@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, command: str) -> int:
     )
     count = None if args.tokenizer is None else seeding.token_counter(args.tokenizer)
     there = _There.read(folder) if args.append else _There()
-    encoder = _encoder(args, tuned_encoder.usable(folder) if args.append and args.encoder is None else None)
+    encoder = _encoder(args, _tuned_there(folder) if args.append and args.encoder is None else None)
     there.check_encoder(folder, encoder.name)
     read = _read(args, found, encoder, count)
     clock.note("read_s")
@@ -176,6 +176,7 @@ def merge(args: argparse.Namespace, command: str) -> int:
     for folder, there in zip(args.folders, found, strict=True):
         if there.entries is None:
             raise UsageError(f"{folder}: holds no store")
+    tuned = next((folder for folder in args.folders if _tuned_there(folder) is not None), None)
     # It is only written, and never beyond its capacity: it needs no index.
     store = store_files.merge(
         [folder / STORE for folder in args.folders], capacity=args.capacity, index="flat", seed=args.seed,
@@ -184,8 +185,7 @@ def merge(args: argparse.Namespace, command: str) -> int:
     clock.note("merge_s")
     trained = _trained(store, args)
     clock.note("train_s")
-    of = next((f for f, t in zip(args.folders, found, strict=True) if _uses_tuned(f, t)), None)
-    fresh = None if of is None else tuned_encoder.copy(of, args.out)
+    fresh = None if tuned is None else tuned_encoder.copy(tuned, args.out)
     with seeding.uninterrupted():
         tuned_encoder.install(fresh, args.out)
         entries = seeding.commit(
@@ -303,9 +303,13 @@ def _encoder(args: argparse.Namespace, instead: str | None = None) -> Encoder:
     )  # fmt: skip
 
 
-def _uses_tuned(folder: Path, there: _There) -> bool:
-    """Whether a predictor's store was made by the tuned encoder in its folder."""
-    return there.encoder.startswith(f"{tuned_encoder.ENCODER}@") and tuned_encoder.usable(folder) is not None
+def _tuned_there(folder: Path) -> str | None:
+    """Return the tuned encoder of a folder, None where there is none; unlike a server, complain of a damaged one."""
+    try:
+        tuned_encoder.read(folder)
+    except FileNotFoundError:
+        return None
+    return str(folder / tuned_encoder.ENCODER)
 
 
 def _filled(there: _There, added: Entries, encoder: str, args: argparse.Namespace) -> VectorStore:

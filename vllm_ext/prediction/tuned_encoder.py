@@ -45,6 +45,7 @@ def write(tuned: TunedModel, folder: Path) -> Path:
         tuned.model.save_encoder(fresh)
         note = {"format": FORMAT, "report": asdict(tuned.report), "sha256": _checksums(fresh)}
         (fresh / NOTE).write_text(json.dumps(note, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        fresh.chmod(0o700)  # its owner's only, as the store is
     except BaseException:
         discard(fresh)
         raise
@@ -61,16 +62,18 @@ def install(fresh: Path | None, folder: Path) -> None:
     if os.path.lexists(place):
         old = _near(folder)
         place.rename(old)
-        discard(old)
+        shutil.rmtree(old.parent, ignore_errors=True)
     if fresh is not None:
         fresh.rename(place)
-        discard(fresh)
+        shutil.rmtree(fresh.parent, ignore_errors=True)
 
 
 def discard(fresh: Path | None) -> None:
-    """Remove what `write` or `copy` returned, if it is still there."""
+    """Remove what `write` or `copy` returned, if it is still there, and the predictor's folder if nothing is in it."""
     if fresh is not None:
         shutil.rmtree(fresh.parent, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            fresh.parent.parent.rmdir()
 
 
 def copy(source: Path, folder: Path) -> Path:
