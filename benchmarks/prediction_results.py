@@ -180,8 +180,8 @@ def _coverage(measured: Measured, chosen: str) -> list[Goal]:
         why = (
             "a test part of some hundred requests moves it by 2 points"
             if kind == "in"
-            else "another service's lengths are others, until some hundred of its own requests were learned from (see "
-            "the learning curve)"
+            else "another service's lengths are others: learning from nothing is better than from these (see the "
+            "learning curve)"
         )
         for pair, op, goal in ((least, ">=", COVERAGE[0]), (most, "<=", COVERAGE[1])):
             made.append(
