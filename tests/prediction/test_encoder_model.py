@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models") / "tiny-bert"
     bare = folder.with_name("bare")
-    tokenizer = AutoTokenizer.from_pretrained(encoders._find(None)[1])
+    tokenizer = AutoTokenizer.from_pretrained(encoders.find_model(None)[1])
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(tokenizer),

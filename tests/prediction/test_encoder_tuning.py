@@ -139,9 +139,16 @@ def test_too_few_prompts_and_lengths_that_say_nothing_are_told_apart_from_mistak
 
 @pytest.mark.parametrize("layers", [0, LAYERS + 1])
 def test_layers_that_are_not_there_are_an_error(encoder: Encoder, tiny: str, layers: int) -> None:
-    with pytest.raises(TuningError, match=f"layers={layers}: must be 1 to {LAYERS}") as raised:
+    with pytest.raises(TuningError, match=f"^layers={layers}: must be 1 to {LAYERS}") as raised:
         tune(encoder, tiny, layers=layers)
     assert not isinstance(raised.value, NothingLearnedError)
+
+
+def test_the_default_model_has_a_name() -> None:
+    assert encoder_tuning.layers_of(None) == encoder_tuning.layers_of("all-MiniLM-L6-v2") == 6
+    assert encoder_tuning.half_of("all-MiniLM-L6-v2") == 3
+    with pytest.raises(TuningError, match="no such folder"):
+        encoder_tuning.layers_of("./missing")
 
 
 def test_a_folder_without_a_model_is_an_error(encoder: Encoder, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Encoder:
             raise ValueError(f"window={window!r}: must be one of {', '.join(WINDOWS)}")
         if precision not in PRECISIONS:
             raise ValueError(f"precision={precision!r}: must be one of {', '.join(PRECISIONS)}")
-        label, folder = _find(model)
+        label, folder = find_model(model)
         self.threads = threads
         self.max_tokens = max_tokens
         self.window: Window = window
@@ -202,10 +202,18 @@ class Encoder:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _find(model: str | None) -> tuple[str, Path]:
-    """Return what to call the model, and the folder its files lie in."""
+def find_model(model: str | None) -> tuple[str, Path]:
+    """Return what to call a model, and the folder its files lie in; one of the hub is fetched.
+
+    Args:
+        model: As of `Encoder`.
+
+    Raises:
+        ModuleNotFoundError: the package of the default model, or huggingface_hub, is missing.
+        ValueError: there is no such model.
+    """
     if model is None or model == DEFAULT_MODEL:
-        return DEFAULT_MODEL, default_model()
+        return DEFAULT_MODEL, Path(_import(_PACKAGE).get_model_path())
     if not isinstance(model, str) or not model.strip():
         raise ValueError(f"model={model!r}: must be a folder, the id of a model on the hub, or None for the default")
     folder = Path(model).expanduser()
@@ -219,15 +227,6 @@ def _find(model: str | None) -> tuple[str, Path]:
         raise ValueError(
             f"model={model!r}: neither a folder nor a model that the hub or its local cache has ({error})"
         ) from error
-
-
-def default_model() -> Path:
-    """Return the folder of the default model.
-
-    Raises:
-        ModuleNotFoundError: its package is not installed.
-    """
-    return Path(_import(_PACKAGE).get_model_path())
 
 
 def _usual_precision() -> Literal["float32", "bfloat16"]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.encoder import Encoder
+from vllm_ext.prediction.encoder import Encoder, find_model
 from vllm_ext.prediction.fine_tuning import LengthTransformer, TuningError
 from vllm_ext.prediction.tuning_options import TuningOptions
 
@@ -154,10 +154,8 @@ def layers_of(model: str | None) -> int:
     """
     from transformers import AutoConfig
 
-    from vllm_ext.prediction.encoder import default_model
-
     try:
-        config = AutoConfig.from_pretrained(str(default_model()) if model is None else model, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(find_model(model)[1]), trust_remote_code=False)
         return int(config.num_hidden_layers)
     except (OSError, ValueError, AttributeError) as error:
         raise TuningError(f"model={model!r}: cannot be read as a transformer ({error})") from error

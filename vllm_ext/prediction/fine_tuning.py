@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.encoder import default_model, no_progress_bar
+from vllm_ext.prediction.encoder import find_model, no_progress_bar
 from vllm_ext.prediction.tuning_options import TuningOptions
 
 Floats = npt.NDArray[np.float64]
@@ -62,8 +62,8 @@ class LengthTransformer:
         import torch
         from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-        source = str(default_model()) if model is None else model
         try:
+            source = str(find_model(model)[1])
             config = AutoConfig.from_pretrained(source, trust_remote_code=False)
             self.source_layers = int(config.num_hidden_layers)
             """Of the model as it was read."""
@@ -73,6 +73,8 @@ class LengthTransformer:
                     source, config=config, use_safetensors=True, trust_remote_code=False
                 )
                 self._tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except TuningError:
+            raise
         except (OSError, ValueError, AttributeError) as error:
             raise TuningError(f"model={model!r}: cannot be read as a transformer ({error})") from error
         self._window_of = window_of
