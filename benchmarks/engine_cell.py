@@ -45,7 +45,7 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
         for index, request in enumerate(spec["warmup"]):
             await client.serve(f"warmup-{index}", request, due=time.monotonic())
         if spec.get("predictor") is not None:
-            await _predictor_ready(engine)
+            await predictor_ready(engine)
         await client.serve_all("history", spec["history"], time.monotonic())
         load.state.reset()
         cpu = _CpuClock()
@@ -77,7 +77,7 @@ def _predictor_outcomes() -> dict[str, float]:
     return outcomes
 
 
-async def _predictor_ready(engine: Any) -> None:
+async def predictor_ready(engine: Any) -> None:
     """Wait until the length predictor has loaded its model, which the first request started."""
     from vllm_ext.prediction.service.attach import attached
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from prediction_data import SOURCES, Cache, Part, with_vectors
-from prediction_pairs import KEPT, Flat
+from prediction_pairs import KEPT, Flat, flat
 
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation import rows, tables
-from vllm_ext.prediction.evaluation.compare import OURS
 from vllm_ext.prediction.evaluation.online import Stretch, learning_curve
 from vllm_ext.prediction.evaluation.rows import Examples, LocalTokenizer
 
@@ -44,7 +43,7 @@ def streams(
     for name, part in parts.items():
         requests = everything(part, seed)
         if name == LONG and folder is not None and not quick:
-            tokenizer = LocalTokenizer(encoder.name.partition(":")[0], encoder.count_tokens)
+            tokenizer = LocalTokenizer.of(encoder)
             path = folder / f"{SOURCES[name].path}.jsonl.gz"
             data = rows.read(path, tokenizer, max_rows=LONG_ROWS, seed=seed)
             requests = with_vectors(data.examples, encoder, cache, f"{name}, all rows")
@@ -91,18 +90,13 @@ def table(curves: Mapping[str, list[Stretch]]) -> str:
 
 def metrics(curves: Mapping[str, list[Stretch]]) -> Flat:
     """Return the measures of every stretch."""
-    ours: dict[str, float] = {}
-    others: dict[str, dict[str, float]] = {}
-    for stream, stretches in curves.items():
-        for stretch in stretches:
-            for name, scores in stretch.scores.items():
-                for measure in KEPT:
-                    metric = f"curve.{stream}.after_{stretch.served}.{tables.key(measure)}"
-                    if name in OURS:
-                        ours[f"{name}.{metric}"] = round(scores[measure], 4)
-                    else:
-                        others.setdefault(name, {})[metric] = round(scores[measure], 4)
-    return ours, others
+    return flat(
+        (name, f"curve.{stream}.after_{stretch.served}.{tables.key(measure)}", round(scores[measure], 4))
+        for stream, stretches in curves.items()
+        for stretch in stretches
+        for name, scores in stretch.scores.items()
+        for measure in KEPT
+    )
 
 
 def facts(found: list[Stream]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def load(name: str, folder: Path | None, encoder: Encoder, cache: Cache, *, max_
     Raises:
         DatasetError: its file is missing or malformed.
     """
-    tokenizer = LocalTokenizer(encoder.name.partition(":")[0], encoder.count_tokens)
+    tokenizer = LocalTokenizer.of(encoder)
     if folder is None:
         data = made_up(name, max_rows or 200, tokenizer, seed)
     else:

@@ -80,14 +80,18 @@ def measure_speed(
         speeds = {cell: Speed() for cell in cells}
         for _ in range(repeats):
             for cell, speed in speeds.items():
-                words = rng.choice(_VOCABULARY, size=(cell.batch, cell.tokens - _SPECIAL_TOKENS))
-                prompts = [" ".join(row) for row in words]
+                prompts = random_prompts(rng, cell.batch, cell.tokens)
                 started = time.perf_counter(), time.process_time()
                 encoder.encode(prompts)
                 speed.wall_s = min(speed.wall_s, time.perf_counter() - started[0])
                 speed.cpu_s = min(speed.cpu_s, time.process_time() - started[1])
         found |= speeds
     return found
+
+
+def random_prompts(rng: np.random.Generator, count: int, tokens: int) -> list[str]:
+    """Return prompts of exactly so many tokens of the default encoder, special ones included."""
+    return [" ".join(row) for row in rng.choice(_VOCABULARY, size=(count, tokens - _SPECIAL_TOKENS))]
 
 
 def speed_table(found: Mapping[Cell, Speed]) -> str:

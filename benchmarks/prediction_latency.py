@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from prediction_pairs import Flat
+from prediction_encoder import random_prompts
+from prediction_pairs import Flat, flat
 
 from vllm_ext.observability.results import format_table
 from vllm_ext.prediction.encoder import Encoder
@@ -28,9 +29,6 @@ WHOLE, HALF, EMBEDDING = "shrunk", "tuned", "embedding alone"
 LARGER = "proxy of DistilBERT's size"
 SAME = "proxy of our encoder's size"
 SAME_PRECISION = "proxy of our encoder's size and precision"
-_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
-"""One token each."""
-_SPECIAL_TOKENS = 2
 _SPREAD = 0.5
 _TRAINED_ON = 300
 
@@ -69,8 +67,8 @@ def measure(
     found = {}
     for tokens in lengths:
         for batch in batches:
-            words = rng.choice(_WORDS, size=(batch * repeats, tokens - _SPECIAL_TOKENS))
-            found[tokens, batch] = time_calls(calls, [" ".join(row) for row in words], batch=batch, repeats=3)
+            prompts = random_prompts(rng, batch * repeats, tokens)
+            found[tokens, batch] = time_calls(calls, prompts, batch=batch, repeats=3)
             some = ", ".join(f"{name} {timing.median_ms:.1f}" for name, timing in found[tokens, batch].items())
             print(f"{tokens} tokens, batch {batch}, ms: {some}", file=sys.stderr, flush=True)
     return found
@@ -125,13 +123,8 @@ def table(found: dict[tuple[int, int], dict[str, Timing]]) -> str:
 
 def metrics(found: dict[tuple[int, int], dict[str, Timing]]) -> Flat:
     """Return our times, and those of the proxies by their names."""
-    ours: dict[str, float] = {}
-    others: dict[str, dict[str, float]] = {}
-    for (tokens, batch), timed in found.items():
-        key = f"latency.{tokens}tok_{batch}b_per_prompt_ms"
-        for name, timing in timed.items():
-            if name in (WHOLE, HALF):
-                ours[f"{name}.{key}"] = round(timing.median_ms, 3)
-            else:
-                others.setdefault(name, {})[key] = round(timing.median_ms, 3)
-    return ours, others
+    return flat(
+        (name, f"latency.{tokens}tok_{batch}b_per_prompt_ms", round(timing.median_ms, 3))
+        for (tokens, batch), timed in found.items()
+        for name, timing in timed.items()
+    )

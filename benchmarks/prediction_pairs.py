@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,8 +118,7 @@ def tune(
     }
 
     def make() -> dict[str, Any]:
-        kind = TUNED[name] if name in TUNED else PROXIES[name]
-        predictor = kind(setting.encoder, model=setting.model, seed=setting.seed, options=options)
+        predictor = READING_TEXTS[name](setting.encoder, model=setting.model, seed=setting.seed, options=options)
         started = time.perf_counter()
         predictor.fit(train)
         print(f"{name} on {train_name}: {predictor.report}", file=sys.stderr, flush=True)
@@ -143,10 +142,7 @@ def tune(
 def _pair(train: str, test: str, comparison: Comparison, said: Mapping[str, Predicted], tested: Examples) -> Pair:
     """Measure on the tested prompts that were not learned from."""
     kept = not_in(tested.prompts.texts, comparison.train.prompts.texts)
-    reduced = {
-        name: Predicted(s.tokens[kept], s.p90[kept], None if s.classes is None else s.classes[kept])
-        for name, s in said.items()
-    }
+    reduced = {name: s.take(kept) for name, s in said.items()}
     scores = comparison.scores(reduced, tested.take(kept))
     return Pair(train=train, test=test, requests=len(kept), removed=len(tested) - len(kept), scores=scores)
 
@@ -197,18 +193,25 @@ def report(found: Measured, tuned: frozenset[str], chosen: str) -> list[str]:
 
 def metrics(found: Measured, tuned: frozenset[str]) -> Flat:
     """Return the measures of every pair and of the means, ours and the others'."""
-    ours: dict[str, float] = {}
-    others: dict[str, dict[str, float]] = {}
     by_key = {pair.key: pair.scores for pair in found.pairs}
     by_key |= {f"mean_{group}": means(pairs) for group, pairs in groups(found.pairs, tuned).items()}
-    for key, scores in by_key.items():
-        for name, values in scores.items():
-            for measure in KEPT:
-                metric, value = f"pairs.{key}.{tables.key(measure)}", round(values[measure], 4)
-                if name in OURS:
-                    ours[f"{name}.{metric}"] = value
-                else:
-                    others.setdefault(name, {})[metric] = value
+    return flat(
+        (name, f"pairs.{key}.{tables.key(measure)}", round(values[measure], 4))
+        for key, scores in by_key.items()
+        for name, values in scores.items()
+        for measure in KEPT
+    )
+
+
+def flat(rows: Iterable[tuple[str, str, float]]) -> Flat:
+    """Sort rows of a predictor's name, a metric and its value into ours and the others'."""
+    ours: dict[str, float] = {}
+    others: dict[str, dict[str, float]] = {}
+    for name, metric, value in rows:
+        if name in OURS:
+            ours[f"{name}.{metric}"] = value
+        else:
+            others.setdefault(name, {})[metric] = value
     return ours, others
 
 

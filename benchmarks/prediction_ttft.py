@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_cell import _predictor_ready as predictor_ready
+from engine_cell import predictor_ready
 
 from vllm_ext import tiny_model
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table

@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from prediction_data import Cache, Part
-from prediction_pairs import Flat, tune
+from prediction_pairs import Flat, flat, tune
 
 from vllm_ext.observability.results import format_table
-from vllm_ext.prediction.evaluation.compare import OURS, Comparison, Setting, predictors
-from vllm_ext.prediction.evaluation.measures import Predicted
+from vllm_ext.prediction.evaluation.compare import Comparison, Setting, predictors
 from vllm_ext.prediction.evaluation.proxy import ProxyRegressor
 from vllm_ext.prediction.evaluation.rows import Examples, Ints, not_in
 from vllm_ext.prediction.evaluation.tuned import Tuned
@@ -136,7 +135,7 @@ def measure(
             name: tune(name, parts, train_name, setting, cache, options).said[test_name] for name in fine_tuned
         }
         kept = not_in(test.prompts.texts, train.prompts.texts)
-        reduced = {name: Predicted(s.tokens[kept], s.p90[kept]) for name, s in said.items()}
+        reduced = {name: s.take(kept) for name, s in said.items()}
         taus = {name: scores["tau"] for name, scores in comparison.scores(reduced, test.take(kept)).items()}
         lengths = {name: predicted.tokens for name, predicted in reduced.items()}
         pair = f"{train_name}>{test_name}"
@@ -269,13 +268,8 @@ def table(found: Sequence[Worth]) -> str:
 
 def metrics(found: Sequence[Worth]) -> Flat:
     """Return the latencies under our predictors, and those of the others by their names."""
-    ours: dict[str, float] = {}
-    others: dict[str, dict[str, float]] = {}
-    for worth in found:
-        key = f"worth.{worth.pair}.{NORMALISED}"
-        for name, value in {FCFS: worth.fcfs_ms, ORACLE: worth.oracle_ms, **worth.by_predictor}.items():
-            if name in OURS:
-                ours[f"{name}.{key}"] = round(value, 2)
-            else:
-                others.setdefault(name, {})[key] = round(value, 2)
-    return ours, others
+    return flat(
+        (name, f"worth.{worth.pair}.{NORMALISED}", round(value, 2))
+        for worth in found
+        for name, value in {FCFS: worth.fcfs_ms, ORACLE: worth.oracle_ms, **worth.by_predictor}.items()
+    )

@@ -134,17 +134,13 @@ class ServerProcess:
             return
         try:
             process.terminate()
-            deadline = time.monotonic() + self._stop_grace_s
-            while time.monotonic() < deadline and (process.poll() is None or group_members(process.pid)):
-                time.sleep(_POLL_S)
+            _wait_for_end(process, self._stop_grace_s)
         finally:  # also when the wait is interrupted: a second Ctrl-C means "at once"
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             # a killed process ends when it is next scheduled, and only the first one can be waited for
-            deadline = time.monotonic() + _KILL_WAIT_S
-            while group_members(process.pid) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+            _wait_for_end(process, _KILL_WAIT_S)
 
     def is_running(self) -> bool:
         """Whether the server's first process is alive."""
@@ -192,6 +188,13 @@ class ServerProcess:
 
     def _failure(self, what: str) -> str:
         return f"vllm serve {self.model} {what}; the end of {self.log_path}:\n{self.log_tail()}"
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait until no process of a group runs any more, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and (process.poll() is None or group_members(process.pid)):
+        time.sleep(_POLL_S)
 
 
 def free_port() -> int:

@@ -157,7 +157,7 @@ def test_a_proxy_is_tuned_once_and_its_words_are_kept(tmp_path: Path, monkeypatc
             tokens = np.arange(1, len(prompts) + 1)
             return Predicted(tokens, tokens + 1, tokens % 10)
 
-    monkeypatch.setattr(pairs, "PROXIES", {"fake": Fake})
+    monkeypatch.setattr(pairs, "READING_TEXTS", {"fake": Fake})
     parts = {"alpaca": part("alpaca", 60)}
     encoder: Any = SimpleNamespace(dim=4, name="e@1", window="head", max_tokens=8)
     cache = script("prediction_data").Cache(tmp_path)

@@ -103,7 +103,7 @@ def _read(args: argparse.Namespace, encoder: Encoder) -> tuple[DataSet, DataSet]
     from vllm_ext.prediction.evaluation.compare import same_unit
     from vllm_ext.prediction.evaluation.rows import LocalTokenizer, Tokenizer, read
 
-    tokenizer: Tokenizer = LocalTokenizer(encoder.name.partition(":")[0], encoder.count_tokens)
+    tokenizer: Tokenizer = LocalTokenizer.of(encoder)
     if args.tokenizer is not None:
         tokenizer = LocalTokenizer.load(args.tokenizer)
     limit = QUICK_ROWS if args.quick and args.max_rows is None else args.max_rows

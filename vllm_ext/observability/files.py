@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import logging
 import os
 import secrets
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 _CHUNK_BYTES = 1 << 20
+_LEFTOVER_AGE_S = 3600.0
 
 
 @contextmanager
@@ -32,6 +38,40 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove what processes killed while they wrote ``name`` left behind: files and folders ``.<name>.*.tmp``.
+
+    Younger than an hour, they may be somebody's work.
+    """
+    for path in folder.glob(f".{name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime <= _LEFTOVER_AGE_S:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+def set_aside(path: Path, damage: Exception, *, what: str, instead: str, logger: logging.Logger) -> None:
+    """Rename what is damaged to the first free ``<name>.damaged-N``, and warn.
+
+    Args:
+        path: File or folder.
+        damage: What is wrong with it.
+        what: It is, for the warning.
+        instead: What happens without it.
+        logger: Whose warning it is.
+    """
+    aside = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.damaged-{n}")))
+    try:
+        path.rename(aside)
+    except OSError as error:  # a read-only place, or another process was quicker
+        logger.warning("%s not used: %s; it can't be set aside (%s); %s", what, damage, error, instead)
+    else:
+        logger.warning("%s not used: %s; set aside as %s; %s", what, damage, aside.name, instead)
 
 
 def sha256_of(path: Path) -> str:

@@ -175,17 +175,13 @@ class Encoder:
 
         # Texts of like length share a batch, so that little is padded; the longest come first, as they need most.
         order = sorted(range(len(windows)), key=lambda at: -len(windows[at]))
-        vectors: npt.NDArray[np.float32] | None = None
+        found = []
         with torch.inference_mode():
             for start in range(0, len(order), self.batch_size):
                 some = order[start : start + self.batch_size]
-                found = self._model(self._model.preprocess([windows[at] for at in some]))["sentence_embedding"]
-                unit = torch.nn.functional.normalize(found.float(), dim=1).numpy()
-                if vectors is None:
-                    vectors = np.empty((len(windows), unit.shape[1]), dtype=np.float32)
-                vectors[some] = unit
-        if vectors is None:
-            raise ValueError("windows: must not be empty")
+                embedded = self._model(self._model.preprocess([windows[at] for at in some]))["sentence_embedding"]
+                found.append(torch.nn.functional.normalize(embedded.float(), dim=1).numpy())
+        vectors: npt.NDArray[np.float32] = np.concatenate(found)[np.argsort(order)]
         return vectors
 
     def _probe(self, label: str) -> int:

@@ -106,6 +106,8 @@ def tune(
         NothingLearnedError: fewer than 100 different prompts, or no better than a constant on held-out ones.
         TuningError: the model can't be read or has fewer layers, or training diverged.
     """
+    import torch
+
     chosen = options or TuningOptions()
     logs = np.log(np.asarray(lengths, dtype=np.float64))
     held = _held_out(texts, np.random.default_rng([seed, 2]))
@@ -122,7 +124,7 @@ def tune(
         texts, targets, fitted=fitted, held=np.flatnonzero(held), loss=_pinball, options=chosen,
         on_update=None if on_update is None else lambda done, loss: on_update(done, most, loss),
     )  # fmt: skip
-    constant = float(_pinball_of(np.broadcast_to(constants, (int(held.sum()), len(LEVELS))), targets[held]))
+    constant = float(_pinball(torch.from_numpy(constants), torch.from_numpy(targets[held])))
     if best == 0 or losses[best] > (1 - _LEAST_SKILL) * constant:
         raise NothingLearnedError(
             f"tuned on {len(fitted)} prompts the encoder is no better than a constant on {int(held.sum())} others"
@@ -172,15 +174,9 @@ def _held_out(texts: Sequence[str], rng: np.random.Generator) -> Bools:
 
 
 def _pinball(outputs: Any, targets: Any) -> Any:
-    """Return the mean pinball loss of outputs [n, levels], as a tensor."""
+    """Return the mean pinball loss of outputs [n, levels], or [levels] for all, as a tensor."""
     import torch
 
     levels = torch.tensor(LEVELS)
-    missed = torch.as_tensor(targets).unsqueeze(1) - outputs
+    missed = targets.unsqueeze(1) - outputs
     return torch.maximum(levels * missed, (levels - 1) * missed).mean()
-
-
-def _pinball_of(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:
-    missed = targets[:, None] - outputs
-    levels = np.array(LEVELS)
-    return float(np.maximum(levels * missed, (levels - 1) * missed).mean())

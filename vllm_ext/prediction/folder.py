@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
-from itertools import count
 from pathlib import Path
 
 from vllm_ext.envs import cache_dir
+from vllm_ext.observability.files import set_aside
 from vllm_ext.prediction import decoder_file
 from vllm_ext.prediction.decoder import KNOWN_FEATURES, Decoder
 
@@ -66,15 +65,5 @@ def load_decoder(folder: Path, encoder: str) -> Decoder | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IsADirectoryError) as damage:
-        _set_aside(path, damage)
+        set_aside(path, damage, what="length decoder", instead="going on without", logger=logger)
         return None
-
-
-def _set_aside(path: Path, damage: Exception) -> None:
-    aside = next(free for n in count(1) if not os.path.lexists(free := path.with_name(f"{path.name}.damaged-{n}")))
-    try:
-        path.rename(aside)
-    except OSError as error:  # a read-only place, or another process was quicker
-        logger.warning("length decoder not used: %s; it can't be set aside (%s); going on without", damage, error)
-    else:
-        logger.warning("length decoder not used: %s; set aside as %s; going on without", damage, aside.name)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.prediction import decoder_file, store_files, store_generation, tuned_encoder
+from vllm_ext.prediction.encoder_tuning import EncoderReport
 from vllm_ext.prediction.folder import DECODER, STORE
 from vllm_ext.prediction.store_rows import Entries
 
@@ -59,8 +60,8 @@ class FolderReport:
     decoder: DecoderFacts | None
     size_bytes: int
     """Of the whole folder."""
-    tuned: dict[str, Any] | None
-    """Fields of `EncoderReport`; None where the encoder was not tuned."""
+    tuned: EncoderReport | None
+    """None where the encoder was not tuned."""
     set_aside: tuple[str, ...]
     """Names of what was found damaged before."""
     problems: tuple[str, ...]
@@ -81,7 +82,7 @@ def describe(folder: Path) -> FolderReport:
     problems: list[str] = []
     store, decoder, tuned = _store(folder / STORE, problems), _decoder(folder / DECODER, problems), None
     try:
-        tuned = asdict(tuned_encoder.read(folder))
+        tuned = tuned_encoder.read(folder)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except ValueError as damage:
@@ -129,10 +130,9 @@ def as_rows(report: FolderReport) -> list[tuple[str, str]]:
             ("P90 coverage", f"{spec['p90_coverage']:.1%} of the held-out prompts, which also calibrate it"),
         ]
     if (tuned := report.tuned) is not None:
-        skill = 1 - tuned["validation_loss"] / tuned["constant_loss"]
         rows += [
-            ("tuned encoder", f"{tuned['layers']} of {tuned['of_layers']} layers of {tuned['base']}"),
-            ("tuned on", f"{tuned['num_train']} prompts, skill {skill:.3f} on {tuned['num_validation']} others"),
+            ("tuned encoder", f"{tuned.layers} of {tuned.of_layers} layers of {tuned.base}"),
+            ("tuned on", f"{tuned.num_train} prompts, skill {tuned.skill:.3f} on {tuned.num_validation} others"),
         ]
     rows.append(("size on disk", _mib(report.size_bytes)))
     if report.set_aside:

@@ -17,10 +17,8 @@ With 2 and 3 the reason is one line on stderr. The store is only read.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +35,6 @@ WRITTEN, WRONG, NOT_BETTER = 0, 2, 3
 """Exit statuses."""
 HIDDEN = (512, 256)
 EPOCHS, PATIENCE = 60, 6
-_LEFTOVER_AGE_S = 3600.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -129,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.nice(19)
     for name in _ONE_THREAD:  # before numpy is imported, which reads them once
         os.environ[name] = "1"
+    from vllm_ext.observability.files import remove_leftovers
     from vllm_ext.prediction import decoder_file, store_files
     from vllm_ext.prediction.folder import DECODER, STORE
 
@@ -139,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             patience=args.patience, max_examples=args.max_examples,
         )  # fmt: skip
         decoder_file.save(decoder, args.folder / DECODER)
-        _remove_leftovers(args.folder, DECODER)
+        remove_leftovers(args.folder, DECODER)
     except FileNotFoundError:
         return _tell(NOT_BETTER, f"{args.folder / STORE}: no store yet")
     except NoDecoderError as reason:
@@ -147,14 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return _tell(WRONG, str(error))
     return WRITTEN
-
-
-def _remove_leftovers(folder: Path, name: str) -> None:
-    """Remove what a refresh killed while it wrote left behind; younger than an hour, it may be somebody's work."""
-    for path in folder.glob(f".{name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
-                path.unlink()
 
 
 def _tell(status: int, message: str) -> int:

@@ -79,8 +79,7 @@ def train_best(
     Raises:
         ValueError: as of `decoder_train.train`.
     """
-    options["judged"] = judged
-    decoder, report = train(vectors, lengths, seed=seed, **options)
+    decoder, report = train(vectors, lengths, judged=judged, seed=seed, **options)
     if (prompt_tokens > 0).all() and report.num_validation >= _FEWEST_HELD:
         told = train(
             vectors, lengths, features=_features(prompt_tokens), feature_names=(LENGTH_FEATURE,), seed=seed, **options

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from vllm_ext.observability.files import set_aside
 from vllm_ext.prediction import store_generation
 from vllm_ext.prediction.store_access import alone
 from vllm_ext.prediction.store_ageing import Ageing
@@ -202,7 +201,7 @@ def _look_again(store: VectorStore, folder: Path) -> None:
         except FileNotFoundError:
             return
         except ValueError as damage:
-            _set_aside(folder, damage)
+            set_aside(folder, damage, what="vector store", instead="starting with none", logger=logger)
 
 
 def _fill(store: VectorStore, entries: Entries) -> None:
@@ -232,13 +231,3 @@ def _newest_within(entries: Entries, max_bytes: int, encoder: str) -> Entries:
 def _bytes_of_text(text: str) -> int:
     """Bytes a text takes in a JSON list, with its separator and indentation."""
     return len(json.dumps(text)) + 8
-
-
-def _set_aside(folder: Path, damage: ValueError) -> None:
-    aside = next(path for n in count(1) if not os.path.lexists(path := folder.with_name(f"{folder.name}.damaged-{n}")))
-    try:
-        folder.rename(aside)
-    except OSError as error:  # a read-only place, or another process was quicker
-        logger.warning("vector store not used: %s; it can't be set aside (%s); starting with none", damage, error)
-    else:
-        logger.warning("vector store not used: %s; set aside as %s; starting with none", damage, aside.name)

@@ -14,12 +14,10 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 
-from vllm_ext.observability.files import sha256_of
+from vllm_ext.observability.files import remove_leftovers, set_aside, sha256_of
 from vllm_ext.prediction.encoder_tuning import EncoderReport, TunedModel
 
 logger = logging.getLogger(__name__)
@@ -27,7 +25,6 @@ logger = logging.getLogger(__name__)
 ENCODER = "encoder"
 NOTE = "tuning.json"
 FORMAT = "vllm-ext tuned encoder 1"
-_LEFTOVER_AGE_S = 3600.0
 
 
 def write(tuned: TunedModel, folder: Path) -> Path:
@@ -136,13 +133,7 @@ def usable(folder: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as damage:
-        aside = next(free for n in count(1) if not os.path.lexists(free := folder / f"{ENCODER}.damaged-{n}"))
-        try:
-            place.rename(aside)
-        except OSError as error:  # a read-only place, or another process was quicker
-            logger.warning("tuned encoder not used: %s; it can't be set aside (%s); using the default", damage, error)
-        else:
-            logger.warning("tuned encoder not used: %s; set aside as %s; using the default", damage, aside.name)
+        set_aside(place, damage, what="tuned encoder", instead="using the default", logger=logger)
         return None
     return str(place)
 
@@ -153,10 +144,7 @@ def _near(folder: Path) -> Path:
     It has the encoder's name, which is a part of `Encoder.name`. What a killed process left an hour ago is removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f".{ENCODER}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > _LEFTOVER_AGE_S:
-                shutil.rmtree(left, ignore_errors=True)
+    remove_leftovers(folder, ENCODER)
     return Path(tempfile.mkdtemp(dir=folder, prefix=f".{ENCODER}.", suffix=".tmp")) / ENCODER
 
 

@@ -12,15 +12,15 @@ from vllm_ext.prediction.evaluation.learned import Combined, DecoderAlone, Knowl
 from vllm_ext.prediction.evaluation.measures import Deciles, Predicted, score
 from vllm_ext.prediction.evaluation.predictor import Predictor
 from vllm_ext.prediction.evaluation.priors import BucketHistory, GlobalHistory, MaxTokens, Oracle, PromptLength
-from vllm_ext.prediction.evaluation.proxy import PROXIES
+from vllm_ext.prediction.evaluation.proxy import PROXIES, Proxy
 from vllm_ext.prediction.evaluation.rows import DataSet, EvaluationError, Examples, Vectors, not_in
-from vllm_ext.prediction.evaluation.tuned import TUNED
+from vllm_ext.prediction.evaluation.tuned import TUNED, Tuned
 
 OURS = ("alise", "shrunk", "retrieval", "decoder", *TUNED)
 PRIORS = ("prompt-length", "bucket-history", "history", "max-tokens")
 NAMES = (*OURS, *PROXIES, *PRIORS, Oracle.name)
 """Every predictor, in the order of tables."""
-READING_TEXTS = (*TUNED, *PROXIES)
+READING_TEXTS: dict[str, type[Tuned | Proxy]] = {**TUNED, **PROXIES}
 """Those that tune a transformer, which takes minutes, and embed prompts themselves."""
 QUICK_TO_FIT = tuple(name for name in NAMES if name not in READING_TEXTS)
 """Those that are fitted in seconds."""
@@ -110,10 +110,8 @@ def predictors(names: Sequence[str], setting: Setting) -> list[Predictor]:
     }
     made: list[Predictor] = []
     for name in (name for name in NAMES if name in names):
-        if name in TUNED:
-            made.append(TUNED[name](setting.encoder, model=setting.model, seed=setting.seed))
-        elif name in PROXIES:
-            made.append(PROXIES[name](setting.encoder, model=setting.model, seed=setting.seed))
+        if name in READING_TEXTS:
+            made.append(READING_TEXTS[name](setting.encoder, model=setting.model, seed=setting.seed))
         elif name in makers:
             made.append(makers[name]())
         else:

@@ -48,6 +48,10 @@ class Predicted(NamedTuple):
     classes: Ints | None = None
     """[n], the likeliest class of `Deciles`, where a predictor says so itself; None: that of ``tokens``."""
 
+    def take(self, picked: npt.NDArray[np.intp]) -> Predicted:
+        """Return what was said of the picked requests, in the order of ``picked``."""
+        return Predicted(self.tokens[picked], self.p90[picked], None if self.classes is None else self.classes[picked])
+
 
 class Deciles:
     """Tenths of the training lengths: class 0 holds the shortest, `NUM_CLASSES` - 1 the longest."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.simulation import datasets
 from vllm_ext.simulation.workload_rows import DatasetError
 
@@ -47,6 +48,11 @@ class LocalTokenizer:
 
     name: str
     count: Callable[[str], int]
+
+    @classmethod
+    def of(cls, encoder: Encoder) -> LocalTokenizer:
+        """Return an encoder's own, under the encoder's name."""
+        return cls(encoder.name.partition(":")[0], encoder.count_tokens)
 
     @classmethod
     def load(cls, folder: Path) -> LocalTokenizer:
