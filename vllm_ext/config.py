@@ -15,6 +15,7 @@ from typing import Any
 from vllm_ext.config_checks import KEY, ConfigError, boolean, integer, number, parameters, strings, text
 from vllm_ext.config_flags import FLAGS, Flag, comma_list, merge_flags
 from vllm_ext.config_prediction import RETRIEVAL, SOURCES, PredictionConfig, PredictorConfig
+from vllm_ext.config_slo import SloClass, SloConfig
 
 __all__ = [
     "AXES",
@@ -27,6 +28,8 @@ __all__ = [
     "Flag",
     "PredictionConfig",
     "PredictorConfig",
+    "SloClass",
+    "SloConfig",
     "comma_list",
     "merge_flags",
     "parse",
@@ -62,6 +65,9 @@ class ExtConfig:
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     """The process that predicts them from prompts."""
 
+    slo: SloConfig = field(default_factory=SloConfig)
+    """Service-level objectives of requests that bring none, classes by tag, and load shedding."""
+
     modules: tuple[str, ...] = ()
     """Python modules imported first; they register further systems."""
 
@@ -88,6 +94,8 @@ class ExtConfig:
             raise ConfigError("prediction", self.prediction, "must be a PredictionConfig")
         if not isinstance(self.predictor, PredictorConfig):
             raise ConfigError("predictor", self.predictor, "must be a PredictorConfig")
+        if not isinstance(self.slo, SloConfig):
+            raise ConfigError("slo", self.slo, "must be a SloConfig")
         strings("modules", self.modules)
         for module in self.modules:
             if not all(part.isidentifier() for part in module.split(".")):
@@ -123,6 +131,8 @@ def parse(raw: Mapping[str, Any]) -> ExtConfig:
         values["prediction"] = PredictionConfig(**prediction)
     if "predictor" in values and not isinstance(values["predictor"], PredictorConfig):
         values["predictor"] = PredictorConfig(**_known_keys("predictor", values["predictor"], PredictorConfig))
+    if "slo" in values and not isinstance(values["slo"], SloConfig):
+        values["slo"] = _slo(values["slo"])
     for axis in AXES:
         if isinstance(values.get(axis), Mapping):
             values[axis] = copy.deepcopy(dict(values[axis]))
@@ -145,6 +155,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _slo(raw: Any) -> SloConfig:
+    slo = _slo_class("slo", raw, SloConfig)
+    if isinstance(slo.get("classes"), Mapping):
+        slo["classes"] = {
+            name: value
+            if isinstance(value, SloClass)
+            else SloClass(**_slo_class(f"slo.classes.{name}", value, SloClass))
+            for name, value in slo["classes"].items()
+        }
+    return SloConfig(**slo)
+
+
+def _slo_class(where: str, raw: Any, cls: type) -> dict[str, Any]:
+    found = _known_keys(where, raw, cls)
+    if "ttft_bucket_ms" in found:
+        found["ttft_bucket_ms"] = _tuple(f"{where}.ttft_bucket_ms", found["ttft_bucket_ms"])
+    return found
+
+
 def _known_keys(where: str, raw: Any, cls: type) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(cls)]
     if not isinstance(raw, Mapping):
@@ -158,5 +187,5 @@ def _known_keys(where: str, raw: Any, cls: type) -> dict[str, Any]:
 
 def _tuple(name: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(name, value, "must be a list of strings")
+        raise ConfigError(name, value, "must be a list")
     return tuple(value)

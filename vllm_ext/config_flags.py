@@ -40,7 +40,46 @@ class Flag:
         return self.name.removeprefix("--").replace("-", "_")
 
 
+def comma_numbers(text: str) -> list[float]:
+    """Split ``1,2.5`` at its commas into numbers."""
+    return [float(item) for item in comma_list(text)]
+
+
 FLAGS: tuple[Flag, ...] = (
+    Flag(
+        name="--tbt-slo-ms",
+        path=("slo", "tbt_ms"),
+        type=float,
+        metavar="MS",
+        help="Objective for every gap between tokens, of requests that bring none; sarathi's token budget follows it.",
+    ),
+    Flag(
+        name="--ttft-slo-ms",
+        path=("slo", "ttft_ms"),
+        type=float,
+        metavar="MS",
+        help="Objective for the time to the first token, of requests that bring none.",
+    ),
+    Flag(
+        name="--ttft-slo-bucket-ms",
+        path=("slo", "ttft_bucket_ms"),
+        type=comma_numbers,
+        metavar="A,B",
+        help="The same for prompts of up to 512 tokens, up to 1024, and so on.",
+    ),
+    Flag(
+        name="--jct-slo-ms",
+        path=("slo", "jct_ms"),
+        type=float,
+        metavar="MS",
+        help="Objective for the time to the last token, of requests that bring none.",
+    ),
+    Flag(
+        name="--ext-shed",
+        path=("slo", "shed"),
+        type=bool,
+        help="Whether a request whose TTFT objective can't be met is answered with 503 and Retry-After.",
+    ),
     Flag(
         name="--ext-age-limit-s",
         path=("ordering", "age_limit_s"),

@@ -6,26 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vllm_ext.slo import NO_SLO, Slo
 
-@dataclass(frozen=True, kw_only=True)
-class Slo:
-    """Service-level objectives of one request, in seconds; None leaves one out."""
-
-    ttft_s: float | None = None
-    """Arrival to first token."""
-    tbt_s: float | None = None
-    """Every gap between neighbouring tokens."""
-    e2e_s: float | None = None
-    """Arrival to last token (job completion time)."""
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tbt_s", "e2e_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}: must be greater than 0, or left out")
-
-
-NO_SLO = Slo()
+__all__ = ["NO_SLO", "SimRequest", "Slo", "Workload"]
 
 
 @dataclass(slots=True, kw_only=True)
