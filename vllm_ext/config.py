@@ -83,6 +83,9 @@ class ExtConfig:
     profile: str | None = None
     """File written by ``vllm-ext profile`` from which the runtime model starts."""
 
+    seed: int = 0
+    """Of the random numbers that policies draw."""
+
     allow_oracle: bool = False
     """Offline benchmarks only: permits ``oracle-*`` systems, which see the true output length."""
 
@@ -104,6 +107,7 @@ class ExtConfig:
         if self.metrics_interval_s < 0:
             raise ConfigError("metrics_interval_s", self.metrics_interval_s, "must be 0 (off) or a number of seconds")
         integer("record_capacity", self.record_capacity, minimum=1)
+        integer("seed", self.seed, minimum=0)
         for name in ("request_log", "profile"):
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))

@@ -6,6 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from vllm_ext.prediction.length import LengthQuery
 
@@ -15,12 +18,13 @@ _MAX_TAGS = 64
 """Clients choose tags: a bound on what they can make us keep."""
 
 
-class _Window:
+class Window:
     """The last ``size`` lengths, kept sorted beside their order of arrival."""
 
     def __init__(self, size: int) -> None:
         self._order: deque[int] = deque(maxlen=size)
         self._sorted: list[int] = []
+        self._array: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -30,6 +34,13 @@ class _Window:
             del self._sorted[bisect_left(self._sorted, self._order[0])]
         self._order.append(length)
         insort(self._sorted, length)
+        self._array = None
+
+    def ascending(self) -> npt.NDArray[np.int64]:
+        """Return the lengths in ascending order, shape [at most ``size`` of the window]; not to be changed."""
+        if self._array is None:
+            self._array = np.array(self._sorted, dtype=np.int64)
+        return self._array
 
     def longer(self, length: int) -> int:
         """Return how many lengths exceed ``length``."""
@@ -59,9 +70,9 @@ class LengthHistory:
     def __init__(self, window: int, quantile: float) -> None:
         self._window = window
         self._quantile = quantile
-        self._all = _Window(window)
-        self._buckets: dict[int, _Window] = {}
-        self._tags: OrderedDict[str, _Window] = OrderedDict()
+        self._all = Window(window)
+        self._buckets: dict[int, Window] = {}
+        self._tags: OrderedDict[str, Window] = OrderedDict()
 
     def predict(self, query: LengthQuery) -> int | None:
         """Return the predicted output length in tokens, or None before anything finished."""
@@ -89,14 +100,14 @@ class LengthHistory:
         """Remember the output length of a finished request; the oldest one leaves a full window."""
         self._all.add(output_tokens)
         key = query.num_prompt_tokens.bit_length()
-        self._buckets.setdefault(key, _Window(self._window)).add(output_tokens)
+        self._buckets.setdefault(key, Window(self._window)).add(output_tokens)
         if query.tag is not None:
-            self._tags.setdefault(query.tag, _Window(self._window)).add(output_tokens)
+            self._tags.setdefault(query.tag, Window(self._window)).add(output_tokens)
             self._tags.move_to_end(query.tag)
             if len(self._tags) > _MAX_TAGS:
                 self._tags.popitem(last=False)
 
-    def _special(self, query: LengthQuery) -> list[_Window]:
+    def _special(self, query: LengthQuery) -> list[Window]:
         """The windows of the request's kind, the more telling one last; none of them is empty."""
         bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
         tagged = None if query.tag is None else self._tags.get(query.tag)

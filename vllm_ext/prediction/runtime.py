@@ -28,6 +28,8 @@ MOST_TOKENS = 1 << 30
 _PROFILE_KNOWN_WITHIN = 0.2
 _DEFAULT_KNOWN_WITHIN = 10.0
 _BATCH_WEIGHT = 0.01
+_SATURATED = 0.8
+_LEAST_PIVOT, _LARGEST_PIVOT = 64, 16384
 _SHORTEST_S, _LONGEST_S = 1e-7, 1e5
 
 
@@ -61,6 +63,15 @@ DEFAULT = Coefficients(base_s=5e-3, decode_s=2e-5, prefill_token_s=5e-5, context
 """Before anything was observed: of the order of an 8B model on one GPU."""
 
 
+class Pivot(NamedTuple):
+    """The step at which throughput saturates: AccelGen's S_pf and T_pf."""
+
+    tokens: int
+    """Tokens of the step."""
+    step_s: float
+    """Its duration, in seconds."""
+
+
 class StepFeatures(NamedTuple):
     """What a step consisted of."""
 
@@ -88,8 +99,12 @@ class RuntimeModel:
     Source: ALISE, eqs. 3-5, "linear regression coefficients that can be determined by profiling"; batch terms ours.
     """
 
-    def __init__(self, coefficients: Sequence[float] | None = None) -> None:
+    def __init__(self, coefficients: Sequence[float] | None = None, pivot: Pivot | None = None) -> None:
         """Start from ``coefficients`` (5 values in the order of `Coefficients`) or from defaults.
+
+        Args:
+            coefficients: As measured by a profile.
+            pivot: The step at which throughput saturates, as measured; None: made of the coefficients.
 
         Raises:
             ValueError: not five finite values of at least 0.
@@ -98,6 +113,7 @@ class RuntimeModel:
         """What it started from; None if that was the defaults. A model given the same learns the same."""
         start = DEFAULT if self.given is None else self.given
         known_within = _DEFAULT_KNOWN_WITHIN if self.given is None else _PROFILE_KNOWN_WITHIN
+        self._pivot = pivot
         self._online = OnlineFit(np.array(start) * FEATURE_SCALE, known_within)
         self.num_observations = 0
         self.mean_abs_relative_error = 0.0
@@ -116,6 +132,23 @@ class RuntimeModel:
     def restarts(self) -> int:
         """How often steps stayed so far off that the model began to learn anew."""
         return self._online.restarts
+
+    @property
+    def pivot(self) -> Pivot:
+        """The step at which throughput saturates, as it was measured, else by the coefficients.
+
+        A step of n prompt tokens takes base + prefill * n, so its throughput is the share n / (n + base / prefill) of
+        what endless steps would have. The share taken is 0.8: measured steps saturate sooner than a straight line, for
+        their compute hides behind the weights' traffic at first.
+
+        Source: AccelGen, section 4.2, where it is measured; the estimate is ours.
+        """
+        if self._pivot is not None:
+            return self._pivot
+        price = self._coefficients
+        tokens = _SATURATED / (1 - _SATURATED) * price.base_s / max(price.prefill_token_s, 1e-9)
+        whole = int(min(max(tokens, _LEAST_PIVOT), _LARGEST_PIVOT))
+        return Pivot(whole, self.step_time_s(StepFeatures(0, whole, whole, whole * whole / 2)))
 
     # --- prediction -------------------------------------------------------------------------------------------------
 

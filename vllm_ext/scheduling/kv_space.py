@@ -44,6 +44,31 @@ class KvSpace:
         blocks: int = self._manager.block_pool.num_gpu_blocks - 1
         return blocks
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block; of the smallest, where a model has several sizes."""
+        return min(self._block_sizes, default=1)
+
+    def unused_blocks(self) -> int:
+        """Return the blocks that nobody holds, the watermark not taken off."""
+        free: int = self._manager.block_pool.get_num_free_blocks()
+        return free
+
+    def cached_blocks_in_use(self, request: Request) -> int:
+        """Return the blocks that a waiting request would share with those who hold them: it needs no room for these.
+
+        Only full attention with one group of layers has prefixes that are told so simply; 0 for others.
+        """
+        if not self.only_full_attention or len(self._block_sizes) != 1 or not self._manager.enable_caching:
+            return 0
+        pool, shared = self._manager.block_pool, 0
+        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self._block_sizes[0]]:
+            cached = pool.get_cached_block(block_hash, [0])
+            if cached is None or cached[0].ref_cnt == 0:
+                break  # an ancestor that nobody holds takes a free block, and so do those after it
+            shared += 1
+        return shared
+
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a sequence of so many tokens, nothing of it shared."""
         scheduler = self._scheduler

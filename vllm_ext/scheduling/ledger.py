@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ext.config import RETRIEVAL
+from vllm_ext.config import RETRIEVAL, SloConfig
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
+from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.scheduling.pace import PaceTracker
 from vllm_ext.scheduling.views import RequestView
+from vllm_ext.slo import NO_SLO, resolve
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+_NO_DEFAULTS = SloConfig()
 
 
 class Job:
@@ -30,6 +36,7 @@ class Job:
         "prediction",
         "query",
         "request",
+        "slo",
         "waited_s",
         "waiting_since",
     )
@@ -43,6 +50,7 @@ class Job:
         self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag)
         self.prediction = Prediction(1, "prior")
         """Prediction made of the prompt, kept for the record."""
+        self.slo = NO_SLO
         self.estimate = 1
         """Current estimate of the total output, in tokens."""
         self.demotions = 0
@@ -62,9 +70,20 @@ class Ledger:
     """All jobs by request id; turns them into views."""
 
     def __init__(
-        self, predictor: LengthPredictor, runtime: RuntimeModel, *, use_oracle: bool, refresh: str = "double"
+        self,
+        predictor: LengthPredictor,
+        runtime: RuntimeModel,
+        *,
+        use_oracle: bool,
+        refresh: str = "double",
+        slo: SloConfig = _NO_DEFAULTS,
+        window: int = 1000,
     ) -> None:
         self.predictor = predictor
+        self.pace = PaceTracker()
+        self.finished_lengths = Window(window)
+        """Output lengths of the requests that finished last, whoever they were."""
+        self._slo = slo
         self._conditional = refresh == "conditional"
         self.runtime = runtime
         self.use_oracle = use_oracle
@@ -89,6 +108,7 @@ class Ledger:
             hints, problem = NO_HINTS, error
         self._count += 1
         job = Job(request, self._count, now, hints)
+        job.slo = resolve(hints, request.num_prompt_tokens, self._slo)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
             job.prediction = Prediction(max(1, min(true_length, request.max_tokens)), "oracle")
@@ -103,6 +123,8 @@ class Ledger:
         job = self.jobs.pop(req_id, None)
         if job is not None and learn and job.request.num_output_tokens:
             self.predictor.observe(job.query, job.request.num_output_tokens)
+            self.finished_lengths.add(job.request.num_output_tokens)
+            self.pace.finished(job.request.num_output_tokens, job.request.num_preemptions)
         return job
 
     def start_wait(self, job: Job, now: float) -> None:
@@ -113,8 +135,11 @@ class Ledger:
     def end_wait(self, job: Job, now: float) -> None:
         """Note that the job left the queue."""
         if job.waiting_since is not None:
-            job.waited_s += now - job.waiting_since
+            waited_s = now - job.waiting_since
+            job.waited_s += waited_s
             job.waiting_since = None
+            if job.request.num_preemptions:
+                self.pace.resumed(waited_s)
             job.output_at_admission = job.request.num_output_tokens
 
     def outlived(self, job: Job) -> int:
@@ -183,9 +208,10 @@ class Ledger:
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)
         remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
-        recompute_s = 0.0
+        recompute_s = prefill_s = 0.0
         if computed < tokens - 1:
-            remaining_s += runtime.prefill_s(tokens - computed, computed)
+            prefill_s = runtime.prefill_s(tokens - computed, computed)
+            remaining_s += prefill_s
         if computed:
             recompute_s = runtime.prefill_s(computed)
         return RequestView(
@@ -206,4 +232,8 @@ class Ledger:
             request.num_preemptions,
             generated - job.output_at_admission,
             num_blocks,
+            job.slo,
+            prefill_s,
+            runtime.prefill_s(job.query.num_prompt_tokens),
+            self.pace.pace,
         )

@@ -26,7 +26,7 @@ class Observer:
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
         self._ledger = ledger
-        self.timer = StepTimer(ledger.runtime)
+        self.timer = StepTimer(ledger.runtime, ledger.pace)
         self._awaiting_first_token: dict[str, Job] = {}
         self._hint_logged = False
 

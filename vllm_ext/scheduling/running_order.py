@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from vllm_ext.scheduling.tightest import Tightest
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -25,16 +27,30 @@ class RunningOrder:
     rank is all it takes to choose both.
     """
 
-    def __init__(self, scheduler: SteeredScheduler, rank: Callable[[Request], Key]) -> None:
-        """Start empty; ``rank`` computes the key of a running request, ties included."""
+    def __init__(
+        self, scheduler: SteeredScheduler, rank: Callable[[Request], Key], *, stall_free: bool = False
+    ) -> None:
+        """Start empty.
+
+        Args:
+            scheduler: Whose list is ordered.
+            rank: Computes the key of a running request, ties included.
+            stall_free: Serve decodes before prefill chunks even when KV memory is about to run out, so that a
+                prefilling request is the first to leave, whatever its rank.
+        """
         self._scheduler = scheduler
         self._rank = rank
+        self._stall_free = stall_free
+        self.tbt_s = Tightest()
+        """TBT objectives of those who run."""
         self.keys: dict[Request, Key] = {}
+        self._tbt_s: dict[Request, float] = {}
         self._rounds: deque[Request] = deque()
 
     def forget(self, request: Request) -> None:
         """Drop a request that left the running list."""
         self.keys.pop(request, None)
+        self.tbt_s.remove(self._tbt_s.pop(request, None))
 
     def rerank(self, request: Request) -> None:
         """Compute the rank of a running request again."""
@@ -60,7 +76,9 @@ class RunningOrder:
         keys, scheduler = self.keys, self._scheduler
         # A decode may not wait behind the rest of a long prompt, however short its output. But when KV memory is about
         # to run out the back of the list is who leaves, and that must be the worst-ranked.
-        if scheduler._inflight_prefills and scheduler.kv_space.free_blocks() > len(scheduler.running):
+        if scheduler._inflight_prefills and (
+            self._stall_free or scheduler.kv_space.free_blocks() > len(scheduler.running)
+        ):
             scheduler.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
         else:
             scheduler.running.sort(key=keys.__getitem__)
@@ -69,11 +87,15 @@ class RunningOrder:
         running = self._scheduler.running
         members = set(running)
         for request in [r for r in self.keys if r not in members]:
-            del self.keys[request]
+            self.forget(request)
         for request in running:
             if request not in self.keys:
                 self.rerank(request)
                 self._rounds.append(request)
+                tbt_s = self._scheduler.ledger[request.request_id].slo.tbt_s
+                if tbt_s is not None:
+                    self._tbt_s[request] = tbt_s
+                    self.tbt_s.add(tbt_s)
         if len(self._rounds) > 2 * len(running) + 64:
             self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in members))
 

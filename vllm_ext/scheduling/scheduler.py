@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -72,7 +73,9 @@ class SteeredScheduler(AsyncScheduler):
         predictor = LengthPredictor.from_config(config.prediction)
         use_oracle = self.policies.system.oracle or "oracle" in config.prediction.sources
         refresh = config.prediction.refresh
-        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle, refresh=refresh)
+        window = getattr(self.policies.admission, "window", config.prediction.window)
+        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle, refresh=refresh, slo=config.slo, window=window)
+        self.rng = np.random.default_rng(config.seed)
         self.observer = Observer(self.ledger, config.record_capacity)
         self.kv_space = KvSpace(self)
         self._now = self.clock()
@@ -86,7 +89,8 @@ class SteeredScheduler(AsyncScheduler):
             self._check_model()
             self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
             self.waiting = self.ranked
-            self.running_order = RunningOrder(self, self._running_key)
+            stall_free = getattr(self.policies.budget, "stall_free", False)
+            self.running_order = RunningOrder(self, self._running_key, stall_free=stall_free)
         logger.info("vllm-ext is active: %s", self.policies.describe())
 
     def _check_model(self) -> None:

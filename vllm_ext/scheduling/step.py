@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ext.prediction.runtime import Pivot
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.upstream import admission_cap, parked
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.scheduling.views import Batch, RequestView
 
 if TYPE_CHECKING:
     from vllm_ext.scheduling.scheduler import SteeredScheduler
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
+
+
+_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class SchedulerStep:
@@ -30,7 +37,11 @@ class SchedulerStep:
         held_seats: int = scheduler.num_waiting_for_streaming_input
         self.max_running = admission_cap(scheduler) - held_seats
         self.token_budget = scheduler.max_num_scheduled_tokens
+        self.number: int = scheduler.current_step
         self.admission = AdmissionPlan()
+        self.runtime = scheduler.ledger.runtime
+        self.pace = scheduler.ledger.pace.pace
+        self.rng = scheduler.rng
 
     @property
     def num_free_tokens(self) -> int:
@@ -57,6 +68,60 @@ class SchedulerStep:
     def num_prefilling(self) -> int:
         """Running requests with a part of their prompt still to compute."""
         return sum(request.status == RequestStatus.RUNNING for request in self._scheduler._inflight_prefills)
+
+    @property
+    def pivot(self) -> Pivot:
+        """The step at which throughput saturates."""
+        return self.runtime.pivot
+
+    @property
+    def num_decoding(self) -> int:
+        """Running requests whose prompt is computed."""
+        return self.num_running - self.num_prefilling
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum of the KV tokens held by running requests."""
+        return sum(map(_computed_tokens, self._scheduler.running))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block; of the smallest, where a model has several sizes."""
+        return self._scheduler.kv_space.block_size
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """KV blocks that nobody holds, the watermark not taken off."""
+        return self._scheduler.kv_space.unused_blocks()
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """Smallest TBT objective of the running requests, in seconds; None if none has one."""
+        return self._scheduler.running_order.tbt_s.smallest
+
+    def finished_lengths(self) -> npt.NDArray[np.int64]:
+        """Output lengths of the requests that finished last, ascending."""
+        return self._scheduler.ledger.finished_lengths.ascending()
+
+    def batch(self) -> Batch:
+        """The running requests as columns."""
+        running, jobs = self._scheduler.running, self._scheduler.ledger.jobs
+        rows = [
+            (r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens, jobs[r.request_id].estimate)
+            for r in running
+        ]
+        return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), len(Batch._fields)).T)
+
+    def cached_blocks_in_use(self, request: RequestView) -> int:
+        """KV blocks of a waiting request that others hold already: it would share them."""
+        return self._scheduler.kv_space.cached_blocks_in_use(self._scheduler.ledger[request.req_id].request)
+
+    def prefilling(self) -> Sequence[RequestView]:
+        """Running requests with a part of their prompt still to compute, best rank first."""
+        scheduler = self._scheduler
+        found = [r for r in scheduler._inflight_prefills if r.status == RequestStatus.RUNNING]
+        found.sort(key=scheduler.running_order.keys.__getitem__)
+        return [scheduler.ledger.view(scheduler.ledger[r.request_id]) for r in found]
 
     def blocks_for(self, num_tokens: int) -> int:
         """KV blocks that a sequence of so many tokens takes, nothing of it shared."""

@@ -37,8 +37,9 @@ class StepTimer:
     those with prefill, and fewer of large batches: learning must not cost more than what it is good for.
     """
 
-    def __init__(self, sink: StepSink) -> None:
+    def __init__(self, sink: StepSink, pace: StepSink | None = None) -> None:
         self.sink = sink
+        self._pace = pace
         self._in_flight: dict[int, tuple[float, StepFeatures]] = {}
         self._last_end = float("-inf")
         self._skipped = 0
@@ -65,7 +66,10 @@ class StepTimer:
         noted = self._in_flight.pop(id(output), None)
         if noted is not None:
             started, features = noted
-            self.sink.observe(features, now - max(started, self._last_end))
+            duration_s = now - max(started, self._last_end)
+            self.sink.observe(features, duration_s)
+            if self._pace is not None:
+                self._pace.observe(features, duration_s)
         self._last_end = now
 
     def _skips(self, num_requests: int, prefills: bool) -> bool:

@@ -6,11 +6,47 @@ to an object from which it could be read (invariant 1): every field is a plain v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_ext.hints import NO_HINTS, RequestHints
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.scheduling.plan import AdmissionPlan
+from vllm_ext.slo import NO_SLO, Slo
+
+
+class Pace(NamedTuple):
+    """How fast the engine went lately: what estimates of a request's progress among others rest on."""
+
+    step_s: float = 0.02
+    """Mean duration of a step, in seconds."""
+    longest_step_s: float = 0.02
+    """Duration that 19 of 20 recent steps stayed below, in seconds: AccelGen's T_max, without its outliers."""
+    chunk_tokens: float = 512.0
+    """Mean number of prompt tokens computed by steps that computed any: AccelGen's mean chunk."""
+    preemption_s: float = 0.0
+    """Seconds lost to preemptions per generated token: their frequency times the longest recent wait for the seat."""
+
+
+NO_PACE = Pace()
+
+
+class Batch(NamedTuple):
+    """The running requests as columns, each of shape [running], in no particular order. Lengths are tokens."""
+
+    tokens: npt.NDArray[np.int64]
+    """Sequence so far: prompt, computed or not, and generated tokens."""
+    computed: npt.NDArray[np.int64]
+    """Tokens whose KV is held."""
+    generated: npt.NDArray[np.int64]
+    """Output tokens so far."""
+    max_tokens: npt.NDArray[np.int64]
+    """The client's bound on the output."""
+    predicted: npt.NDArray[np.int64]
+    """Current estimate of the total output."""
 
 
 class RequestView(NamedTuple):
@@ -46,6 +82,13 @@ class RequestView(NamedTuple):
     """Output tokens since the request was last admitted."""
     num_blocks: int = 0
     """Running: KV blocks a preemption would free. Waiting: KV blocks needed to admit it."""
+    slo: Slo = NO_SLO
+    """Objectives: the client's, else its class's, else the configured defaults."""
+    prefill_s: float = 0.0
+    """Estimated time to compute what is missing of the sequence, alone on the engine; part of the remaining time."""
+    prompt_s: float = 0.0
+    """The same for the whole prompt, computed or not."""
+    pace: Pace = NO_PACE
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +151,72 @@ class StepView(Protocol):
     @property
     def num_prefilling(self) -> int:
         """Running requests with a part of their prompt still to compute."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """Counts the engine's steps."""
+        ...
+
+    @property
+    def num_decoding(self) -> int:
+        """Running requests whose prompt is computed."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum of the KV tokens held by running requests. Cost: one pass over them, in C."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block; of the smallest, where a model has several sizes."""
+        ...
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """KV blocks that nobody holds, the watermark not taken off."""
+        ...
+
+    @property
+    def runtime(self) -> RuntimeModel:
+        """How long steps take."""
+        ...
+
+    @property
+    def pace(self) -> Pace:
+        """How fast the engine went lately."""
+        ...
+
+    @property
+    def pivot(self) -> Pivot:
+        """The step at which throughput saturates: measured by ``vllm-ext profile``, else made of the runtime model."""
+        ...
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """Smallest TBT objective of the running requests, in seconds; None if none has one."""
+        ...
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The scheduler's random generator, seeded by option ``seed``."""
+        ...
+
+    def finished_lengths(self) -> npt.NDArray[np.int64]:
+        """Output lengths of the requests that finished last, ascending, shape [at most the policy's window]."""
+        ...
+
+    def batch(self) -> Batch:
+        """The running requests as columns. Cost: one pass over them."""
+        ...
+
+    def cached_blocks_in_use(self, request: RequestView) -> int:
+        """KV blocks of a waiting request that others hold already: it would share them. Cost: one look-up a block."""
+        ...
+
+    def prefilling(self) -> Sequence[RequestView]:
+        """Running requests with a part of their prompt still to compute, best rank first."""
         ...
 
     @property
