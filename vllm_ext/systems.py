@@ -5,71 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
-from vllm_ext.policies.admission.best_set import BestSet
-from vllm_ext.policies.admission.fits_now import FitsNow
-from vllm_ext.policies.admission.prefill_first import PrefillFirst
-from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
-from vllm_ext.policies.budget.separate_batches import SeparateBatches
-from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.policies.protocols import Admission, Budget, Ordering, Residency
-from vllm_ext.policies.residency.recompute import Recompute
+from vllm_ext.system import Policies, System
+from vllm_ext.systems_table import ROWS
 
+__all__ = ["Policies", "System", "build", "known", "register", "resolve", "table"]
 
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """One row: a factory for the policy of each axis. ``fcfs`` is the row of defaults."""
-
-    name: str
-    ordering: Callable[..., Ordering] = Arrival
-    admission: Callable[..., Admission] = FitsNow
-    budget: Callable[..., Budget] = StaticBudget
-    residency: Callable[..., Residency] = Recompute
-    oracle: bool = False
-    """Whether true output lengths are read: offline benchmarks only."""
-    paper: str = ""
-    """Where the system was published."""
-    summary: str = ""
-    """One line for ``--help`` and the documentation."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of the composed rows."""
-        return tuple(self.name.split("+"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policies:
-    """The four policies of a system, built with their parameters."""
-
-    system: System
-    ordering: Ordering
-    admission: Admission
-    budget: Budget
-    residency: Residency
-
-    @property
-    def is_upstream(self) -> bool:
-        """Whether every axis is vLLM's own rule, so that there is nothing to steer."""
-        return (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, FitsNow, StaticBudget)
-
-    @property
-    def use_predictions(self) -> bool:
-        """Whether any policy looks at predicted lengths; one that does not say so is taken to do."""
-        return any(getattr(getattr(self, axis), "uses_predictions", True) for axis in AXES)
-
-    def describe(self) -> str:
-        """Return one line: the system and its policies with their parameters."""
-        return f"{self.system.name}: " + ", ".join(f"{axis}={getattr(self, axis)!r}" for axis in AXES)
-
-
-_SYSTEMS: dict[str, System] = {}
+_SYSTEMS: dict[str, System] = {row.name: row for row in ROWS}
 
 
 def register(system: System) -> System:
@@ -114,21 +59,22 @@ def resolve(name: str) -> System:
     chosen: dict[str, tuple[str, Any]] = {}
     for part in parts:
         for axis in AXES:
-            factory = getattr(_SYSTEMS[part], axis)
-            if factory is getattr(base, axis):
+            setting = _SYSTEMS[part].axis(axis)
+            if setting == base.axis(axis):
                 continue
-            if axis in chosen and chosen[axis][1] is not factory:
+            if axis in chosen and chosen[axis][1] != setting:
                 raise ConfigError(
                     "system", name, f"systems that differ in their axes; {chosen[axis][0]} and {part} both set {axis}"
                 )
-            chosen[axis] = (part, factory)
+            chosen[axis] = (part, setting)
     return dataclasses.replace(
         base,
         name=name,
         oracle=any(_SYSTEMS[p].oracle for p in parts),
         paper="; ".join(_SYSTEMS[p].paper for p in parts if _SYSTEMS[p].paper),
         summary=" + ".join(_SYSTEMS[p].summary for p in parts if _SYSTEMS[p].summary),
-        **{axis: factory for axis, (_, factory) in chosen.items()},
+        parameters={axis: parameters for axis, (_, (_, parameters)) in chosen.items() if parameters},
+        **{axis: factory for axis, (_, (factory, _)) in chosen.items()},
     )
 
 
@@ -158,8 +104,9 @@ def build(config: ExtConfig) -> Policies:
     return Policies(system=system, **built)
 
 
-def _construct(system: System, axis: str, parameters: Mapping[str, Any]) -> Any:
-    factory: Any = getattr(system, axis)
+def _construct(system: System, axis: str, given: Mapping[str, Any]) -> Any:
+    factory, defaults = system.axis(axis)
+    parameters = {**defaults, **given}
     fields = {f.name: f for f in dataclasses.fields(factory)} if dataclasses.is_dataclass(factory) else {}
     for name, value in parameters.items():
         if name not in fields:
@@ -173,7 +120,7 @@ def _construct(system: System, axis: str, parameters: Mapping[str, Any]) -> Any:
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(axis, dict(parameters), str(error)) from error
+        raise ConfigError(axis, parameters, str(error)) from error
 
 
 def _fits(value: object, expected: type) -> bool:
@@ -185,42 +132,3 @@ def _fits(value: object, expected: type) -> bool:
         return isinstance(value, int | float) and math.isfinite(float(value))
     except OverflowError:
         return False
-
-
-register(System(name="fcfs", summary="vLLM's own scheduling, with our metrics"))
-register(
-    System(
-        name="alise",
-        ordering=RemainingTimeLevels,
-        admission=BestSet,
-        paper="ALISE (arXiv 2410.23537)",
-        summary="shortest predicted remaining time first, preemptive, aged",
-    )
-)
-register(
-    System(
-        name="oracle-alise",
-        ordering=RemainingTimeLevels,
-        admission=BestSet,
-        oracle=True,
-        paper="ALISE (arXiv 2410.23537), Oracle",
-        summary="alise with true output lengths; offline benchmarks only",
-    )
-)
-register(
-    System(
-        name="orca",
-        admission=ReserveMaximum,
-        paper="Orca (OSDI '22)",
-        summary="baseline: arrival order, the maximum length of each request reserved, whole prompts",
-    )
-)
-register(
-    System(
-        name="vllm-2023",
-        admission=PrefillFirst,
-        budget=SeparateBatches,
-        paper="vLLM 0.2 (SOSP '23)",
-        summary="baseline: arrival order, steps of prompts before steps of decodes",
-    )
-)

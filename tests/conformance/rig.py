@@ -40,6 +40,7 @@ class Arrival:
     osl: int | None = None
     """What the client announces, right or wrong."""
     priority: int = 0
+    ttft_slo_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,8 @@ class Rig:
         extra_args = {"bench_output_len": arrival.true_len}
         if arrival.osl is not None:
             extra_args["osl"] = arrival.osl
+        if arrival.ttft_slo_ms is not None:
+            extra_args["ttft_slo_ms"] = arrival.ttft_slo_ms
         request = make_request(
             req_id,
             tokens,

@@ -10,7 +10,11 @@ STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
 AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
+_MANY, _FEW = 25, 6
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
+_TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
+_SMALL_MATCH = {"long_prompt_tokens": 40, "min_progress_tokens": 2, "gamma_s": 0.2}
+_MIXED_SLOS = {"ttft_ms": 300.0, "tbt_ms": 30.0}
 _EAGER_PREEMPTION = {"gain_ratio": 0.05, "min_progress_tokens": 2}
 
 
@@ -28,15 +32,21 @@ class Row:
     aging_bound_s: float | None = None
     """Waiting time after which only older requests go first; None where the order is arrival, which needs no aging."""
 
+    flood_starves: bool = True
+    """Without aging, a flood of short requests with tight objectives would starve a long one with a loose objective."""
+    examples: int = _FEW
+    """How many traces a property is tried on; systems people are to use get more."""
+
     def __str__(self) -> str:
         return self.name
 
 
 SYSTEMS = (
-    Row(name="upstream", scheduler_cls=None),
-    Row(name="fcfs", options={"system": "fcfs"}),
+    Row(name="upstream", scheduler_cls=None, examples=_MANY),
+    Row(name="fcfs", options={"system": "fcfs"}, examples=_MANY),
     Row(
         name="alise",
+        examples=_MANY,
         options={"system": "alise", "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
     ),
@@ -53,4 +63,66 @@ SYSTEMS = (
     ),
     Row(name="orca", options={"system": "orca"}),
     Row(name="vllm-2023", options={"system": "vllm-2023", "admission": {"watermark": 0.1}}),
+    Row(name="fastgen", options={"system": "fastgen", "budget": {"tokens": 24}}),
+    Row(
+        name="fastserve",
+        options={
+            "system": "fastserve",
+            "ordering": {"starve_limit_s": AGE_LIMIT_S, "base_quantum_s": 0.05},
+            "admission": {"min_progress_tokens": 2},
+        },
+        aging_bound_s=AGE_LIMIT_S,
+        flood_starves=False,  # who has run a little ranks below who has not, and new ones are alike
+    ),
+    Row(
+        name="sarathi",
+        options={"system": "sarathi", "budget": _TIGHT_BUDGET, "slo": {"tbt_ms": 15.0}},
+        examples=_MANY,
+    ),
+    Row(name="sarathi-static", options={"system": "sarathi-static", "budget": {**_TIGHT_BUDGET, "tokens": 16}}),
+    Row(name="sarathi-hybrid-only", options={"system": "sarathi-hybrid-only"}),
+    Row(name="sarathi-chunked-only", options={"system": "sarathi-chunked-only", "budget": {"tokens": 16}}),
+    Row(
+        name="oracle-sarathi",
+        options={"system": "oracle-sarathi", "allow_oracle": True, "budget": _TIGHT_BUDGET},
+        reads_truth=True,
+    ),
+    *(
+        Row(
+            name=name,
+            options={"system": name, "slo": _MIXED_SLOS, **options},
+            aging_bound_s=None if name == "accelgen-no-order" else AGE_LIMIT_S,
+            reads_truth="allow_oracle" in options,
+            examples=_MANY if name == "accelgen" else _FEW,
+        )
+        for name, options in (
+            ("accelgen", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen-no-chunk", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen-no-order", {"admission": _SMALL_MATCH}),
+            ("accelgen-no-batch", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            (
+                "oracle-accelgen",
+                {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH, "allow_oracle": True},
+            ),
+        )
+    ),
+    Row(
+        name="past-future",
+        options={"system": "past-future", "admission": {"cold_requests": 4, "window": 32}},
+        examples=_MANY,
+    ),
+    Row(name="oracle-past-future", options={"system": "oracle-past-future", "allow_oracle": True}, reads_truth=True),
+    Row(name="aggressive", options={"system": "aggressive", "admission": {"watermark": 0.9}}),
+    Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}),
+    Row(name="sarathi+past-future", options={"system": "sarathi+past-future", "budget": _TIGHT_BUDGET}),
+    Row(
+        name="alise+sarathi",
+        options={
+            "system": "alise+sarathi",
+            "ordering": _QUICK_AGING,
+            "admission": _EAGER_PREEMPTION,
+            "budget": _TIGHT_BUDGET,
+        },
+        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+    ),
 )

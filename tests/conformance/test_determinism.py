@@ -16,13 +16,14 @@ from hypothesis import given
 
 from .rig import Arrival, Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, traces
+from .traces import Event, configs, play, searched, traces
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "time_ns", "monotonic_ns", "perf_counter_ns")
 
 
 @pytest.mark.parametrize("row", SYSTEMS, ids=str)
 def test_invariant_9_same_events_same_decisions_under_a_mad_wall_clock(row: Row) -> None:
+    @searched(row)
     @given(config=configs(2), trace=traces())
     def check(config: RigConfig, trace: Sequence[Event]) -> None:
         once = play(Rig(row, config), trace).loop.decision_log()

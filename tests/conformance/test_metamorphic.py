@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from .rig import Arrival, Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, traces, with_true_lengths
+from .traces import Event, configs, play, searched, traces, with_true_lengths
 
 _FEW_CHANGED = st.dictionaries(st.integers(0, 7), st.integers(1, 48), min_size=1, max_size=3)
 _BLIND = [row for row in SYSTEMS if not row.reads_truth]
@@ -31,6 +31,7 @@ def decisions_before_lengths_tell(first: Rig, second: Rig) -> int:
 def test_invariant_1_other_true_lengths_change_no_decision_until_a_finish_differs(row: Row, depth: int) -> None:
     compared = []
 
+    @searched(row)
     @given(config=configs(depth), trace=traces(), lengths=_FEW_CHANGED)
     def check(config: RigConfig, trace: Sequence[Event], lengths: dict[int, int]) -> None:
         first = play(Rig(row, config), trace)

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from .rig import Arrival, Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row
-from .traces import arrivals, configs
+from .traces import arrivals, configs, searched
 
 
 def machine(row: Row, depth: int) -> type[RuleBasedStateMachine]:
@@ -76,4 +76,4 @@ def machine(row: Row, depth: int) -> type[RuleBasedStateMachine]:
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("row", SYSTEMS, ids=str)
 def test_invariants_3_and_6_hold_whatever_happens(row: Row, depth: int) -> None:
-    run_state_machine_as_test(machine(row, depth))
+    run_state_machine_as_test(machine(row, depth), settings=searched(row))

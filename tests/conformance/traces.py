@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.interface import PauseState
 
 from .rig import MIN_BLOCKS, TOKEN_BUDGET, Arrival, Rig, RigConfig
+from .systems_matrix import Row
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,11 @@ class Event:
 
     def __repr__(self) -> str:
         return f"{self.method}({', '.join(map(repr, self.args))})"
+
+
+def searched(row: Row) -> settings:
+    """How long to search with one row: its share of what the profile asks for."""
+    return settings(max_examples=row.examples * max(1, settings.default.max_examples // 40))
 
 
 def arrivals() -> st.SearchStrategy[Arrival]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from vllm_ext.config import ConfigError
 from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.policies.ordering.remaining_time import AGED_LEVEL, RemainingTimeLevels
+from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
+from vllm_ext.scheduling.plan import AGED
 from vllm_ext.scheduling.views import RequestView
 
 POLICY = RemainingTimeLevels(num_levels=4, base_level_s=0.5, age_limit_s=10.0)
@@ -59,7 +60,7 @@ def test_each_age_limit_of_waiting_promotes_by_one_queue() -> None:
     ]
     assert seen == [(3, 110), (3, 110), (2, 120), (1, 130), (0, 140), (0, 140)]
     aged = POLICY.rank(waiting, 140)
-    assert (aged.level, aged.until) == (AGED_LEVEL, math.inf)
+    assert (aged.level, aged.until) == (AGED, math.inf)
 
 
 def test_waits_add_up_over_preemptions_and_promotions_are_kept_while_running() -> None:

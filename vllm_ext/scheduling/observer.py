@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_ext.prediction.runtime import RuntimeModel
+
 logger = init_logger("vllm.vllm_ext.observer")
 
 
@@ -44,6 +46,10 @@ class Observer:
             if (job := self._ledger.get(req_id)) is not None:
                 self._ledger.end_wait(job, now)
         self.timer.scheduled(output, running, now)
+
+    def start_from(self, runtime: RuntimeModel) -> None:
+        """Replace the runtime model, before the first step: what views are made of and what learns from steps."""
+        self._ledger.runtime = self.timer.sink = runtime
 
     def planned(self, duration_s: float) -> None:
         """Add the time policies took in one step."""

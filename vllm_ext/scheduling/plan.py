@@ -21,6 +21,9 @@ class Rank(NamedTuple):
     """Queue the request counts into, for metrics."""
 
 
+AGED = -1
+"""Level of requests that waited so long that only older ones go before them."""
+
 _NUMBERS = (float, int)
 
 

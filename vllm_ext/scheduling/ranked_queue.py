@@ -170,6 +170,10 @@ class RankedQueue(RequestQueue):
         """Return the key of a request in the queue, ties included."""
         return self._live[request][0]
 
+    def level(self, request: Request) -> int:
+        """Return the level of a request in the queue."""
+        return self._live[request][3].level
+
     def best(self, count: int) -> Iterator[Request]:
         """Yield up to ``count`` visible requests, best rank first, without changing the queue.
 

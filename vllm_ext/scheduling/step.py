@@ -80,6 +80,11 @@ class SchedulerStep:
         return self.num_running - self.num_prefilling
 
     @property
+    def decode_tokens(self) -> int:
+        """Tokens that the step takes for those who decode, drafts included."""
+        return self.num_decoding * (1 + self._scheduler.num_spec_tokens)
+
+    @property
     def context_tokens(self) -> int:
         """Sum of the KV tokens held by running requests."""
         return sum(map(_computed_tokens, self._scheduler.running))
@@ -159,6 +164,10 @@ class SchedulerStep:
         """The running request of the best rank."""
         request = self._scheduler.running_order.best()
         return None if request is None else self._scheduler.ledger.view(self._scheduler.ledger[request.request_id])
+
+    def level_of(self, request: RequestView) -> int:
+        """The level of a waiting request's rank."""
+        return self._scheduler.ranked.level(self._scheduler.ledger[request.req_id].request)
 
     def goes_before(self, first: RequestView, second: RequestView) -> bool:
         """Whether the ordering puts ``first`` before ``second``."""

@@ -164,6 +164,12 @@ class StepView(Protocol):
         ...
 
     @property
+    def decode_tokens(self) -> int:
+        """Tokens that the step takes for those who decode: one each, and what is verified with it if anything
+        speculates."""
+        ...
+
+    @property
     def context_tokens(self) -> int:
         """Sum of the KV tokens held by running requests. Cost: one pass over them, in C."""
         ...
@@ -247,6 +253,10 @@ class StepView(Protocol):
 
     def running_best(self) -> RequestView | None:
         """The running request of the best rank."""
+        ...
+
+    def level_of(self, request: RequestView) -> int:
+        """The level of a waiting request's rank; `AGED` if it waited so long that only older ones go before it."""
         ...
 
     def goes_before(self, first: RequestView, second: RequestView) -> bool:

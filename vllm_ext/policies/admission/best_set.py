@@ -33,6 +33,8 @@ class BestSet:
 
     preempt: bool = True
     """Whether running requests may be preempted to admit better ones."""
+    priced: bool = True
+    """Whether a preemption must pay; False: whoever ranks first gets the place, as where KV is swapped for nothing."""
     gain_ratio: float = 1.0
     """The expected gain must exceed the loss this many times."""
     min_progress_tokens: int = 16
@@ -86,7 +88,7 @@ class BestSet:
             free_seats += 1
             free_blocks += candidate.num_blocks
             if free_seats >= 1 and free_blocks >= head.num_blocks:
-                return victims if self._pays(step, head, victims) else []
+                return victims if not self.priced or self._pays(step, head, victims) else []
             if len(victims) >= self.max_victims:
                 return []
         return []

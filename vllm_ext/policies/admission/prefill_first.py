@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import StepView
-
-_NO_CHANGE = AdmissionPlan()
+from vllm_ext.scheduling.views import RequestView, StepView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +34,19 @@ class PrefillFirst:
 
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return the cap that admits exactly the prompts that fit."""
-        free_seats = step.max_running - step.num_running
-        if not step.num_waiting or free_seats < 1:
-            return _NO_CHANGE
-        # Whatever the watermark says, one request alone always fits: vLLM sees to that when it starts.
-        return AdmissionPlan(max_running=max(1, step.num_running + self._fitting(step, free_seats)))
-
-    def _fitting(self, step: StepView, free_seats: int) -> int:
-        if step.num_prefilling:
-            return 0
+        if not step.num_waiting or step.num_running >= step.max_running:
+            return NO_CHANGE
         free_blocks = step.num_free_blocks - int(self.watermark * step.num_total_blocks)
         free_tokens = step.token_budget
-        fitting = 0
-        for head in step.waiting():
-            free_blocks -= step.blocks_for(head.num_tokens)
-            tokens = head.num_tokens - head.num_computed_tokens
-            if free_blocks < 0 or (tokens > free_tokens and fitting):
-                break
+        first = True
+
+        def fits(request: RequestView) -> bool:
+            nonlocal free_blocks, free_tokens, first
+            free_blocks -= step.blocks_for(request.num_tokens)
+            tokens = request.num_tokens - request.num_computed_tokens
+            fitting = free_blocks >= 0 and (tokens <= free_tokens or first) and not step.num_prefilling
             free_tokens -= tokens  # below 0 after a prompt that takes several steps: it is alone
-            fitting += 1
-            if fitting >= free_seats:
-                break
-        return fitting
+            first = False
+            return fitting
+
+        return admit(step, fits, most=step.max_running)

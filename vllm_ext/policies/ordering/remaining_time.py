@@ -6,11 +6,8 @@ import math
 from dataclasses import dataclass
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import Rank
+from vllm_ext.scheduling.plan import AGED, Rank
 from vllm_ext.scheduling.views import RequestView
-
-AGED_LEVEL = -1
-"""Level of requests that were promoted past the highest queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,7 @@ class RemainingTimeLevels:
         level = self.level(request)
         promotions = int(request.total_wait_s(now) // self.age_limit_s)
         if promotions > level:
-            return Rank((0.0,), level=AGED_LEVEL)
+            return Rank((0.0,), level=AGED)
         until = math.inf
         if request.waiting_since is not None:
             until = request.waiting_since + (promotions + 1) * self.age_limit_s - request.waited_s

@@ -1,0 +1,151 @@
+"""Admit a request if the memory that everybody will need fits at its predicted peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ext.policies.admission.peak import Peak
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit
+from vllm_ext.policies.checks import require
+from vllm_ext.scheduling.plan import AdmissionPlan
+from vllm_ext.scheduling.views import Batch, RequestView, StepView
+
+Lengths = npt.NDArray[np.int64]
+
+HISTORY, PREDICTED = "history", "predicted"
+_FORECASTS = (HISTORY, PREDICTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Let the next request join only if the predicted peak of KV memory stays within the pool.
+
+    Every step, output lengths are drawn from those of the last ``window`` finished requests: for a waiting request from
+    P(l), for one that generated g tokens from P(l | l > g). From the lengths follows when each request ends and how
+    much memory all others hold by then; the highest such sum is the peak (`Peak`). Requests are taken in the order of
+    the queue until one does not fit.
+
+    Small batches are drawn several times, and the highest peak counts: their sum of lengths is uncertain. Until
+    ``cold_requests`` have finished, a part of the lengths drawn is the client's bound: everything, before the first
+    one. A request that has outlived all history is expected to double, at most to its bound.
+
+    Memory is counted in the pool's blocks. Prefix blocks that several requests share count once; as sharers finish, the
+    saving is reduced in proportion, which is exact for one common prefix. What a waiting request would share with
+    running ones costs it nothing.
+
+    Source: Past-Future (arXiv 2507.10150), section 3, equations 1-4, Algorithm 1 and section 4. Blocks, sharing and
+    ``stratify`` are ours; with ``stratify`` the draws of a step are spread evenly over the distribution, so that their
+    sum varies less.
+    """
+
+    reserve: float = 0.05
+    """Share of the pool that the predicted peak must leave free, at least 0 and less than 1."""
+    forecast: str = HISTORY
+    """Where lengths come from: ``history``, drawn as above, or ``predicted``, each request's own estimate."""
+    window: int = 1000
+    """Finished requests remembered."""
+    cold_requests: int = 50
+    """Finished requests from which on the history alone is believed."""
+    least_draws: int = 256
+    """Draws per step at least: a batch of fewer requests is drawn several times."""
+    most_repeats: int = 5
+    """How often a batch is drawn at most."""
+    stratify: bool = True
+    """Whether the draws of a step are spread evenly over the distribution."""
+    max_admissions: int = 32
+    """Requests admitted per step at most."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.reserve < 1, "admission.reserve", self.reserve, "at least 0 and less than 1")
+        require(self.forecast in _FORECASTS, "admission.forecast", self.forecast, f"one of {', '.join(_FORECASTS)}")
+        for field in ("window", "least_draws", "most_repeats", "max_admissions"):
+            require(getattr(self, field) >= 1, f"admission.{field}", getattr(self, field), "an integer of at least 1")
+        require(self.cold_requests >= 0, "admission.cold_requests", self.cold_requests, "an integer of at least 0")
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether predicted lengths are looked at."""
+        return self.forecast == PREDICTED
+
+    def plan(self, step: StepView) -> AdmissionPlan:
+        """Return the cap that admits exactly the requests whose peak fits."""
+        head = next(iter(step.waiting()), None)
+        if head is None or step.num_running >= step.max_running or step.num_free_blocks < 1:
+            return NO_CHANGE
+        forecast = _Forecast(self, step)
+
+        def fits(request: RequestView) -> bool:
+            return forecast.admits(request)
+
+        return admit(step, fits, self.max_admissions)
+
+
+class _Forecast:
+    """The peaks of one step, one per repeat of the draw; grows as requests are admitted."""
+
+    def __init__(self, policy: PeakMemory, step: StepView) -> None:
+        self._policy = policy
+        self._step = step
+        self._history = step.finished_lengths()
+        batch = step.batch()
+        expected = step.num_running + 1
+        self._repeats = 1
+        if policy.forecast == HISTORY:
+            self._repeats = min(policy.most_repeats, max(1, -(-policy.least_draws // expected)))
+        block = step.block_size
+        self._capacity = (1 - policy.reserve) * step.num_total_blocks * block
+        self._rounding = (block - 1) / 2
+        used = step.num_total_blocks - step.num_unused_blocks
+        held = int((-(-batch.computed // block)).sum()) if expected > 1 else 0
+        # Positive: blocks that others than the running hold. Negative: blocks that running ones share.
+        extra = (used - held) * block
+        self._peaks = [
+            Peak(batch.tokens, self._remaining(batch), rounding=self._rounding, extra=extra)
+            for _ in range(self._repeats)
+        ]
+
+    def admits(self, request: RequestView) -> bool:
+        """Take the request in if every peak with it fits; it stays out otherwise."""
+        tokens = request.num_tokens - self._step.cached_blocks_in_use(request) * self._step.block_size
+        drawn = [self._remaining_of(request) for _ in self._peaks]
+        for peak, remaining in zip(self._peaks, drawn, strict=True):
+            if peak.with_one_more(tokens, remaining) > self._capacity:
+                return False
+        for peak, remaining in zip(self._peaks, drawn, strict=True):
+            peak.add(tokens, remaining)
+        return True
+
+    def _remaining(self, batch: Batch) -> Lengths:
+        if self._policy.forecast == PREDICTED:
+            lengths = batch.predicted
+        else:
+            lengths = self._draw(batch.generated, batch.max_tokens)
+        return np.maximum(np.minimum(lengths, batch.max_tokens) - batch.generated, 1)
+
+    def _remaining_of(self, request: RequestView) -> int:
+        generated, bound = request.num_output_tokens, request.max_tokens
+        if self._policy.forecast == PREDICTED:
+            length = request.predicted_output_tokens
+        else:
+            length = int(self._draw(np.array([generated]), np.array([bound]))[0])
+        return max(min(length, bound) - generated, 1)
+
+    def _draw(self, generated: Lengths, bound: Lengths) -> Lengths:
+        """Draw a length above ``generated`` for each request, shape [requests]."""
+        count, history, policy = len(generated), self._history, self._policy
+        uniform = self._step.rng.random(count)
+        if policy.stratify and count > 1:
+            uniform = (self._step.rng.permutation(count) + uniform) / count
+        # The upper end of the distribution is the bound while little is known.
+        known = min(1.0, len(history) / policy.cold_requests) if policy.cold_requests else float(len(history) > 0)
+        if known == 0:
+            return bound
+        first = np.searchsorted(history, generated, side="right")
+        left = len(history) - first
+        place = first + (np.minimum(uniform / known, 1 - 1e-12) * left).astype(np.int64)
+        drawn = history[np.minimum(place, len(history) - 1)]
+        drawn = np.where(left > 0, drawn, 2 * generated)
+        return np.where(uniform < known, drawn, bound)

@@ -1,0 +1,210 @@
+"""Admit what must run now, then what fits what is left of compute and memory best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from vllm_ext.policies.budget.slo_pivot import pivot_tokens
+from vllm_ext.policies.checks import require
+from vllm_ext.policies.slack import slack
+from vllm_ext.scheduling.plan import AGED, AdmissionPlan
+from vllm_ext.scheduling.views import RequestView, StepView
+
+_NO_CHANGE = AdmissionPlan()
+
+
+class _Candidate(NamedTuple):
+    request: RequestView
+    remaining_s: float
+    """T_r: time until it must run."""
+    lost: bool
+    """Whether its objective can't be met any more."""
+    aged: bool
+
+
+@dataclass
+class _Room:
+    """What is left of the step, in tokens, and who was given some."""
+
+    compute: int
+    memory: int
+    seats: int
+    long_prompts: int
+    chosen: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloMatch:
+    """Urgent requests join first, then those whose demand is nearest to what is left.
+
+    A waiting request is urgent if it must run in the next step to keep its objective (T_r at most one long step), or if
+    it has waited so long that the ordering puts it before all others. For an urgent one without a seat or memory the
+    running requests with most time left are preempted. Among the waiting requests whose remaining time is within
+    ``gamma_s`` of the first one's, the one is taken whose demand (tokens to compute, tokens of KV) is nearest, by
+    Euclid, to what the step has left; this is repeated until none fits. A prompt longer than what is left is cut to it.
+
+    A long prompt does not start while another one is unfinished, unless it is urgent (exclusive request allocation).
+    At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
+
+    Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
+    before it got on, and that a request that is lost already is not urgent.
+    """
+
+    uses_predictions: ClassVar[bool] = True
+
+    gamma_s: float = 0.75
+    """Requests so much later than the first one compete with it, in seconds. Source: AccelGen, section 6.1."""
+    match: bool = True
+    """Choose by demand; False: in the order of the queue (ablation /Batch)."""
+    whole_prompts: bool = False
+    """Admit a prompt only if all of it fits into the step, or alone (ablation /Chunk)."""
+    exclusive: bool = True
+    """Whether one long prompt at a time is computed."""
+    long_prompt_tokens: int = 0
+    """Prompts longer than this are long; 0: longer than the step at which throughput saturates."""
+    preempt: bool = True
+    """Whether urgent requests may push out running ones."""
+    min_progress_tokens: int = 16
+    """Output tokens a request must have generated since its last preemption before it can be preempted again."""
+    max_victims: int = 8
+    """Requests preempted per step at most."""
+
+    def __post_init__(self) -> None:
+        require(self.gamma_s >= 0, "admission.gamma_s", self.gamma_s, "seconds, at least 0")
+        require(
+            self.long_prompt_tokens >= 0,
+            "admission.long_prompt_tokens",
+            self.long_prompt_tokens,
+            "an integer of at least 0",
+        )
+        for name in ("min_progress_tokens", "max_victims"):
+            require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "an integer of at least 1")
+
+    def plan(self, step: StepView) -> AdmissionPlan:
+        """Return whom to preempt, how many join, and who of the first in the queue must not."""
+        if not step.num_waiting:
+            return _NO_CHANGE
+        room = self._room(step)
+        head = self._head(step, room)
+        if not head:
+            return _NO_CHANGE
+        held_up = not self._admit_urgent(step, room, [c for c in head if self._is_urgent(c, step)])
+        if not held_up:
+            self._admit_matching(step, room, head)
+        cap = max(1, step.num_running - len(room.preempted) + len(room.chosen))
+        if cap == 1 and not room.chosen:  # nothing runs: vLLM takes the first one, whatever we think of it
+            return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap)
+        passed_over = frozenset(c.request.req_id for c in head).difference(room.chosen)
+        return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap, hold=passed_over)
+
+    def _room(self, step: StepView) -> _Room:
+        budget = min(step.token_budget, pivot_tokens(step))
+        return _Room(
+            compute=step.num_free_tokens - step.token_budget + budget,
+            memory=step.num_free_blocks * step.block_size,
+            seats=step.max_running - step.num_running,
+            long_prompts=sum(self._is_long(request, step) for request in step.prefilling()) if self.exclusive else 0,
+        )
+
+    def _head(self, step: StepView, room: _Room) -> list[_Candidate]:
+        """Return the first waiting requests: all that are shown where there is room, else the urgent ones only."""
+        has_room = room.seats > 0 and room.memory > 0 and room.compute > 0
+        found = []
+        for request in step.waiting():
+            left = slack(request, step.now)
+            aged = step.level_of(request) == AGED
+            candidate = _Candidate(request, left.start_by - step.now, left.lost_at <= step.now, aged)
+            if not has_room and not self._is_urgent(candidate, step):
+                break
+            found.append(candidate)
+        return found
+
+    @staticmethod
+    def _is_urgent(candidate: _Candidate, step: StepView) -> bool:
+        return candidate.aged or (not candidate.lost and candidate.remaining_s <= step.pace.longest_step_s)
+
+    def _admit_urgent(self, step: StepView, room: _Room, urgent: list[_Candidate]) -> bool:
+        """Take the urgent requests in; False if one that aged finds no room, so that nobody may pass it."""
+        victims = step.running_worst_first()
+        for candidate in urgent:
+            request = candidate.request
+            short = room.seats < 1 or room.memory < request.num_blocks * step.block_size
+            if short and not (self.preempt and self._make_room(step, room, candidate, victims)):
+                if candidate.aged:
+                    return False
+                continue
+            if room.compute < 1:
+                return not candidate.aged
+            self._take(step, room, request)
+        return True
+
+    def _make_room(self, step: StepView, room: _Room, candidate: _Candidate, victims: Iterator[RequestView]) -> bool:
+        """Preempt those with most time left until the candidate fits; nobody, if it can't be made to fit."""
+        needed = candidate.request.num_blocks * step.block_size
+        found: list[RequestView] = []
+        seats, memory = room.seats, room.memory
+        for victim in victims:
+            if len(room.preempted) + len(found) >= self.max_victims:
+                return False
+            left = slack(victim, step.now)
+            if left.lost_at > step.now and left.start_by - step.now <= candidate.remaining_s and not candidate.aged:
+                return False
+            if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:
+                continue
+            found.append(victim)
+            seats += 1
+            memory += victim.num_blocks * step.block_size
+            if seats >= 1 and memory >= needed:
+                room.seats, room.memory = seats, memory
+                room.preempted += [v.req_id for v in found]
+                return True
+        return False
+
+    def _admit_matching(self, step: StepView, room: _Room, head: list[_Candidate]) -> None:
+        rest = [c for c in head if c.request.req_id not in room.chosen and not self._is_urgent(c, step)]
+        if not rest:
+            return
+        latest_s = rest[0].remaining_s + self.gamma_s
+        group = [c.request for c in rest if c.lost == rest[0].lost and c.remaining_s <= latest_s]
+        while room.seats > 0:
+            fitting = [request for request in group if self._fits(step, room, request)]
+            if not fitting:
+                return
+            best = min(fitting, key=lambda request: self._distance(step, room, request)) if self.match else fitting[0]
+            if not self.match and best is not group[0]:
+                return
+            group.remove(best)
+            self._take(step, room, best)
+
+    def _fits(self, step: StepView, room: _Room, request: RequestView) -> bool:
+        compute, memory = self._demand(step, room, request)
+        if self.exclusive and room.long_prompts and self._is_long(request, step):
+            return False
+        alone = self.whole_prompts and not step.num_running and not room.chosen
+        return memory <= room.memory and room.compute > 0 and (compute <= room.compute or alone)
+
+    def _demand(self, step: StepView, room: _Room, request: RequestView) -> tuple[int, int]:
+        """Tokens to compute and tokens of KV, cut to what is left of compute where prompts may be cut."""
+        compute = request.num_tokens - request.num_computed_tokens
+        if not self.whole_prompts:
+            compute = min(compute, max(room.compute, 1))
+        return compute, request.num_blocks * step.block_size
+
+    def _distance(self, step: StepView, room: _Room, request: RequestView) -> float:
+        compute, memory = self._demand(step, room, request)
+        return math.hypot(room.compute - compute, room.memory - memory)
+
+    def _take(self, step: StepView, room: _Room, request: RequestView) -> None:
+        compute, memory = self._demand(step, room, request)
+        room.compute -= compute
+        room.memory -= memory
+        room.seats -= 1
+        room.long_prompts += self._is_long(request, step)
+        room.chosen.append(request.req_id)
+
+    def _is_long(self, request: RequestView, step: StepView) -> bool:
+        return request.num_prompt_tokens > (self.long_prompt_tokens or step.pivot.tokens)

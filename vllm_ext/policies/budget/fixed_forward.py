@@ -1,0 +1,34 @@
+"""A fixed forward size: prompts are split and fused so that every step has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_ext.policies.checks import require
+from vllm_ext.scheduling.plan import BudgetPlan
+from vllm_ext.scheduling.views import StepView
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedForward:
+    """Dynamic SplitFuse: long prompts are split over several steps, short ones fused to fill a step of fixed size.
+
+    Decodes come first. The size does not depend on any objective, nor on what a step's contexts cost.
+
+    Source: DeepSpeed-FastGen (arXiv 2401.08671), section 3: forward passes of a consistent size, where throughput
+    saturates.
+    """
+
+    uses_predictions: ClassVar[bool] = False
+    stall_free: ClassVar[bool] = True
+
+    tokens: int = 0
+    """Forward size in tokens; 0: the size at which throughput saturates (`StepView.pivot`)."""
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 0, "budget.tokens", self.tokens, "an integer of at least 0")
+
+    def plan(self, step: StepView) -> BudgetPlan:
+        """Return the fixed size, and at least a token for everybody who decodes and one for a prompt."""
+        return BudgetPlan(token_budget=max(self.tokens or step.pivot.tokens, step.decode_tokens + 1))

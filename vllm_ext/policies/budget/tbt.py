@@ -1,0 +1,102 @@
+"""A token budget from the objective for the time between tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_ext.policies.checks import require
+from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.scheduling.plan import BudgetPlan
+from vllm_ext.scheduling.views import StepView
+
+_NO_CHANGE = BudgetPlan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TbtBudget:
+    """Give a step as many tokens as keep the gap between tokens within the objective.
+
+    Decodes come first; what the budget leaves goes to unfinished prompts, then to new ones. The objective is the
+    tightest of those who run, else the configured default (``--tbt-slo-ms``), else ``default_tbt_ms``. A step that
+    decodes nothing delays nobody's next token and is left at vLLM's budget.
+
+    The *dynamic* budget asks the step-time model how many prompt tokens fit beside this step's decodes, with the
+    contexts that they have now: it shrinks as the prefilled prompt, the batch and its contexts grow. The *static* one
+    asks once for a reference batch, as the paper's one-time profiling does.
+
+    Budgets of a tile and more are rounded down to whole tiles: one token more would start another tile of every matrix
+    product. At least ``min_prefill_tokens`` are granted whatever the objective says: decodes alone may already take
+    longer, and prompts that are never computed would wait for ever.
+
+    Source: Sarathi-Serve, Algorithm 3 and section 4.3; the dynamic budget is what the paper leaves as future work.
+    """
+
+    uses_predictions: ClassVar[bool] = False
+    stall_free: ClassVar[bool] = True
+    """A decode never waits behind a prefill chunk, whatever the ordering."""
+
+    dynamic: bool = True
+    """Fit every step; False: one budget for a reference batch."""
+    default_tbt_ms: float = 200.0
+    """Objective where neither the requests nor the configuration name one, in milliseconds."""
+    tile_tokens: int = 64
+    """Tile of the device's matrix products along the tokens; a power of two, 1 switches rounding off."""
+    min_prefill_tokens: int = 64
+    """Prompt tokens granted to a step at least, while a prompt is there to compute."""
+    safety: float = 0.9
+    """Share of the objective that a step may take by the model: the rest is for what the model does not know."""
+    tokens: int = 0
+    """The static budget itself, where it is known; 0: made of the objective."""
+    reference_decodes: int = 32
+    """Decodes of the static budget's reference batch. Source: Sarathi-Serve, section 5.1."""
+    reference_context: int = 4096
+    """Context of each of them, in tokens."""
+
+    def __post_init__(self) -> None:
+        require(self.default_tbt_ms > 0, "budget.default_tbt_ms", self.default_tbt_ms, "milliseconds, greater than 0")
+        power = self.tile_tokens >= 1 and self.tile_tokens & (self.tile_tokens - 1) == 0
+        require(power, "budget.tile_tokens", self.tile_tokens, "a power of two")
+        for field in ("min_prefill_tokens", "reference_decodes"):
+            require(getattr(self, field) >= 1, f"budget.{field}", getattr(self, field), "an integer of at least 1")
+        for field in ("tokens", "reference_context"):
+            require(getattr(self, field) >= 0, f"budget.{field}", getattr(self, field), "an integer of at least 0")
+        require(0 < self.safety <= 1, "budget.safety", self.safety, "greater than 0 and at most 1")
+        fixed = not (self.tokens and self.dynamic)
+        require(fixed, "budget.tokens", self.tokens, "0 with a dynamic budget; set budget.dynamic to false")
+
+    def plan(self, step: StepView) -> BudgetPlan:
+        """Return the step's token budget."""
+        decodes = step.num_decoding
+        if not decodes or not (step.num_prefilling or step.num_waiting):
+            return _NO_CHANGE
+        if self.dynamic:
+            tokens = step.decode_tokens + self._dynamic(step, decodes)
+        else:
+            tokens = self.static_tokens(step.runtime, self.objective_s(step))
+        return BudgetPlan(token_budget=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
+
+    def objective_s(self, step: StepView) -> float:
+        """Return the gap that no token of this step may exceed, in seconds."""
+        tightest = step.tightest_tbt_s
+        return self.default_tbt_ms / 1000 if tightest is None else tightest
+
+    def rounded(self, tokens: int) -> int:
+        """Return the largest number of whole tiles in ``tokens``; below one tile, ``tokens``."""
+        return tokens - tokens % self.tile_tokens if tokens >= self.tile_tokens else tokens
+
+    def static_tokens(self, runtime: RuntimeModel, objective_s: float) -> int:
+        """Return the most tokens that a step with the reference batch may have, those of its decodes included."""
+        if self.tokens:
+            return self.tokens
+        decodes = self.reference_decodes
+        context = decodes * self.reference_context
+        fitting = runtime.largest_prefill(self.safety * objective_s, decodes, context, computed=0)
+        return decodes + fitting
+
+    def _dynamic(self, step: StepView, decodes: int) -> int:
+        """Prompt tokens that fit beside the decodes, all of them at the context of the furthest prompt."""
+        prefilling = step.prefilling()
+        computed = max((request.num_computed_tokens for request in prefilling), default=0)
+        context = step.context_tokens - computed
+        return step.runtime.largest_prefill(self.safety * self.objective_s(step), decodes, context, computed)

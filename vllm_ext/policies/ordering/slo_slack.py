@@ -1,0 +1,59 @@
+"""Order by the time that is left until an objective is missed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_ext.policies.checks import require
+from vllm_ext.policies.slack import slack
+from vllm_ext.scheduling.plan import AGED, Rank
+from vllm_ext.scheduling.views import RequestView
+
+IN_TIME, RELEGATED = 0, 1
+_WAITS, _RUNS = 0.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloSlack:
+    """Let the request go first that has the least time left to meet its objectives.
+
+    The remaining time of those who wait shrinks for all alike, so it is turned into the clock time by which a request
+    must start, which stands still. Of the running ones those with most time left are last, and so leave first.
+
+    With ``relegate``, requests whose objective is lost beyond doubt go after all others: under overload the
+    earliest deadlines are those just missed, and serving them first makes everybody miss. A request that has waited
+    ``age_limit_s`` goes before everybody that has not, oldest first, so that nobody starves.
+
+    Source: AccelGen, section 4.3; relegation and aging are ours (relegation as in Niyama, arXiv 2503.22562).
+    """
+
+    relegate: bool = True
+    """Whether requests that can't meet their objective any more go last."""
+    age_limit_s: float = 120.0
+    """Waiting time after which only older requests go before this one, in seconds."""
+
+    uses_predictions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
+
+    @property
+    def max_wait_behind_younger_s(self) -> float:
+        """The aging bound: waiting time after which only older requests go before this one, in seconds."""
+        return self.age_limit_s
+
+    def rank(self, request: RequestView, now: float) -> Rank:
+        """Return the place of ``request``; a waiting one must be asked for again when it is lost or aged."""
+        if request.total_wait_s(now) >= self.age_limit_s:
+            return Rank((float(AGED),), level=AGED)
+        left = slack(request, now)
+        lost = self.relegate and left.lost_at <= now
+        level = RELEGATED if lost else IN_TIME
+        if request.waiting_since is None:
+            return Rank((float(level), _RUNS, left.start_by - now), level=level)
+        until = request.waiting_since + self.age_limit_s - request.waited_s
+        if self.relegate and not lost and left.lost_at < until:
+            until = math.nextafter(left.lost_at, math.inf)
+        return Rank((float(level), _WAITS, left.start_by), until=until, level=level)

@@ -1,0 +1,88 @@
+"""How long a request can still wait before it misses an objective.
+
+Source: AccelGen, section 4.3 and Figure 10. In its notation: S_r tokens left of the prompt, N_ck chunks, T_max a step,
+S_g tokens left to generate, T_w time waited, T_e time to execute, T_r remaining time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from vllm_ext.config_slo import BUCKET_TOKENS
+from vllm_ext.scheduling.views import RequestView
+
+READING_TBT_S = 0.1875
+"""Time between tokens at which people read, in seconds. Source: AccelGen, section 3.1."""
+PROMPT_TIMES = 5.0
+"""TTFT where nobody names one: this many times what the prompt's bucket takes to compute alone. Ours: the paper draws
+objectives around what its own engine measured."""
+LEAST_TTFT_S = 1.0
+"""... and at least this, in seconds."""
+
+
+class Slack(NamedTuple):
+    """What is left until an objective is missed. Clock times and durations in seconds."""
+
+    start_by: float
+    """Clock time at which the request must run to keep its objective; now + T_r. While a request waits it stands still
+    but for changes of the engine's pace."""
+    lost_at: float
+    """Clock time from which the objective can't be met any more, even by an engine that does nothing else; infinite
+    where a miss can't be foreseen."""
+
+
+def slack(request: RequestView, now: float) -> Slack:
+    """Return the tightest slack over the request's objectives.
+
+    A request without any is judged by the reading speed, and by a TTFT for its bucket of 512 prompt tokens.
+    """
+    online = _online(request, now)
+    if request.slo.e2e_s is None:
+        return online
+    offline = _offline(request, request.slo.e2e_s, now)
+    if request.slo.ttft_s is None and request.slo.tbt_s is None:
+        return offline
+    return Slack(min(online.start_by, offline.start_by), min(online.lost_at, offline.lost_at))
+
+
+def chunks(request: RequestView) -> int:
+    """Return N_ck, the steps that what is missing of the sequence takes: 1 for a request that decodes."""
+    missing = request.num_tokens - request.num_computed_tokens
+    return max(1, math.ceil(missing / max(request.pace.chunk_tokens, 1.0)))
+
+
+def ttft_s(request: RequestView) -> float:
+    """Return the TTFT objective in seconds, or what stands for it."""
+    if request.slo.ttft_s is not None:
+        return request.slo.ttft_s
+    bucket = math.ceil(request.num_prompt_tokens / BUCKET_TOKENS) * BUCKET_TOKENS / request.num_prompt_tokens
+    return max(LEAST_TTFT_S, PROMPT_TIMES * bucket * request.prompt_s)
+
+
+def _online(request: RequestView, now: float) -> Slack:
+    """T_r = SLO - T_w - T_e of the next token; T_w is 0 for a decode that returns from a step."""
+    execute_s = chunks(request) * request.pace.longest_step_s
+    if not request.num_output_tokens:
+        deadline = request.arrival_time + ttft_s(request)
+        return Slack(deadline - execute_s, deadline - request.prefill_s)
+    tbt_s = READING_TBT_S if request.slo.tbt_s is None else request.slo.tbt_s
+    since = now if request.waiting_since is None else request.waiting_since
+    return Slack(since + tbt_s - execute_s, math.inf)
+
+
+def _offline(request: RequestView, jct_s: float, now: float) -> Slack:
+    """T_r of a job: the wait that is left of its allowance, which is spread evenly over its steps and carried over."""
+    pace = request.pace
+    token_s = pace.longest_step_s + pace.preemption_s
+    left = max(1, request.predicted_output_tokens - request.num_output_tokens)
+    done = request.num_output_tokens
+    all_chunks = max(1, math.ceil(request.num_prompt_tokens / max(pace.chunk_tokens, 1.0)))
+    whole_s = all_chunks * pace.longest_step_s + (done + left) * token_s
+    allowance_s = (jct_s - whole_s) / (all_chunks + done + left)
+    # Computed prompt tokens count as the steps they took.
+    computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+    steps_done = int(all_chunks * computed / request.num_prompt_tokens) + done
+    lateness_s = now - request.arrival_time - steps_done * token_s
+    deadline = request.arrival_time + jct_s
+    return Slack(now + (steps_done + 1) * allowance_s - lateness_s, deadline - request.predicted_remaining_s)

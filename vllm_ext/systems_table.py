@@ -1,0 +1,175 @@
+"""The rows of the systems table: each paper in four policies."""
+
+from __future__ import annotations
+
+from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.admission.peak_memory import PREDICTED, PeakMemory
+from vllm_ext.policies.admission.prefill_first import PrefillFirst
+from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.admission.slo_match import SloMatch
+from vllm_ext.policies.admission.watermark import Watermark
+from vllm_ext.policies.admission.whole_prompts import WholePrompts
+from vllm_ext.policies.budget.chunks_apart import ChunksApart
+from vllm_ext.policies.budget.fixed_forward import FixedForward
+from vllm_ext.policies.budget.separate_batches import SeparateBatches
+from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
+from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
+from vllm_ext.policies.ordering.skip_join import SkipJoin
+from vllm_ext.policies.ordering.slo_slack import SloSlack
+from vllm_ext.system import System
+
+_ALISE = "ALISE (arXiv 2410.23537)"
+_SARATHI = "Sarathi-Serve (arXiv 2403.02310)"
+_ACCELGEN = "AccelGen (arXiv 2503.13737)"
+_PAST_FUTURE = "Past-Future (arXiv 2507.10150)"
+_OFFLINE = "offline benchmarks only"
+
+ROWS = (
+    System(name="fcfs", summary="vLLM's own scheduling, with our metrics"),
+    System(
+        name="alise",
+        ordering=RemainingTimeLevels,
+        admission=BestSet,
+        paper=_ALISE,
+        summary="shortest predicted remaining time first, preemptive, aged",
+    ),
+    System(
+        name="oracle-alise",
+        ordering=RemainingTimeLevels,
+        admission=BestSet,
+        oracle=True,
+        paper=f"{_ALISE}, Oracle",
+        summary=f"alise with true output lengths; {_OFFLINE}",
+    ),
+    System(
+        name="sarathi",
+        budget=TbtBudget,
+        paper=_SARATHI,
+        summary="decodes never stall: a token budget from the TBT objective, fitted to every step",
+    ),
+    System(
+        name="sarathi-static",
+        budget=TbtBudget,
+        parameters={"budget": {"dynamic": False}},
+        paper=_SARATHI,
+        summary="sarathi as published: one token budget, from profiling a reference batch",
+    ),
+    System(
+        name="sarathi-hybrid-only",
+        admission=WholePrompts,
+        paper=f"{_SARATHI}, ablation",
+        summary="ablation: prompts join decodes in one step, but are not cut into chunks",
+    ),
+    System(
+        name="sarathi-chunked-only",
+        budget=ChunksApart,
+        paper=f"{_SARATHI}, ablation",
+        summary="ablation: prompts are cut into chunks, but never share a step with decodes",
+    ),
+    System(
+        name="oracle-sarathi",
+        admission=PeakMemory,
+        budget=TbtBudget,
+        parameters={"admission": {"forecast": PREDICTED, "reserve": 0.0}},
+        oracle=True,
+        paper=f"{_SARATHI}, with true lengths",
+        summary=f"sarathi that admits by true output lengths and so never preempts; {_OFFLINE}",
+    ),
+    System(
+        name="accelgen",
+        ordering=SloSlack,
+        admission=SloMatch,
+        budget=SloPivotBudget,
+        paper=_ACCELGEN,
+        summary="least time left to the objective first, urgent requests preempt, compute and memory matched",
+    ),
+    System(
+        name="accelgen-no-chunk",
+        ordering=SloSlack,
+        admission=SloMatch,
+        parameters={"admission": {"whole_prompts": True}},
+        paper=f"{_ACCELGEN}, ablation /Chunk",
+        summary="ablation: whole prompts, static token budget",
+    ),
+    System(
+        name="accelgen-no-order",
+        admission=SloMatch,
+        budget=SloPivotBudget,
+        paper=f"{_ACCELGEN}, ablation /Order",
+        summary="ablation: order of arrival",
+    ),
+    System(
+        name="accelgen-no-batch",
+        ordering=SloSlack,
+        admission=SloMatch,
+        budget=SloPivotBudget,
+        parameters={"admission": {"match": False}},
+        paper=f"{_ACCELGEN}, ablation /Batch",
+        summary="ablation: requests join in the order of the queue, whatever they demand",
+    ),
+    System(
+        name="oracle-accelgen",
+        ordering=SloSlack,
+        admission=SloMatch,
+        budget=SloPivotBudget,
+        oracle=True,
+        paper=f"{_ACCELGEN}, Oracle",
+        summary=f"accelgen with true output lengths; {_OFFLINE}",
+    ),
+    System(
+        name="past-future",
+        admission=PeakMemory,
+        paper=_PAST_FUTURE,
+        summary="admission by the predicted peak of KV memory, from the lengths of recent requests",
+    ),
+    System(
+        name="oracle-past-future",
+        admission=PeakMemory,
+        parameters={"admission": {"forecast": PREDICTED, "reserve": 0.0}},
+        oracle=True,
+        paper=f"{_PAST_FUTURE}, theoretical optimum",
+        summary=f"past-future with true output lengths; {_OFFLINE}",
+    ),
+    System(
+        name="orca",
+        admission=ReserveMaximum,
+        paper="Orca (OSDI '22)",
+        summary="baseline: arrival order, the maximum length of each request reserved, whole prompts",
+    ),
+    System(
+        name="vllm-2023",
+        admission=PrefillFirst,
+        budget=SeparateBatches,
+        paper="vLLM 0.2 (SOSP '23)",
+        summary="baseline: arrival order, steps of prompts before steps of decodes",
+    ),
+    System(
+        name="fastgen",
+        budget=FixedForward,
+        paper="DeepSpeed-FastGen (arXiv 2401.08671)",
+        summary="baseline: forward passes of fixed size, prompts split and fused to fill them",
+    ),
+    System(
+        name="fastserve",
+        ordering=SkipJoin,
+        admission=BestSet,
+        parameters={"admission": {"priced": False}},
+        paper="FastServe (arXiv 2305.05920)",
+        summary="baseline: skip-join multi-level feedback queues, preemptive",
+    ),
+    System(
+        name="aggressive",
+        admission=Watermark,
+        paper=f"{_PAST_FUTURE}, baseline",
+        summary="baseline: admission while prompts fit below a watermark",
+    ),
+    System(
+        name="conservative",
+        admission=ReserveMaximum,
+        parameters={"admission": {"whole_prompts": False}},
+        paper=f"{_PAST_FUTURE}, baseline",
+        summary="baseline: admission while maximum lengths fit, times an overcommit",
+    ),
+)
+"""In the order of the documentation."""
