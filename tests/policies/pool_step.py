@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import RequestView
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel
+from vllm_ext.scheduling.plan import AGED, AdmissionPlan
+from vllm_ext.scheduling.views import NO_PACE, Batch, Pace, RequestView
+
+_PIVOT = Pivot(64, 0.1)
 
 
 @dataclass(kw_only=True)
@@ -20,15 +26,33 @@ class PoolStep:
     num_free_blocks: int = 100
     max_running: int = 8
     token_budget: int = 64
-    prefilling: tuple[int, ...] = ()
+    unfinished: tuple[int, ...] = ()
     """Tokens left of prompts that are half done; these requests are the last of the running ones."""
     max_model_len: int = 512
     admission: AdmissionPlan = field(default_factory=AdmissionPlan)
     now: float = 0.0
+    block_size: int = 16
+    running: tuple[RequestView, ...] = ()
+    """Running requests, best rank first; needed by policies that look at them one by one."""
+    finished: tuple[int, ...] = ()
+    """Output lengths of finished requests."""
+    shared_blocks: int = 0
+    """Blocks of its prefix that a waiting request would share."""
+    context_tokens: int = 0
+    tightest_tbt_s: float | None = None
+    number: int = 0
+    runtime: RuntimeModel = field(default_factory=lambda: RuntimeModel((0.01, 0.0, 1e-4, 0.0, 0.0)))
+    pivot: Pivot = _PIVOT
+    pace: Pace = NO_PACE
+    aged: frozenset[str] = frozenset()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
 
     @property
     def num_running(self) -> int:
-        return len(self.bounds)
+        return max(len(self.bounds), len(self.running))
 
     @property
     def num_waiting(self) -> int:
@@ -36,14 +60,48 @@ class PoolStep:
 
     @property
     def num_prefilling(self) -> int:
-        return len(self.prefilling)
+        return len(self.unfinished) or len(self.prefilling())
 
     @property
     def num_free_tokens(self) -> int:
-        return self.token_budget - self.num_running + sum(1 - tokens for tokens in self.prefilling)
+        return self.token_budget - self.num_running + sum(1 - tokens for tokens in self.unfinished)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-min(num_tokens, self.max_model_len) // 16)
+        return -(-min(num_tokens, self.max_model_len) // self.block_size)
+
+    @property
+    def num_unused_blocks(self) -> int:
+        return self.num_free_blocks
+
+    @property
+    def num_decoding(self) -> int:
+        return self.num_running - self.num_prefilling
+
+    @property
+    def decode_tokens(self) -> int:
+        return self.num_decoding
+
+    def finished_lengths(self) -> npt.NDArray[np.int64]:
+        return np.array(sorted(self.finished), dtype=np.int64)
+
+    def batch(self) -> Batch:
+        rows = [
+            (r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens, r.predicted_output_tokens)
+            for r in self.running
+        ]
+        return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), 5).T)
+
+    def cached_blocks_in_use(self, request: RequestView) -> int:
+        return self.shared_blocks
+
+    def prefilling(self) -> list[RequestView]:
+        return [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
+
+    def level_of(self, request: RequestView) -> int:
+        return AGED if request.req_id in self.aged else 0
+
+    def running_worst_first(self) -> Iterator[RequestView]:
+        return iter(self.running[::-1])
 
     def blocks_at_bound(self, min_tokens: int = 0) -> int:
         return sum(self.blocks_for(max(bound, min_tokens)) for bound in self.bounds)

@@ -53,7 +53,7 @@ def test_an_admission_leaves_the_watermark_free(free: int, watermark: float, exp
 
 
 def test_nobody_joins_a_prompt_that_is_half_done() -> None:
-    assert admitted(PoolStep(queue=prompts((1, 9)), bounds=(16, 200), prefilling=(5,))) == 0
+    assert admitted(PoolStep(queue=prompts((1, 9)), bounds=(16, 200), unfinished=(5,))) == 0
 
 
 def test_seats_end_the_admissions() -> None:
@@ -82,8 +82,8 @@ def test_decodes_are_kept_out_of_a_step_of_prompts_and_run_in_the_others() -> No
 
 
 def test_a_half_done_prompt_goes_on_without_decodes() -> None:
-    assert skipped(PoolStep(bounds=(16, 16, 200), prefilling=(30,))) == ("r0", "r1")
-    assert skipped(PoolStep(bounds=(200,), prefilling=(30,))) == ()
+    assert skipped(PoolStep(bounds=(16, 16, 200), unfinished=(30,))) == ("r0", "r1")
+    assert skipped(PoolStep(bounds=(200,), unfinished=(30,))) == ()
 
 
 def test_an_admission_policy_without_a_cap_leaves_the_step_alone() -> None:
@@ -107,7 +107,7 @@ def test_a_step_is_of_prompts_or_of_decodes(
     queue: list[tuple[int, int]], running: int, free: int, prefilling: bool
 ) -> None:
     half_done = (7,) if prefilling and running else ()
-    step = PoolStep(queue=prompts(*queue), bounds=(16,) * running, num_free_blocks=free, prefilling=half_done)
+    step = PoolStep(queue=prompts(*queue), bounds=(16,) * running, num_free_blocks=free, unfinished=half_done)
     kept_out = skipped(step)
     joining = max(0, (step.admission.max_running or 0) - step.num_running)
     assert bool(kept_out) == bool((joining or half_done) and step.decoding())

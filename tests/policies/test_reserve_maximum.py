@@ -64,7 +64,7 @@ def test_a_fixed_reservation_counts_for_what_runs_too() -> None:
 def test_only_whole_prompts_join(
     queue: tuple[tuple[int, int], ...], running: int, prefilling: tuple[int, ...], expected: int
 ) -> None:
-    step = PoolStep(queue=prompts(*queue), bounds=(16,) * running, prefilling=prefilling)
+    step = PoolStep(queue=prompts(*queue), bounds=(16,) * running, unfinished=prefilling)
     assert admitted(step) == expected
 
 

@@ -75,15 +75,19 @@ class PeakMemory:
         head = next(iter(step.waiting()), None)
         if head is None or step.num_running >= step.max_running or step.num_free_blocks < 1:
             return NO_CHANGE
-        forecast = _Forecast(self, step)
+        forecast = self.forecast_of(step)
 
         def fits(request: RequestView) -> bool:
             return forecast.admits(request)
 
         return admit(step, fits, self.max_admissions)
 
+    def forecast_of(self, step: StepView) -> Forecast:
+        """Return the peaks of a step, before anybody joins."""
+        return Forecast(self, step)
 
-class _Forecast:
+
+class Forecast:
     """The peaks of one step, one per repeat of the draw; grows as requests are admitted."""
 
     def __init__(self, policy: PeakMemory, step: StepView) -> None:
@@ -106,6 +110,11 @@ class _Forecast:
             Peak(batch.tokens, self._remaining(batch), rounding=self._rounding, extra=extra)
             for _ in range(self._repeats)
         ]
+
+    @property
+    def tokens(self) -> float:
+        """The highest of the peaks, in tokens."""
+        return max(peak.tokens for peak in self._peaks)
 
     def admits(self, request: RequestView) -> bool:
         """Take the request in if every peak with it fits; it stays out otherwise."""

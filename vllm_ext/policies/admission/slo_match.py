@@ -95,9 +95,9 @@ class SloMatch:
         held_up = not self._admit_urgent(step, room, [c for c in head if self._is_urgent(c, step)])
         if not held_up:
             self._admit_matching(step, room, head)
-        cap = max(1, step.num_running - len(room.preempted) + len(room.chosen))
-        if cap == 1 and not room.chosen:  # nothing runs: vLLM takes the first one, whatever we think of it
-            return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap)
+        cap = step.num_running - len(room.preempted) + len(room.chosen)
+        if not cap:  # nothing would run: the first one does, whatever it needs
+            return AdmissionPlan(preempt=tuple(room.preempted), max_running=1)
         passed_over = frozenset(c.request.req_id for c in head).difference(room.chosen)
         return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap, hold=passed_over)
 

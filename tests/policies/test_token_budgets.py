@@ -1,0 +1,167 @@
+"""Token budgets: from the TBT objective, of a fixed size, in proportion to the tightest objective."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ext.config import ConfigError
+from vllm_ext.policies.budget.chunks_apart import ChunksApart
+from vllm_ext.policies.budget.fixed_forward import FixedForward
+from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
+from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
+from vllm_ext.scheduling.plan import BudgetPlan
+from vllm_ext.scheduling.views import RequestView
+
+from .pool_step import PoolStep, prompts
+
+MODEL = RuntimeModel((0.01, 1e-4, 1e-4, 1e-7, 1e-9))
+"""10 ms a step, 0.1 ms a decode or prompt token, contexts on top."""
+
+
+def decoding(count: int, context: int = 100) -> tuple[RequestView, ...]:
+    return tuple(RequestView(f"r{i}", float(i), context - 1, 1, context, max_tokens=500) for i in range(count))
+
+
+def half_done(prompt: int, computed: int) -> RequestView:
+    return RequestView("p", 50.0, prompt, 0, computed, max_tokens=500)
+
+
+def mixed(decodes: int, *, context: int = 100, computed: int = 0, tbt_s: float | None = None) -> PoolStep:
+    """Some decode, one is prefilling, one waits."""
+    running = (*decoding(decodes, context), half_done(20_000, computed))
+    return PoolStep(
+        running=running,
+        queue=prompts((100, 10)),
+        context_tokens=decodes * context + computed,
+        tightest_tbt_s=tbt_s,
+        runtime=MODEL,
+        token_budget=8192,
+        max_running=300,
+    )
+
+
+def step_s(step: PoolStep, tokens: int) -> float:
+    """What the step takes by the model if the budget is used up."""
+    chunk = tokens - step.num_decoding
+    computed = step.prefilling()[0].num_computed_tokens
+    pairs = chunk * (computed + chunk / 2)
+    return MODEL.step_time_s(StepFeatures(step.num_decoding, chunk, step.context_tokens + chunk, pairs))
+
+
+def test_the_dynamic_budget_fills_the_objective_and_no_more() -> None:
+    policy = TbtBudget(tile_tokens=1, safety=1.0)
+    step = mixed(10, tbt_s=0.1)
+    tokens = policy.plan(step).token_budget
+    assert tokens is not None
+    assert step_s(step, tokens) <= 0.1 < step_s(step, tokens + 1)
+
+
+def test_the_dynamic_budget_shrinks_as_prefill_batch_and_contexts_grow() -> None:
+    policy = TbtBudget(tile_tokens=1)
+
+    def chunk(step: PoolStep) -> int:
+        tokens = policy.plan(step).token_budget
+        assert tokens is not None
+        return tokens - step.num_decoding
+
+    usual = chunk(mixed(10, tbt_s=0.1))
+    assert chunk(mixed(10, tbt_s=0.1, computed=8000)) < usual
+    assert chunk(mixed(50, tbt_s=0.1)) < usual
+    assert chunk(mixed(10, tbt_s=0.1, context=4000)) < usual
+
+
+def test_the_static_budget_looks_at_its_reference_batch_only() -> None:
+    policy = TbtBudget(dynamic=False, tile_tokens=1, safety=1.0, reference_decodes=32, reference_context=1000)
+    budgets = {policy.plan(mixed(n, computed=c, tbt_s=0.1)).token_budget for n in (1, 30) for c in (0, 9000)}
+    assert len(budgets) == 1
+    (tokens,) = budgets
+    assert tokens is not None
+    reference = StepFeatures(32, tokens - 32, 32 * 1000 + tokens - 32, (tokens - 32) ** 2 / 2)
+    assert MODEL.step_time_s(reference) <= 0.1
+    assert TbtBudget(dynamic=False, tokens=512).plan(mixed(3)).token_budget == 512
+
+
+@pytest.mark.parametrize(("tokens", "tile", "expected"), [(257, 256, 256), (511, 256, 256), (200, 256, 200)])
+def test_budgets_are_whole_tiles(tokens: int, tile: int, expected: int) -> None:
+    """One token more than a tile costs up to a third more (Sarathi-Serve, section 4.3)."""
+    policy = TbtBudget(dynamic=False, tokens=tokens, tile_tokens=tile, min_prefill_tokens=1)
+    assert policy.plan(mixed(3)).token_budget == expected
+
+
+def test_prompts_get_a_little_even_where_decodes_alone_break_the_objective() -> None:
+    policy = TbtBudget(min_prefill_tokens=16)
+    assert policy.plan(mixed(200, tbt_s=0.011)).token_budget == 216
+
+
+def test_a_step_without_decodes_or_without_prompts_is_left_alone() -> None:
+    for policy in (TbtBudget(), ChunksApart(tokens=64)):
+        assert policy.plan(PoolStep(running=decoding(4), runtime=MODEL)) == BudgetPlan()
+    lone = PoolStep(running=(half_done(100, 0),), runtime=MODEL)
+    assert TbtBudget().plan(lone) == BudgetPlan()
+    assert ChunksApart(tokens=64).plan(lone) == BudgetPlan(token_budget=64)
+
+
+@given(
+    decodes=st.integers(1, 64),
+    context=st.integers(1, 4000),
+    computed=st.integers(0, 16_000),
+    tbt_s=st.floats(0.005, 2.0),
+    looser=st.floats(1.0, 10.0),
+    dynamic=st.booleans(),
+    tile=st.sampled_from([1, 16, 128]),
+)
+def test_a_looser_objective_never_reduces_the_budget(
+    decodes: int, context: int, computed: int, tbt_s: float, looser: float, dynamic: bool, tile: int
+) -> None:
+    def tokens(policy: TbtBudget | SloPivotBudget, objective_s: float) -> int:
+        found = policy.plan(mixed(decodes, context=context, computed=computed, tbt_s=objective_s)).token_budget
+        assert found is not None
+        return found
+
+    for policy in (TbtBudget(dynamic=dynamic, tile_tokens=tile), SloPivotBudget()):
+        assert tokens(policy, tbt_s) <= tokens(policy, tbt_s * looser)
+
+
+def test_accelgens_budget_is_equation_6() -> None:
+    step = mixed(10, tbt_s=0.2)
+    step.pivot = Pivot(768, 0.1)
+    assert SloPivotBudget().plan(step).token_budget == 1536
+    step.tightest_tbt_s = None
+    assert SloPivotBudget().plan(step).token_budget == 1440, "the reading speed, where nobody has an objective"
+    step.tightest_tbt_s = 1e-4
+    assert SloPivotBudget().plan(step).token_budget == 11, "a token for everybody who decodes, and one more"
+
+
+def test_fastgens_forward_size_is_fixed() -> None:
+    step = mixed(10, tbt_s=0.001)
+    step.pivot = Pivot(768, 0.1)
+    assert FixedForward().plan(step).token_budget == 768
+    assert FixedForward(tokens=256).plan(step).token_budget == 256
+    assert FixedForward(tokens=4).plan(step).token_budget == 11
+
+
+def test_chunks_and_decodes_take_turns() -> None:
+    step = mixed(3)
+    step.number = 4
+    assert ChunksApart(tokens=64).plan(step) == BudgetPlan(token_budget=64, skip=("r0", "r1", "r2"))
+    step.number = 5
+    assert ChunksApart(tokens=64).plan(step) == BudgetPlan(token_budget=3, decode_only=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tile_tokens", 48),
+        ("tile_tokens", 0),
+        ("default_tbt_ms", 0.0),
+        ("safety", 1.5),
+        ("min_prefill_tokens", 0),
+        ("tokens", 512),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"budget.{field}"):
+        TbtBudget(**{field: value})
