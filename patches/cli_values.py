@@ -27,6 +27,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: Any, *rest: An
         if not isinstance(options, Mapping):
             raise ConfigError("", options, "must be an object")
         engine_args.additional_config = {**additional, KEY: merge_flags(options, given)}
+        # Spawned API servers get the arguments and read them before our plugin is loaded: they must not need the flags.
+        args.additional_config = engine_args.additional_config
     return engine_args
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.observability import slo_report
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
 from vllm_ext.prediction.service import said
@@ -29,7 +30,9 @@ async def _create(
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
     said.during(request)
-    return said.along(await original(self, request, raw_request, *args, **kwargs), request)
+    report = slo_report.asked(request)
+    answer = await original(self, request, raw_request, *args, **kwargs)
+    return said.along(slo_report.along(answer, report), request)
 
 
 async def add_hints(request: Any, raw_request: Any) -> None:
@@ -42,22 +45,28 @@ async def add_hints(request: Any, raw_request: Any) -> None:
     """
     found = {} if raw_request is None else hints.from_headers(raw_request.headers)
     found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
-    given = request.vllm_xargs or {}
+    given = await _as_sent(request.vllm_xargs or {}, raw_request)
     hints.from_extra_args(given)
-    await _refuse_booleans(given, raw_request)
-    if found:
+    if found or hints.REPORT_KEY in given:
         request.vllm_xargs = {**found, **given}
 
 
-async def _refuse_booleans(given: dict[str, Any], raw_request: Any) -> None:
-    """vLLM's request model turns ``true`` into 1; only the raw body, which the server keeps parsed, still tells."""
-    suspects = [key for key in hints.KEYS if key in given and given[key] == 1]
-    if not suspects or raw_request is None:
-        return
+async def _as_sent(given: dict[str, Any], raw_request: Any) -> dict[str, Any]:
+    """Return the arguments with true and false as they were sent.
+
+    vLLM's request model turns them into 1 and 0; only the raw body, which the server keeps parsed, still tells. Without
+    one, as in a batch file, the report that was asked for with 1 is taken to be asked for with true.
+    """
+    suspects = [key for key in hints.KEYS if key in given and given[key] in (0, 1)]
+    if not suspects:
+        return given
+    if raw_request is None:
+        return {
+            key: bool(value) if key == hints.REPORT_KEY and value in (0, 1) else value for key, value in given.items()
+        }
     body = await raw_request.json()
     sent = body.get("vllm_xargs") if isinstance(body, dict) else None
-    if isinstance(sent, dict):
-        hints.from_extra_args({key: sent[key] for key in suspects if key in sent})
+    return {**given, **{key: sent[key] for key in suspects if key in sent}} if isinstance(sent, dict) else given
 
 
 async def _raise(error: Exception) -> None:

@@ -14,11 +14,12 @@ from vllm_ext.patches.patch import Addition, Hook, Patch, Undo
 GROUPS: dict[str, tuple[str, ...]] = {
     "base": ("cli_flags", "cli_values", "engine_config"),
     "scheduler": ("scheduler_reliances",),
-    "hints": ("input_hints",),
+    "hints": ("input_hints", "slo_accounting"),
     "http": ("http_hints",),
     "engine-core": ("engine_state",),
     "front-end": ("output_handler",),
     "prediction": ("prediction_service",),
+    "shed": ("slo_shedding",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

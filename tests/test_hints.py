@@ -17,6 +17,7 @@ from vllm_ext.hints import NO_HINTS, HintError, RequestHints
 NOT_AN_SLO = [-1, 0, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400, True, False, "250", "", [250], {"ms": 250}]
 NOT_AN_OSL = [-3, 0, 1_000_001, 1.0, 1.5, math.nan, True, False, "12", [12]]
 NOT_A_TAG = ["", "x" * 65, 7, True, ["t"]]
+NOT_A_FLAG = [1, 0, 1.0, "true", "", [True]]
 NOT_AN_ID = ["", "x" * 257, 7, 1.5, True, ["c"]]
 
 
@@ -77,6 +78,17 @@ def test_a_malformed_tag_is_refused_by_name(value: Any) -> None:
     with pytest.raises(HintError, match="must be a string of 1 to 64 characters") as caught:
         hints.from_extra_args({"tag": value})
     assert (caught.value.field, caught.value.value) == ("tag", value)
+
+
+@pytest.mark.parametrize("value", NOT_A_FLAG, ids=repr)
+def test_a_report_is_asked_for_with_a_boolean(value: Any) -> None:
+    with pytest.raises(HintError, match=r"^slo_report=.*: must be true or false;"):
+        hints.from_extra_args({"slo_report": value})
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_report_may_be_asked_for_or_declined(value: bool) -> None:
+    assert hints.from_extra_args({"slo_report": value}).slo_report is value
 
 
 @pytest.mark.parametrize("value", NOT_AN_ID, ids=lambda v: repr(v)[:20])

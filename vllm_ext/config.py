@@ -113,6 +113,8 @@ class ExtConfig:
                 text(name, getattr(self, name))
         if self.request_log is not None and self.metrics_interval_s == 0:
             raise ConfigError("request_log", self.request_log, "needs metrics_interval_s greater than 0")
+        if self.slo.shed and self.metrics_interval_s == 0:
+            raise ConfigError("slo.shed", self.slo.shed, "needs metrics_interval_s greater than 0")
         boolean("allow_oracle", self.allow_oracle)
         if "oracle" in self.prediction.sources and not self.allow_oracle:
             allowed = "'oracle' needs allow_oracle=true, which is for offline benchmarks only"

@@ -1,4 +1,4 @@
-"""What a client may say of a request: latency objectives, conversation, expected output length.
+"""What a client may say of a request: latency objectives, conversation, expected output length; and ask: a report.
 
 Hints travel in the request body (``vllm_xargs``), in headers, or in Dynamo's ``nvext`` body extension. All three end in
 vLLM's ``SamplingParams.extra_args``; keys not listed in `KEYS` belong to others and are left alone. A hint is a wish,
@@ -22,7 +22,8 @@ MAX_OSL = 1_000_000
 """Largest expected output length, in tokens."""
 
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
-KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag")
+REPORT_KEY = "slo_report"
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", REPORT_KEY)
 """The keys of ``extra_args`` that are ours."""
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -31,6 +32,7 @@ OSL_HEADER = "x-dynamo-osl"
 _SLO_ALLOWED = "a finite number of milliseconds greater than 0"
 _OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
 _TAG_ALLOWED = f"a string of 1 to {MAX_TAG_CHARS} characters"
+_FLAG_ALLOWED = "true or false"
 _ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
 _SHOWN_CHARS = 80
 
@@ -79,6 +81,9 @@ class RequestHints:
     tag: str | None = None
     """Name of the application or tenant; requests of one tag are expected to be alike."""
 
+    slo_report: bool = False
+    """Whether the response's usage is to say how long the request took and whether its objectives were met."""
+
 
 NO_HINTS = RequestHints()
 
@@ -106,6 +111,7 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         jct_slo_ms=check_slo_ms("jct_slo_ms", found.get("jct_slo_ms")),
         osl=check_osl("osl", found.get("osl")),
         tag=check_tag("tag", found.get("tag")),
+        slo_report=check_flag(REPORT_KEY, found.get(REPORT_KEY)),
     )
 
 
@@ -174,6 +180,15 @@ def check_tag(field: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_TAG_CHARS:
         raise HintError(field, value, _TAG_ALLOWED)
+    return value
+
+
+def check_flag(field: str, value: Any) -> bool:
+    """Return a flag, False where nothing was said, or raise `HintError` naming ``field``."""
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise HintError(field, value, _FLAG_ALLOWED)
     return value
 
 

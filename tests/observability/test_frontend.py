@@ -61,7 +61,7 @@ def config(path: Path | None = None) -> ExtConfig:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
-    assert text.endswith("\n"), "lines are appended whole"
+    assert not text or text.endswith("\n"), "lines are appended whole"
     return [json.loads(line) for line in text.splitlines()]
 
 

@@ -99,6 +99,9 @@ MALFORMED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "text": ({}, {"vllm_xargs": {"ttft_slo_ms": "250"}}, "ttft_slo_ms"),
     "true": ({}, {"vllm_xargs": {"ttft_slo_ms": True}}, "ttft_slo_ms"),
     "true among others": ({}, {"vllm_xargs": {"other": 1, "osl": True}}, "osl"),
+    "report asked for with a number": ({}, {"vllm_xargs": {"slo_report": 1}}, "slo_report"),
+    "report declined with a number": ({}, {"vllm_xargs": {"slo_report": 0}}, "slo_report"),
+    "report asked for with a text": ({}, {"vllm_xargs": {"slo_report": "true"}}, "slo_report"),
     "long conversation": ({}, {"vllm_xargs": {"conversation_id": "x" * 257}}, "conversation_id"),
     "header": ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms"),
     "length header": ({"x-dynamo-osl": "0"}, {}, "x-dynamo-osl"),
@@ -126,6 +129,21 @@ async def test_the_number_one_is_not_mistaken_for_true() -> None:
     request, raw = make_request("completion", vllm_xargs={"ttft_slo_ms": 1, "osl": 1})
     await add_hints(request, raw)
     assert request.vllm_xargs == {"ttft_slo_ms": 1, "osl": 1}
+
+
+@kinds
+@pytest.mark.parametrize("value", [True, False])
+async def test_a_flag_reaches_the_sampling_parameters_as_it_was_sent(kind: str, value: bool) -> None:
+    request, raw = make_request(kind, vllm_xargs={"slo_report": value, "ttft_slo_ms": 1})
+    await add_hints(request, raw)
+    extra = request.to_sampling_params(16, {}).extra_args
+    assert (extra["slo_report"] is value, extra["ttft_slo_ms"]) == (True, 1)
+
+
+async def test_without_a_raw_body_a_number_is_taken_for_the_flag_it_was() -> None:
+    request, _ = make_request("completion", vllm_xargs={"slo_report": True, "osl": 1})
+    await add_hints(request, None)
+    assert request.vllm_xargs["slo_report"] is True
 
 
 @pytest.fixture

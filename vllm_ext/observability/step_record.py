@@ -213,6 +213,7 @@ def settings(scheduler: Any) -> dict[str, Any]:
         "scheduler_cls": f"{cls.__module__}.{cls.__qualname__}",
         "options": {name: value for name, value in options.items() if name not in _OF_THE_MACHINE},
         "runtime_coefficients": None if start is None else list(start),
+        "runtime_pivot": None if start is None else scheduler.ledger.runtime.given_pivot,
         "policy": engine.policy,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,

@@ -11,6 +11,7 @@ from vllm_ext.hints import HintError
 from vllm_ext.observability.records import OWN_ENDS, Counters, RecordBook, RequestRecord
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.step_timer import StepTimer
+from vllm_ext.scheduling.wait_forecast import WaitForecast
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,6 +30,7 @@ class Observer:
         self.book = RecordBook(record_capacity)
         self._ledger = ledger
         self.timer = StepTimer(ledger.runtime, ledger.pace)
+        self.waits = WaitForecast()
         self._awaiting_first_token: dict[str, Job] = {}
         self._hint_logged = False
 
@@ -36,6 +38,7 @@ class Observer:
         """Note a scheduled step and the requests that start in it."""
         self.counters.steps += 1
         for new in output.scheduled_new_reqs:
+            self.waits.started(new.req_id)
             job = self._ledger.get(new.req_id)
             if job is not None and job.first_scheduled is None:
                 job.first_scheduled = now
@@ -43,8 +46,10 @@ class Observer:
             if job is not None:
                 self._ledger.end_wait(job, now)  # does nothing where our own queue has noted it
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self.waits.started(req_id)
             if (job := self._ledger.get(req_id)) is not None:
                 self._ledger.end_wait(job, now)
+        self.waits.stepped(now)
         self.timer.scheduled(output, running, now)
 
     def start_from(self, runtime: RuntimeModel) -> None:
@@ -66,7 +71,7 @@ class Observer:
             return
         for req_id, job in list(self._awaiting_first_token.items()):
             if job.request.num_output_tokens:
-                job.first_token = now
+                self._ledger.first_token(job, now)
                 del self._awaiting_first_token[req_id]
 
     def preempted(self, reason: str) -> None:
@@ -82,6 +87,7 @@ class Observer:
 
     def closed(self, request: Request, now: float) -> None:
         """Write the record of a finished request and let the predictor learn from it."""
+        self.waits.left(request.request_id)
         reason = str(request.get_finished_reason())
         job = self._ledger.close(request.request_id, learn=reason in OWN_ENDS)
         self._awaiting_first_token.pop(request.request_id, None)
@@ -121,6 +127,7 @@ class Observer:
                 "num_observations": runtime.num_observations,
                 "mean_abs_relative_error": runtime.mean_abs_relative_error,
             },
+            "wait_forecast": self.waits.state(),
             "records": records,
             "next_record": self.book.next_seq,
             "lost_records": lost,

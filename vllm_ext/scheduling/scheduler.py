@@ -14,7 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, RETRIEVAL, parse
 from vllm_ext.patches import registry
@@ -185,6 +185,8 @@ class SteeredScheduler(AsyncScheduler):
             if problem is not None:
                 self.observer.bad_hint(request.request_id, problem)
             self.ledger.start_wait(self.ledger[request.request_id], self._now)
+            if request.status == RequestStatus.WAITING:  # else it waits for its grammar, and holds nobody up
+                self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
         super().add_request(request)
 
     def update_predictions(self, rows: Sequence[Sequence[Any]]) -> int:
@@ -241,6 +243,7 @@ class SteeredScheduler(AsyncScheduler):
         super()._preempt_request(request, *args, **kwargs)
         if (job := self.ledger.get(request.request_id)) is not None:
             self.ledger.start_wait(job, self._now)
+            self.observer.waits.entered(request.request_id, request.num_tokens)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""

@@ -1,0 +1,69 @@
+"""Judges requests by their service-level objectives in the front end, and prepares load shedding.
+
+Upstream symbols: ``AsyncLLM.__init__`` and ``LLMEngine.__init__``, after which the engine's output processor is there:
+its ``add_request`` is replaced on that one object, to notice requests that have objectives. Of such a request the
+state's ``make_request_output``, through which all of its tokens leave, is replaced on that one object too, until it
+ends. Seams tried: stat-logger plugins see sums over requests, and no request's own numbers; the server's per-request
+metrics have no gaps between tokens; both know nothing of hints, and nothing of when a client was told.
+Breaks without: no ``vllm_ext:slo_*`` metrics, no reports in ``usage``, no load shedding.
+Can go: when a front-end plugin sees the outputs of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.patches.patch import Hook, Patch, Reliance
+
+
+def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    from vllm_ext.observability.slo_engine import account_for
+
+    account_for(self)
+
+
+def _patch(target: str, *fingerprints: str) -> Patch:
+    return Patch(
+        target=target,
+        feature="objectives",
+        why="no plugin is given the engine's front end, which sees requests and their tokens",
+        breaks_without="no vllm_ext:slo_* metrics, no reports in usage, no load shedding",
+        remove_when="a front-end plugin sees the outputs of requests",
+        verified=dict(zip(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprints, strict=True)),
+        replacement=_init,
+    )
+
+
+_ENGINE = "vllm.v1.engine"
+
+HOOKS: tuple[Hook, ...] = (
+    _patch(
+        f"{_ENGINE}.async_llm:AsyncLLM.__init__",
+        "75eca596f8c11aa2",
+        "033daddd9c27df68",
+        "600db43f56b66f94",
+        "600db43f56b66f94",
+    ),
+    _patch(
+        f"{_ENGINE}.llm_engine:LLMEngine.__init__",
+        "3756dfbb4e11b832",
+        "269c139f6dfd8c78",
+        "c7399de46d3ad2b5",
+        "c7399de46d3ad2b5",
+    ),
+    Reliance(
+        target=f"{_ENGINE}.output_processor:RequestState.make_request_output",
+        feature="objectives",
+        why="all tokens of a sequence, its end and its abort pass through it; replaced on requests with objectives",
+        breaks_without="no vllm_ext:slo_* metrics, no reports in usage",
+        remove_when="a front-end plugin sees the outputs of requests",
+        verified={
+            "0.30.0": "5ff12a1c3006228e",
+            "0.31.0": "5ff12a1c3006228e",
+            "0.32.0": "376dde0babd98c5f",
+            "0.33.0": "5323d1e10af773c4",
+        },
+    ),
+)
