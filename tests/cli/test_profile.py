@@ -1,16 +1,21 @@
-"""`vllm-ext profile`: the loads it runs and the report it prints; vLLM itself is not started."""
+"""`vllm-ext profile`: the steps it times and the report it prints; vLLM itself is not started."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from vllm_ext.cli.profile import Load, plan, report
+from vllm_ext.cli import profile as module
+from vllm_ext.cli.profile import pivot_report, report
+from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.prediction.fit import RegimeError, TermSupport
+from vllm_ext.prediction.pivot_search import PivotFound
 from vllm_ext.prediction.profile import Profile
-from vllm_ext.prediction.runtime import Coefficients
+from vllm_ext.prediction.runtime import Coefficients, Pivot, StepFeatures
 
 PROFILE = Profile(
     model="org/model",
@@ -27,33 +32,6 @@ PROFILE = Profile(
     ),
     terms=tuple(TermSupport(name=name, num_steps=800, uncertainty=0.01) for name in Coefficients._fields),
 )
-
-
-def test_the_loads_span_batches_contexts_and_chunks() -> None:
-    loads = plan(4096, 256)
-    decodes = [load for load in loads if load.kind == "decode"]
-    assert {load.batch for load in decodes} == {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert len({load.prompt_tokens for load in decodes}) == 4
-    assert max(load.batch * load.prompt_tokens for load in decodes) <= 1 << 16
-    chunks = [load.prompt_tokens for load in loads if load.kind == "prefill"]
-    assert (min(chunks), max(chunks)) == (7, 4096 - 25)
-    assert all(2 * small <= large < 2 * small + 2 for small, large in pairwise(chunks))
-    assert [load.batch for load in loads if load.kind == "mixed"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-
-
-@pytest.mark.parametrize("max_model_len", [8, 26, 64, 131_072])
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 1024])
-def test_every_load_fits_the_engine(max_model_len: int, max_num_seqs: int) -> None:
-    loads = plan(max_model_len, max_num_seqs)
-    assert {load.kind for load in loads} == {"decode", "prefill", "mixed"}
-    for load in loads:
-        assert 1 <= load.batch <= max_num_seqs
-        assert load.kind == "mixed" or 1 <= load.prompt_tokens <= max(1, max_model_len - 25)
-
-
-def test_one_request_of_any_length_is_run_even_where_it_is_more_than_a_batch_may_have() -> None:
-    longest = int(0.8 * (1_000_000 - 25))
-    assert Load("decode", 1, longest) in plan(1_000_000, 8)
 
 
 def test_the_report_tells_errors_by_kind_of_step() -> None:
@@ -83,3 +61,69 @@ def test_the_report_tells_what_the_steps_had_no_data_for() -> None:
         "context_token_s": "too little data",
         "pair_s": "too little data, default kept",
     }
+
+
+def told(saturated: bool, pivot: int) -> list[str]:
+    times = {16: 0.01, 32: 0.0125, 64: 0.025}
+    return pivot_report(PivotFound(pivot=Pivot(pivot, times[pivot]), saturated=saturated, times=times)).splitlines()
+
+
+def test_the_pivot_report_lists_the_steps_and_marks_the_pivot() -> None:
+    lines = told(True, 32)
+    assert [line.split() for line in lines[1:4]] == [
+        ["16", "tokens", "10.00", "1600"],
+        ["32", "tokens", "12.50", "2560", "pivot"],
+        ["64", "tokens", "25.00", "2560"],
+    ]
+    assert lines[4] == "pivot forward size: 32 tokens, the smallest step with 95% of the best throughput"
+
+
+def test_the_pivot_report_admits_that_throughput_still_rises() -> None:
+    assert told(False, 64)[-1].startswith("pivot forward size: 64 tokens, the largest step: throughput still rises")
+
+
+def test_the_pivot_report_tells_that_it_is_saturated_at_once() -> None:
+    assert told(True, 16)[-1].startswith("pivot forward size: 16 tokens, the smallest step measured")
+
+
+def test_the_pivot_report_tells_that_nothing_was_measured() -> None:
+    assert pivot_report(None).startswith("pivot forward size: not measured")
+
+
+class Engine:
+    """Runs prompts in steps of at most ``budget`` tokens, at a millisecond per token; notes what it ran."""
+
+    def __init__(self, budget: int, duration_s: Callable[[int], float] | None = None) -> None:
+        self.recorder = module._Recorder()
+        self.ran: list[list[int]] = []
+        self._budget = budget
+        self._duration_s = duration_s or (lambda run: 1e-3 * sum(self.ran[run]))
+
+    def run_prompts(self, prompt_tokens: Sequence[int]) -> None:
+        self.ran.append(list(prompt_tokens))
+        left = sum(prompt_tokens)
+        while left:
+            tokens = min(self._budget, left)
+            left -= tokens
+            self.recorder.observe(StepFeatures(0, tokens, tokens), self._duration_s(len(self.ran) - 1))
+
+    def steps(self, seats: int = 8) -> Any:
+        runner: Any = self
+        progress = CountProgress(10, label="pivot", unit="size", stream=io.StringIO())
+        return module._PromptSteps(runner, self.recorder, seats, 1000, progress)
+
+
+def test_a_step_is_timed_by_the_median_of_its_repeats_without_the_first() -> None:
+    engine = Engine(2048, lambda run: (60.0, 0.4, 0.3, 9.0, 0.3)[run])
+    assert engine.steps()(1024) == 0.4
+    assert engine.ran == [[512, 512]] * 4, "three repeats of a step that is not short, and one before"
+
+
+def test_short_steps_are_repeated_more_often() -> None:
+    engine = Engine(2048)
+    assert engine.steps()(16) == pytest.approx(0.016)
+    assert len(engine.ran) == 16
+
+
+def test_prompts_that_do_not_make_one_step_are_no_measurement() -> None:
+    assert Engine(1000).steps()(1024) is None

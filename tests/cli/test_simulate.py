@@ -108,16 +108,17 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
         "workload.arrivals": "recorded",
         "hardware.tensor_parallel": "2",
     }
+    needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
     for flag in spec_flags.FLAGS:
         section, _, field = flag.path.rpartition(".")
         old = before[section][field] if section else before[field]
         for name in flag.names:
             if flag.type is bool:
-                given = [f"--no-{name.removeprefix('--')}"]
+                given = [f"--no-{name.removeprefix('--')}" if old else name]
             else:
                 given = [name, texts.get(flag.path) or str(values[flag.type])]  # type: ignore[index]
-            extra = ["--arrivals", "closed-loop"] if flag.path == "workload.clients" else []
+            extra = needs.get(flag.path, [])
             after = printed(capsys, *given, *extra).model_dump()
             new = after[section][field] if section else after[field]
             assert new != old, name

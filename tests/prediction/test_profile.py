@@ -14,7 +14,7 @@ import pytest
 from vllm_ext.config import ConfigError
 from vllm_ext.prediction import profile as module
 from vllm_ext.prediction.profile import AUTO, default_path, load, load_runtime_model, save
-from vllm_ext.prediction.runtime import DEFAULT
+from vllm_ext.prediction.runtime import DEFAULT, Pivot, RuntimeModel
 
 from .profile_parts import KEY, PROFILE, Told, cache, told
 
@@ -56,11 +56,57 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         ("coefficients", (1e-3, 2e-5, 3e-5, 4e-8, -5e-10), "five finite numbers of at least 0"),
         ("coefficients", (float("inf"), 0, 0, 0, 0), "five finite numbers of at least 0"),
         ("coefficients", (1.0,), "five finite numbers"),
+        ("pivot_tokens", 512, r"pivot_s=None: must be a finite number"),
+        ("pivot_s", 0.1, r"pivot_tokens=None: must be a whole number of at least 1, or all of pivot_\* null"),
+        ("pivot_saturated", True, r"pivot_tokens=None"),
     ],
 )
 def test_a_profile_with_a_senseless_field_is_not_built(field: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(PROFILE, **{field: value})
+
+
+PIVOT = replace(PROFILE, pivot_tokens=512, pivot_s=0.046, pivot_saturated=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("pivot_tokens", 0, "pivot_tokens=0"),
+        ("pivot_tokens", 512.0, r"pivot_tokens=512\.0"),
+        ("pivot_tokens", True, "pivot_tokens=True"),
+        ("pivot_s", 0, "pivot_s=0: must be a finite number greater than 0"),
+        ("pivot_s", float("nan"), "pivot_s=nan"),
+        ("pivot_s", float("inf"), "pivot_s=inf"),
+        ("pivot_s", None, "pivot_s=None"),
+        ("pivot_saturated", None, "pivot_saturated=None: must be true or false"),
+    ],
+)
+def test_a_pivot_is_given_whole_or_not_at_all(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PIVOT, **{field: value})
+
+
+def test_the_pivot_that_was_measured_reaches_the_runtime_model(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    save(PIVOT, path)
+    assert load(path) == PIVOT
+    assert load_runtime_model(str(path)).pivot == PIVOT.pivot == Pivot(512, 0.046)
+
+
+def test_without_a_measured_pivot_the_coefficients_tell_it(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    save(PROFILE, path)
+    assert load(path).pivot is None
+    assert load_runtime_model(str(path)).pivot == RuntimeModel(PROFILE.coefficients).pivot
+
+
+def test_a_file_of_format_2_which_had_no_pivot_is_read(tmp_path: Path) -> None:
+    raw = _raw(tmp_path)
+    fields = {name: value for name, value in raw["profile"].items() if not name.startswith("pivot_")}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"format": 2, "sha256": module._digest(fields), "profile": fields}))
+    assert load(path) == PROFILE
 
 
 def _raw(tmp_path: Path) -> dict[str, Any]:
@@ -99,6 +145,7 @@ def _damaged(name: str, raw: dict[str, Any]) -> str:
             raw, coefficients={**profile["coefficients"], "base_s": float("inf")}
         ),
         "regimes that are none": lambda: _resealed(raw, regimes=[{"name": "decode"}]),
+        "half a pivot": lambda: _resealed(raw, pivot_tokens=512),
         "no terms": lambda: _resealed(raw, terms=None),
     }[name]()
 
@@ -107,7 +154,7 @@ DAMAGES = (
     "empty", "cut off", "not an object", "no format", "a format that is no number", "no checksum", "no profile",
     "a changed digit", "an unknown field", "a missing field", "missing coefficients", "a list of coefficients",
     "a negative coefficient", "a coefficient that is no number", "an endless coefficient", "regimes that are none",
-    "no terms",
+    "no terms", "half a pivot",
 )  # fmt: skip
 
 

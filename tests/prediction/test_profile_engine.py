@@ -100,7 +100,7 @@ def test_a_named_file_of_another_format_is_refused(tmp_path: Path) -> None:
     path.write_text('{"format": 1}')
     with pytest.raises(OtherFormat):
         load(path)
-    with pytest.raises(ConfigError, match=r"has format 1, this version reads 2: run `vllm-ext profile` again"):
+    with pytest.raises(ConfigError, match=r"has format 1, this version reads 3: run `vllm-ext profile` again"):
         load_runtime_model(str(path))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.simulation import synthetic
-from vllm_ext.simulation.length_shapes import FixedLength, Turns, UniformLengths, with_mean
+from vllm_ext.simulation.length_shapes import AtMost, FixedLength, Lengths, Turns, UniformLengths, with_mean
 
 COUNT = 200_000
 NORMALS = np.random.default_rng(0).normal(size=100_000)
@@ -70,6 +70,24 @@ def test_past_future_distributions_are_uniform_over_their_ranges(
         )
 
 
+def test_answers_of_a_reasoning_model_have_the_statistics_of_the_published_counts() -> None:
+    """Of 1981 requests: means 381 and 2160, medians 209 and 1954, P90 839 and 3872; the longest output has 10935."""
+    prompts, outputs = drawn("sharegpt-o1-like")
+    assert np.percentile(prompts, [50, 90]) == pytest.approx([209, 839], rel=0.02)
+    assert np.percentile(outputs, [50, 90]) == pytest.approx([1954, 3872], rel=0.02)
+    assert (prompts.mean(), outputs.mean()) == pytest.approx((381, 2160), rel=0.05)
+    assert outputs.max() == 11_000
+
+
+def test_books_have_the_shares_of_accelgens_figure_8a_and_its_longest_prompt() -> None:
+    """35 % of its requests are books, and 14 % of all its prompts are longer than 4096: no other prompt is."""
+    prompts, outputs = drawn("bookcorpus-like")
+    assert 0.35 * (prompts > 4096).mean() == pytest.approx(0.14, abs=0.002)
+    assert 90_000 < prompts.max() <= 100_000
+    assert (outputs <= 512).mean() == pytest.approx(0.51, abs=0.005)
+    assert outputs.max() == 2048
+
+
 def test_fixed_lengths_are_read_from_the_name() -> None:
     prompts, outputs = drawn("fixed:300:40")
     assert (set(prompts.tolist()), set(outputs.tolist())) == ({300}, {40})
@@ -108,6 +126,14 @@ def test_impossible_shape_is_refused(mean: float, spread: float) -> None:
         with_mean(mean, spread=spread, max_tokens=100)
 
 
-@pytest.mark.parametrize("lengths", [FixedLength(tokens=50), UniformLengths(low=1, high=50)])
-def test_every_shape_respects_the_cut(lengths: FixedLength | UniformLengths) -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [FixedLength(tokens=50), UniformLengths(low=1, high=50), AtMost(lengths=FixedLength(tokens=50), tokens=20)],
+)
+def test_every_shape_respects_the_cut(lengths: Lengths) -> None:
     assert max(lengths.draw(np.random.default_rng(0), 1000, 9)) == 9
+
+
+def test_the_earlier_of_two_cuts_holds() -> None:
+    lengths = AtMost(lengths=UniformLengths(low=1, high=50), tokens=20)
+    assert max(lengths.draw(np.random.default_rng(0), 1000, 100)) == 20

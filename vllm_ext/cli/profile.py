@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.prediction.profile_loads import (
+    MAX_BATCH_TOKENS,
+    OUTPUT_TOKENS,
+    SHORTEST_PROMPT,
+    Load,
+    longest_prompt,
+    plan,
+)
 
 if TYPE_CHECKING:
+    from vllm_ext.observability.count_progress import CountProgress
+    from vllm_ext.prediction.pivot_search import PivotFound
     from vllm_ext.prediction.profile import Profile
     from vllm_ext.prediction.runtime import StepFeatures
 
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_PROMPT_SHARES = (0.02, 0.1, 0.4, 0.8)
-_OUTPUT_TOKENS = 24
-_MAX_BATCH_TOKENS = 1 << 16
-_SHORTEST_PROMPT = 4
 _PREFILLS = 4
 _ARRIVALS_PER_SEAT = 2
 _LEAST_ARRIVALS = 12
-
-
-class Load(NamedTuple):
-    """One thing to run: what kind of steps it is for, requests at a time, and tokens of a prompt (0: of any length)."""
-
-    kind: str
-    """``decode``: equal requests, together. ``prefill``: prompts one by one. ``mixed``: requests that come and go."""
-    batch: int
-    prompt_tokens: int
+_LEAST_REPEATS, _MOST_REPEATS = 3, 15
+_REPEAT_FOR_S = 1.0
 
 
 class _Recorder:
@@ -83,27 +83,34 @@ def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
     llm = vllm.LLM(**{f.name: getattr(engine_args, f.name) for f in dataclasses.fields(engine_args)})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     key = engine_key(scheduler.vllm_config, current_platform.get_device_name())
-    steps = _measure(llm, scheduler, rounds)
+    runner = _Runner(llm, llm.llm_engine.model_config.get_vocab_size(), scheduler.max_model_len)
+    steps = _measure(runner, scheduler, rounds)
+    found = _measure_pivot(runner, scheduler)
     try:
         result = fit(steps)
     except ValueError as error:
         raise _Unfit(str(error)) from error
     path = out or default_path(*key)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    if found is not None:
+        fields |= {
+            "pivot_tokens": found.pivot.tokens,
+            "pivot_s": found.pivot.step_s,
+            "pivot_saturated": found.saturated,
+        }
     profile = Profile(**key._asdict(), vllm_version=vllm.__version__, **fields)
     save(profile, path)
     print(report(profile))
+    print(pivot_report(found))
     use = f"vllm serve {key.model} --scheduler-cls alise --ext-profile {path if out else 'auto'}"
     print(f"{path}\nuse it, with the same dtype and tensor-parallel size: {use}")
     return 0
 
 
-def _measure(llm: Any, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, float]]:
+def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, float]]:
     from vllm_ext.observability.count_progress import CountProgress
 
     loads = plan(scheduler.max_model_len, scheduler.max_num_running_reqs) * rounds
-    vocab = llm.llm_engine.model_config.get_vocab_size()
-    runner = _Runner(llm, vocab, scheduler.max_model_len)
     runner.run(Load("decode", 1, 8))
     recorder = _Recorder()
     scheduler.observer.timer.sink = recorder
@@ -115,20 +122,48 @@ def _measure(llm: Any, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, 
     return recorder.steps
 
 
-def plan(max_model_len: int, max_num_seqs: int) -> list[Load]:
-    """Return the loads of one round: what spans the batch size, the context, the chunk, and the three kinds of steps.
+def _measure_pivot(runner: _Runner, scheduler: Any) -> PivotFound | None:
+    """Find the pivot forward size with steps made of fresh prompts only."""
+    from vllm_ext.observability.count_progress import CountProgress
+    from vllm_ext.prediction.pivot_search import most_sizes, search
 
-    Args:
-        max_model_len: Longest sequence of the engine, in tokens.
-        max_num_seqs: Most requests of a step.
-    """
-    longest = max(1, max_model_len - _OUTPUT_TOKENS - 1)
-    lengths = sorted({min(longest, max(_SHORTEST_PROMPT, int(share * longest))) for share in _PROMPT_SHARES})
-    batches = [batch for batch in _BATCHES if batch <= max_num_seqs] or [1]
-    decodes = [Load("decode", b, n) for b in batches for n in lengths if b == 1 or b * n <= _MAX_BATCH_TOKENS]
-    prompts = [longest >> halvings for halvings in range(longest.bit_length())]
-    prefills = [Load("prefill", 1, n) for n in reversed(prompts) if n >= min(_SHORTEST_PROMPT, longest)]
-    return [*decodes, *prefills, *(Load("mixed", batch, 0) for batch in batches)]
+    seats, longest = scheduler.max_num_running_reqs, longest_prompt(scheduler.max_model_len)
+    largest = min(scheduler.max_num_scheduled_tokens, seats * longest)
+    recorder = scheduler.observer.timer.sink = _Recorder()
+    with CountProgress(most_sizes(largest), label="pivot", unit="step size") as progress:
+        return search(_PromptSteps(runner, recorder, seats, longest, progress), largest)
+
+
+class _PromptSteps:
+    """Times steps of prompts alone."""
+
+    def __init__(self, runner: _Runner, recorder: _Recorder, seats: int, longest: int, progress: CountProgress) -> None:
+        self._runner = runner
+        self._recorder = recorder
+        self._seats = seats
+        self._longest = longest
+        self._progress = progress
+        self._count = 0
+
+    def __call__(self, tokens: int) -> float | None:
+        """Return the median of some repeats, in seconds: 3, and up to 15 where they are short.
+
+        None if the prompts did not fit into one step: the KV cache is too small for them, say.
+        """
+        from vllm_ext.prediction.pivot_search import prompts_of
+
+        prompts = prompts_of(tokens, self._longest, self._seats)
+        durations: list[float] = []
+        while len(durations) <= _LEAST_REPEATS or (len(durations) <= _MOST_REPEATS and sum(durations) < _REPEAT_FOR_S):
+            self._recorder.steps.clear()
+            self._runner.run_prompts(prompts)
+            whole = [s for f, s in self._recorder.steps if f.num_prefill_tokens == tokens and not f.num_decodes]
+            if not whole:
+                return None
+            durations.append(whole[0])
+        self._count += 1
+        self._progress.update(self._count, f"{tokens} tokens")
+        return statistics.median(durations[1:])  # the first may hold what is done once per shape, such as a compilation
 
 
 class _Runner:
@@ -137,7 +172,7 @@ class _Runner:
     def __init__(self, llm: Any, vocab: int, max_model_len: int) -> None:
         self._llm = llm
         self._vocab = vocab
-        self._longest = max(1, max_model_len - _OUTPUT_TOKENS - 1)
+        self._longest = longest_prompt(max_model_len)
 
     def run(self, load: Load) -> None:
         rng = random.Random(f"{load.kind} {load.batch} {load.prompt_tokens}")
@@ -148,19 +183,24 @@ class _Runner:
                 self._add(rng, [load.prompt_tokens], 1)
                 self._finish()
         else:
-            self._add(rng, [load.prompt_tokens] * load.batch, _OUTPUT_TOKENS)
+            self._add(rng, [load.prompt_tokens] * load.batch, OUTPUT_TOKENS)
             self._finish()
+
+    def run_prompts(self, prompt_tokens: Sequence[int]) -> None:
+        """Run prompts of these lengths, all there before the first step, to their first token."""
+        self._add(random.Random(f"prompts {list(prompt_tokens)}"), prompt_tokens, 1)
+        self._finish()
 
     def _come_and_go(self, rng: random.Random, batch: int) -> None:
         """Keep ``batch`` requests of random lengths in the engine: a new one comes whenever one has ended."""
         engine = self._llm.llm_engine
-        longest = max(_SHORTEST_PROMPT, min(self._longest, _MAX_BATCH_TOKENS // batch))
+        longest = max(SHORTEST_PROMPT, min(self._longest, MAX_BATCH_TOKENS // batch))
         left = max(_LEAST_ARRIVALS, _ARRIVALS_PER_SEAT * batch)
         while left or engine.has_unfinished_requests():
             if left and engine.get_num_unfinished_requests() < batch:
                 left -= 1
-                tokens = round(_SHORTEST_PROMPT * (longest / _SHORTEST_PROMPT) ** rng.random())
-                self._add(rng, [min(tokens, self._longest)], rng.randint(2, _OUTPUT_TOKENS))
+                tokens = round(SHORTEST_PROMPT * (longest / SHORTEST_PROMPT) ** rng.random())
+                self._add(rng, [min(tokens, self._longest)], rng.randint(2, OUTPUT_TOKENS))
             engine.step()
 
     def _add(self, rng: random.Random, prompt_tokens: Sequence[int], output_tokens: int) -> None:
@@ -191,3 +231,23 @@ def report(profile: Profile) -> str:
         note = "" if term.determined else "  too little data" + (", default kept" if not term.num_steps else "")
         lines.append(f"  {term.name:16} {value:12.2e} {term.num_steps:14} {term.uncertainty:12.1%}{note}")
     return "\n".join(lines)
+
+
+def pivot_report(found: PivotFound | None) -> str:
+    """Return the steps of prompts alone as text, and which of them is the pivot."""
+    from vllm_ext.prediction.pivot_search import SHARE
+
+    if found is None:
+        return "pivot forward size: not measured, no prompts fill a step by themselves; the coefficients tell it"
+    lines = [f"{'step of prompts':18} {'ms':>12} {'tokens/s':>14}"]
+    for tokens, step_s in found.times.items():
+        mark = "  pivot" if tokens == found.pivot.tokens else ""
+        lines.append(f"{tokens:11} tokens {step_s * 1e3:12.2f} {tokens / step_s:14.0f}{mark}")
+    smallest, largest = min(found.times), max(found.times)
+    if not found.saturated:
+        said = f"{largest} tokens, the largest step: throughput still rises there, nothing is known of larger ones"
+    elif found.pivot.tokens == smallest:
+        said = f"{smallest} tokens, the smallest step measured: larger ones have no more throughput to speak of"
+    else:
+        said = f"{found.pivot.tokens} tokens, the smallest step with {SHARE:.0%} of the best throughput"
+    return "\n".join([*lines, f"pivot forward size: {said}"])

@@ -74,6 +74,7 @@ FLAGS: tuple[SpecFlag, ...] = (
     ),
     _flag("engine", "--async-scheduling", "engine.async_scheduling", bool, "", "schedule a step while one is computed"),
     _flag("engine", "--prefix-caching", "engine.prefix_caching", bool, "", "reuse the KV of equal prefixes"),
+    _flag("engine", "--profiled", "engine.profiled", bool, "", "start from a profile of the simulated hardware"),
     _flag("workload", "--dataset --source", "workload.source", str, "FILE", "preset of lengths, or a file"),
     _flag("workload", "--format", "workload.format", str, "NAME", "format of the file"),
     _flag(
@@ -88,6 +89,7 @@ FLAGS: tuple[SpecFlag, ...] = (
     _flag("workload", "--clients", "workload.clients", int, "N", "clients of a closed loop"),
     _flag("workload", "--duration", "workload.duration_s", float, "S", "no new requests from this time on, in seconds"),
     _flag("workload", "--num-requests", "workload.num_requests", int, "N", "requests in all"),
+    _flag("workload", "--announce-slo", "workload.announce_slo", bool, "", "clients tell their objectives"),
     _flag("workload", "--seed", "workload.seed", int, "N", "seed of lengths and arrivals"),
     _flag("workload", "--max-time", "max_time_s", float, "S", "stop at this virtual time, in seconds"),
 )

@@ -20,12 +20,14 @@ from vllm_ext.config import ConfigError
 from vllm_ext.envs import cache_dir
 from vllm_ext.observability.files import replaced
 from vllm_ext.prediction.fit import RegimeError, TermSupport
-from vllm_ext.prediction.runtime import Coefficients, RuntimeModel
+from vllm_ext.prediction.runtime import Coefficients, Pivot, RuntimeModel
 
 logger = logging.getLogger("vllm.vllm_ext.profile")
 
-FORMAT = 2
-"""Format 1 had neither dtype nor tensor-parallel size, and another meaning of two coefficients."""
+FORMAT = 3
+"""Format 2 had no pivot, and is read as such. Format 1 had neither dtype nor tensor-parallel size, and another meaning
+of two coefficients."""
+_READABLE = (2, FORMAT)
 AUTO = "auto"
 """Value of the ``profile`` option that stands for the file of this engine on this hardware, if there is one."""
 
@@ -66,6 +68,13 @@ class Profile:
     """The same, by kind of step."""
     terms: tuple[TermSupport, ...] = ()
     """What the steps said about each coefficient."""
+    pivot_tokens: int | None = None
+    """Tokens of the smallest step whose throughput nearly is the best (`vllm_ext.prediction.pivot_search`); None: not
+    measured."""
+    pivot_s: float | None = None
+    """Its duration, in seconds."""
+    pivot_saturated: bool | None = None
+    """False: throughput still rose up to the largest step, which is then taken for the pivot."""
 
     def __post_init__(self) -> None:
         for name in ("model", "device", "dtype", "vllm_version"):
@@ -79,7 +88,26 @@ class Profile:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
+        self._check_pivot()
         object.__setattr__(self, "coefficients", Coefficients.checked(self.coefficients))
+
+    def _check_pivot(self) -> None:
+        tokens, step_s, saturated = self.pivot_tokens, self.pivot_s, self.pivot_saturated
+        if tokens is None and step_s is None and saturated is None:
+            return
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise ValueError(f"pivot_tokens={tokens!r}: must be a whole number of at least 1, or all of pivot_* null")
+        if isinstance(step_s, bool) or not isinstance(step_s, (int, float)) or not 0 < step_s < math.inf:
+            raise ValueError(f"pivot_s={step_s!r}: must be a finite number greater than 0, or all of pivot_* null")
+        if not isinstance(saturated, bool):
+            raise ValueError(f"pivot_saturated={saturated!r}: must be true or false, or all of pivot_* null")
+
+    @property
+    def pivot(self) -> Pivot | None:
+        """The step at which throughput saturates, if it was measured."""
+        if self.pivot_tokens is None or self.pivot_s is None:
+            return None
+        return Pivot(self.pivot_tokens, self.pivot_s)
 
     @property
     def key(self) -> EngineKey:
@@ -140,9 +168,9 @@ def load(path: Path) -> Profile:
     """
     raw: Any = json.loads(path.read_text(encoding="utf-8"))
     found = raw.get("format") if isinstance(raw, dict) else None
-    if isinstance(found, int) and not isinstance(found, bool) and found != FORMAT:
+    if isinstance(found, int) and not isinstance(found, bool) and found not in _READABLE:
         raise OtherFormat(f"{path.name} has format {found}, this version reads {FORMAT}: run `vllm-ext profile` again")
-    if found != FORMAT:
+    if found not in _READABLE:
         raise ValueError(f"{path.name} is not a runtime profile of format {FORMAT}")
     try:
         fields, digest = raw["profile"], raw["sha256"]
@@ -189,7 +217,7 @@ def load_runtime_model(
         profile = _read_named(option)
         if differences := _differences(profile.key, key):
             logger.warning("the runtime profile %s is used, but %s", option, differences)
-    return RuntimeModel() if profile is None else RuntimeModel(profile.coefficients)
+    return RuntimeModel() if profile is None else RuntimeModel(profile.coefficients, pivot=profile.pivot)
 
 
 def _read_named(option: str) -> Profile:

@@ -113,7 +113,8 @@ class RuntimeModel:
         """What it started from; None if that was the defaults. A model given the same learns the same."""
         start = DEFAULT if self.given is None else self.given
         known_within = _DEFAULT_KNOWN_WITHIN if self.given is None else _PROFILE_KNOWN_WITHIN
-        self._pivot = pivot
+        self.given_pivot = pivot
+        """The saturated step as it was measured; None if it is made of the coefficients."""
         self._online = OnlineFit(np.array(start) * FEATURE_SCALE, known_within)
         self.num_observations = 0
         self.mean_abs_relative_error = 0.0
@@ -143,8 +144,8 @@ class RuntimeModel:
 
         Source: AccelGen, section 4.2, where it is measured; the estimate is ours.
         """
-        if self._pivot is not None:
-            return self._pivot
+        if self.given_pivot is not None:
+            return self.given_pivot
         price = self._coefficients
         tokens = _SATURATED / (1 - _SATURATED) * price.base_s / max(price.prefill_token_s, 1e-9)
         whole = int(min(max(tokens, _LEAST_PIVOT), _LARGEST_PIVOT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -11,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 
 from vllm_ext.scheduling.upstream import parked
+from vllm_ext.simulation.backlog import Backlog
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run_data import Events, GapHistogram, RequestEvent, RequestTable, StepEvent, TimeSeries
 from vllm_ext.simulation.step_shape import StepShape
@@ -64,6 +66,10 @@ class Collector:
         self.gaps = GapHistogram()
         self.series = TimeSeries()
         self.events = Events(limit=record.events) if record.events else None
+        self.backlog: Backlog | None = None
+        if record.backlog:
+            block_size = scheduler.block_size
+            self.backlog = Backlog((self._pool.num_gpu_blocks - 1) * block_size, block_size)
         self.steps = self.empty_steps = self.prefill_tokens = self.decode_tokens = self.preemptions = 0
         self.device_busy_s = self.running_area = self.waiting_area = self.kv_area = 0.0
         self.max_kv_used = 0.0
@@ -109,6 +115,8 @@ class Collector:
                     self._starts(req_id, now_s, 0)
         self.prefill_tokens += shape.num_prefill_tokens
         self.decode_tokens += shape.num_decodes
+        if self.backlog is not None and shape.num_requests and (self._queues[0] or self._queues[1]):
+            self.backlog.step(self._pool.get_usage(), shape.num_decodes, self._running_lengths())
 
     def executed(self, shape: StepShape, start_s: float, end_s: float) -> None:
         """The device was given a step; ``start_s`` and ``end_s`` are when it will begin and end."""
@@ -220,6 +228,14 @@ class Collector:
                 self.decode_tokens,
                 self.steps,
             )
+
+    def _running_lengths(self) -> Iterator[tuple[int, int]]:
+        """Per running request: tokens of its sequence so far, and tokens it will truly still generate."""
+        for running in self._scheduler.running:
+            live = self.live[running.request_id]
+            asked = live.request
+            whole = min(asked.output_tokens, asked.max_tokens)
+            yield asked.prompt_tokens + live.num_tokens, whole - live.num_tokens
 
     def _starts(self, req_id: str, now_s: float, num_computed_tokens: int) -> None:
         live = self.live.get(req_id)

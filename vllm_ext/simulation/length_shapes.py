@@ -102,6 +102,21 @@ class FixedLength:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AtMost:
+    """Lengths of another distribution, cut earlier than the preset says."""
+
+    lengths: Lengths
+    """What is cut."""
+
+    tokens: int
+    """The cut, in tokens."""
+
+    def draw(self, rng: np.random.Generator, count: int, max_tokens: int) -> list[int]:
+        """Draw whole lengths between 1 and the smaller of both cuts."""
+        return self.lengths.draw(rng, count, min(self.tokens, max_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Turns:
     """Number of turns of a conversation: 1 + a negative binomial number, geometric where ``shape`` is 1."""
 

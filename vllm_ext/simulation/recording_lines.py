@@ -24,6 +24,7 @@ class EngineSettings(Line):
     scheduler_cls: str
     options: dict[str, Any]
     runtime_coefficients: tuple[float, ...] | None = None
+    runtime_pivot: tuple[int, float] | None = None
     policy: str
     max_num_seqs: int
     max_num_batched_tokens: int

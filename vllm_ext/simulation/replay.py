@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY
 from vllm_ext.observability.step_record import settings
-from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.simulation import harness
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.recording import RecordingError, Run
@@ -133,14 +133,14 @@ def build_scheduler(recorded: EngineSettings) -> Scheduler:
     rebuilt = EngineSettings(**settings(scheduler))
     for name in EngineSettings.model_fields:
         want, got = getattr(recorded, name), getattr(rebuilt, name)
-        if want != got and name != "runtime_coefficients":
+        if want != got and not name.startswith("runtime_"):
             raise ReplayError(
                 f"settings.{name}={want!r}: the rebuilt scheduler has {got!r}, so it would decide otherwise"
             )
     if recorded.runtime_coefficients is not None:
-        runtime = RuntimeModel(recorded.runtime_coefficients)
         ours: Any = scheduler
-        ours.ledger.runtime = ours.observer.timer.sink = runtime
+        pivot = None if recorded.runtime_pivot is None else Pivot(*recorded.runtime_pivot)
+        ours.observer.start_from(RuntimeModel(recorded.runtime_coefficients, pivot))
     return scheduler
 
 

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
+from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.harness import block_hasher, make_scheduler
@@ -67,6 +68,8 @@ def simulate_parts(
     """
     started = time.perf_counter()
     scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware)
+    if spec.engine.profiled:
+        start_from_profile(scheduler, spec.engine, cost)
     collector = Collector(scheduler, spec.record)
     tier = None
     if spec.engine.kv_offload is not None:
@@ -147,6 +150,21 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
         )
 
 
+def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel) -> None:
+    """Give the scheduler the runtime model that a profile of the simulated hardware would; vLLM alone has none.
+
+    Raises:
+        ValueError: a profile is named in the options too, or the engine is too small for one.
+    """
+    if engine.system in UPSTREAM:
+        return
+    if (named := engine.options.get("profile")) is not None:
+        raise ValueError(f"profiled=True: must be left out, or options.profile={named!r}; a model starts from one")
+    limits = Limits(engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
+    steered: Any = scheduler
+    steered.observer.start_from(runtime_model(cost, limits))
+
+
 def reads_truth(engine: EngineSpec) -> bool:
     """Whether the system reads true output lengths."""
     if engine.system in UPSTREAM:
@@ -190,6 +208,8 @@ def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collecto
         found["mean_running_requests"] = collector.running_area / duration_s
         found["mean_waiting_requests"] = collector.waiting_area / duration_s
         found["mean_kv_used_fraction"] = collector.kv_area / duration_s
+    if collector.backlog is not None:
+        found.update(collector.backlog.counters())
     if collector.tier is not None:
         found.update(collector.tier.counters(duration_s))
     observer = getattr(scheduler, "observer", None)

@@ -48,6 +48,9 @@ class EngineSpec(BaseModel):
     watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
     kv_offload: KvOffloadSpec | None = None
     """Copy KV to host memory and load it from there; None: KV that leaves the device is computed again."""
+    profiled: bool = False
+    """The runtime model of our systems starts from a profile of the simulated hardware, as after ``vllm-ext profile``;
+    False: from its defaults, or the ``profile`` of ``options``. vLLM alone has no runtime model: nothing changes."""
 
 
 class RecordSpec(BaseModel):
@@ -61,6 +64,8 @@ class RecordSpec(BaseModel):
     """Keep this many step and request events for a trace; 0: none."""
     decisions: bool = False
     """Keep what every step decided."""
+    backlog: bool = False
+    """Count how full memory was, and with true lengths would become, over the steps that left somebody waiting."""
 
 
 class SimulationSpec(BaseModel):

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_ext.simulation.length_shapes import FixedLength, Lengths, LengthShape, Turns, UniformLengths, with_mean
+from vllm_ext.simulation.length_shapes import (
+    AtMost,
+    FixedLength,
+    Lengths,
+    LengthShape,
+    Turns,
+    UniformLengths,
+    with_mean,
+)
 from vllm_ext.simulation.workload_rows import Dataset, WorkloadRow
 
 _K = 1024
@@ -112,6 +120,20 @@ PRESETS = {
         output=UniformLengths(low=32, high=4 * _K),
         max_tokens=4 * _K,
         source="Past-Future, table 1: uniform 2k-4k in, 32-4k out; k read as 1024",
+    ),
+    "sharegpt-o1-like": Preset(
+        prompt=LengthShape(median=209, p90=839),
+        output=LengthShape(median=1954, p90=3872),
+        max_tokens=11_000,
+        source="median and P90 of the 1981 token counts in Past-Future's artifact (ShareGPT-o1.json; answers of "
+        "o1-preview with its reasoning); cut above its longest, 10935",
+    ),
+    "bookcorpus-like": Preset(
+        prompt=LengthShape(median=3248, p90=10_501),
+        output=AtMost(lengths=LengthShape(median=488, p90=5490), tokens=2048),
+        max_tokens=100_000,
+        source="AccelGen, section 3.1 and figure 8a: 40 % of the prompts above 4096 (14 % of all its requests, "
+        "35 % of which are books), the longest of 11,000 at 100K; outputs 51 % up to 512, 13 % above 4096, cut at 2048",
     ),
 }
 """Requests that stand alone."""

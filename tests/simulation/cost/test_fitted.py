@@ -199,10 +199,10 @@ def test_a_profile_predicts_as_the_runtime_model_does(tmp_path: Path) -> None:
     [
         ("{", "damaged, not a JSON file"),
         ("[]", "holds no step cost"),
-        ('{"format": 99}', "has format 99, this version reads 2"),
+        ('{"format": 99}', "has format 99, this version reads 3"),
         ('{"format": "99"}', "format='99': must be"),
         ('{"format": "vllm-ext step cost 1"}', "lacks or has a wrong field: 'curve'"),
-        ('{"format": 1}', "has format 1, this version reads 2: run `vllm-ext profile` again"),
+        ('{"format": 1}', "has format 1, this version reads 3: run `vllm-ext profile` again"),
         ('{"format": 2}', "lacks or has a wrong field"),
     ],
 )

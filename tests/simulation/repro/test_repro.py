@@ -137,6 +137,7 @@ def test_documentation_of_something_else_is_refused_with_the_file(tmp_path: Path
 def test_every_file_of_the_repository_defines_one_study_with_its_paper_and_differences() -> None:
     found = catalogue.studies(FOLDER)
     assert {"alise-fig6", "alise-fig9", "alise-table3"} <= found.keys()
+    assert {"past-future-fig7", "past-future-fig8", "past-future-table1"} <= found.keys()
     files = [file for file in FOLDER.glob("*.py") if not file.name.startswith("_")]
     assert len(found) == len(files)
     for study in found.values():

@@ -21,6 +21,7 @@ FULL: dict[str, Any] = {
     "max_tokens": "exact",
     "announce": "hint",
     "announce_error": 0.092,
+    "announce_slo": True,
     "tiers": [
         {"name": "offline", "share": 0, "e2e": {"base_s": 60}},
         {"name": "chat", "ttft": {"bucket_tokens": 512, "bucket_s": [0.1, 0.2], "low": 0.5, "high": 1.5}},
@@ -57,6 +58,8 @@ def test_recorded_arrivals_take_a_rate_to_stretch_to() -> None:
         ({"cv": 2}, r"cv=2.0: needs arrivals='gamma', found 'poisson'"),
         ({"clients": 2}, r"clients=2: needs arrivals='closed-loop', found 'poisson'"),
         ({"num_requests": -1}, r"num_requests\n"),
+        ({"announce_slo": True}, r"announce_slo=True: needs tiers, one of them with an objective"),
+        ({"announce_slo": True, "tiers": [{"name": "a"}]}, r"announce_slo=True: needs tiers"),
         ({"max_tokens": 0}, r"max_tokens=0: must be at least 1, 'cap' or 'exact'"),
         ({"max_tokens": "true"}, r"max_tokens"),
         ({"announce_error": 0.1}, r"announce_error=0.1: needs announce='hint', found 'none'"),

@@ -1,4 +1,4 @@
-"""Output lengths that clients announce, with an error of a stated size."""
+"""What clients announce: output lengths, with an error of a stated size, and objectives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from vllm_ext.hints import MAX_OSL
+from vllm_ext.hints import MAX_OSL, SLO_KEYS
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.requests import SimRequest, Slo
 
 HINT_KEY = "osl"
+_MS = 1000.0
 
 
 def mean_error(sigma: float) -> float:
@@ -42,6 +43,12 @@ def sigma_of(error: float) -> float:
 def hint(true_tokens: int, sigma: float, normal: float) -> dict[str, Any]:
     """Return what a client sends: the true length times ``exp(sigma * normal)``, rounded, from 1 to `MAX_OSL`."""
     return {HINT_KEY: min(MAX_OSL, max(1, round(true_tokens * math.exp(sigma * normal))))}
+
+
+def objectives(slo: Slo) -> dict[str, Any]:
+    """Return the hints by which a client tells its objectives, in milliseconds; those that it has not are left out."""
+    wanted = zip(SLO_KEYS, (slo.ttft_s, slo.tbt_s, slo.e2e_s), strict=True)
+    return {key: seconds * _MS for key, seconds in wanted if seconds is not None}
 
 
 def hidden(true_tokens: int) -> dict[str, Any]:

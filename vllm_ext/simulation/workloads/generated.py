@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from vllm_ext.simulation.requests import NO_SLO, SimRequest
+from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo
 from vllm_ext.simulation.workloads import announcing, token_ids
 from vllm_ext.simulation.workloads.expectations import slo
 from vllm_ext.simulation.workloads.plans import Plan, Planner, Turn
@@ -159,6 +160,7 @@ class GeneratedWorkload:
         several = len(plan.turns) > 1
         tier = plan.tier
         max_tokens = self._max_tokens(prompt_tokens, turn.exchange.output_tokens)
+        expected = NO_SLO if tier is None else slo(tier, prompt_tokens, turn.factors)
         return SimRequest(
             req_id=f"r{plan.number}.{index}" if several else f"r{plan.number}",
             arrival_s=arrival_s,
@@ -166,22 +168,25 @@ class GeneratedWorkload:
             output_tokens=turn.exchange.output_tokens,
             max_tokens=max_tokens,
             token_ids=ids,
-            extra_args=self._extra_args(min(turn.exchange.output_tokens, max_tokens), turn.error),
+            extra_args=self._extra_args(min(turn.exchange.output_tokens, max_tokens), turn.error, expected),
             priority=0 if tier is None else tier.priority,
             session_id=f"s{plan.number}" if several else None,
-            slo=NO_SLO if tier is None else slo(tier, prompt_tokens, turn.factors),
+            slo=expected,
             tier="" if tier is None else tier.name,
             abort_after_s=turn.abort_after_s,
             prompt=turn.exchange.text,
             meta={_PLAN: plan, _TURN: index},
         )
 
-    def _extra_args(self, true_tokens: int, error: float) -> dict[str, int] | None:
-        if self._spec.announce == "none":
-            return None
+    def _extra_args(self, true_tokens: int, error: float, expected: Slo) -> dict[str, Any] | None:
+        said: dict[str, Any] = {}
         if self._spec.announce == "hidden":
-            return announcing.hidden(true_tokens)
-        return announcing.hint(true_tokens, self._sigma, error)
+            said.update(announcing.hidden(true_tokens))
+        elif self._spec.announce == "hint":
+            said.update(announcing.hint(true_tokens, self._sigma, error))
+        if self._spec.announce_slo:
+            said.update(announcing.objectives(expected))
+        return said or None
 
     def _max_tokens(self, prompt_tokens: int, output_tokens: int) -> int:
         room = max(1, self._context() - prompt_tokens)

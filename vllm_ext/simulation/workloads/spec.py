@@ -108,6 +108,11 @@ class TierSpec(BaseModel):
     e2e: SloTarget | None = None
     """Arrival to last token."""
 
+    @property
+    def has_objectives(self) -> bool:
+        """Whether its requests expect anything."""
+        return (self.ttft, self.tbt, self.e2e) != (None, None, None)
+
 
 class WorkloadSpec(SourceSpec):
     """Lengths, arrivals, clients and what they expect."""
@@ -149,6 +154,9 @@ class WorkloadSpec(SourceSpec):
     true length lies where only systems marked ``oracle`` read it."""
     announce_error: float = Field(default=0.0, ge=0)
     """Mean of ``|osl / true length - 1|``; errors are log-normal with median 1."""
+    announce_slo: bool = False
+    """Clients say their own objectives as ``ttft_slo_ms``, ``tbt_slo_ms`` and ``jct_slo_ms``, beside what ``announce``
+    adds; False: they only judge the run."""
     tiers: tuple[TierSpec, ...] = ()
     """Classes of service; none: one without a name and without objectives."""
     abort_share: float = Field(default=0.0, ge=0, le=1)
@@ -201,6 +209,8 @@ class WorkloadSpec(SourceSpec):
             raise ValueError(f"tiers: names must differ, found {names}")
         if self.tiers and not any(tier.share for tier in self.tiers):
             raise ValueError("tiers: share must be greater than 0 for at least one of them")
+        if self.announce_slo and not any(tier.has_objectives for tier in self.tiers):
+            raise ValueError("announce_slo=True: needs tiers, one of them with an objective (ttft, tbt or e2e)")
         for part in self.mix:
             if part.tier is not None and part.tier not in names:
                 raise ValueError(f"tier={part.tier!r} of a part of mix: must be one of {names}")

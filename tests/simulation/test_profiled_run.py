@@ -1,0 +1,86 @@
+"""A run whose scheduler starts from a profile of the hardware that is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_ext.prediction.runtime import DEFAULT
+from vllm_ext.simulation.cost.build import build
+from vllm_ext.simulation.cost.profiled import Limits, runtime_model
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.run import build_scheduler, simulate, start_from_profile
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.step_shape import CostModel
+
+from .parts import NUM_BLOCKS, PerTokenCost, ask, engine_spec
+from .parts import simulate as run_small
+
+COST = build(HardwareSpec(model="opt-13b", device="a100-80"), CostSpec())
+
+
+def started(**options: Any) -> Any:
+    spec = engine_spec(system="fcfs", profiled=True, **options)
+    scheduler = build_scheduler(spec, NUM_BLOCKS)
+    start_from_profile(scheduler, spec, COST)
+    return scheduler
+
+
+def test_the_model_is_in_place_before_anything_runs() -> None:
+    scheduler = started()
+    expected = runtime_model(COST, Limits(160, 8, 64))
+    assert scheduler.ledger.runtime.coefficients == expected.coefficients != DEFAULT
+    assert scheduler.ledger.runtime.pivot == expected.pivot
+    assert scheduler.ledger.runtime.num_observations == 0
+
+
+def test_steps_teach_the_model_that_views_are_made_of() -> None:
+    scheduler = started()
+    assert scheduler.observer.timer.sink is scheduler.ledger.runtime
+
+
+def test_recordings_know_what_it_started_from() -> None:
+    scheduler = started()
+    assert scheduler.ledger.runtime.given == scheduler.ledger.runtime.coefficients
+
+
+def test_vllm_alone_is_left_as_it_is() -> None:
+    requests = [ask(f"r{i}", i / 8, 20, 9) for i in range(20)]
+    runs = [run_small(requests, PerTokenCost(), profiled=profiled)[1] for profiled in (False, True)]
+    assert runs[0] == runs[1]
+
+
+def test_two_profiles_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"profiled=True: .*options\.profile='auto'"):
+        started(options={"profile": "auto"})
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_run_asks_for_it(profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model of the run is the one that is profiled."""
+    asked: list[tuple[CostModel, Limits]] = []
+
+    def noted(original: Callable[[CostModel, Limits], Any]) -> Callable[[CostModel, Limits], Any]:
+        def ask_for(cost: CostModel, limits: Limits) -> Any:
+            asked.append((cost, limits))
+            return original(cost, limits)
+
+        return ask_for
+
+    monkeypatch.setattr("vllm_ext.simulation.run.runtime_model", noted(runtime_model))
+    cost = PerTokenCost()
+    run_small([ask("a")], cost, system="alise", profiled=profiled)
+    assert asked == ([(cost, Limits(160, 8, 64))] if profiled else [])
+
+
+def test_equal_descriptions_give_equal_runs() -> None:
+    spec = SimulationSpec.model_validate(
+        {
+            "engine": EngineSpec(system="alise", profiled=True, num_blocks=200),
+            "workload": {"source": "sharegpt-vllm", "rate_per_s": 8, "num_requests": 40},
+        }
+    )
+    first, second = simulate(spec), simulate(spec)
+    assert (first.duration_s, first.counters) == (second.duration_s, second.counters)

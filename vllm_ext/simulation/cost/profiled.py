@@ -1,0 +1,121 @@
+"""A profile of simulated hardware: what `vllm-ext profile` would measure there, without running its loads.
+
+Its loads become steps, whose times the cost model tells; the fit is the same. Like the engine that is profiled, steps
+are synchronous: the host's time counts in full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vllm_ext.prediction.fit import Fit, fit
+from vllm_ext.prediction.profile_loads import MAX_BATCH_TOKENS, OUTPUT_TOKENS, SHORTEST_PROMPT, longest_prompt, plan
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
+from vllm_ext.simulation.cost.roofline import pivot_tokens
+from vllm_ext.simulation.step_shape import CostModel, StepShape
+
+
+class Limits(NamedTuple):
+    """The engine's settings that bound a step, as vLLM names them."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def runtime_model(cost: CostModel, limits: Limits) -> RuntimeModel:
+    """Return a runtime model that starts from a profile of the hardware, pivot included; it has seen no step yet.
+
+    Takes some 10 ms, a small part of what any run takes.
+
+    The pivot is a property of the hardware (AccelGen, section 4.2), found on one fresh prompt: the engine's own largest
+    step does not bound it.
+
+    Raises:
+        ValueError: the engine is too small for a profile: fewer than 50 different steps.
+    """
+    try:
+        found = profile(cost, limits)
+    except ValueError as error:
+        raise ValueError(f"profiled=True: the engine is too small for it ({limits}): {error}") from error
+    tokens = pivot_tokens(cost)
+    return RuntimeModel(found.coefficients, pivot=Pivot(tokens, _step_s(cost, _chunk(0, tokens))))
+
+
+def profile(cost: CostModel, limits: Limits) -> Fit:
+    """Return the fit to the steps that a cost model prices.
+
+    Raises:
+        ValueError: fewer than 50 steps.
+    """
+    return fit([(features_of(shape), _step_s(cost, shape)) for shape in shapes(limits)])
+
+
+def features_of(shape: StepShape) -> StepFeatures:
+    """Return a step as the runtime model sees it; prefill rows are chunks of more than one token.
+
+    A shape counts half a token's diagonal more per token of a chunk than `StepFeatures` does.
+    """
+    return StepFeatures(
+        shape.num_decodes,
+        shape.num_prefill_tokens,
+        shape.decode_context_tokens + shape.prefill_context_tokens,
+        shape.prefill_pairs - shape.num_prefill_tokens / 2,
+    )
+
+
+def shapes(limits: Limits) -> Iterator[StepShape]:
+    """Yield the steps of a profile's loads: decodes, whole prompts in chunks, and decodes together with a chunk."""
+    longest = longest_prompt(limits.max_model_len)
+    for load in plan(limits.max_model_len, limits.max_num_seqs):
+        if load.kind == "decode":
+            for generated in range(1, OUTPUT_TOKENS + 1):
+                yield _decodes(load.batch, load.prompt_tokens + generated)
+        elif load.kind == "prefill":
+            yield from _prompt(load.prompt_tokens, limits.max_num_batched_tokens)
+        else:
+            yield from _mixed(load.batch, longest, limits.max_num_batched_tokens)
+
+
+def _decodes(batch: int, context: int) -> StepShape:
+    return StepShape(batch, batch, batch, batch, batch * context, 0, 0.0)
+
+
+def _chunk(held: int, tokens: int, last: bool = True) -> StepShape:
+    return StepShape(1, tokens, 0, int(last), 0, held + tokens, tokens * (held + (tokens + 1) / 2))
+
+
+def _prompt(tokens: int, budget: int) -> Iterator[StepShape]:
+    """The chunks of a prompt; a last one of a single token would be a decode to the runtime model, and is left out."""
+    for held in range(0, tokens, budget):
+        size = min(budget, tokens - held)
+        if size > 1:
+            yield _chunk(held, size, last=held + size == tokens)
+
+
+def _mixed(batch: int, longest: int, budget: int) -> Iterator[StepShape]:
+    """``batch`` requests of which one is prefilled: prompts of all lengths, beside decodes of a middling context."""
+    most = min(longest, max(SHORTEST_PROMPT, MAX_BATCH_TOKENS // batch))
+    decodes = batch - 1
+    context = math.isqrt(SHORTEST_PROMPT * most) + OUTPUT_TOKENS // 2
+    tokens = most
+    while tokens >= SHORTEST_PROMPT:
+        for chunk in _prompt(tokens, max(2, budget - decodes)):
+            yield _with_decodes(chunk, decodes, context)
+        tokens //= 2
+
+
+def _with_decodes(chunk: StepShape, batch: int, context: int) -> StepShape:
+    return chunk._replace(
+        num_requests=chunk.num_requests + batch,
+        num_tokens=chunk.num_tokens + batch,
+        num_decodes=batch,
+        num_sampled=chunk.num_sampled + batch,
+        decode_context_tokens=batch * context,
+    )
+
+
+def _step_s(cost: CostModel, shape: StepShape) -> float:
+    return cost.device_s(shape) + cost.host_s(shape)
