@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.admission.foresight_fit import ForesightFit
 from vllm_ext.policies.admission.peak_memory import PREDICTED, PeakMemory
 from vllm_ext.policies.admission.prefill_first import PrefillFirst
 from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
@@ -14,6 +15,7 @@ from vllm_ext.policies.budget.fixed_forward import FixedForward
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
@@ -130,6 +132,17 @@ ROWS = (
         oracle=True,
         paper=f"{_PAST_FUTURE}, theoretical optimum",
         summary=f"past-future with true output lengths; {_OFFLINE}",
+    ),
+    System(
+        name="auto",
+        ordering=PressingFirst,
+        admission=ForesightFit,
+        budget=TbtBudget,
+        parameters={
+            "admission": {"reserve": 0.02, "cold_requests": 20},
+            "budget": {"default_tbt_ms": 0.0},
+        },
+        summary="our best: remaining time until an objective presses, memory foreseen, TBT objectives kept",
     ),
     System(
         name="orca",

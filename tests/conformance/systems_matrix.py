@@ -111,6 +111,18 @@ SYSTEMS = (
         options={"system": "past-future", "admission": {"cold_requests": 4, "window": 32}},
         examples=_MANY,
     ),
+    Row(
+        name="auto",
+        options={
+            "system": "auto",
+            "slo": _MIXED_SLOS,
+            "ordering": {"age_limit_s": AGE_LIMIT_S, "horizon_s": 0.1},
+            "admission": {"cold_requests": 4, "window": 32, "min_progress_tokens": 2, "gain_ratio": 0.05},
+            "budget": _TIGHT_BUDGET,
+        },
+        aging_bound_s=AGE_LIMIT_S,
+        examples=_MANY,
+    ),
     Row(name="oracle-past-future", options={"system": "oracle-past-future", "allow_oracle": True}, reads_truth=True),
     Row(name="aggressive", options={"system": "aggressive", "admission": {"watermark": 0.9}}),
     Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}),

@@ -34,7 +34,14 @@ def arrivals() -> st.SearchStrategy[Arrival]:
     """Short and long prompts (beyond the step budget), shared prefixes, true and false announcements."""
 
     def build(
-        prompt_len: int, shared: int, family: int, max_tokens: int, true_len: int, osl: str, prio: int
+        prompt_len: int,
+        shared: int,
+        family: int,
+        max_tokens: int,
+        true_len: int,
+        osl: str,
+        prio: int,
+        ttft: float | None,
     ) -> Arrival:
         announced = {"none": None, "right": true_len, "low": max(1, true_len // 4), "high": true_len * 4}[osl]
         return Arrival(
@@ -45,6 +52,7 @@ def arrivals() -> st.SearchStrategy[Arrival]:
             true_len=true_len,
             osl=announced,
             priority=prio,
+            ttft_slo_ms=ttft,
         )
 
     return st.builds(
@@ -56,6 +64,7 @@ def arrivals() -> st.SearchStrategy[Arrival]:
         st.integers(1, 48),
         st.sampled_from(["none", "right", "low", "high"]),
         st.sampled_from([0, 0, 0, -1, 1]),
+        st.sampled_from([None, None, 60.0, 400.0, 5000.0]),
     )
 
 

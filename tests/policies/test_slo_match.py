@@ -129,12 +129,21 @@ def test_without_room_and_urgency_nothing_is_decided() -> None:
     assert SloMatch().plan(step_of(running=(running("r"),))) == AdmissionPlan()
 
 
-def test_a_lost_request_is_not_urgent_and_one_that_aged_is() -> None:
+def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
     lost = waiting("lost", 160, left_s=0.05, prefill_s=60.0)
     step = step_of(lost, seats=0, running=(running("slow", tbt_s=0.9),))
     assert SloMatch().plan(step) == AdmissionPlan()
     step.aged = frozenset({"lost"})
-    assert SloMatch().plan(step).preempt == ("slow",)
+    assert SloMatch().plan(step).preempt == ()
+
+
+def test_a_request_that_would_miss_its_own_objective_is_not_pushed_out_unless_asked_for() -> None:
+    victim = running("slow", tbt_s=0.9, recompute_s=1.0)
+    step = step_of(waiting("now", 160, left_s=0.05, prefill_s=0.1), seats=0, running=(victim,))
+    assert SloMatch().plan(step).preempt == ()
+    assert SloMatch(spare=False).plan(step).preempt == ("slow",)
+    dear = step_of(waiting("now", 160, left_s=0.05, prefill_s=0.1), seats=0, running=(victim._replace(missed=True),))
+    assert SloMatch().plan(dear).preempt == (), "it is lost already, but costs more than the other one is worth"
 
 
 def test_nobody_passes_an_aged_request_that_finds_no_room() -> None:

@@ -156,7 +156,7 @@ def test_chunks_and_decodes_take_turns() -> None:
     [
         ("tile_tokens", 48),
         ("tile_tokens", 0),
-        ("default_tbt_ms", 0.0),
+        ("default_tbt_ms", -1.0),
         ("safety", 1.5),
         ("min_prefill_tokens", 0),
         ("tokens", 512),

@@ -37,13 +37,14 @@ def slack(request: RequestView, now: float) -> Slack:
 
     A request without any is judged by the reading speed, and by a TTFT for its bucket of 512 prompt tokens.
     """
-    online = _online(request, now)
     if request.slo.e2e_s is None:
-        return online
-    offline = _offline(request, request.slo.e2e_s, now)
-    if request.slo.ttft_s is None and request.slo.tbt_s is None:
-        return offline
-    return Slack(min(online.start_by, offline.start_by), min(online.lost_at, offline.lost_at))
+        found = _online(request, now)
+    else:
+        found = _offline(request, request.slo.e2e_s, now)
+        if request.slo.ttft_s is not None or request.slo.tbt_s is not None:
+            online = _online(request, now)
+            found = Slack(min(online.start_by, found.start_by), min(online.lost_at, found.lost_at))
+    return found._replace(lost_at=-math.inf) if request.missed else found
 
 
 def chunks(request: RequestView) -> int:
@@ -67,8 +68,10 @@ def _online(request: RequestView, now: float) -> Slack:
         deadline = request.arrival_time + ttft_s(request)
         return Slack(deadline - execute_s, deadline - request.prefill_s)
     tbt_s = READING_TBT_S if request.slo.tbt_s is None else request.slo.tbt_s
-    since = now if request.waiting_since is None else request.waiting_since
-    return Slack(since + tbt_s - execute_s, math.inf)
+    if request.waiting_since is None:
+        return Slack(now + tbt_s - execute_s, math.inf)
+    next_by = request.waiting_since + tbt_s
+    return Slack(next_by - execute_s, next_by - request.prefill_s)
 
 
 def _offline(request: RequestView, jct_s: float, now: float) -> Slack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vllm_ext.config import RETRIEVAL, SloConfig
@@ -31,6 +32,7 @@ class Job:
         "first_scheduled",
         "first_token",
         "hints",
+        "missed",
         "number",
         "output_at_admission",
         "prediction",
@@ -51,6 +53,8 @@ class Job:
         self.prediction = Prediction(1, "prior")
         """Prediction made of the prompt, kept for the record."""
         self.slo = NO_SLO
+        self.missed = False
+        """Whether an objective was missed already; gaps between steps are not looked at."""
         self.estimate = 1
         """Current estimate of the total output, in tokens."""
         self.demotions = 0
@@ -132,6 +136,12 @@ class Ledger:
         if job.waiting_since is None:
             job.waiting_since = now
 
+    def first_token(self, job: Job, now: float) -> None:
+        """Note that the first token came."""
+        job.first_token = now
+        if job.slo.ttft_s is not None and now - job.arrival_time > job.slo.ttft_s:
+            job.missed = True
+
     def end_wait(self, job: Job, now: float) -> None:
         """Note that the job left the queue."""
         if job.waiting_since is not None:
@@ -140,6 +150,8 @@ class Ledger:
             job.waiting_since = None
             if job.request.num_preemptions:
                 self.pace.resumed(waited_s)
+            if job.first_token is not None and waited_s > (job.slo.tbt_s or math.inf):
+                job.missed = True
             job.output_at_admission = job.request.num_output_tokens
 
     def outlived(self, job: Job) -> int:
@@ -233,6 +245,7 @@ class Ledger:
             generated - job.output_at_admission,
             num_blocks,
             job.slo,
+            job.missed,
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,

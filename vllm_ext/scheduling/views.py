@@ -84,6 +84,8 @@ class RequestView(NamedTuple):
     """Running: KV blocks a preemption would free. Waiting: KV blocks needed to admit it."""
     slo: Slo = NO_SLO
     """Objectives: the client's, else its class's, else the configured defaults."""
+    missed: bool = False
+    """Whether an objective was missed already: the first token came late, or a wait in between took too long."""
     prefill_s: float = 0.0
     """Estimated time to compute what is missing of the sequence, alone on the engine; part of the remaining time."""
     prompt_s: float = 0.0

@@ -51,7 +51,8 @@ class SloMatch:
     At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
-    before it got on, and that a request that is lost already is not urgent.
+    before it got on, that a request that is lost already is not urgent, and ``spare``: pushing out one request to save
+    another, when both will miss, costs the recomputation and saves nothing.
     """
 
     uses_predictions: ClassVar[bool] = True
@@ -70,6 +71,8 @@ class SloMatch:
     """Whether urgent requests may push out running ones."""
     min_progress_tokens: int = 16
     """Output tokens a request must have generated since its last preemption before it can be preempted again."""
+    spare: bool = True
+    """Whether running requests are left alone that would miss an objective if their KV had to be computed again."""
     max_victims: int = 8
     """Requests preempted per step at most."""
 
@@ -133,7 +136,7 @@ class SloMatch:
         for candidate in urgent:
             request = candidate.request
             short = room.seats < 1 or room.memory < request.num_blocks * step.block_size
-            if short and not (self.preempt and self._make_room(step, room, candidate, victims)):
+            if short and not (self.preempt and not candidate.lost and self._make_room(step, room, candidate, victims)):
                 if candidate.aged:
                     return False
                 continue
@@ -151,9 +154,14 @@ class SloMatch:
             if len(room.preempted) + len(found) >= self.max_victims:
                 return False
             left = slack(victim, step.now)
-            if left.lost_at > step.now and left.start_by - step.now <= candidate.remaining_s and not candidate.aged:
+            lost, remaining_s = left.lost_at <= step.now, left.start_by - step.now
+            if not lost and remaining_s <= candidate.remaining_s:
                 return False
             if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:
+                continue
+            if self.spare and not lost and remaining_s <= victim.recompute_s:
+                continue
+            if self.spare and victim.recompute_s > candidate.request.prefill_s:
                 continue
             found.append(victim)
             seats += 1

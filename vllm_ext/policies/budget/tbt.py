@@ -39,7 +39,8 @@ class TbtBudget:
     dynamic: bool = True
     """Fit every step; False: one budget for a reference batch."""
     default_tbt_ms: float = 200.0
-    """Objective where neither the requests nor the configuration name one, in milliseconds."""
+    """Objective where neither the requests nor the configuration name one, in milliseconds; 0: none, and then steps are
+    left at vLLM's budget."""
     tile_tokens: int = 64
     """Tile of the device's matrix products along the tokens; a power of two, 1 switches rounding off."""
     min_prefill_tokens: int = 64
@@ -54,7 +55,7 @@ class TbtBudget:
     """Context of each of them, in tokens."""
 
     def __post_init__(self) -> None:
-        require(self.default_tbt_ms > 0, "budget.default_tbt_ms", self.default_tbt_ms, "milliseconds, greater than 0")
+        require(self.default_tbt_ms >= 0, "budget.default_tbt_ms", self.default_tbt_ms, "milliseconds, at least 0")
         power = self.tile_tokens >= 1 and self.tile_tokens & (self.tile_tokens - 1) == 0
         require(power, "budget.tile_tokens", self.tile_tokens, "a power of two")
         for field in ("min_prefill_tokens", "reference_decodes"):
@@ -68,7 +69,7 @@ class TbtBudget:
     def plan(self, step: StepView) -> BudgetPlan:
         """Return the step's token budget."""
         decodes = step.num_decoding
-        if not decodes or not (step.num_prefilling or step.num_waiting):
+        if not decodes or not (step.num_prefilling or step.num_waiting) or not self.objective_s(step):
             return _NO_CHANGE
         if self.dynamic:
             tokens = step.decode_tokens + self._dynamic(step, decodes)
@@ -77,7 +78,7 @@ class TbtBudget:
         return BudgetPlan(token_budget=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
 
     def objective_s(self, step: StepView) -> float:
-        """Return the gap that no token of this step may exceed, in seconds."""
+        """Return the gap that no token of this step may exceed, in seconds; 0 if there is none."""
         tightest = step.tightest_tbt_s
         return self.default_tbt_ms / 1000 if tightest is None else tightest
 
