@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from vllm_ext import systems
-from vllm_ext.config import ConfigError, ExtConfig
+from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.admission.peak_memory import PeakMemory
 from vllm_ext.policies.admission.prefill_first import PrefillFirst
 from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
+from vllm_ext.policies.budget.tbt import TbtBudget
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.scheduling.plan import Rank
@@ -201,3 +203,42 @@ def test_modules_are_imported_before_the_name_is_looked_up(tmp_path: Path, monke
 def test_a_missing_module_is_named() -> None:
     with pytest.raises(ConfigError, match="no_such_module_anywhere"):
         build(ExtConfig(modules=("no_such_module_anywhere",)))
+
+
+def test_rows_differ_in_parameters_too() -> None:
+    static = build(ExtConfig(system="sarathi-static")).budget
+    assert static == TbtBudget(dynamic=False)
+    given = build(ExtConfig(system="sarathi-static", budget={"tokens": 512, "tile_tokens": 128})).budget
+    assert given == TbtBudget(dynamic=False, tokens=512, tile_tokens=128), "what is given goes before the row's"
+
+
+def test_a_composition_carries_the_parameters_of_its_parts() -> None:
+    system = resolve("sarathi-static+past-future")
+    policies = build(ExtConfig(system="sarathi-static+past-future"))
+    assert (system.parameters, policies.budget) == ({"budget": {"dynamic": False}}, TbtBudget(dynamic=False))
+    assert policies.admission == PeakMemory()
+    with pytest.raises(ConfigError, match="sarathi and sarathi-static both set budget"):
+        resolve("sarathi+sarathi-static")
+
+
+@pytest.mark.parametrize("name", ["sarathi+past-future", "alise+sarathi", "sarathi+conservative", "fastserve+fastgen"])
+def test_systems_of_different_axes_compose_in_any_order(name: str) -> None:
+    one, two = resolve(name), resolve("+".join(reversed(name.split("+"))))
+    assert [one.axis(a) for a in AXES] == [two.axis(a) for a in AXES]
+    assert not build(ExtConfig(system=name)).is_upstream
+
+
+def test_every_row_can_be_built_and_says_what_it_is() -> None:
+    for system in systems.table():
+        policies = build(ExtConfig(system=system.name, allow_oracle=True))
+        assert policies.describe().startswith(f"{system.name}: ordering=")
+        assert system.summary
+        assert system.paper or system.name in ("fcfs", "auto")
+        assert system.oracle == system.name.startswith("oracle-")
+
+
+def test_only_systems_that_look_at_lengths_start_a_predictor() -> None:
+    use = {s.name for s in systems.table() if build(ExtConfig(system=s.name, allow_oracle=True)).use_predictions}
+    serving = {name for name in use if not name.startswith("oracle-")}
+    assert serving == {"alise", "accelgen", "accelgen-no-chunk", "accelgen-no-order",
+                       "accelgen-no-batch", "auto"}  # fmt: skip

@@ -52,6 +52,15 @@ def sampling_params(raw: dict[str, Any]) -> Any:
     return SamplingParams(temperature=0.0, **raw)
 
 
+def adapter(folder: str | None) -> Any:
+    """The LoRA adapter of a folder, or none."""
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, folder)
+
+
 def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
     """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id."""
     finished: dict[str, Any] = {}
@@ -61,7 +70,8 @@ def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
         while waiting and (waiting[0]["step"] <= step or not engine.has_unfinished_requests()):
             arrival = waiting.pop(0)
             prompt = {"prompt_token_ids": arrival["prompt_token_ids"]}
-            engine.add_request(arrival["id"], prompt, sampling_params(arrival["sampling"]))
+            params = sampling_params(arrival["sampling"])
+            engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
         for output in engine.step():
             if output.finished:
                 finished[output.request_id] = output
@@ -70,6 +80,13 @@ def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
             missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))
             raise RuntimeError(f"not finished after {MAX_STEPS} steps: {missing}")
     return finished
+
+
+def register_kernels_no_more() -> None:
+    """Keep the next engine from replacing the CPU's kernels again, which fails on modules that n-gram drafts import."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
 def counter(llm: Any, name: str) -> float:
@@ -97,6 +114,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "finish_reasons": {key: output.outputs[0].finish_reason for key, output in outputs.items()},
         "preemptions": counter(llm, "vllm:num_preemptions"),
         "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
+        "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
         "scheduler": type(core.scheduler).__name__,
         "batch_queue": core.batch_queue_size,
@@ -119,6 +137,7 @@ def main() -> None:
     results = {}
     for spec in job["runs"]:
         results[spec["name"]] = run(spec)
+        register_kernels_no_more()
     Path(result_file).write_text(json.dumps(results))
 
 

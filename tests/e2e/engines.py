@@ -64,6 +64,7 @@ class Outcome:
     finish_reasons: dict[str, str]
     preemptions: float
     preemption_reasons: dict[str, int]
+    fallbacks: int
     drafts: float
     scheduler: str
     batch_queue: int

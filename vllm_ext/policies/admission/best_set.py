@@ -50,6 +50,11 @@ class BestSet:
             value = getattr(self, field)
             require(value >= 1, f"admission.{field}", value, "an integer of at least 1")
 
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether predicted lengths are looked at: prices are made of them."""
+        return self.priced
+
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return whom to preempt so that better-ranked waiting requests fit."""
         if not self.preempt or not step.num_waiting or not step.num_running:

@@ -1,0 +1,96 @@
+"""Invariants 4 and 10 under every system: structured output, speculative decoding and LoRA on the real engine.
+
+Two engines for each system, both with few seats and few KV blocks, chunked prefills and objectives. In the first one
+tokens are drafted by n-grams and some requests have a grammar: its greedy outputs must be those of vLLM's own scheduler
+with room for everything, nothing drafted and nobody preempted. In the second one some requests have an adapter. vLLM's
+LoRA on a CPU gives other tokens in another batch, under its own scheduler too, so there lengths and books are compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lora_adapter
+import pytest
+from engines import BASE_ENGINE, TIGHT, Outcome, long_then_short, run_engines
+
+from vllm_ext.systems import table
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+COMPOSED = ("sarathi+past-future", "alise+sarathi")
+SYSTEMS = [system.name for system in table() if not system.oracle and system.name != "fcfs"] + list(COMPOSED)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+LORA = {"enable_lora": True, "max_lora_rank": lora_adapter.RANK}
+GRAMMAR = {"structured_outputs": {"regex": "([a-f]{3} ){12,18}"}, "ignore_eos": False, "max_tokens": 90}
+SLOS = {"tbt_ms": 60.0, "ttft_ms": 4000.0}
+
+
+def requests() -> list[dict[str, Any]]:
+    """Long and short ones that repeat themselves, for drafts to be found; every third is constrained."""
+    found = []
+    for number, request in enumerate(long_then_short(seed=5)):
+        sampling = {**request["sampling"], **(GRAMMAR if number % 3 == 2 else {})}
+        found.append({**request, "prompt_token_ids": request["prompt_token_ids"][:12] * 5, "sampling": sampling})
+    return found
+
+
+def adapted(adapter: Path) -> list[dict[str, Any]]:
+    """A few requests, every other one with the adapter."""
+    few = long_then_short(seed=6, num_long=3, num_short=3, long_tokens=60)
+    return [{**request, **({"adapter": str(adapter)} if i % 2 else {})} for i, request in enumerate(few)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+    engine = {**BASE_ENGINE, "model": str(llama)}
+    with_lora = adapted(lora_adapter.build(llama, tmp_path_factory.mktemp("adapter")))
+    plain = [{key: value for key, value in request.items() if key != "adapter"} for request in with_lora]
+    runs = [
+        {"name": "upstream", "engine": engine, "arrivals": requests()},
+        {"name": "upstream-lora", "engine": {**engine, **LORA}, "arrivals": with_lora},
+        {"name": "upstream-plain", "engine": {**engine, **LORA}, "arrivals": plain},
+    ]
+    for name in SYSTEMS:
+        options = {"slo": SLOS, "prediction": {"sources": ["hint", "history"]}}
+        steered = {"scheduler_cls": name, "additional_config": {"vllm_ext": options}}
+        crowded = {**engine, **TIGHT, **steered}
+        runs.append({"name": f"{name}-lora", "engine": {**crowded, **LORA}, "arrivals": with_lora})
+        runs.append({"name": name, "engine": {**crowded, "speculative_config": NGRAM}, "arrivals": requests()})
+    return run_engines(tmp_path_factory.mktemp("run"), runs, timeout_s=800)
+
+
+def assert_decided_and_cleaned_up(outcome: Outcome) -> None:
+    assert outcome.scheduler == "SteeredScheduler"
+    assert outcome.fallbacks == 0, "a policy failed, so these were not its decisions"
+    assert (outcome.blocks_missing, outcome.left_running, outcome.left_waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_4_and_10_drafts_and_grammars_give_upstreams_tokens(outcomes: dict[str, Outcome], system: str) -> None:
+    steered, upstream = outcomes[system], outcomes["upstream"]
+    assert_decided_and_cleaned_up(steered)
+    assert steered.drafts > 0
+    assert steered.tokens == upstream.tokens
+    assert steered.finish_reasons == upstream.finish_reasons
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_10_adapters_are_served(outcomes: dict[str, Outcome], system: str) -> None:
+    steered, upstream = outcomes[f"{system}-lora"], outcomes["upstream-lora"]
+    assert_decided_and_cleaned_up(steered)
+    assert {i: len(t) for i, t in steered.tokens.items()} == {i: len(t) for i, t in upstream.tokens.items()}
+    assert steered.finish_reasons == upstream.finish_reasons
+    firsts = {i for i, tokens in steered.tokens.items() if tokens[:1] == upstream.tokens[i][:1]}
+    assert len(firsts) >= len(steered.tokens) - 1, "who was given the adapter answers with it"
+
+
+def test_the_adapter_changes_what_is_said(outcomes: dict[str, Outcome]) -> None:
+    with_lora, plain = outcomes["upstream-lora"].tokens, outcomes["upstream-plain"].tokens
+    assert {i for i in plain if plain[i] != with_lora[i]}
+
+
+def test_requests_got_in_each_others_way(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["upstream"].preemptions == 0
+    assert sum(outcomes[name].preemptions > 0 for name in SYSTEMS) >= len(SYSTEMS) / 2
