@@ -85,11 +85,11 @@ class PoolStep:
         return np.array(sorted(self.finished), dtype=np.int64)
 
     def batch(self) -> Batch:
-        rows = [
-            (r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens, r.predicted_output_tokens)
-            for r in self.running
-        ]
-        return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), 5).T)
+        rows = [(r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens) for r in self.running]
+        return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), 4).T)
+
+    def predicted_lengths(self) -> npt.NDArray[np.int64]:
+        return np.array([r.predicted_output_tokens for r in self.running], dtype=np.int64)
 
     def cached_blocks_in_use(self, request: RequestView) -> int:
         return self.shared_blocks

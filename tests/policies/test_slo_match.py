@@ -100,27 +100,31 @@ def test_one_long_prompt_at_a_time() -> None:
     assert joins(policy.plan(urgent), urgent) == {"long"}
 
 
+AS_PUBLISHED = SloMatch(spare=False)
+"""Pushes out whoever has most time left, even in the middle of an answer."""
+
+
 def test_an_urgent_request_pushes_out_who_has_most_time_left() -> None:
     run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9)
     step = step_of(waiting("now", 160, left_s=0.05), waiting("later", 160), seats=0, running=run)
-    plan = SloMatch().plan(step)
+    plan = AS_PUBLISHED.plan(step)
     assert (plan.preempt, joins(plan, step)) == (("slow",), {"now"})
     memory = step_of(waiting("now", 160, left_s=0.05), blocks=0, running=run)
-    assert SloMatch().plan(memory).preempt == ("slow",)
-    assert SloMatch(preempt=False).plan(memory).preempt == ()
+    assert AS_PUBLISHED.plan(memory).preempt == ("slow",)
+    assert SloMatch(spare=False, preempt=False).plan(memory).preempt == ()
 
 
 def test_nobody_is_pushed_out_in_vain_or_again_before_it_got_on() -> None:
     run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9, blocks=3)
     large = step_of(waiting("now", 1600, left_s=0.05), blocks=0, running=run)
-    assert SloMatch().plan(large).preempt == (), "13 blocks are less than the 100 it needs"
+    assert AS_PUBLISHED.plan(large).preempt == (), "13 blocks are less than the 100 it needs"
     again = step_of(
         waiting("now", 160, left_s=0.05),
         seats=0,
         running=(running("slow", tbt_s=0.9, num_preemptions=1, progress_tokens=3),),
     )
-    assert SloMatch().plan(again).preempt == ()
-    assert SloMatch(min_progress_tokens=3).plan(again).preempt == ("slow",)
+    assert AS_PUBLISHED.plan(again).preempt == ()
+    assert SloMatch(spare=False, min_progress_tokens=3).plan(again).preempt == ("slow",)
 
 
 def test_without_room_and_urgency_nothing_is_decided() -> None:
@@ -137,13 +141,14 @@ def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
     assert SloMatch().plan(step).preempt == ()
 
 
-def test_a_request_that_would_miss_its_own_objective_is_not_pushed_out_unless_asked_for() -> None:
-    victim = running("slow", tbt_s=0.9, recompute_s=1.0)
-    step = step_of(waiting("now", 160, left_s=0.05, prefill_s=0.1), seats=0, running=(victim,))
-    assert SloMatch().plan(step).preempt == ()
-    assert SloMatch(spare=False).plan(step).preempt == ("slow",)
-    dear = step_of(waiting("now", 160, left_s=0.05, prefill_s=0.1), seats=0, running=(victim._replace(missed=True),))
-    assert SloMatch().plan(dear).preempt == (), "it is lost already, but costs more than the other one is worth"
+def test_who_has_begun_to_answer_is_left_alone() -> None:
+    answers = running("answers", tbt_s=0.9)
+    prefills = RequestView(
+        "prefills", 0.0, 600, 0, 200, max_tokens=100, pace=PACE, num_blocks=38, slo=Slo(ttft_s=900.0)
+    )
+    step = step_of(waiting("now", 160, left_s=0.05), seats=0, running=(prefills, answers), unfinished=(400,))
+    assert SloMatch().plan(step).preempt == ("prefills",)
+    assert AS_PUBLISHED.plan(step).preempt == ("answers",), "the last of those who run"
 
 
 def test_nobody_passes_an_aged_request_that_finds_no_room() -> None:

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 Key = tuple[float, ...]
 
-_REFRESH_EVERY = 16
+REFRESH_STEPS = 16
 """Steps within which every running request is ranked again: the cost per step stays a fraction of vLLM's own."""
-_MIN_REFRESH = 1
 
 
 class RunningOrder:
@@ -28,7 +27,12 @@ class RunningOrder:
     """
 
     def __init__(
-        self, scheduler: SteeredScheduler, rank: Callable[[Request], Key], *, stall_free: bool = False
+        self,
+        scheduler: SteeredScheduler,
+        rank: Callable[[Request], Key],
+        *,
+        stall_free: bool = False,
+        refresh_steps: int = REFRESH_STEPS,
     ) -> None:
         """Start empty.
 
@@ -37,10 +41,12 @@ class RunningOrder:
             rank: Computes the key of a running request, ties included.
             stall_free: Serve decodes before prefill chunks even when KV memory is about to run out, so that a
                 prefilling request is the first to leave, whatever its rank.
+            refresh_steps: Steps within which every request is ranked again; 0: ranks never change.
         """
         self._scheduler = scheduler
         self._rank = rank
         self._stall_free = stall_free
+        self._refresh_steps = refresh_steps
         self.tbt_s = Tightest()
         """TBT objectives of those who run."""
         self.keys: dict[Request, Key] = {}
@@ -61,7 +67,8 @@ class RunningOrder:
         running = self._scheduler.running
         if len(self.keys) != len(running):
             self._reconcile()
-        for _ in range(min(_MIN_REFRESH + len(running) // _REFRESH_EVERY, len(self._rounds))):
+        refresh = 1 + len(running) // self._refresh_steps if self._refresh_steps else 0
+        for _ in range(min(refresh, len(self._rounds))):
             request = self._rounds.popleft()
             if request in self.keys:
                 self._rounds.append(request)

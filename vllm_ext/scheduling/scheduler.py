@@ -28,7 +28,7 @@ from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan, check_rank
 from vllm_ext.scheduling.progress import stalled
 from vllm_ext.scheduling.ranked_queue import RankedQueue
-from vllm_ext.scheduling.running_order import RunningOrder
+from vllm_ext.scheduling.running_order import REFRESH_STEPS, RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
 from vllm_ext.scheduling.upstream import return_parked
 from vllm_ext.systems import build
@@ -90,7 +90,12 @@ class SteeredScheduler(AsyncScheduler):
             self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
             self.waiting = self.ranked
             stall_free = getattr(self.policies.budget, "stall_free", False)
-            self.running_order = RunningOrder(self, self._running_key, stall_free=stall_free)
+            fixed = self._orders_by_arrival and not self.policies.use_predictions
+            refresh_steps = 0 if fixed else getattr(self.policies.ordering, "refresh_steps", REFRESH_STEPS)
+            self._waiting_refreshed = 0 if fixed else _WAITING_REFRESHED_PER_STEP
+            self.running_order = RunningOrder(
+                self, self._running_key, stall_free=stall_free, refresh_steps=refresh_steps
+            )
         logger.info("vllm-ext is active: %s", self.policies.describe())
 
     def _check_model(self) -> None:
@@ -129,7 +134,7 @@ class SteeredScheduler(AsyncScheduler):
         started = time.perf_counter()
         plan = NO_PLAN
         try:
-            self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, _WAITING_REFRESHED_PER_STEP)
+            self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, self._waiting_refreshed)
             self.running_order.update()
             if not self._stalled:
                 plan = self._ask_policies(SchedulerStep(self, now))

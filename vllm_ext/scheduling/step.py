@@ -24,6 +24,7 @@ LOOK_AHEAD = 32
 
 
 _computed_tokens = attrgetter("num_computed_tokens")
+_LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
 
 class SchedulerStep:
@@ -110,12 +111,23 @@ class SchedulerStep:
 
     def batch(self) -> Batch:
         """The running requests as columns."""
-        running, jobs = self._scheduler.running, self._scheduler.ledger.jobs
-        rows = [
-            (r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens, jobs[r.request_id].estimate)
-            for r in running
-        ]
-        return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), len(Batch._fields)).T)
+        running, prefilling = self._scheduler.running, self._scheduler._inflight_prefills
+        computed, prompt, max_tokens = (
+            np.fromiter(map(read, running), dtype=np.int64, count=len(running)) for read in _LENGTHS
+        )
+        # Who decodes has computed all but its last token; of the others, a few, the request itself is asked.
+        generated = np.maximum(computed - prompt, 0)
+        tokens = np.maximum(computed, prompt)
+        if prefilling:
+            for place, request in enumerate(running):
+                if request in prefilling:
+                    generated[place], tokens[place] = request.num_output_tokens, request.num_tokens
+        return Batch(tokens, computed, generated, max_tokens)
+
+    def predicted_lengths(self) -> npt.NDArray[np.int64]:
+        """Current estimates of the running requests' total output, in the order of `batch`."""
+        jobs = self._scheduler.ledger.jobs
+        return np.array([jobs[request.request_id].estimate for request in self._scheduler.running], dtype=np.int64)
 
     def cached_blocks_in_use(self, request: RequestView) -> int:
         """KV blocks of a waiting request that others hold already: it would share them."""

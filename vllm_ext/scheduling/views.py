@@ -42,11 +42,9 @@ class Batch(NamedTuple):
     computed: npt.NDArray[np.int64]
     """Tokens whose KV is held."""
     generated: npt.NDArray[np.int64]
-    """Output tokens so far."""
+    """Output tokens so far; one less of those who decode, whose last token is not computed yet."""
     max_tokens: npt.NDArray[np.int64]
     """The client's bound on the output."""
-    predicted: npt.NDArray[np.int64]
-    """Current estimate of the total output."""
 
 
 class RequestView(NamedTuple):
@@ -216,7 +214,11 @@ class StepView(Protocol):
         ...
 
     def batch(self) -> Batch:
-        """The running requests as columns. Cost: one pass over them."""
+        """The running requests as columns. Cost: one pass over them, in C."""
+        ...
+
+    def predicted_lengths(self) -> npt.NDArray[np.int64]:
+        """Current estimates of the running requests' total output, in the order of `batch`, shape [running]."""
         ...
 
     def cached_blocks_in_use(self, request: RequestView) -> int:

@@ -53,6 +53,15 @@ CANDIDATES = (
         flags=("--scheduler-cls", "alise", "--no-ext-preemption"),
         note="as alise, but running requests keep their seats",
     ),
+    *(
+        Candidate(name=name, system=name, flags=("--scheduler-cls", name), note=note)
+        for name, note in (
+            ("sarathi", "its token budget follows the objective for the time between tokens (--tbt-slo-ms)"),
+            ("past-future", "lengths of finished requests are learnt during the trace"),
+            ("accelgen", "requests need objectives of their own, or --ttft-slo-ms and --tbt-slo-ms"),
+            ("auto", "lengths are learnt during the trace; objectives help it, but are not needed"),
+        )
+    ),
 )
 
 

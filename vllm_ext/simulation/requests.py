@@ -39,6 +39,8 @@ class SimRequest:
     """Class of service, for metrics per tier."""
     abort_after_s: float | None = None
     """The client disconnects this long after the arrival, if it still waits; None: never."""
+    patience_s: float | None = None
+    """The same, if it has no token by then; whoever has one stays."""
     prompt: str | None = None
     """Prompt text, where the length predictor needs it."""
     meta: dict[str, Any] = field(default_factory=dict)

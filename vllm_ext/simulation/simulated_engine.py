@@ -245,7 +245,9 @@ class SimulatedEngine:
             predicted = job.prediction.tokens
         self._collector.arrived(request, predicted, now)
         if request.abort_after_s is not None:
-            self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, request.req_id)
+            self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, (request.req_id, False))
+        if request.patience_s is not None:
+            self._aborts.push(request.arrival_s + request.patience_s, EventKind.ABORT, (request.req_id, True))
 
     def _abort_due(self, now: float) -> None:
         """Abort the requests whose clients are gone by now."""
@@ -253,9 +255,9 @@ class SimulatedEngine:
             self._abort_next(now)
 
     def _abort_next(self, now: float) -> None:
-        req_id = self._aborts.pop().payload
+        req_id, only_unanswered = self._aborts.pop().payload
         live = self._collector.live.get(req_id)
-        if live is not None:
+        if live is not None and not (only_unanswered and live.num_tokens):
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
             self._ended(live, "abort", now)
 

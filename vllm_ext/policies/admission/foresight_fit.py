@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.peak_memory import PeakMemory
+from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import StepView
 
@@ -17,8 +18,8 @@ class ForesightFit(PeakMemory):
     """Fill the step with the requests that rank first and fit; one that does not fit holds nobody up.
 
     A request fits if a seat, tokens of the step and its KV blocks are free now, and if the predicted peak of memory
-    with it stays within the pool (`PeakMemory`). The first 32 of the queue are looked at. One that has waited so long
-    that the ordering puts it before all others is not passed: then nobody joins before it does.
+    with it stays within the pool (`PeakMemory`). The first of the queue are looked at until ``max_passed`` did not fit.
+    One that has waited so long that the ordering puts it before all others is not passed: nobody joins before it does.
 
     Where nothing fits, running requests may be preempted for the first ones if that pays (`BestSet`).
 
@@ -26,6 +27,8 @@ class ForesightFit(PeakMemory):
     AccelGen's matching gains under overload, the forecast is Past-Future's, the price of a preemption that of `alise`.
     """
 
+    max_passed: int = 12
+    """Requests that may be passed over in one step because they do not fit."""
     preempt: bool = True
     """Whether running requests may be preempted where that lowers normalised latency."""
     gain_ratio: float = 1.0
@@ -35,6 +38,7 @@ class ForesightFit(PeakMemory):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.max_passed >= 1, "admission.max_passed", self.max_passed, "an integer of at least 1")
         self._best_set()  # checks what it shares with us
 
     @property
@@ -62,7 +66,7 @@ class ForesightFit(PeakMemory):
                 tokens -= request.num_tokens - request.num_computed_tokens
                 continue
             passed.append(request.req_id)
-            if step.level_of(request) == AGED:
+            if len(passed) >= self.max_passed or step.level_of(request) == AGED:
                 break
         if not chosen:
             if not step.num_running:  # alone it always fits: vLLM sees to that when it starts

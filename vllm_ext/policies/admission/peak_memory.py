@@ -47,7 +47,7 @@ class PeakMemory:
     """Where lengths come from: ``history``, drawn as above, or ``predicted``, each request's own estimate."""
     window: int = 1000
     """Finished requests remembered."""
-    cold_requests: int = 50
+    cold_requests: int = 10
     """Finished requests from which on the history alone is believed."""
     least_draws: int = 256
     """Draws per step at least: a batch of fewer requests is drawn several times."""
@@ -94,6 +94,9 @@ class Forecast:
         self._policy = policy
         self._step = step
         self._history = step.finished_lengths()
+        cold = policy.cold_requests
+        # The upper end of the distribution is the bound while little is known.
+        self._known = min(1.0, len(self._history) / cold) if cold else float(len(self._history) > 0)
         batch = step.batch()
         expected = step.num_running + 1
         self._repeats = 1
@@ -129,7 +132,7 @@ class Forecast:
 
     def _remaining(self, batch: Batch) -> Lengths:
         if self._policy.forecast == PREDICTED:
-            lengths = batch.predicted
+            lengths = self._step.predicted_lengths()
         else:
             lengths = self._draw(batch.generated, batch.max_tokens)
         return np.maximum(np.minimum(lengths, batch.max_tokens) - batch.generated, 1)
@@ -139,8 +142,17 @@ class Forecast:
         if self._policy.forecast == PREDICTED:
             length = request.predicted_output_tokens
         else:
-            length = int(self._draw(np.array([generated]), np.array([bound]))[0])
+            length = self._draw_one(generated, bound)
         return max(min(length, bound) - generated, 1)
+
+    def _draw_one(self, generated: int, bound: int) -> int:
+        """`_draw` for a single request."""
+        history, uniform, known = self._history, self._step.rng.random(), self._known
+        if uniform >= known:
+            return bound
+        first = int(history.searchsorted(generated, side="right"))
+        left = len(history) - first
+        return int(history[first + int(uniform / known * left)]) if left else 2 * generated
 
     def _draw(self, generated: Lengths, bound: Lengths) -> Lengths:
         """Draw a length above ``generated`` for each request, shape [requests]."""
@@ -148,13 +160,16 @@ class Forecast:
         uniform = self._step.rng.random(count)
         if policy.stratify and count > 1:
             uniform = (self._step.rng.permutation(count) + uniform) / count
-        # The upper end of the distribution is the bound while little is known.
-        known = min(1.0, len(history) / policy.cold_requests) if policy.cold_requests else float(len(history) > 0)
+        known = self._known
         if known == 0:
             return bound
-        first = np.searchsorted(history, generated, side="right")
+        first = history.searchsorted(generated, side="right")
         left = len(history) - first
-        place = first + (np.minimum(uniform / known, 1 - 1e-12) * left).astype(np.int64)
-        drawn = history[np.minimum(place, len(history) - 1)]
-        drawn = np.where(left > 0, drawn, 2 * generated)
-        return np.where(uniform < known, drawn, bound)
+        if known < 1:
+            certain, uniform = uniform < known, np.minimum(uniform / known, 1 - 1e-12)
+        place = first + (uniform * left).astype(np.int64)
+        if left.all():
+            drawn = history[place]
+        else:
+            drawn = np.where(left > 0, history[np.minimum(place, len(history) - 1)], 2 * generated)
+        return drawn if known == 1 else np.where(certain, drawn, bound)

@@ -51,8 +51,8 @@ class SloMatch:
     At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
-    before it got on, that a request that is lost already is not urgent, and ``spare``: pushing out one request to save
-    another, when both will miss, costs the recomputation and saves nothing.
+    before it got on, that a request that is lost already is not urgent, and ``spare``: whoever has begun to answer and
+    is pushed out misses its next token, so that one objective is kept at the price of another and a recomputation.
     """
 
     uses_predictions: ClassVar[bool] = True
@@ -63,6 +63,8 @@ class SloMatch:
     """Choose by demand; False: in the order of the queue (ablation /Batch)."""
     whole_prompts: bool = False
     """Admit a prompt only if all of it fits into the step, or alone (ablation /Chunk)."""
+    ordered: bool = True
+    """Whether the queue is in the order of slack, so that the first ones tell of those after them."""
     exclusive: bool = True
     """Whether one long prompt at a time is computed."""
     long_prompt_tokens: int = 0
@@ -72,7 +74,7 @@ class SloMatch:
     min_progress_tokens: int = 16
     """Output tokens a request must have generated since its last preemption before it can be preempted again."""
     spare: bool = True
-    """Whether running requests are left alone that would miss an objective if their KV had to be computed again."""
+    """Whether running requests that have begun to answer are left alone."""
     max_victims: int = 8
     """Requests preempted per step at most."""
 
@@ -114,15 +116,22 @@ class SloMatch:
         )
 
     def _head(self, step: StepView, room: _Room) -> list[_Candidate]:
-        """Return the first waiting requests: all that are shown where there is room, else the urgent ones only."""
+        """Return the urgent requests at the head of the queue and, where there is room, those that compete to join."""
         has_room = room.seats > 0 and room.memory > 0 and room.compute > 0
-        found = []
+        found: list[_Candidate] = []
+        first: _Candidate | None = None
         for request in step.waiting():
             left = slack(request, step.now)
             aged = step.level_of(request) == AGED
             candidate = _Candidate(request, left.start_by - step.now, left.lost_at <= step.now, aged)
-            if not has_room and not self._is_urgent(candidate, step):
-                break
+            if not self._is_urgent(candidate, step):
+                # In order of slack those after the first one's group are later still.
+                first = candidate if first is None else first
+                late = not has_room or candidate.remaining_s > first.remaining_s + self.gamma_s
+                if late and self.ordered:
+                    break
+                if not has_room:
+                    continue
             found.append(candidate)
         return found
 
@@ -159,9 +168,7 @@ class SloMatch:
                 return False
             if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:
                 continue
-            if self.spare and not lost and remaining_s <= victim.recompute_s:
-                continue
-            if self.spare and victim.recompute_s > candidate.request.prefill_s:
+            if self.spare and victim.num_output_tokens:
                 continue
             found.append(victim)
             seats += 1

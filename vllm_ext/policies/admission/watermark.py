@@ -37,6 +37,8 @@ class Watermark:
         if not step.num_waiting or step.num_running >= step.max_running:
             return NO_CHANGE
         free = int(self.watermark * step.num_total_blocks) - (step.num_total_blocks - step.num_unused_blocks)
+        for request in step.prefilling():  # what is not computed yet of prompts that were let in
+            free -= step.blocks_for(request.num_tokens) - step.blocks_for(request.num_computed_tokens)
 
         def fits(request: RequestView) -> bool:
             nonlocal free

@@ -68,11 +68,11 @@ class TbtBudget:
 
     def plan(self, step: StepView) -> BudgetPlan:
         """Return the step's token budget."""
-        decodes = step.num_decoding
-        if not decodes or not (step.num_prefilling or step.num_waiting) or not self.objective_s(step):
+        if not step.num_decoding or not (step.num_prefilling or step.num_waiting) or not self.objective_s(step):
             return _NO_CHANGE
         if self.dynamic:
-            tokens = step.decode_tokens + self._dynamic(step, decodes)
+            fitting = fitting_prompt_tokens(step, self.safety * self.objective_s(step))
+            tokens = step.decode_tokens + fitting
         else:
             tokens = self.static_tokens(step.runtime, self.objective_s(step))
         return BudgetPlan(token_budget=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
@@ -95,9 +95,12 @@ class TbtBudget:
         fitting = runtime.largest_prefill(self.safety * objective_s, decodes, context, computed=0)
         return decodes + fitting
 
-    def _dynamic(self, step: StepView, decodes: int) -> int:
-        """Prompt tokens that fit beside the decodes, all of them at the context of the furthest prompt."""
-        prefilling = step.prefilling()
-        computed = max((request.num_computed_tokens for request in prefilling), default=0)
-        context = step.context_tokens - computed
-        return step.runtime.largest_prefill(self.safety * self.objective_s(step), decodes, context, computed)
+
+def fitting_prompt_tokens(step: StepView, step_s: float) -> int:
+    """Return the prompt tokens that fit beside the step's decodes if it may take ``step_s`` seconds.
+
+    All of them are taken to be at the context of the furthest of the unfinished prompts.
+    """
+    computed = max((request.num_computed_tokens for request in step.prefilling()), default=0)
+    context = step.context_tokens - computed
+    return step.runtime.largest_prefill(step_s, step.num_decoding, context, computed)

@@ -30,6 +30,8 @@ class PressingFirst:
     """
 
     uses_predictions: ClassVar[bool] = True
+    refresh_steps: ClassVar[int] = 48
+    """Steps within which running requests are ranked again: their time left hardly moves."""
 
     horizon_s: float = 2.0
     """How long before it must run a request begins to press, in seconds."""

@@ -23,7 +23,8 @@ class SloSlack:
     must start, which stands still. Of the running ones those with most time left are last, and so leave first.
 
     With ``relegate``, requests whose objective is lost beyond doubt go after all others: under overload the
-    earliest deadlines are those just missed, and serving them first makes everybody miss. A request that has waited
+    earliest deadlines are those just missed, and serving them first makes everybody miss. Among them the shortest goes
+    first. A request that has waited
     ``age_limit_s`` goes before everybody that has not, oldest first, so that nobody starves.
 
     Source: AccelGen, section 4.3; relegation and aging are ours (relegation as in Niyama, arXiv 2503.22562).
@@ -35,6 +36,8 @@ class SloSlack:
     """Waiting time after which only older requests go before this one, in seconds."""
 
     uses_predictions: ClassVar[bool] = True
+    refresh_steps: ClassVar[int] = 48
+    """Steps within which running requests are ranked again: their time left hardly moves."""
 
     def __post_init__(self) -> None:
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
@@ -56,4 +59,6 @@ class SloSlack:
         until = request.waiting_since + self.age_limit_s - request.waited_s
         if self.relegate and not lost and left.lost_at < until:
             until = math.nextafter(left.lost_at, math.inf)
-        return Rank((float(level), _WAITS, left.start_by), until=until, level=level)
+        # Of those that are lost whatever happens, the shortest leaves most room for the others.
+        place = float(request.num_tokens) if lost else left.start_by
+        return Rank((float(level), _WAITS, place), until=until, level=level)

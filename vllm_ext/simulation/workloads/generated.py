@@ -174,6 +174,7 @@ class GeneratedWorkload:
             slo=expected,
             tier="" if tier is None else tier.name,
             abort_after_s=turn.abort_after_s,
+            patience_s=self._spec.patience_s,
             prompt=turn.exchange.text,
             meta={_PLAN: plan, _TURN: index},
         )

@@ -163,6 +163,9 @@ class WorkloadSpec(SourceSpec):
     """Share of the requests whose client disconnects if it still waits ..."""
     abort_mean_s: float | None = Field(default=None, gt=0)
     """... after an exponential time with this mean."""
+    patience_s: float | None = Field(default=None, gt=0)
+    """Clients disconnect if their request has no token this long after its arrival: a server's time limit on waiting,
+    or impatience. None: they wait."""
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="before")
