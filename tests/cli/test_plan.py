@@ -32,6 +32,10 @@ def test_plan_reports_every_candidate_at_every_load_and_one_recommendation(
         "vLLM tuned",
         "alise",
         "alise, no preemption",
+        "sarathi",
+        "past-future",
+        "accelgen",
+        "auto",
     }
     assert result["baselines"]["vLLM default"]["load_8.requests"] == 30
     assert result["config"]["recommended"] in printed.err

@@ -58,6 +58,15 @@ def test_who_names_no_objective_is_read_at_reading_speed() -> None:
     assert ttft_s(waiting(prompt=400, prompt_s=2.0)) == pytest.approx(10.0 * 512 / 400), "by bucket, not by token"
 
 
+def test_only_objectives_that_were_named_are_lost() -> None:
+    old = waiting(arrived=0.0, slo=Slo(tbt_s=0.2), prefill_s=0.5, waiting_since=100.0)
+    assert slack(old, 100.0).start_by < 100.0
+    assert slack(old, 100.0).lost_at == math.inf, "nobody named a TTFT"
+    preempted = old._replace(slo=Slo(ttft_s=1.0), num_output_tokens=3)
+    assert slack(preempted, 100.0).lost_at == math.inf, "nobody named a TBT"
+    assert slack(preempted._replace(missed=True), 100.0).lost_at == -math.inf
+
+
 def test_order_is_by_time_left_and_ends_with_those_who_run() -> None:
     order = SloSlack()
     tight = waiting("tight", arrived=101.0, slo=Slo(ttft_s=0.5))

@@ -35,7 +35,8 @@ class Slack(NamedTuple):
 def slack(request: RequestView, now: float) -> Slack:
     """Return the tightest slack over the request's objectives.
 
-    A request without any is judged by the reading speed, and by a TTFT for its bucket of 512 prompt tokens.
+    Where a request names none, the reading speed and a TTFT for its bucket of 512 prompt tokens say when it must run;
+    only objectives that somebody named can be lost.
     """
     if request.slo.e2e_s is None:
         found = _online(request, now)
@@ -66,12 +67,13 @@ def _online(request: RequestView, now: float) -> Slack:
     execute_s = chunks(request) * request.pace.longest_step_s
     if not request.num_output_tokens:
         deadline = request.arrival_time + ttft_s(request)
-        return Slack(deadline - execute_s, deadline - request.prefill_s)
+        lost_at = math.inf if request.slo.ttft_s is None else deadline - request.prefill_s
+        return Slack(deadline - execute_s, lost_at)
     tbt_s = READING_TBT_S if request.slo.tbt_s is None else request.slo.tbt_s
     if request.waiting_since is None:
         return Slack(now + tbt_s - execute_s, math.inf)
     next_by = request.waiting_since + tbt_s
-    return Slack(next_by - execute_s, next_by - request.prefill_s)
+    return Slack(next_by - execute_s, math.inf if request.slo.tbt_s is None else next_by - request.prefill_s)
 
 
 def _offline(request: RequestView, jct_s: float, now: float) -> Slack:
