@@ -2,7 +2,9 @@
 
 Method: start `AsyncLLM` in this process (its engine core and worker are processes of their own, as in `vllm serve`
 without the HTTP layer), serve the warm-up requests one by one and the history requests all at once, then release the
-measured requests at their arrival times and note when each token is received. No metric is computed here.
+measured requests at their arrival times and note when each token is received. Phases, if there are any, come between
+warm-up and history: requests that are served one by one (``alone``) or all at once, and are reported by themselves. No
+metric is computed here.
 
     python benchmarks/engine_cell.py SPEC.json OUT.json        (both written and read by engine_compare.py)
 """
@@ -17,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from engine_cpu import CpuClock
 
 _PREDICTOR_START_S = 180.0
 
@@ -46,9 +50,11 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
             await client.serve(f"warmup-{index}", request, due=time.monotonic())
         if spec.get("predictor") is not None:
             await predictor_ready(engine)
+        phases = {phase["name"]: await client.phase(**phase) for phase in spec.get("phases", ())}
         await client.serve_all("history", spec["history"], time.monotonic())
+        before = await _counters(engine)
         load.state.reset()
-        cpu = _CpuClock()
+        cpu = CpuClock()
         client_start_s = time.monotonic()
         served = await client.serve_all("measured", spec["requests"], client_start_s)
         return {
@@ -56,7 +62,8 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
             "client_start_s": client_start_s,
             "record": await _fetch_record(engine) if spec["record_steps"] else None,
             "requests": served,
-            "load": load.state.summary(),
+            "load": {**load.state.summary(), **_since(before, await _counters(engine))},
+            "phases": phases,
             "settings": _settings(engine),
             "engine_start_s": start_s,
             "predictor": _predictor_outcomes(),
@@ -91,6 +98,26 @@ async def predictor_ready(engine: Any) -> None:
         await asyncio.sleep(0.1)
 
 
+async def _counters(engine: Any) -> dict[str, float]:
+    """Totals of our scheduler; none of upstream's."""
+    from vllm_ext.observability.frontend import UTILITY
+
+    if engine.vllm_config.scheduler_config.scheduler_cls is None:
+        return {}
+    state = await engine.engine_core.call_utility_async(UTILITY, 1 << 60)  # no records of requests
+    found = {name: float(state[name]) for name in ("policy_s", "policy_steps", "fallbacks", "stalls")}
+    return found | {f"preemptions_{reason}": float(count) for reason, count in state["preemptions"].items()}
+
+
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """What our scheduler counted meanwhile: preemptions by reason, failures, and the time of policies per step."""
+    spent = {name: value - before.get(name, 0.0) for name, value in now.items()}
+    policy_s, policy_steps = spent.pop("policy_s", 0.0), spent.pop("policy_steps", 0.0)
+    if policy_steps:
+        spent["policy_us_per_step"] = policy_s / policy_steps * 1e6
+    return spent
+
+
 async def _fetch_record(engine: Any) -> dict[str, Any]:
     from vllm_ext.observability import step_record
 
@@ -115,6 +142,17 @@ class _Client:
             record["token_times_s"] = [t - start for t in record["token_times_s"]]
         return list(served)
 
+    async def phase(self, name: str, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Serve the requests of a phase, one by one if it is called ``alone``; times count from the start of each."""
+        if name != "alone":
+            return await self.serve_all(name, requests, time.monotonic())
+        return [await self.serve_alone(f"{name}-{i}", request) for i, request in enumerate(requests)]
+
+    async def serve_alone(self, req_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve one request now; times count from now."""
+        (served,) = await self.serve_all(req_id, [{**request, "arrival_s": 0.0}], time.monotonic())
+        return served
+
     async def serve(self, req_id: str, request: dict[str, Any], due: float) -> dict[str, Any]:
         """Serve one request at monotonic time ``due``."""
         from vllm import SamplingParams
@@ -132,7 +170,7 @@ class _Client:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=forced_length.extra_args(request["output_tokens"]),
+            extra_args={**forced_length.extra_args(request["output_tokens"]), **request["hints"]},
         )
         await asyncio.sleep(due - time.monotonic())
         sent = time.monotonic()
@@ -209,39 +247,6 @@ def _load_recorder() -> Any:
             pass
 
     return LoadRecorder
-
-
-class _CpuClock:
-    """Cores kept busy by processes that are not ours: the noise a small machine adds to every latency (Linux only)."""
-
-    def __init__(self) -> None:
-        self._start = self._read()
-
-    def foreign_cores(self) -> float | None:
-        """Mean number of cores used since construction by others than this session; None where it is not known."""
-        if self._start is None or (now := self._read()) is None:
-            return None
-        wall, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
-        return max(0.0, (busy - own) / wall)
-
-    @staticmethod
-    def _read() -> tuple[float, float, float] | None:
-        """Seconds: wall clock, processor time of the whole machine, processor time of this session's processes."""
-        proc = Path("/proc")
-        try:
-            user, nice, system, _, _, irq, softirq, steal = map(int, proc.joinpath("stat").read_text().split()[1:9])
-        except (OSError, ValueError):
-            return None
-        session, own = os.getsid(0), 0
-        for stat in proc.glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it ended meanwhile
-            if int(fields[3]) == session:
-                own += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
-        ticks = os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, own / ticks
 
 
 def _settings(engine: Any) -> dict[str, Any]:

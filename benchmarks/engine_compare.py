@@ -8,6 +8,10 @@ first served, all requests at once, output tokens per second while every seat is
 arrivals and go round the systems, so that machine noise falls on all of them; metrics are medians over repeats,
 ratios medians of the ratios within a repeat. A request that does not end at exactly its length fails the run.
 
+With ``--workload mixed-slo`` and ``memory-bound``, requests have latency objectives, in proportion to what an idle
+server of this machine does, which is measured first (see engine_slo.py); all of our systems but ``fcfs`` start from a
+profile of step times that `vllm-ext profile` measures once with the same settings, as an operator would.
+
 A system's name alone predicts lengths from the history of finished requests. ``NAME@cold`` adds the predictor of
 prompts, with an empty memory (it learns while it serves), ``NAME@warm`` one that learned from rows of the same dataset
 that are not measured, as `vllm-ext predictor train` does it. Both wait until the predictor is ready before the clock
@@ -16,6 +20,8 @@ starts.
     python benchmarks/engine_compare.py --quick
     python benchmarks/engine_compare.py --dataset alpaca.jsonl.gz --dataset-where src=random9k,subset5k \\
         --max-foreign-cores 0.1 --out benchmarks/results/engine_compare.json
+    python benchmarks/engine_compare.py --workload mixed-slo --repeats 3 --max-foreign-cores 0.1
+    python benchmarks/engine_compare.py --workload memory-bound --repeats 3 --max-foreign-cores 0.1
 
 Output: a table on stderr; the last line on stdout is the result as JSON (see benchmarks/README.md).
 """
@@ -23,12 +29,8 @@ Output: a table on stderr; the last line on stdout is the result as JSON (see be
 from __future__ import annotations
 
 import argparse
-import copy
-import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,18 @@ import engine_predictor
 import engine_process
 import engine_record
 import engine_report as report
-import engine_workload as workload
+import engine_requests
+import engine_rows as rows
+import engine_slo as slo
+import engine_slo_report as slo_report
 
 from vllm_ext import systems, tiny_model
 from vllm_ext.config import ConfigError
 from vllm_ext.observability import results
-from vllm_ext.simulation import arrivals, datasets, latency, recording, synthetic
+from vllm_ext.simulation import latency, recording
 
-WARMUP_REQUESTS = 3
 ATTEMPTS = 3
 """Measurements of one cell while other processes disturb it; the last one counts, disturbed or not."""
-QUICK = {
-    "systems": f"{report.BASELINE},oracle-alise",
-    "loads": "0.9",
-    "num_requests": 120,
-    "history_requests": 20,
-    "repeats": 1,
-}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -73,7 +70,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> tuple[results.Resu
         result = run.measure(argv)
     except (report.WrongOutput, engine_process.CellFailed, ValueError) as error:
         raise SystemExit(f"engine_compare: {error}") from error
-    return result, report.table(run.reduced)
+    return result, run.table()
 
 
 class _Run:
@@ -82,23 +79,21 @@ class _Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model = Path(args.model) if args.model else tiny_model.build()
-        self._dataset = _load(args)
-        self._limits = workload.Limits(
-            length_scale=args.length_scale,
-            max_prompt_tokens=args.max_model_len - args.max_output_tokens,
-            max_output_tokens=args.max_output_tokens,
-        )
-        draws = [self._draw(args.seed + repeat) for repeat in range(1 if args.same_requests else args.repeats)]
-        self._lots = draws * args.repeats if args.same_requests else draws
+        self._requests = engine_requests.Cells(args, self._model)
         self._settings: dict[str, Any] = {}
         self._disturbed = 0
-        self._learned = engine_predictor.Learned(self._model, args.warm_requests, args.seed)
         self.reduced: dict[tuple[str, float], dict[str, float]] = {}
+
+    def table(self) -> str:
+        """Return what was measured as text."""
+        return report.table(self.reduced, slo_report.COLUMNS if self._requests.have_objectives else report.COLUMNS)
 
     def measure(self, argv: Sequence[str]) -> results.Result:
         """Measure capacity, then every cell, and assemble the result."""
         args = self._args
-        capacity = self._capacity() if args.capacity is None else {"capacity_requests_per_s": args.capacity}
+        capacity = {} if args.capacity is None else {"capacity_requests_per_s": args.capacity}
+        if self._requests.to_calibrate or not capacity:
+            capacity = self._capacity() | capacity
         cells = []
         for repeat in range(args.repeats):
             for load in args.loads:
@@ -109,40 +104,32 @@ class _Run:
         order = {(s, load): None for load in args.loads for s in args.systems}
         reduced = report.reduce(cells)
         self.reduced = {key: reduced[key] for key in order}
+        if self._requests.have_objectives:
+            slo_report.add_gains(cells, self.reduced)
+            goals = slo_report.goals(cells, self.reduced, args.workload, args.note)
+        else:
+            goals = report.goals(self.reduced, args.note)
         metrics, baselines = report.flatten(self.reduced)
+        dataset = self._requests.dataset
         return results.Result(
             name="engine_compare",
             command=results.command(argv, "benchmarks/engine_compare.py"),
             config=self._config(),
             seed=args.seed,
-            workload=results.Workload(
-                name=self._dataset.name, rows=len(self._dataset.rows), sha256=self._dataset.sha256
-            ),
+            workload=results.Workload(name=dataset.name, rows=len(dataset.rows), sha256=dataset.sha256),
             metrics={**capacity, **metrics},
             baselines=baselines,
-            goals=report.goals(self.reduced, args.note),
-        )
-
-    def _draw(self, seed: int) -> workload.Lots:
-        from transformers import AutoConfig, AutoTokenizer
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity(logging.ERROR)  # texts longer than the model's context are cut afterwards
-        args = self._args
-        tokenizer: Any = AutoTokenizer.from_pretrained(self._model)
-        return workload.draw(
-            self._dataset.rows,
-            tokenizer,
-            self._limits,
-            vocab_size=AutoConfig.from_pretrained(self._model).vocab_size,
-            counts=(WARMUP_REQUESTS, args.history_requests, args.num_requests),
-            seed=seed,
+            goals=goals,
         )
 
     def _capacity(self) -> dict[str, float]:
-        label = f"capacity ({report.BASELINE}, all requests at once)"
-        spec = self._spec(report.BASELINE, self._lots[0], [0.0] * self._args.num_requests)
+        """Measure what upstream carries, and before that, where requests have objectives, what it does when idle."""
+        label = f"capacity ({rows.BASELINE}, all requests at once)"
+        spec = self._requests.at_once(rows.BASELINE)
         observed = self._serve_undisturbed(label, spec)
+        if "phases" in spec:
+            self._requests.calibration = slo.calibrate(spec["phases"], observed["phases"])
+            _progress(f"idle server: {self._requests.calibration}")
         lines = report.timelines(label, spec, observed)
         tokens_per_s = latency.saturated_tokens_per_s(lines)
         requests_per_s = tokens_per_s * len(lines) / sum(len(line.token_times_s) for line in lines)
@@ -151,58 +138,19 @@ class _Run:
 
     def _cell(self, system: str, load: float, repeat: int, rate_per_s: float) -> report.Cell:
         args, label = self._args, f"{system} at load {load:g}, repeat {repeat}"
-        times = arrivals.poisson(
-            rate_per_s=rate_per_s, count=args.num_requests, seed=args.seed + (0 if args.same_requests else repeat)
-        )
-        lots = self._lots[repeat]
-        spec = self._spec(system, lots, [float(t) for t in times])
-        with self._predictor(system, spec):
+        with self._requests.cell(system, repeat, rate_per_s) as spec:
             observed = self._serve_undisturbed(label, spec)
         metrics = report.cell_metrics(label, spec, observed)
+        if self._requests.have_objectives:
+            metrics |= slo_report.metrics(spec["requests"], report.timelines(label, spec, observed))
         self._settings[system] = observed["settings"]
         cell = report.Cell(system=system, load=load, repeat=repeat, metrics=metrics)
         if args.record is not None:
-            engine_record.append(args.record, cell, self._model.name, lots, spec, observed)
-        _progress(f"{label}: {metrics[report.NORMALISED]:.2f} ms/token, {metrics['mean_waiting_requests']:.1f} waiting")
+            engine_record.append(args.record, cell, self._model.name, self._requests.lots[repeat], spec, observed)
+        met = f", {metrics[slo_report.ATTAINED]:.0%} met their objectives" if self._requests.have_objectives else ""
+        said = f"{metrics[report.NORMALISED]:.2f} ms/token, {metrics['mean_waiting_requests']:.1f} waiting"
+        _progress(f"{label}: {said}{met}")
         return cell
-
-    def _spec(self, system: str, lots: workload.Lots, times: Sequence[float]) -> dict[str, Any]:
-        zeros = [0.0] * (len(lots.warmup) + len(lots.history))
-        return {
-            "engine_args": {"model": str(self._model), **_engine_args(self._args), **_system_args(system, self._args)},
-            "max_tokens": self._args.max_output_tokens,
-            "record_steps": self._args.record is not None,
-            "warmup": self._sendable(lots.warmup, zeros),
-            "history": self._sendable(lots.history, zeros),
-            "requests": self._sendable(lots.measured, times),
-        }
-
-    @contextmanager
-    def _predictor(self, system: str, spec: dict[str, Any]) -> Iterator[None]:
-        """Give the predictor of a cell a folder of its own, as long as it is measured."""
-        state = engine_predictor.state_of(system)
-        spec["predictor"] = state
-        if state is None:
-            yield
-            return
-        if state == engine_predictor.WARM:
-            self._learned.prepare(self._dataset.rows, self._lots, self._limits)
-        with self._learned.folder(state) as folder:
-            spec["engine_args"]["additional_config"]["vllm_ext"]["predictor"]["folder"] = str(folder)
-            yield
-
-    def _sendable(self, requests: Sequence[workload.BenchRequest], times: Sequence[float]) -> list[dict[str, Any]]:
-        by_length = self._args.priority_by == "prompt-length"
-        return [
-            {
-                "prompt": r.prompt,
-                "prompt_token_ids": r.prompt_token_ids,
-                "output_tokens": r.output_tokens,
-                "priority": len(r.prompt_token_ids) if by_length else 0,
-                "arrival_s": time,
-            }
-            for r, time in zip(requests, times, strict=False)
-        ]
 
     def _serve_undisturbed(self, label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Serve a cell, again if other processes disturbed it; their share, not the outcome, decides."""
@@ -219,71 +167,23 @@ class _Run:
     def _config(self) -> dict[str, Any]:
         args = self._args
         return {
-            "systems": {s: _system_args(s, args) for s in args.systems},
+            "systems": {s: rows.system_args(s, args) for s in args.systems},
+            **self._requests.facts(),
             "engine": self._settings,
             "loads": args.loads,
             "repeats": args.repeats,
             "same_requests": args.same_requests,
             "requests_per_cell": args.num_requests,
-            "warmup_requests": WARMUP_REQUESTS,
+            "warmup_requests": engine_requests.WARMUP_REQUESTS,
             "history_requests": args.history_requests,
             "arrivals": "Poisson, rate = load * capacity, same times for every system of a repeat",
-            "capacity_from": "given" if args.capacity is not None else f"{report.BASELINE}, saturated, measured first",
+            "capacity_from": "given" if args.capacity is not None else f"{rows.BASELINE}, saturated, measured first",
             "max_foreign_cores": args.max_foreign_cores,
             "disturbed_attempts": self._disturbed,
             "priority_by": args.priority_by,
-            "limits": asdict(self._limits),
-            "lengths": [workload.describe(lots.measured) for lots in self._lots],
-            "dataset_format": self._dataset.format,
-            "dataset_where": args.dataset_where,
-            "dataset_skipped": self._dataset.skipped,
             "model": self._model.name,
             "quick": args.quick,
         }
-
-
-def _load(args: argparse.Namespace) -> datasets.Dataset:
-    if args.dataset is None:
-        needed = WARMUP_REQUESTS + args.history_requests + args.num_requests
-        spare = needed // 4 + 16  # short made-up prompts come out alike now and then, and each is used once
-        return synthetic.generate(args.synthetic, rows=needed + spare, seed=args.seed)
-    where = {}
-    for condition in args.dataset_where:
-        name, _, values = condition.partition("=")
-        where[name] = frozenset(values.split(","))
-    return datasets.load(args.dataset, args.dataset_format, where)
-
-
-def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
-    """Engine settings common to all systems."""
-    return {
-        "block_size": args.block_size,
-        "disable_log_stats": False,
-        "dtype": args.dtype,
-        "enable_prefix_caching": True,
-        "enforce_eager": args.enforce_eager,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "hf_overrides": args.hf_overrides,
-        "load_format": args.load_format,
-        "max_model_len": args.max_model_len,
-        "max_num_seqs": args.max_num_seqs,
-        "num_gpu_blocks_override": args.num_gpu_blocks,
-        "seed": 0,
-    }
-
-
-def _system_args(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Engine settings that make one system different from the others."""
-    if system == report.BASELINE:
-        return {}
-    if system == "upstream-priority":
-        return {"scheduling_policy": "priority"}
-    options = copy.deepcopy(args.ext_config)
-    name = engine_predictor.system_of(system)
-    if systems.resolve(name).oracle:
-        options["allow_oracle"] = True
-    engine_predictor.choose_sources(system, options)
-    return {"scheduler_cls": name, "additional_config": {"vllm_ext": options}}
 
 
 def _progress(text: str) -> None:
@@ -292,20 +192,29 @@ def _progress(text: str) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; ends the process with a message if it is not usable."""
-    from engine_options import parser
+    from engine_options import parser, set_defaults
 
     options = parser(__doc__ or "")
-    if "--quick" in argv:
-        options.set_defaults(**QUICK)
+    set_defaults(options, argv)
     args = options.parse_args(argv)
     args.systems = args.systems.split(",")
     args.loads = [float(load) for load in args.loads.split(",")]
     try:
         for system in args.systems:
-            if system not in report.UPSTREAM:
+            if system not in rows.UPSTREAM:
                 systems.resolve(engine_predictor.system_of(system))
+        if args.calibration is not None:
+            args.calibration = slo.Calibration(**args.calibration)
     except ConfigError as error:
-        options.error(f"--systems: {error}; upstream's own are {', '.join(report.UPSTREAM)}")
+        options.error(f"--systems: {error}; upstream's own are {', '.join(rows.UPSTREAM)}")
+    except (TypeError, ValueError) as error:
+        options.error(f"--calibration: {error}")
+    if args.workload == rows.LENGTHS and (args.calibration or args.priority_by == "ttft-slo"):
+        options.error("--calibration and --priority-by=ttft-slo: the requests of --workload=lengths have no objectives")
+    if not args.slo_scale > 0:
+        options.error(f"--slo-scale={args.slo_scale:g}: must be greater than 0")
+    if args.workload != rows.LENGTHS and args.dataset is not None:
+        options.error(f"--dataset: --workload={args.workload} makes its own requests; leave it out")
     if args.max_output_tokens >= args.max_model_len:
         options.error("--max-output-tokens: must leave room for a prompt within --max-model-len")
     if args.record is not None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import engine_rows
+import engine_slo
 
 from vllm_ext.observability import results
 from vllm_ext.simulation import datasets, synthetic
@@ -17,17 +21,37 @@ def parser(description: str) -> argparse.ArgumentParser:
     results.add_arguments(options)
     _add_comparison(options.add_argument_group("what is compared"))
     _add_requests(options.add_argument_group("requests"))
+    _add_objectives(options.add_argument_group("objectives, for workloads that have them"))
     _add_engine(options.add_argument_group("engine, the same for every system"))
     return options
 
 
+def set_defaults(options: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Set what the chosen workload, and a quick run, have for defaults."""
+    chosen, _ = options.parse_known_args(argv)
+    quick: dict[str, Any] = {"num_requests": 120, "history_requests": 20, "repeats": 1}
+    if chosen.workload == engine_rows.LENGTHS:
+        quick["loads"] = "0.9"
+    options.set_defaults(systems=engine_rows.default_rows(chosen.workload, quick=chosen.quick))
+    options.set_defaults(**engine_slo.DEFAULTS[chosen.workload])
+    if chosen.quick:
+        options.set_defaults(**quick)
+
+
 def _add_comparison(group: Any) -> None:
     group.add_argument(
+        "--workload",
+        choices=engine_rows.WORKLOADS,
+        default=engine_rows.LENGTHS,
+        help="lengths: the recorded or synthetic requests below, without objectives. mixed-slo: short and long "
+        "prompts, objectives of their own, overload. memory-bound: long outputs in a small KV pool "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--systems",
-        default="upstream-fcfs,upstream-priority,fcfs,alise,alise@cold,alise@warm,oracle-alise",
         help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls; NAME predicts from the length "
         "history, NAME@cold also from prompts, with nothing learned before, NAME@warm with --warm-requests learned "
-        "(default: %(default)s)",
+        "(default: by workload)",
     )
     group.add_argument(
         "--loads", default="0.5,0.9,1.2", help="comma list of fractions of the capacity (default: %(default)s)"
@@ -49,9 +73,17 @@ def _add_comparison(group: Any) -> None:
     )
     group.add_argument(
         "--priority-by",
-        choices=("none", "prompt-length"),
+        choices=("none", "prompt-length", "ttft-slo"),
         default="none",
-        help="priority of a request: 0, or its prompt length (upstream-priority then takes short prompts first)",
+        help="priority of a request: 0, its prompt length (upstream-priority then takes short prompts first), or its "
+        "TTFT objective, told to upstream-priority alone (default with objectives)",
+    )
+    group.add_argument(
+        "--profile",
+        default="none",
+        metavar="FILE",
+        help="step times from which our systems start: `measure` runs `vllm-ext profile` once before the first of "
+        "them, `none` lets them learn (default: none; with objectives: measure)",
     )
     group.add_argument(
         "--ext-config",
@@ -104,6 +136,16 @@ def _add_requests(group: Any) -> None:
     )
     group.add_argument(
         "--max-output-tokens", type=_positive, default=256, help="max_tokens of every request (default: 256)"
+    )
+
+
+def _add_objectives(group: Any) -> None:
+    group.add_argument("--slo-scale", type=float, default=1.0, help="factor on all objectives (default: 1)")
+    group.add_argument(
+        "--calibration",
+        type=_object,
+        metavar="JSON",
+        help="what an idle server does, instead of measuring it: ttft_base_ms, ttft_ms_per_token, decode_step_ms",
     )
 
 

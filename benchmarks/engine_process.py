@@ -29,15 +29,26 @@ def serve(label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         CellFailed: see there; the child and its own children are gone then too.
     """
     with tempfile.TemporaryDirectory(prefix="engine_compare-") as folder:
-        spec_file, out_file, log_file = (Path(folder, name) for name in ("spec.json", "out.json", "log.txt"))
+        spec_file, out_file = Path(folder, "spec.json"), Path(folder, "out.json")
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
-        with log_file.open("wb") as log:
-            status = _run([sys.executable, str(CELL), str(spec_file), str(out_file)], log)
-        if status != "0":
-            tail = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            raise CellFailed("\n".join([f"{label}: the engine failed (exit status {status}); its last lines:", *tail]))
+        run(f"{label}: the engine", [sys.executable, str(CELL), str(spec_file), str(out_file)])
         observed: dict[str, Any] = json.loads(out_file.read_text(encoding="utf-8"))
         return observed
+
+
+def run(label: str, command: list[str]) -> None:
+    """Run a command to its end.
+
+    Raises:
+        CellFailed: it failed or hung; see there.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine_compare-") as folder:
+        log_file = Path(folder, "log.txt")
+        with log_file.open("wb") as log:
+            status = _run(command, log)
+        if status != "0":
+            tail = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            raise CellFailed("\n".join([f"{label} failed (exit status {status}); its last lines:", *tail]))
 
 
 def _run(command: list[str], log: Any) -> str:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from engine_rows import BASELINE, UPSTREAM
+
 from vllm_ext.observability.results import Goal, format_table
 from vllm_ext.simulation.latency import RequestTimeline, summarise
-
-BASELINE = "upstream-fcfs"
-UPSTREAM = (BASELINE, "upstream-priority")
 
 NORMALISED = "normalised_latency_mean_ms_per_token"
 RATIOS = {
@@ -33,7 +32,7 @@ GOALS = (
 )
 """System, load, metric, and how large it may be relative to upstream-fcfs."""
 
-_COLUMNS = {
+COLUMNS = {
     NORMALISED: "norm ms/tok",
     "normalised_latency_p90_ms_per_token": "p90",
     "normalised_latency_p99_ms_per_token": "p99",
@@ -169,12 +168,12 @@ def goals(reduced: Mapping[tuple[str, float], Mapping[str, float]], note: str) -
     return judged
 
 
-def table(reduced: Mapping[tuple[str, float], Mapping[str, float]]) -> str:
-    """One line per load and system, in the order measured."""
+def table(reduced: Mapping[tuple[str, float], Mapping[str, float]], columns: Mapping[str, str] = COLUMNS) -> str:
+    """One line per load and system, in the order measured; ``columns`` maps metrics to headers."""
     by_load: Callable[[tuple[str, float]], float] = lambda key: key[1]  # noqa: E731 - a sort key, kept stable within a load
     rows = [
-        [f"{load:g}", system, *(reduced[system, load].get(key) for key in _COLUMNS)]
+        [f"{load:g}", system, *(reduced[system, load].get(key) for key in columns)]
         for system, load in sorted(reduced, key=by_load)
     ]
-    text: str = format_table(["load", "system", *_COLUMNS.values()], rows)
+    text: str = format_table(["load", "system", *columns.values()], rows)
     return text

@@ -3,19 +3,33 @@
 Question: how long do ``schedule()`` and ``update_from_output()`` take under our systems, compared with upstream's
 AsyncScheduler, and does the cost grow with the waiting queue?
 
-Method: real schedulers on real KV cache managers in one process, no model. N requests decode (every seat taken), M
-wait; a fabricated runner, outside the timing, returns one token each. Two steps are in flight, as in async scheduling;
-prefix caching and statistics are on. The systems take turns in blocks of a few steps, in an order that rotates, so that
-noise of the machine meets all alike. Measured is the CPU time of the thread, which a busy machine stretches less than
-wall time; the path neither waits nor does I/O, so on an idle machine both agree (``--wall`` measures wall time).
-Virtual time passes 20 ms per step, and the waiting requests arrived spread over one aging period, so that ranks expire
-at the rate of a full queue. The garbage collector is off while steps are timed (``--gc`` leaves it on), runs between
-cells, and is treated the same for all.
+Method: real schedulers on real KV cache managers in one process, no model. N requests decode, M wait, all with latency
+objectives; 1000 finished lengths are in the history; a fabricated runner, outside the timing, returns one token each.
+Two steps are in flight, as in async scheduling; prefix caching and statistics are on. There are two states:
 
-Output: median time per step, the ratio of medians to upstream's, and its 95 % interval from resampled blocks.
+    seats     every seat is taken; admission policies answer at once
+    memory    seats are free, and the head of the queue does not fit into KV memory: admission policies give their full
+              answer in every step. Blocks outside the requests are taken or given back between steps to keep it so
+
+Systems are measured in groups, because schedulers with long queues don't all fit into memory. Upstream is measured in
+each group again, and a system is compared with the upstream of its own group. The members of a group take turns in
+blocks of a few steps, in an order that rotates, so that noise of the machine meets all alike. Measured is the CPU time
+of the thread, which a busy machine stretches less than wall time; the path neither waits nor does I/O, so on an idle
+machine both agree (``--wall`` measures wall time). The policies' own share, by the scheduler's counters, is wall time.
+Virtual time passes 20 ms per step, and the waiting requests arrived spread over 20 s, alise's aging period, so that its
+ranks expire at the rate of a full queue. Objectives are so far off that nobody becomes urgent: preempting is work, not
+overhead. The garbage collector is off while steps are timed (``--gc`` leaves it on), runs between cells, and is treated
+the same for all.
+
+Output: median time per step, the ratio of medians to upstream's, its 95 % interval from resampled blocks, and the time
+in policies per step, absolute and as a share of a model's step of 25 ms.
 
     python benchmarks/step_overhead.py --quick
     python benchmarks/step_overhead.py --out benchmarks/results/step_overhead.json
+    python benchmarks/step_overhead.py --systems past-future,accelgen --running 256 --waiting 0 100000
+
+A full run takes some 10 minutes of one core (25 on a busy one). Queues of 100,000 are measured for the systems whose
+policies look at the queue in an order of their own, or forecast (`LONG_QUEUES`), the others up to 10,000.
 """
 
 from __future__ import annotations
@@ -26,255 +40,185 @@ import hashlib
 import logging
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+import step_overhead_report as report
+import step_overhead_subject as subject
+from step_overhead_subject import BASELINE, Cell, Subject
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
-from vllm_ext.simulation.fake_runner import FakeRunner
-from vllm_ext.simulation.harness import block_hasher, make_requests, make_scheduler
-from vllm_ext.simulation.virtual_clock import VirtualClock
+from vllm_ext import systems
+from vllm_ext.config import ConfigError
+from vllm_ext.observability.results import Result, Workload, add_arguments, command, emit, format_table
 
-STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
-BASELINE = "upstream"
-SYSTEMS: Mapping[str, str | None] = {BASELINE: None, "fcfs": STEERED, "alise": STEERED}
-STEP_S = 0.02
-AGE_LIMIT_S = 20.0
-PROMPT_TOKENS = 16
-PREDICTED_TOKENS = 2000
-MAX_TOKENS = 8000
-WARMUP_STEPS = 20
-FCFS_GOAL, ALISE_GOAL, FLATNESS_GOAL = 1.05, 1.20, 1.10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One point of the grid."""
-
-    running: int
-    waiting: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.running}_running_{self.waiting}_waiting"
-
-
-@dataclass
-class Times:
-    """Per-step times of one system in one cell, one list per block, in seconds."""
-
-    schedule: list[list[float]] = field(default_factory=list)
-    update: list[list[float]] = field(default_factory=list)
-
-    def total(self) -> np.ndarray:
-        """[blocks, steps per block]"""
-        return np.array(self.schedule) + np.array(self.update)
-
-
-class Subject:
-    """A scheduler in the steady state: every seat decodes, the rest waits."""
-
-    def __init__(self, name: str, cell: Cell, steps: int, timer: Callable[[], float]) -> None:
-        self.timer = timer
-        self.clock = VirtualClock(1000.0)
-        self.times = Times()
-        self.preempted = 0
-        blocks_per_request = -(-(PROMPT_TOKENS + steps + WARMUP_STEPS + 16) // 16) + 1
-        self.scheduler = make_scheduler(
-            SYSTEMS[name],
-            num_blocks=cell.running * blocks_per_request + 64,
-            max_num_seqs=cell.running,
-            max_num_batched_tokens=8192,
-            max_model_len=16384,
-            async_scheduling=True,
-            additional_config={"vllm_ext": {"system": name}} if SYSTEMS[name] else {},
-        )
-        if SYSTEMS[name]:
-            self.scheduler.clock = self.clock
-        self.runner = FakeRunner(pipelined=True, verify_kv=False)
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._add("run", cell.running, over_s=0.0)
-        for _ in range(WARMUP_STEPS // 2):
-            self.step()
-        self._add("wait", cell.waiting, over_s=AGE_LIMIT_S)
-        for _ in range(WARMUP_STEPS // 2):
-            self.step()
-        if len(self.scheduler.running) != cell.running:
-            raise RuntimeError(f"{name}: {len(self.scheduler.running)} requests run instead of {cell.running}")
-
-    def _add(self, prefix: str, count: int, over_s: float) -> None:
-        hints = {"osl": PREDICTED_TOKENS}
-        for request in make_requests(prefix, count, PROMPT_TOKENS, MAX_TOKENS, extra_args=hints, hasher=block_hasher()):
-            self.clock.advance(over_s / count)
-            request.arrival_time = self.clock()
-            self.scheduler.add_request(request)
-
-    def step(self) -> tuple[float, float]:
-        """Schedule a step, process the output of the one before; return the seconds of both calls."""
-        self.clock.advance(STEP_S)
-        start = self.timer()
-        output = self.scheduler.schedule()
-        schedule_s = self.timer() - start
-        self.preempted += len(output.preempted_req_ids or ())
-        self._in_flight.append((output, self.runner.execute(output)))
-        if len(self._in_flight) < 2:
-            return schedule_s, 0.0
-        done, result = self._in_flight.popleft()
-        start = self.timer()
-        self.scheduler.update_from_output(done, result)
-        return schedule_s, self.timer() - start
-
-    def block(self, steps: int) -> None:
-        """Take one block of timed steps."""
-        pairs = [self.step() for _ in range(steps)]
-        self.times.schedule.append([schedule_s for schedule_s, _ in pairs])
-        self.times.update.append([update_s for _, update_s in pairs])
+COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
+LONG_QUEUES = ("fcfs", "alise", "fastserve", "accelgen", "past-future", "auto")
+"""Systems measured with 100,000 waiting by default, where they are registered."""
+QUICK_SYSTEMS = ("fcfs", "alise", "sarathi", "accelgen", "past-future", "past-future+sarathi")
+LONG = 100_000
+GROUP = 3
+"""Systems per group, upstream not counted: with 100,000 waiting each holds more than a gigabyte."""
+MEMORY_BOUND_WAITING = 1000
 
 
 def measure(
-    cell: Cell, blocks: int, steps_per_block: int, *, keep_gc: bool, timer: Callable[[], float]
+    names: Sequence[str],
+    cell: Cell,
+    blocks: int,
+    steps_per_block: int,
+    *,
+    keep_gc: bool = False,
+    timer: Callable[[], float] = time.thread_time,
 ) -> dict[str, Subject]:
-    """Time every system in one cell, taking turns."""
-    subjects = {name: Subject(name, cell, blocks * steps_per_block, timer) for name in SYSTEMS}
-    names = list(subjects)
+    """Time systems, upstream first, in one cell, taking turns; the schedulers themselves are gone afterwards.
+
+    Raises:
+        RuntimeError: a system does not keep the requests running that are to be timed.
+    """
+    subjects = {name: Subject(name, cell, timer) for name in (BASELINE, *names)}
+    members = list(subjects)
     gc.collect()
     gc.freeze()
     if not keep_gc:
         gc.disable()
     try:
         for number in range(blocks):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
+            turn = number % len(members)
+            for name in members[turn:] + members[:turn]:
                 subjects[name].block(steps_per_block)
     finally:
         gc.enable()
         gc.unfreeze()
+    for one in subjects.values():
+        one.drop()
+    gc.collect()
     return subjects
 
 
-def ratio_interval(ours: np.ndarray, base: np.ndarray, rng: np.random.Generator) -> tuple[float, float, float]:
-    """Ratio of medians and its 95 % interval; blocks, not steps, are resampled, because neighbours are alike."""
-    picks = rng.integers(0, len(ours), size=(1000, len(ours)))
-    ratios = [np.median(ours[pick]) / np.median(base[pick]) for pick in picks]
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(np.median(ours) / np.median(base)), float(low), float(high)
+def groups(names: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """Split systems into groups; those that are measured with long queues come together, as they cost most."""
+    ordered = [n for n in names if n in LONG_QUEUES] + [n for n in names if n not in LONG_QUEUES]
+    found: list[tuple[str, ...]] = []
+    for name in ordered:
+        fits = found and len(found[-1]) < size and (found[-1][0] in LONG_QUEUES) == (name in LONG_QUEUES)
+        found[-1:] = [(*found[-1], name)] if fits else [*found[-1:], (name,)]
+    return found
 
 
-def summarise(
-    cells: Mapping[Cell, dict[str, Subject]], seed: int
-) -> tuple[dict[str, dict[str, float]], list[list[object]]]:
-    """Metrics per system, and the rows of the table."""
-    rng = np.random.default_rng(seed)
-    found: dict[str, dict[str, float]] = {name: {} for name in SYSTEMS}
-    rows: list[list[object]] = []
-    for cell, subjects in cells.items():
-        base = subjects[BASELINE].times.total()
-        for name, subject in subjects.items():
-            ratio, low, high = ratio_interval(subject.times.total(), base, rng)
-            median_us = float(np.median(subject.times.total()) * 1e6)
-            schedule_us, update_us = (float(np.median(t) * 1e6) for t in (subject.times.schedule, subject.times.update))
-            p99_us = float(np.percentile(subject.times.total(), 99) * 1e6)
-            found[name] |= {
-                f"{cell.key}_step_us": round(median_us, 1),
-                f"{cell.key}_schedule_us": round(schedule_us, 1),
-                f"{cell.key}_update_us": round(update_us, 1),
-                f"{cell.key}_step_p99_us": round(p99_us, 1),
-                f"{cell.key}_preemptions": float(subject.preempted),
-            }
-            if name != BASELINE:
-                found[name] |= {
-                    f"{cell.key}_ratio": round(ratio, 4),
-                    f"{cell.key}_ratio_ci_low": round(low, 4),
-                    f"{cell.key}_ratio_ci_high": round(high, 4),
-                }
-            interval = f"{low:.3f}..{high:.3f}"
-            rows.append([cell.running, cell.waiting, name, schedule_us, update_us, median_us, p99_us, ratio, interval])
-    return found, rows
+def cells(group: Sequence[str], args: argparse.Namespace) -> Iterator[Cell]:
+    """Return the points of the grid for one group."""
+    waiting = args.waiting
+    if waiting is None:
+        long = [LONG] if group[0] in LONG_QUEUES and not args.quick else []
+        waiting = [0, 1000, 10_000, *long]
+    for running in args.running:
+        for count in waiting:
+            yield Cell(running=running, waiting=count)
+        if args.memory_waiting:
+            yield Cell(running=running, waiting=args.memory_waiting, memory_bound=True)
 
 
-def flatness(found: Mapping[str, float], running: int, waiting: Sequence[int]) -> float:
-    """Cost with the longest queue over the cost with none."""
-    longest = found[Cell(running=running, waiting=max(waiting)).key + "_step_us"]
-    return longest / found[Cell(running=running, waiting=min(waiting)).key + "_step_us"]
+def default_systems(quick: bool) -> list[str]:
+    """Return every system of the table that may serve, and some compositions; a few of them for a quick run."""
+    names = [row.name for row in systems.table() if not row.oracle] + list(COMPOSITIONS)
+    return [name for name in names if name in QUICK_SYSTEMS] if quick else names
 
 
-def goals(found: Mapping[str, Mapping[str, float]], running: int, waiting: Sequence[int]) -> list[Goal]:
-    """Compare with what was wanted, at the larger batch and the worst queue length."""
-    result = []
-    for name, limit in (("fcfs", FCFS_GOAL), ("alise", ALISE_GOAL)):
-        worst = max((Cell(running=running, waiting=w) for w in waiting), key=lambda c: found[name][c.key + "_ratio"])
-        ours, base, key = found[name], found[BASELINE], worst.key
-        extra = {part: ours[f"{key}_{part}_us"] - base[f"{key}_{part}_us"] for part in ("schedule", "update")}
-        note = (
-            f"worst at {worst.waiting} waiting: schedule {extra['schedule']:+.0f} us, update {extra['update']:+.0f} us "
-            f"on upstream's {base[key + '_step_us']:.0f} us"
-        )
-        value = ours[key + "_ratio"]
-        result.append(Goal(metric=f"{name}_worst_ratio_{running}_running", value=value, op="<=", goal=limit, note=note))
-    own, upstream = (flatness(found[name], running, waiting) for name in ("alise", BASELINE))
-    note = f"alise {own:.3f}, upstream {upstream:.3f}: cost with {max(waiting)} waiting over cost with {min(waiting)}"
-    metric = f"alise_growth_over_upstream_growth_{running}_running"
-    result.append(Goal(metric=metric, value=round(own / upstream, 4), op="<=", goal=FLATNESS_GOAL, note=note))
-    return result
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check the command line; ends the process with a message if it is not usable."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--systems", help="comma list (default: every system that may serve, and some compositions)")
+    parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while steps are timed")
+    parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
+    parser.add_argument("--running", type=_count, nargs="+", help="running requests (default: 64 256; quick: 256)")
+    parser.add_argument(
+        "--waiting", type=int, nargs="+", help="waiting requests (default: 0 1000 10000, and 100000 for some systems)"
+    )
+    parser.add_argument(
+        "--memory-waiting",
+        type=int,
+        default=MEMORY_BOUND_WAITING,
+        help="waiting requests in the memory-bound state, 0 leaves it out (default: %(default)s)",
+    )
+    parser.add_argument("--group", type=_count, default=GROUP, help="systems per group (default: %(default)s)")
+    parser.add_argument("--blocks", type=_count, help="blocks of 5 steps per system and cell (default: 90; quick: 16)")
+    args = parser.parse_args(argv)
+    args.systems = args.systems.split(",") if args.systems else default_systems(args.quick)
+    args.running = args.running or ([256] if args.quick else [64, 256])
+    args.blocks = args.blocks or (16 if args.quick else 90)
+    if args.quick and args.waiting is None:
+        args.waiting = [0, 1000]
+    try:
+        for name in args.systems:
+            if systems.resolve(name).oracle:
+                raise ConfigError("--systems", name, "a system that may serve: oracles are for offline benchmarks")
+    except ConfigError as error:
+        parser.error(str(error))
+    if min([*(args.waiting or [0]), args.memory_waiting]) < 0:
+        parser.error("--waiting and --memory-waiting: must be 0 or more")
+    return args
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while steps are timed")
-    parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
-    parser.add_argument("--running", type=int, nargs="+", default=[64, 256], help="running requests (default: 64 256)")
-    parser.add_argument("--waiting", type=int, nargs="+", help="waiting requests (default: 0 1000 10000 100000)")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    waiting = args.waiting or ([0, 1000, 10000] if args.quick else [0, 1000, 10000, 100000])
-    blocks, steps_per_block = (24, 5) if args.quick else (90, 5)
+    steps_per_block = 5
     timer = time.perf_counter if args.wall else time.thread_time
-    cells = {}
-    for cell in (Cell(running=r, waiting=w) for r in args.running for w in waiting):
-        cells[cell] = measure(cell, blocks, steps_per_block, keep_gc=args.gc, timer=timer)
-        for subject in cells[cell].values():
-            del subject.scheduler, subject.runner  # a long queue holds gigabytes
-        gc.collect()
-    found, rows = summarise(cells, args.seed)
-    header = ["running", "waiting", "system", "schedule us", "update us", "step us", "p99 us", "ratio", "95 % interval"]
+    measured: list[dict[Cell, dict[str, Subject]]] = []
+    members = groups(args.systems, args.group)
+    started = time.monotonic()
+    for group in members:
+        measured.append({})
+        for cell in cells(group, args):
+            found_here = measure(group, cell, args.blocks, steps_per_block, keep_gc=args.gc, timer=timer)
+            measured[-1][cell] = found_here
+        elapsed = time.monotonic() - started
+        print(f"{elapsed:6.0f} s: measured {', '.join(group)}", file=sys.stderr, flush=True)
+    found, beside, rows = report.summarise(measured, args.seed)
+    every_cell = [cell for group in measured for cell in group]
     config = {
+        "groups": [list(group) for group in members],
         "running": args.running,
-        "waiting": waiting,
-        "blocks": blocks,
+        "waiting": sorted({cell.waiting for cell in every_cell if not cell.memory_bound}),
+        "waiting_memory_bound": args.memory_waiting,
+        "blocks": args.blocks,
         "steps_per_block": steps_per_block,
         "depth": 2,
         "prefix_caching": True,
         "log_stats": True,
         "gc_while_timed": args.gc,
         "timer": timer.__name__,
-        "step_s_virtual": STEP_S,
-        "waiting_spread_s": AGE_LIMIT_S,
-        "prompt_tokens": PROMPT_TOKENS,
-        "predicted_tokens": PREDICTED_TOKENS,
+        "step_s_virtual": subject.STEP_S,
+        "model_step_s": report.MODEL_STEP_S,
+        "waiting_spread_s": subject.AGE_LIMIT_S,
+        "prompt_tokens": [subject.PROMPT_TOKENS, subject.PROMPT_TOKENS + subject.BLOCK - 1],
+        "prompt_tokens_waiting_memory_bound": subject.LONG_PROMPT_TOKENS,
+        "predicted_tokens": subject.PREDICTED_TOKENS,
+        "finished_lengths": subject.FINISHED_LENGTHS,
+        "ttft_slo_ms": subject.TTFT_SLO_MS,
+        "tbt_slo_ms": list(subject.TBT_SLO_MS),
     }
-    total = max(args.running) + max(waiting)
-    checksum = hashlib.sha256(f"{PROMPT_TOKENS} {PREDICTED_TOKENS} {MAX_TOKENS} {total}".encode()).hexdigest()
-    metrics = {f"{name}_{key}": value for name in SYSTEMS if name != BASELINE for key, value in found[name].items()}
-    baseline = {
-        f"{name}_{key}": value for name in SYSTEMS if name != BASELINE for key, value in found[BASELINE].items()
-    }
+    total = max(cell.running + cell.waiting for cell in every_cell)
+    shape = f"{subject.PROMPT_TOKENS} {subject.PREDICTED_TOKENS} {subject.MAX_TOKENS} {total}"
     result = Result(
         name="step_overhead",
         command=command(argv, "benchmarks/step_overhead.py"),
         config=config,
         seed=args.seed,
-        workload=Workload(name="steady-decode", rows=total, sha256=checksum),
-        metrics=metrics,
-        baselines={BASELINE: baseline},
-        goals=goals(found, max(args.running), waiting),
+        workload=Workload(name="steady-decode", rows=total, sha256=hashlib.sha256(shape.encode()).hexdigest()),
+        metrics={f"{name}_{key}": value for name, values in found.items() for key, value in values.items()},
+        baselines={BASELINE: {f"{n}_{key}": value for n, values in beside.items() for key, value in values.items()}},
+        goals=report.goals(found, beside, every_cell, max(args.running)),
     )
-    emit(result, [format_table(header, rows)], args.out)
+    emit(result, [format_table(list(report.HEADER), rows)], args.out)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,12 @@ def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
     for seed in range(5):
         args.seed = seed
         lots = workload.draw(
-            compare._load(args).rows, Letters(), workload.Limits(), vocab_size=2300, counts=(3, 20, 200), seed=seed
+            script("engine_requests").load(args).rows,
+            Letters(),
+            workload.Limits(),
+            vocab_size=2300,
+            counts=(3, 20, 200),
+            seed=seed,
         )
         assert len(lots.measured) == 200
 
@@ -223,7 +228,8 @@ def test_model_can_be_made_larger_with_random_weights() -> None:
     compare = script("engine_compare")
     args = compare.parse(["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"])
     assert (
-        compare._engine_args(args).items() >= {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy"}.items()
+        script("engine_rows").engine_args(args).items()
+        >= {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy"}.items()
     )
 
 
