@@ -152,4 +152,6 @@ def _searched(
 def _checked(outcome: Outcome, name: str) -> Metrics:
     if outcome.metrics is None:
         raise RunFailed(f"{name}: {outcome.error}")
+    if failed := outcome.metrics.get("policy_fallbacks"):  # those steps were first come, first served
+        raise RunFailed(f"{name}: its policies failed {failed:g} times, so these are not its numbers")
     return outcome.metrics

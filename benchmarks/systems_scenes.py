@@ -1,0 +1,285 @@
+"""The loads of systems_compared.py, what matters under each, and the systems that serve them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.run import simulate
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number of a run."""
+
+    name: str
+    metric: str
+    """As in `vllm_ext.simulation.metrics`."""
+    unit: str
+    owner: str = ""
+    """The single system whose own measure it is, which `auto` is held to; empty: shown, and held to nothing."""
+    higher: bool = False
+    """Whether more is better."""
+    floor: float = 0.0
+    """Added to both sides of a ratio, where values may be 0: how much does not matter."""
+
+    @property
+    def key(self) -> str:
+        """Name for machines."""
+        return self.metric
+
+
+ATTAINMENT = Measure(
+    name="met all objectives", metric="slo_attainment_fraction", unit="share", owner="accelgen", higher=True, floor=0.01
+)
+GOODPUT = Measure(
+    name="goodput", metric="goodput_requests_per_s", unit="requests/s", owner="accelgen", higher=True, floor=0.01
+)
+NORMALISED = Measure(
+    name="mean normalised latency",
+    metric="normalised_latency_mean_ms_per_token",
+    unit="ms/token",
+    owner="alise, aged late",
+    floor=1.0,
+)
+TBT_MET = Measure(
+    name="every gap within 100 ms",
+    metric="slo_tbt_attainment_fraction",
+    unit="share",
+    owner="sarathi",
+    higher=True,
+    floor=0.01,
+)
+P99_TBT = Measure(name="P99 TBT", metric="tbt_p99_ms", unit="ms")
+TTFT = Measure(name="median TTFT", metric="ttft_p50_ms", unit="ms")
+EVICTIONS = Measure(name="preemptions", metric="preemptions", unit="number", owner="past-future", floor=5.0)
+STEPS = Measure(name="steps", metric="steps", unit="number", owner="past-future")
+STREAM_TIME = Measure(name="duration", metric="run_duration_s", unit="s", owner="sarathi")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A load, the hardware it meets, and what matters."""
+
+    name: str
+    description: str
+    measures: tuple[Measure, ...]
+    workload: Callable[[int, bool], WorkloadSpec]
+    """From a seed, and whether it is to be quick."""
+    hardware: HardwareSpec
+    max_model_len: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Given to every system of ours."""
+
+    def spec(self, system: str, seed: int, *, quick: bool) -> SimulationSpec:
+        """Return the run of one system."""
+        chosen = SYSTEMS[system]
+        ours = not chosen.system.startswith("upstream")
+        return SimulationSpec(
+            engine=EngineSpec(
+                system=chosen.system,
+                options={**self.options, **chosen.options} if ours else {},
+                max_model_len=self.max_model_len,
+                profiled=ours,
+                **chosen.engine,
+            ),
+            hardware=self.hardware,
+            workload=self.workload(seed, quick),
+        )
+
+    def digest(self, seeds: Sequence[int], *, quick: bool) -> str:
+        """Return a checksum of what is served."""
+        texts = [self.workload(seed, quick).model_dump_json() for seed in seeds]
+        return hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A system with its settings."""
+
+    system: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+SYSTEMS = {
+    "upstream": Chosen(system="upstream-fcfs"),
+    "upstream tuned": Chosen(system="upstream-fcfs", engine={"watermark": 0.05}),
+    "alise": Chosen(system="alise"),
+    "alise, aged late": Chosen(system="alise", options={"ordering": {"age_limit_s": 300.0}}),
+    "sarathi": Chosen(system="sarathi"),
+    "accelgen": Chosen(system="accelgen"),
+    "past-future": Chosen(system="past-future"),
+    "fastgen": Chosen(system="fastgen"),
+    "fastserve": Chosen(system="fastserve"),
+    "auto": Chosen(system="auto"),
+}
+"""By the names in the tables."""
+
+TIERS = (
+    TierSpec(
+        name="chat",
+        share=0.6,
+        ttft=SloTarget(base_s=1.0, per_prompt_token_s=0.0005, low=0.75, high=1.5),
+        tbt=SloTarget(base_s=0.1, low=0.75, high=1.5),
+    ),
+    TierSpec(
+        name="agent",
+        share=0.2,
+        ttft=SloTarget(base_s=5.0, low=0.75, high=1.5),
+        tbt=SloTarget(base_s=0.2, low=0.75, high=1.5),
+    ),
+    TierSpec(name="batch", share=0.2, e2e=SloTarget(base_s=60.0, low=0.75, high=1.5)),
+)
+
+
+def _mixed(rate_per_s: float) -> Callable[[int, bool], WorkloadSpec]:
+    def workload(seed: int, quick: bool) -> WorkloadSpec:
+        return WorkloadSpec(
+            mix=(
+                MixPart(source="alpaca-vllm", weight=0.35),
+                MixPart(source="sharegpt-vllm", weight=0.45),
+                MixPart(source="arxiv-summarization", weight=0.2, cap_prompt_tokens=7000),
+            ),
+            rate_per_s=rate_per_s,
+            duration_s=20.0 if quick else 120.0,
+            max_model_len=8192,
+            over_context="cut",
+            max_tokens=1024,
+            announce="hint",
+            announce_error=0.3,
+            announce_slo=True,
+            tiers=TIERS,
+            seed=seed,
+        )
+
+    return workload
+
+
+def _plain(source: str, rate_per_s: float, duration_s: float, max_tokens: int) -> Callable[[int, bool], WorkloadSpec]:
+    def workload(seed: int, quick: bool) -> WorkloadSpec:
+        return WorkloadSpec(
+            source=source,
+            rate_per_s=rate_per_s,
+            duration_s=duration_s / 8 if quick else duration_s,
+            max_model_len=2048,
+            over_context="cut",
+            max_tokens=max_tokens,
+            announce="hint",
+            announce_error=0.3,
+            seed=seed,
+        )
+
+    return workload
+
+
+def _streams(seed: int, quick: bool) -> WorkloadSpec:
+    return WorkloadSpec(
+        source="openchat-sharegpt4",
+        rate_per_s=3.0,
+        duration_s=20.0 if quick else 120.0,
+        max_model_len=8192,
+        over_context="cut",
+        max_tokens=2048,
+        tiers=(TierSpec(name="all", tbt=SloTarget(base_s=0.1)),),
+        seed=seed,
+    )
+
+
+def _long_outputs(seed: int, quick: bool) -> WorkloadSpec:
+    scale = 1 / 8 if quick else 1 / 4
+    return WorkloadSpec(
+        source="distribution-1",
+        scale_prompt=scale,
+        scale_output=scale,
+        arrivals="at-once",
+        num_requests=120 if quick else 400,
+        max_model_len=2304,
+        over_context="cut",
+        max_tokens=1024,
+        seed=seed,
+    )
+
+
+_LLAMA = HardwareSpec(model="llama-13b", device="a100-80", kv_memory_bytes=12 * _GIB)
+_OPT = HardwareSpec(model="opt-13b", device="v100")
+
+SCENES = {
+    scene.name: scene
+    for scene in (
+        Scene(
+            name="mixed objectives",
+            description="chats, agents and batch jobs with objectives of their own, short and long prompts, 1.3 times "
+            "what Llama-13B serves on an A100 with 12 GiB of KV",
+            measures=(ATTAINMENT, GOODPUT, P99_TBT, NORMALISED),
+            workload=_mixed(1.5),
+            hardware=_LLAMA,
+            max_model_len=8192,
+        ),
+        Scene(
+            name="mixed objectives, overload",
+            description="the same at 3.4 times what it serves",
+            measures=(ATTAINMENT, GOODPUT, P99_TBT, NORMALISED),
+            workload=_mixed(4.0),
+            hardware=_LLAMA,
+            max_model_len=8192,
+        ),
+        Scene(
+            name="chats, no objectives",
+            description="ShareGPT's lengths, OPT-13B on a V100, a queue; lengths announced with 30 % error",
+            measures=(NORMALISED,),
+            workload=_plain("sharegpt-vllm", 1.0, 300.0, 1024),
+            hardware=_OPT,
+            max_model_len=2048,
+        ),
+        Scene(
+            name="instructions, no objectives",
+            description="Alpaca's lengths, OPT-13B on a V100, a queue; lengths announced with 30 % error",
+            measures=(NORMALISED,),
+            workload=_plain("alpaca-vllm", 20.0, 120.0, 512),
+            hardware=_OPT,
+            max_model_len=2048,
+        ),
+        Scene(
+            name="streams",
+            description="multi-turn chats with long prompts, Mistral-7B on an A100, one TBT objective of 100 ms",
+            measures=(TBT_MET, STREAM_TIME, TTFT, P99_TBT),
+            workload=_streams,
+            hardware=HardwareSpec(model="mistral-7b", device="a100-80"),
+            max_model_len=8192,
+            options={"slo": {"tbt_ms": 100.0}},
+        ),
+        Scene(
+            name="long outputs, little memory",
+            description="Past-Future's Distribution-1 at a quarter of its lengths, all at once, Llama-2-7B with 8 GiB",
+            measures=(EVICTIONS, STEPS),
+            workload=_long_outputs,
+            hardware=HardwareSpec(model="llama-2-7b", device="a100-80", kv_memory_bytes=8 * _GIB),
+            max_model_len=2304,
+        ),
+    )
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    scene: str
+    system: str
+    seed: int
+    quick: bool
+
+
+def metrics_of(job: Job) -> Mapping[str, float]:
+    """Simulate a run; the metrics that its scene looks at."""
+    scene = SCENES[job.scene]
+    metrics = summarise(simulate(scene.spec(job.system, job.seed, quick=job.quick)))
+    return {measure.metric: metrics[measure.metric] for measure in scene.measures}
