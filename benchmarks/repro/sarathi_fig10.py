@@ -24,7 +24,9 @@ PUBLISHED = (
     Published(
         paper=6.9, model=FALCON, over=base.VLLM_2023, slos=base.BY_RULE, headline=True, where="abstract", why=WHY
     ),
-    Published(paper=6.9, model=FALCON, over=base.VLLM_2023, slos=base.TABLE_3, where="abstract", why=WHY),
+    Published(
+        paper=6.9, model=FALCON, over=base.VLLM_2023, slos=base.TABLE_3, headline=True, where="abstract", why=WHY
+    ),
     Published(
         paper=5.6, model=FALCON, over=base.VLLM_2023, slos=base.BY_RULE, where="abstract, published version", why=WHY
     ),
