@@ -107,7 +107,8 @@ class SloMatch:
         return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap, hold=passed_over)
 
     def _room(self, step: StepView) -> _Room:
-        budget = min(step.token_budget, pivot_tokens(step))
+        # However tight the objective, the budget policy leaves a token beside the decodes.
+        budget = min(step.token_budget, max(pivot_tokens(step), step.decode_tokens + 1))
         return _Room(
             compute=step.num_free_tokens - step.token_budget + budget,
             memory=step.num_free_blocks * step.block_size,

@@ -33,7 +33,8 @@ class ChunksApart:
     def plan(self, step: StepView) -> BudgetPlan:
         """Return which half of the work this step leaves out."""
         tokens = self.tokens or None
-        if not step.num_prefilling and not step.num_waiting:
+        could_join = step.num_waiting > 0 and step.num_running < step.max_running
+        if not step.num_prefilling and not could_join:
             return _NO_CHANGE
         if not step.num_decoding:
             return BudgetPlan(token_budget=tokens)
