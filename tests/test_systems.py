@@ -22,6 +22,7 @@ from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 from vllm_ext.systems import System, build, known, register, resolve
+from vllm_ext.systems_table import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,7 @@ def test_systems_of_different_axes_compose_in_any_order(name: str) -> None:
 
 
 def test_every_row_can_be_built_and_says_what_it_is() -> None:
-    for system in systems.table():
+    for system in ROWS:
         policies = build(ExtConfig(system=system.name, allow_oracle=True))
         assert policies.describe().startswith(f"{system.name}: ordering=")
         assert system.summary
@@ -238,7 +239,7 @@ def test_every_row_can_be_built_and_says_what_it_is() -> None:
 
 
 def test_only_systems_that_look_at_lengths_start_a_predictor() -> None:
-    use = {s.name for s in systems.table() if build(ExtConfig(system=s.name, allow_oracle=True)).use_predictions}
+    use = {s.name for s in ROWS if build(ExtConfig(system=s.name, allow_oracle=True)).use_predictions}
     serving = {name for name in use if not name.startswith("oracle-")}
     assert serving == {"alise", "accelgen", "accelgen-no-chunk", "accelgen-no-order",
                        "accelgen-no-batch", "auto"}  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,15 @@ RUNNING = 20
 @pytest.fixture(autouse=True)
 def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture(autouse=True)
+def _vllm_logs_again_afterwards() -> Iterator[None]:
+    """The benchmark silences vLLM for its own process; other tests read what is logged."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def script(name: str) -> Any:

@@ -15,12 +15,12 @@ import lora_adapter
 import pytest
 from engines import BASE_ENGINE, TIGHT, Outcome, long_then_short, run_engines
 
-from vllm_ext.systems import table
+from vllm_ext.systems_table import ROWS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 COMPOSED = ("sarathi+past-future", "alise+sarathi")
-SYSTEMS = [system.name for system in table() if not system.oracle and system.name != "fcfs"] + list(COMPOSED)
+SYSTEMS = [system.name for system in ROWS if not system.oracle and system.name != "fcfs"] + list(COMPOSED)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LORA = {"enable_lora": True, "max_lora_rank": lora_adapter.RANK}
 GRAMMAR = {"structured_outputs": {"regex": "([a-f]{3} ){12,18}"}, "ignore_eos": False, "max_tokens": 90}
