@@ -101,7 +101,8 @@ def main(argv: Sequence[str]) -> None:
         tables.append(f"\n{scene.name}: {scene.description}\n{format_table(header, rows)}")
     checksum = hashlib.sha256("".join(scene.digest(seeds, quick=args.quick) for scene in scenes).encode()).hexdigest()
     flat = {
-        name: {f"{s.name}.{m.key}": found[s.name, name][m.name] for s in scenes for m in s.measures} for name in systems
+        name: {f"{s.name}.{m.metric}": found[s.name, name][m.name] for s in scenes for m in s.measures}
+        for name in systems
     }
     result = Result(
         name="systems_compared",

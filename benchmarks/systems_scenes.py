@@ -31,11 +31,6 @@ class Measure:
     floor: float = 0.0
     """Added to both sides of a ratio, where values may be 0: how much does not matter."""
 
-    @property
-    def key(self) -> str:
-        """Name for machines."""
-        return self.metric
-
 
 ATTAINMENT = Measure(
     name="met all objectives", metric="slo_attainment_fraction", unit="share", owner="accelgen", higher=True, floor=0.01

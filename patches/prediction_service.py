@@ -17,21 +17,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ext.observability.guard import Guard
 from vllm_ext.patches.patch import Hook, Patch
 
-_logger = logging.getLogger("vllm.vllm_ext.predictor")
-_logged = False
-
-
-def guarded(action: Callable[..., object], *args: Any) -> None:
-    """Run a part of prediction within a request's way; what it raises is logged once."""
-    global _logged
-    try:
-        action(*args)
-    except Exception:
-        if not _logged:
-            _logged = True
-            _logger.exception("length prediction failed in the front end; requests are scheduled without it")
+guarded = Guard(
+    logging.getLogger("vllm.vllm_ext.predictor"),
+    "length prediction failed in the front end; requests are scheduled without it",
+)
 
 
 def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:

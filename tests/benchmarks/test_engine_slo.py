@@ -15,15 +15,9 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.simulation.latency import RequestTimeline
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CALIBRATION = {"ttft_base_ms": 10.0, "ttft_ms_per_token": 0.1, "decode_step_ms": 5.0}
 GIVEN = '{"ttft_base_ms": 10, "ttft_ms_per_token": 0.1, "decode_step_ms": 5}'
 SMALL = ("--num-requests", "20", "--history-requests", "5", "--profile", "none")
-
-
-@pytest.fixture(autouse=True)
-def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def script(name: str) -> Any:

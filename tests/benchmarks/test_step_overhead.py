@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 
 from vllm_ext import systems
-from vllm_ext.policies.admission.peak_memory import PeakMemory
+from vllm_ext.policies.admission import peak_memory
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNNING = 20
-
-
-@pytest.fixture(autouse=True)
-def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +102,13 @@ def test_past_future_forecasts_in_every_step_where_memory_binds(
     memory_bound: bool, forecasts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = subject("past-future", memory_bound=memory_bound)
-    original, histories = PeakMemory.forecast_of, []
+    original, histories = peak_memory.Forecast, []
 
-    def counted(self: PeakMemory, step: Any) -> Any:
+    def counted(policy: Any, step: Any) -> Any:
         histories.append(len(step.finished_lengths()))
-        return original(self, step)
+        return original(policy, step)
 
-    monkeypatch.setattr(PeakMemory, "forecast_of", counted)
+    monkeypatch.setattr(peak_memory, "Forecast", counted)
     held.block(10)
     assert histories == [1000] * forecasts
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compared() -> ModuleType:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import systems_compared
-    finally:
-        sys.path.remove(str(FOLDER))
-    return systems_compared
+    return importlib.import_module("systems_compared")
 
 
 def test_a_margin_above_1_is_better_whichever_direction_better_is(compared: ModuleType) -> None:

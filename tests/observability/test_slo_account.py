@@ -249,8 +249,8 @@ def test_an_ended_request_holds_nothing_of_ours() -> None:
 
 def test_what_fails_in_the_accounting_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
-    monkeypatch.setattr(slo_account, "_logged", False)
-    monkeypatch.setattr(slo_account._logger, "exception", lambda text, *_: logged.append(text))
+    monkeypatch.setattr(slo_account.guarded, "_logged", False)
+    monkeypatch.setattr(slo_account.guarded._logger, "exception", lambda text, *_: logged.append(text))
     front_end = FrontEnd()
 
     def broken(*_: Any) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.config import ConfigError
 from vllm_ext.policies.admission.peak import Peak
-from vllm_ext.policies.admission.peak_memory import PeakMemory
+from vllm_ext.policies.admission.peak_memory import Forecast, PeakMemory
 from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.admission.watermark import Watermark
 from vllm_ext.scheduling.plan import AdmissionPlan
@@ -165,7 +165,7 @@ def test_draws_follow_the_history_given_what_was_generated() -> None:
             block_size=1, num_total_blocks=500, num_free_blocks=440, running=running((10, 50, 1)), finished=history,
             seed=seed, queue=waiting(1),
         )  # fmt: skip
-        forecast = policy.forecast_of(step)
+        forecast = Forecast(policy, step)
         peaks.append(forecast.tokens)
     assert set(peaks) == {70.0, 90.0}
     assert np.mean(peaks) == pytest.approx(80.0, abs=2.0)

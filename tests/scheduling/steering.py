@@ -24,6 +24,10 @@ from vllm_ext.systems import System, register
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
 
+Table = list[dict[str, int]]
+"""Per step: tokens by request."""
+
+
 class Script:
     """What the policies of the system ``scripted`` do; a test fills it in, a fixture empties it."""
 
@@ -200,3 +204,13 @@ def knobs(scheduler: Scheduler) -> tuple[object, ...]:
         admission_cap(scheduler),
         scheduler.scheduler_config.long_prefill_token_threshold,
     )
+
+
+def steps(rig: Rig, count: int) -> Table:
+    """The next steps: tokens by request."""
+    found = []
+    for _ in range(count):
+        decision = rig.step()
+        assert decision is not None
+        found.append(dict(decision.scheduled))
+    return found

@@ -11,12 +11,10 @@ import pytest
 from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan
 from vllm_ext.scheduling.views import StepView
 
-from .steering import SCRIPT, Rig, play, workload
+from .steering import SCRIPT, Rig, Table, play, steps, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 BASELINES = pytest.mark.parametrize("system", ["orca", "vllm-2023"])
-
-Table = list[dict[str, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +22,6 @@ def _empty_script() -> Iterator[None]:
     SCRIPT.reset()
     yield
     SCRIPT.reset()
-
-
-def steps(rig: Rig, count: int) -> Table:
-    """The next steps: tokens by request."""
-    found = []
-    for _ in range(count):
-        decision = rig.step()
-        assert decision is not None
-        found.append(dict(decision.scheduled))
-    return found
 
 
 def add_all(rig: Rig, **requests: tuple[int, int, int]) -> None:

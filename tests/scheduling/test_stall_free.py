@@ -10,18 +10,7 @@ from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-from .steering import Rig
-
-Table = list[dict[str, int]]
-
-
-def steps(rig: Rig, count: int) -> Table:
-    found = []
-    for _ in range(count):
-        decision = rig.step()
-        assert decision is not None
-        found.append(dict(decision.scheduled))
-    return found
+from .steering import Rig, Table, steps
 
 
 def arrivals_of_figure_4(rig: Rig) -> Table:

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.hints import REPORT_KEY, SLO_KEYS, from_extra_args
 from vllm_ext.observability import slo_report
-from vllm_ext.slo import Slo, resolve
+from vllm_ext.observability.guard import Guard
+from vllm_ext.slo import NO_SLO, Slo, resolve
 
 if TYPE_CHECKING:
     from vllm_ext.config_slo import SloClass, SloConfig
     from vllm_ext.observability.slo_metrics import Outcome, SloMetrics
 
-_logger = logging.getLogger("vllm.vllm_ext.slo")
+guarded = Guard(
+    logging.getLogger("vllm.vllm_ext.slo"),
+    "objectives of a request can't be judged; it is served, but vllm_ext:slo_* miss it",
+)
 _METHOD = "make_request_output"
 _JUDGED = "_vllm_ext_judged"
 _ABORT, _ERROR = "abort", "error"
@@ -187,7 +191,7 @@ class Account:
         if judged is None:
             hints = from_extra_args(extra)
             slo = resolve(hints, state.prompt_len, self._config)
-            if _is_empty(slo) and not hints.slo_report:
+            if slo == NO_SLO and not hints.slo_report:
                 return
             judged = Judged(self, slo, self._metrics.tier(hints.tag), 1 if parent is None else parent.n)
             if parent is not None:
@@ -201,7 +205,7 @@ class Account:
 
     def count(self, judged: Judged) -> None:
         """Count a request that ended, unless only a report of it was wanted."""
-        if _is_empty(judged.slo):
+        if judged.slo == NO_SLO:
             return
         outcomes, overall = judged.outcomes()
         self._metrics.count(judged.tier, outcomes, overall, judged.tokens)
@@ -229,23 +233,5 @@ def attach(engine: Any, account: Account) -> None:
     processor.add_request = add_request
 
 
-_logged = False
-
-
-def guarded(action: Callable[..., object], *args: Any) -> None:
-    """Run a part of the accounting within a request's way: what it raises is logged once and fails no request."""
-    global _logged
-    try:
-        action(*args)
-    except Exception:
-        if not _logged:
-            _logged = True
-            _logger.exception("objectives of a request can't be judged; it is served, but vllm_ext:slo_* miss it")
-
-
 def _has_objectives(config: SloClass) -> bool:
     return any((config.ttft_ms, config.ttft_bucket_ms, config.tbt_ms, config.jct_ms))
-
-
-def _is_empty(slo: Slo) -> bool:
-    return slo.ttft_s is None and slo.tbt_s is None and slo.e2e_s is None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import functools
+from dataclasses import dataclass
 
 from vllm_ext.policies.admission.best_set import BestSet
-from vllm_ext.policies.admission.peak_memory import PeakMemory
+from vllm_ext.policies.admission.peak_memory import Forecast, PeakMemory
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import StepView
-
-_NO_CHANGE = AdmissionPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ForesightFit(PeakMemory):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_passed >= 1, "admission.max_passed", self.max_passed, "an integer of at least 1")
-        self._best_set()  # checks what it shares with us
+        _ = self._best_set  # checks what it shares with us
 
     @property
     def uses_predictions(self) -> bool:
@@ -49,12 +49,12 @@ class ForesightFit(PeakMemory):
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return who joins: a cap, and whom of the first in the queue to pass over."""
         if not step.num_waiting:
-            return _NO_CHANGE
+            return NO_CHANGE
         seats = min(step.max_running - step.num_running, self.max_admissions)
         tokens, blocks = step.num_free_tokens, step.num_free_blocks
         if seats < 1 or tokens < 1 or blocks < 1:
-            return self._best_set().plan(step)
-        forecast = self.forecast_of(step)
+            return self._best_set.plan(step)
+        forecast = Forecast(self, step)
         chosen: list[str] = []
         passed: list[str] = []
         for request in step.waiting():
@@ -71,12 +71,10 @@ class ForesightFit(PeakMemory):
         if not chosen:
             if not step.num_running:  # alone it always fits: vLLM sees to that when it starts
                 return AdmissionPlan(max_running=1)
-            plan = self._best_set().plan(step)
+            plan = self._best_set.plan(step)
             return plan if plan.preempt else AdmissionPlan(max_running=step.num_running)
         return AdmissionPlan(max_running=step.num_running + len(chosen), hold=frozenset(passed))
 
+    @functools.cached_property
     def _best_set(self) -> BestSet:
-        return BestSet(**{f.name: getattr(self, f.name) for f in fields(BestSet) if f.name in _SHARED})
-
-
-_SHARED = ("preempt", "gain_ratio", "min_progress_tokens")
+        return BestSet(preempt=self.preempt, gain_ratio=self.gain_ratio, min_progress_tokens=self.min_progress_tokens)

@@ -75,16 +75,7 @@ class PeakMemory:
         head = next(iter(step.waiting()), None)
         if head is None or step.num_running >= step.max_running or step.num_free_blocks < 1:
             return NO_CHANGE
-        forecast = self.forecast_of(step)
-
-        def fits(request: RequestView) -> bool:
-            return forecast.admits(request)
-
-        return admit(step, fits, self.max_admissions)
-
-    def forecast_of(self, step: StepView) -> Forecast:
-        """Return the peaks of a step, before anybody joins."""
-        return Forecast(self, step)
+        return admit(step, Forecast(self, step).admits, self.max_admissions)
 
 
 class Forecast:
@@ -99,19 +90,17 @@ class Forecast:
         self._known = min(1.0, len(self._history) / cold) if cold else float(len(self._history) > 0)
         batch = step.batch()
         expected = step.num_running + 1
-        self._repeats = 1
+        repeats = 1
         if policy.forecast == HISTORY:
-            self._repeats = min(policy.most_repeats, max(1, -(-policy.least_draws // expected)))
+            repeats = min(policy.most_repeats, max(1, -(-policy.least_draws // expected)))
         block = step.block_size
         self._capacity = (1 - policy.reserve) * step.num_total_blocks * block
-        self._rounding = (block - 1) / 2
         used = step.num_total_blocks - step.num_unused_blocks
         held = int((-(-batch.computed // block)).sum()) if expected > 1 else 0
         # Positive: blocks that others than the running hold. Negative: blocks that running ones share.
         extra = (used - held) * block
         self._peaks = [
-            Peak(batch.tokens, self._remaining(batch), rounding=self._rounding, extra=extra)
-            for _ in range(self._repeats)
+            Peak(batch.tokens, self._remaining(batch), rounding=(block - 1) / 2, extra=extra) for _ in range(repeats)
         ]
 
     @property

@@ -10,6 +10,27 @@ from vllm_ext.scheduling.views import RequestView, StepView
 NO_CHANGE = AdmissionPlan()
 
 
+class PromptRoom:
+    """Says which prompts fit whole into what the step has left, in the order they are asked for.
+
+    A prompt longer than a step can ever hold fits as the first one, if the step has any tokens left.
+    """
+
+    def __init__(self, step: StepView) -> None:
+        self._most_tokens = step.token_budget
+        self._free_tokens = step.num_free_tokens
+        self._first = True
+
+    def fits(self, request: RequestView) -> bool:
+        """Say whether the next prompt fits; its tokens are taken off either way."""
+        tokens = request.num_tokens - request.num_computed_tokens
+        alone = tokens > self._most_tokens and self._first and self._free_tokens > 0
+        whole = tokens <= self._free_tokens or alone
+        self._free_tokens -= tokens
+        self._first = False
+        return whole
+
+
 def admit(step: StepView, fits: Callable[[RequestView], bool], most: int) -> AdmissionPlan:
     """Return the cap that admits exactly the requests that fit.
 

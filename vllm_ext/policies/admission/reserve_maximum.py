@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, PromptRoom, admit
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
@@ -49,17 +49,11 @@ class ReserveMaximum:
         if not step.num_waiting or step.num_running >= step.max_running:
             return NO_CHANGE
         free_blocks = int(self.overcommit * step.num_total_blocks) - step.blocks_at_bound(self.reserve_tokens)
-        free_tokens = step.num_free_tokens
-        first = True
+        room = PromptRoom(step)
 
         def fits(request: RequestView) -> bool:
-            nonlocal free_blocks, free_tokens, first
+            nonlocal free_blocks
             free_blocks -= step.blocks_for(max(request.bound_tokens, self.reserve_tokens))
-            tokens = request.num_tokens - request.num_computed_tokens
-            alone = tokens > step.token_budget and first and free_tokens > 0
-            whole = not self.whole_prompts or tokens <= free_tokens or alone
-            free_tokens -= tokens
-            first = False
-            return whole and free_blocks >= 0
+            return (not self.whole_prompts or room.fits(request)) and free_blocks >= 0
 
         return admit(step, fits, self.max_admissions)

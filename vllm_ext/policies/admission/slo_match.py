@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.policies.budget.slo_pivot import pivot_tokens
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.slack import slack
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
-
-_NO_CHANGE = AdmissionPlan()
 
 
 class _Candidate(NamedTuple):
@@ -92,11 +91,11 @@ class SloMatch:
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return whom to preempt, how many join, and who of the first in the queue must not."""
         if not step.num_waiting:
-            return _NO_CHANGE
+            return NO_CHANGE
         room = self._room(step)
         head = self._head(step, room)
         if not head:
-            return _NO_CHANGE
+            return NO_CHANGE
         held_up = not self._admit_urgent(step, room, [c for c in head if self._is_urgent(c, step)])
         if not held_up:
             self._admit_matching(step, room, head)

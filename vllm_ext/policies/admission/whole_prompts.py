@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, PromptRoom, admit
 from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import RequestView, StepView
+from vllm_ext.scheduling.views import StepView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +26,4 @@ class WholePrompts:
         """Return the cap that admits exactly the prompts that fit whole."""
         if not step.num_waiting or step.num_running >= step.max_running:
             return NO_CHANGE
-        free_tokens = step.num_free_tokens
-        first = True
-
-        def fits(request: RequestView) -> bool:
-            nonlocal free_tokens, first
-            tokens = request.num_tokens - request.num_computed_tokens
-            alone = tokens > step.token_budget and first and free_tokens > 0
-            whole = tokens <= free_tokens or alone
-            free_tokens -= tokens
-            first = False
-            return whole
-
-        return admit(step, fits, most=step.max_running)
+        return admit(step, PromptRoom(step).fits, most=step.max_running)

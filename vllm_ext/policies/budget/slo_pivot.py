@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.budget.tbt import fitting_prompt_tokens
+from vllm_ext.policies.budget.tbt import TbtBudget, fitting_prompt_tokens
 from vllm_ext.policies.slack import READING_TBT_S
 from vllm_ext.scheduling.plan import BudgetPlan
 from vllm_ext.scheduling.views import StepView
 
-_SAFETY = 0.9
-_LEAST_PROMPT_TOKENS = 64
+_RULE = TbtBudget()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,8 @@ class SloPivotBudget:
         """Return S_b, and at least a token for everybody who decodes and one for a prompt."""
         tokens = pivot_tokens(step)
         if self.fitted and step.num_decoding:
-            fitting = fitting_prompt_tokens(step, _SAFETY * _objective_s(step))
-            tokens = min(tokens, step.decode_tokens + max(fitting, _LEAST_PROMPT_TOKENS))
+            fitting = fitting_prompt_tokens(step, _RULE.safety * _objective_s(step))
+            tokens = min(tokens, step.decode_tokens + max(fitting, _RULE.min_prefill_tokens))
         return BudgetPlan(token_budget=max(tokens, step.decode_tokens + 1))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.slack import slack
-from vllm_ext.scheduling.plan import AGED, Rank
+from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 from vllm_ext.slo import NO_SLO
 
@@ -45,7 +47,7 @@ class PressingFirst:
     def __post_init__(self) -> None:
         require(self.horizon_s >= 0, "ordering.horizon_s", self.horizon_s, "seconds, at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
-        self._levels()  # checks what it shares with us
+        _ = self._levels  # checks what it shares with us
 
     @property
     def max_wait_behind_younger_s(self) -> float:
@@ -55,11 +57,9 @@ class PressingFirst:
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``; a waiting one must be asked for again when it presses, is lost, or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:
-            return Rank((float(AGED),), level=AGED)
-        until = math.inf
-        if request.waiting_since is not None:
-            until = request.waiting_since + self.age_limit_s - request.waited_s
-        group, place = WILLING, (float(self._levels().level(request)), request.predicted_remaining_s)
+            return AGED_RANK
+        until = ages_at(request, self.age_limit_s)
+        group, place = WILLING, (float(self._levels.level(request)), request.predicted_remaining_s)
         if request.slo != NO_SLO:
             left = slack(request, now)
             if left.lost_at <= now:
@@ -74,5 +74,6 @@ class PressingFirst:
                 until = min(until, left.start_by - self.horizon_s)
         return Rank((float(group), request.priority, *place), until=until, level=group)
 
+    @functools.cached_property
     def _levels(self) -> RemainingTimeLevels:
         return RemainingTimeLevels(num_levels=self.num_levels, base_level_s=self.base_level_s)

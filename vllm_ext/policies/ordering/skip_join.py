@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import AGED, Rank
+from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
+from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 
 
@@ -56,9 +56,6 @@ class SkipJoin:
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``: its queue, in order of arrival there."""
         if request.total_wait_s(now) >= self.starve_limit_s:
-            return Rank((float(AGED),), level=AGED)
+            return AGED_RANK
         level = self.level(request)
-        until = math.inf
-        if request.waiting_since is not None:
-            until = request.waiting_since + self.starve_limit_s - request.waited_s
-        return Rank((float(level),), until=until, level=level)
+        return Rank((float(level),), until=ages_at(request, self.starve_limit_s), level=level)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
 from vllm_ext.policies.slack import slack
-from vllm_ext.scheduling.plan import AGED, Rank
+from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 
 IN_TIME, RELEGATED = 0, 1
@@ -50,13 +51,13 @@ class SloSlack:
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``; a waiting one must be asked for again when it is lost or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:
-            return Rank((float(AGED),), level=AGED)
+            return AGED_RANK
         left = slack(request, now)
         lost = self.relegate and left.lost_at <= now
         level = RELEGATED if lost else IN_TIME
         if request.waiting_since is None:
             return Rank((float(level), _RUNS, left.start_by - now), level=level)
-        until = request.waiting_since + self.age_limit_s - request.waited_s
+        until = ages_at(request, self.age_limit_s)
         if self.relegate and not lost and left.lost_at < until:
             until = math.nextafter(left.lost_at, math.inf)
         # Of those that are lost whatever happens, the shortest leaves most room for the others.
