@@ -142,7 +142,7 @@ ROWS = (
         admission=ForesightFit,
         budget=TbtBudget,
         parameters={
-            "admission": {"reserve": 0.02},
+            "admission": {"reserve": 0.04, "redraw_steps": 16},
             "budget": {"default_tbt_ms": 0.0},
         },
         summary="our best: remaining time until an objective presses, memory foreseen, TBT objectives kept",

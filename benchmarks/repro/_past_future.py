@@ -76,7 +76,9 @@ VLLM_TUNED = Scheduler(name="vLLM 0.32 fcfs, watermark 5 %", system="upstream-fc
 
 def past_future(reserve: float) -> Scheduler:
     """The paper's scheduler with a share of the pool left free."""
-    return Scheduler(name=f"past-future (reserved={reserve:.0%})", system="past-future", admission={"reserve": reserve})
+    # Lengths are drawn every step, as the paper does.
+    admission = {"reserve": reserve, "redraw_steps": 1}
+    return Scheduler(name=f"past-future (reserved={reserve:.0%})", system="past-future", admission=admission)
 
 
 def aggressive(watermark: float) -> Scheduler:

@@ -203,7 +203,7 @@ def _claims(
     for name, published in PUBLISHED.items():
         key, paper = (name, JUDGED.name), published[JUDGED.name]
         held = 100 * measured[key]["backlog_kv_used_fraction"]
-        fuller = f"memory is {held:.4g} % full on average, {paper[1]} % in the paper; until 50 requests have ended, "
+        fuller = f"memory is {held:.4g} % full on average, {paper[1]} % in the paper; until 10 requests have ended, "
         fuller += "admission goes by the clients' bounds, which costs steps in every run once"
         best = published[base.OPTIMUM.name][0]
         ratio = steps[key] / steps[name, base.OPTIMUM.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ class PoolStep:
     pace: Pace = NO_PACE
     aged: frozenset[str] = frozenset()
     seed: int = 0
+    membership: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)

@@ -122,6 +122,15 @@ def test_gain_ratio_asks_for_more() -> None:
     assert preempted(BestSet(gain_ratio=20.1), example(0.0)) == ()
 
 
+def test_who_outlived_its_estimate_is_spared_where_that_is_asked_for() -> None:
+    step = example(0.0)
+    step.running_views[1] = step.running_views[1]._replace(num_demotions=1)
+    assert preempted(BestSet(), step) == ("longer",)
+    assert preempted(BestSet(spare_outlived=True), step) == ("long",), "the next one leaves instead"
+    step.running_views[0] = step.running_views[0]._replace(num_demotions=1)
+    assert preempted(BestSet(spare_outlived=True), step) == ()
+
+
 def test_a_free_seat_is_left_to_vllm() -> None:
     assert preempted(BestSet(), replace(example(0.0), max_running=3)) == ()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -173,8 +175,46 @@ def test_draws_follow_the_history_given_what_was_generated() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("reserve", 1.0), ("reserve", -0.1), ("forecast", "guess"), ("window", 0), ("cold_requests", -1)],
+    [
+        ("reserve", 1.0),
+        ("reserve", -0.1),
+        ("forecast", "guess"),
+        ("window", 0),
+        ("cold_requests", -1),
+        ("redraw_steps", 0),
+    ],
 )
 def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"admission.{field}"):
         PeakMemory(**{field: value})
+
+
+def refused_then(policy: PeakMemory, steps_on: int, **changes: object) -> int | None:
+    """Let nobody fit in step 10; then, so many steps later, let two fit. Return how many join."""
+    notes: dict[str, object] = {}
+    crowded = PoolStep(
+        num_total_blocks=8, num_free_blocks=2, running=running((60, 30, 1)), queue=waiting(3), finished=(60,) * 100,
+        number=10, notes=notes,
+    )  # fmt: skip
+    assert admits(policy.plan(crowded), crowded) == 0
+    roomy = {"num_total_blocks": 100, "num_free_blocks": 60, "max_running": 3, "number": 10 + steps_on}
+    later = replace(crowded, **{**roomy, **changes})
+    return admits(policy.plan(later), later)
+
+
+@pytest.mark.parametrize(
+    ("steps_on", "changes", "joined"),
+    [
+        (3, {}, 0),
+        (4, {}, 2),
+        (1, {"membership": 1}, 2),
+        (1, {"queue": waiting(4)}, 2),
+        (3, {"queue": waiting(2)}, 0),
+    ],
+    ids=["soon", "asked again", "somebody left", "somebody came", "somebody gave up"],
+)
+def test_that_nobody_fits_stands_for_some_steps_of_an_unchanged_batch(
+    steps_on: int, changes: dict[str, object], joined: int
+) -> None:
+    assert refused_then(PeakMemory(redraw_steps=4), steps_on, **changes) == joined
+    assert refused_then(PeakMemory(redraw_steps=1), steps_on, **changes) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,3 +119,40 @@ def test_a_policy_that_recovers_steers_again() -> None:
     assert rig.waiting == ["c", "b"]
     assert rig.state["fallbacks"] == fallbacks
     rig.drain()
+
+
+def test_notes_last_until_a_policy_fails() -> None:
+    rig, seen = Rig("scripted", max_num_seqs=1), []
+
+    def admit(step: StepView) -> AdmissionPlan:
+        seen.append(dict(step.notes))
+        step.notes["mine"] = step.number
+        return AdmissionPlan()
+
+    SCRIPT.admit = admit
+    rig.add("a", length=20)
+    rig.step(3)
+    first = rig.scheduler.current_step - 3
+    assert [notes.get("mine", 0) - first for notes in seen[1:]] == [0, 1]
+    SCRIPT.budget = _boom
+    rig.step()
+    rig.step()
+    assert seen[-1] == {}
+    SCRIPT.reset()
+    rig.drain()
+
+
+def test_membership_changes_when_somebody_joins_or_leaves_and_only_then() -> None:
+    rig, seen = Rig("scripted", max_num_seqs=2), []
+
+    def admit(step: StepView) -> AdmissionPlan:
+        seen.append((step.membership, rig.running))
+        return AdmissionPlan()
+
+    SCRIPT.admit = admit
+    for name, length in (("a", 4), ("b", 9), ("c", 5), ("d", 3)):
+        rig.add(name, length=length)
+    rig.drain()
+    for (number, names), (next_number, next_names) in itertools.pairwise(seen):
+        assert (number == next_number) == (set(names) == set(next_names))
+    assert len({number for number, _ in seen}) > 3

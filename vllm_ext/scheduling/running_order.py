@@ -49,13 +49,16 @@ class RunningOrder:
         self._refresh_steps = refresh_steps
         self.tbt_s = Tightest()
         """TBT objectives of those who run."""
+        self.changes = 0
+        """Counts who joined or left."""
         self.keys: dict[Request, Key] = {}
         self._tbt_s: dict[Request, float] = {}
         self._rounds: deque[Request] = deque()
 
     def forget(self, request: Request) -> None:
         """Drop a request that left the running list."""
-        self.keys.pop(request, None)
+        if self.keys.pop(request, None) is not None:
+            self.changes += 1
         self.tbt_s.remove(self._tbt_s.pop(request, None))
 
     def rerank(self, request: Request) -> None:
@@ -98,6 +101,7 @@ class RunningOrder:
         for request in running:
             if request not in self.keys:
                 self.rerank(request)
+                self.changes += 1
                 self._rounds.append(request)
                 tbt_s = self._scheduler.ledger[request.request_id].slo.tbt_s
                 if tbt_s is not None:

@@ -76,6 +76,7 @@ class SteeredScheduler(AsyncScheduler):
         window = getattr(self.policies.admission, "window", config.prediction.window)
         self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle, refresh=refresh, slo=config.slo, window=window)
         self.rng = np.random.default_rng(config.seed)
+        self.policy_notes: dict[str, Any] = {}
         self.observer = Observer(self.ledger, config.record_capacity)
         self.kv_space = KvSpace(self)
         self._now = self.clock()
@@ -163,6 +164,7 @@ class SteeredScheduler(AsyncScheduler):
     def _policy_failed(self) -> None:
         """Count a policy's exception and make the step at hand, or the next one, first come, first served."""
         self._policy_failed_in_step = True
+        self.policy_notes.clear()
         self.observer.counters.fallbacks += 1
         if not self._failure_logged:
             self._failure_logged = True

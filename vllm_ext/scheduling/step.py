@@ -43,6 +43,8 @@ class SchedulerStep:
         self.runtime = scheduler.ledger.runtime
         self.pace = scheduler.ledger.pace.pace
         self.rng = scheduler.rng
+        self.notes = scheduler.policy_notes
+        self.membership = scheduler.running_order.changes
 
     @property
     def num_free_tokens(self) -> int:

@@ -7,7 +7,7 @@ to an object from which it could be read (invariant 1): every field is a plain v
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -207,6 +207,16 @@ class StepView(Protocol):
     @property
     def rng(self) -> np.random.Generator:
         """The scheduler's random generator, seeded by option ``seed``."""
+        ...
+
+    @property
+    def membership(self) -> int:
+        """Another number whenever a request began or ceased to run."""
+        ...
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What policies note for later steps of this scheduler, under their own names; empty after a policy failed."""
         ...
 
     def finished_lengths(self) -> npt.NDArray[np.int64]:

@@ -39,6 +39,8 @@ class BestSet:
     """The expected gain must exceed the loss this many times."""
     min_progress_tokens: int = 16
     """Output tokens a request must have generated since its last preemption before it can be preempted again."""
+    spare_outlived: bool = False
+    """Whether requests that outlived their estimate are never victims: what they have left nobody knows."""
     max_admissions: int = 4
     """Waiting requests considered per step, so that the cost of a step does not depend on the queue."""
     max_victims: int = 4
@@ -87,6 +89,8 @@ class BestSet:
         for candidate in candidates:
             if not step.goes_before(head, candidate):
                 return []
+            if self.spare_outlived and candidate.num_demotions:
+                continue
             if candidate.num_preemptions and candidate.progress_tokens < self.min_progress_tokens:
                 continue
             victims.append(candidate)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.peak_memory import Forecast, PeakMemory
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, nobody
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import StepView
@@ -36,6 +36,10 @@ class ForesightFit(PeakMemory):
     min_progress_tokens: int = 16
     """Output tokens a request must have generated since its last preemption before it can be preempted again."""
 
+    spare_outlived: bool = True
+    """Whether requests that outlived their estimate are never preempted for others. Where lengths can't be told these
+    are many, most end soon, and their KV is long."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.max_passed >= 1, "admission.max_passed", self.max_passed, "an integer of at least 1")
@@ -54,6 +58,8 @@ class ForesightFit(PeakMemory):
         tokens, blocks = step.num_free_tokens, step.num_free_blocks
         if seats < 1 or tokens < 1 or blocks < 1:
             return self._best_set.plan(step)
+        if self.stands(step):
+            return self._preempting(step)
         forecast = Forecast(self, step)
         chosen: list[str] = []
         passed: list[str] = []
@@ -71,10 +77,20 @@ class ForesightFit(PeakMemory):
         if not chosen:
             if not step.num_running:  # alone it always fits: vLLM sees to that when it starts
                 return AdmissionPlan(max_running=1)
-            plan = self._best_set.plan(step)
-            return plan if plan.preempt else AdmissionPlan(max_running=step.num_running)
+            self.note(step)
+            return self._preempting(step)
         return AdmissionPlan(max_running=step.num_running + len(chosen), hold=frozenset(passed))
+
+    def _preempting(self, step: StepView) -> AdmissionPlan:
+        """Return the plan in which nobody joins but for whom it pays to preempt."""
+        plan = self._best_set.plan(step)
+        return plan if plan.preempt else nobody(step)
 
     @functools.cached_property
     def _best_set(self) -> BestSet:
-        return BestSet(preempt=self.preempt, gain_ratio=self.gain_ratio, min_progress_tokens=self.min_progress_tokens)
+        return BestSet(
+            preempt=self.preempt,
+            gain_ratio=self.gain_ratio,
+            min_progress_tokens=self.min_progress_tokens,
+            spare_outlived=self.spare_outlived,
+        )

@@ -34,9 +34,9 @@ class Peak:
             extra: Tokens held by others, or minus the tokens that sharing saves now.
         """
         held = np.asarray(tokens, dtype=np.float64)
-        left = np.asarray(remaining, dtype=np.float64)
-        order = np.argsort(-left, kind="stable")
-        self._falling = -left[order]
+        falling = -np.asarray(remaining, dtype=np.float64)
+        order = np.argsort(falling)
+        self._falling = falling[order]
         """Remaining tokens, negated: ascending, as searchsorted wants them."""
         self._rounding = rounding
         count = len(held)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.policies.admission.peak import Peak
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit, nobody
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import Batch, RequestView, StepView
 
 Lengths = npt.NDArray[np.int64]
 
+_REFUSED = "peak_memory.refused"
 HISTORY, PREDICTED = "history", "predicted"
 _FORECASTS = (HISTORY, PREDICTED)
 
@@ -57,11 +59,13 @@ class PeakMemory:
     """Whether the draws of a step are spread evenly over the distribution."""
     max_admissions: int = 32
     """Requests admitted per step at most."""
+    redraw_steps: int = 4
+    """Steps for which it stands that nobody fits, unless somebody joins, leaves or comes; 1: drawn again every step."""
 
     def __post_init__(self) -> None:
         require(0 <= self.reserve < 1, "admission.reserve", self.reserve, "at least 0 and less than 1")
         require(self.forecast in _FORECASTS, "admission.forecast", self.forecast, f"one of {', '.join(_FORECASTS)}")
-        for field in ("window", "least_draws", "most_repeats", "max_admissions"):
+        for field in ("window", "least_draws", "most_repeats", "max_admissions", "redraw_steps"):
             require(getattr(self, field) >= 1, f"admission.{field}", getattr(self, field), "an integer of at least 1")
         require(self.cold_requests >= 0, "admission.cold_requests", self.cold_requests, "an integer of at least 0")
 
@@ -72,10 +76,40 @@ class PeakMemory:
 
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return the cap that admits exactly the requests whose peak fits."""
-        head = next(iter(step.waiting()), None)
-        if head is None or step.num_running >= step.max_running or step.num_free_blocks < 1:
+        if not step.num_waiting or step.num_running >= step.max_running or step.num_free_blocks < 1:
             return NO_CHANGE
-        return admit(step, Forecast(self, step).admits, self.max_admissions)
+        if self.stands(step):
+            return nobody(step)
+        plan = admit(step, Forecast(self, step).admits, self.max_admissions)
+        if plan.max_running == step.num_running:
+            self.note(step)
+        return plan
+
+    def note(self, step: StepView) -> None:
+        """Note that nobody fits."""
+        step.notes[_REFUSED] = Refusal(step.number, step.membership, step.num_waiting)
+
+    def stands(self, step: StepView) -> bool:
+        """Say whether an earlier step's answer, that nobody fits, still stands.
+
+        The moments at which requests of one draw end, and the memory held then, stay where they are while everybody
+        who runs advances by a token a step.
+        """
+        last: Refusal | None = step.notes.get(_REFUSED)
+        return (
+            last is not None
+            and step.number - last.step < self.redraw_steps
+            and step.membership == last.membership
+            and step.num_waiting <= last.num_waiting
+        )
+
+
+class Refusal(NamedTuple):
+    """When nobody fitted."""
+
+    step: int
+    membership: int
+    num_waiting: int
 
 
 class Forecast:

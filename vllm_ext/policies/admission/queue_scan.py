@@ -46,3 +46,8 @@ def admit(step: StepView, fits: Callable[[RequestView], bool], most: int) -> Adm
         admitted += 1
     # Whatever it needs, one request alone always fits: vLLM sees to that when it starts.
     return AdmissionPlan(max_running=max(1, step.num_running + admitted))
+
+
+def nobody(step: StepView) -> AdmissionPlan:
+    """Return the plan in which nobody joins those who run."""
+    return AdmissionPlan(max_running=step.num_running)
