@@ -27,6 +27,8 @@ class PoolStep:
     num_free_blocks: int = 100
     max_running: int = 8
     token_budget: int = 64
+    num_drafts: int = 0
+    """Tokens that each decode verifies besides its next one."""
     unfinished: tuple[int, ...] = ()
     """Tokens left of prompts that are half done; these requests are the last of the running ones."""
     max_model_len: int = 512
@@ -82,7 +84,7 @@ class PoolStep:
 
     @property
     def decode_tokens(self) -> int:
-        return self.num_decoding
+        return self.num_decoding * (1 + self.num_drafts)
 
     def finished_lengths(self) -> npt.NDArray[np.int64]:
         return np.array(sorted(self.finished), dtype=np.int64)

@@ -73,6 +73,23 @@ def test_the_dynamic_budget_shrinks_as_prefill_batch_and_contexts_grow() -> None
     assert chunk(mixed(10, tbt_s=0.1, context=4000)) < usual
 
 
+def test_drafts_are_priced_like_the_tokens_of_a_prompt() -> None:
+    """A step with drafts is learned as one of chunks; 10 decodes verify 3 drafts each."""
+    policy = TbtBudget(tile_tokens=1, safety=1.0, min_prefill_tokens=1)
+    step = mixed(10, tbt_s=0.1)
+    step.num_drafts = 3
+    tokens = policy.plan(step).token_budget
+    assert tokens is not None
+    pairs = tokens * tokens / 2
+
+    def chunks_s(count: int) -> float:
+        return MODEL.step_time_s(StepFeatures(0, count, step.context_tokens + count, pairs))
+
+    assert chunks_s(tokens) <= 0.1 < chunks_s(tokens + 2)
+    step.tightest_tbt_s = 0.001
+    assert policy.plan(step).token_budget == 41, "what is decoded, drafts included, and a token of a prompt"
+
+
 def test_the_static_budget_looks_at_its_reference_batch_only() -> None:
     policy = TbtBudget(dynamic=False, tile_tokens=1, safety=1.0, reference_decodes=32, reference_context=1000)
     budgets = {policy.plan(mixed(n, computed=c, tbt_s=0.1)).token_budget for n in (1, 30) for c in (0, 9000)}

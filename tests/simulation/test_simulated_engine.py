@@ -171,6 +171,15 @@ def test_abort_while_waiting_for_a_seat_leaves_no_trace_of_service() -> None:
     assert token_times(data.requests)["c"] == [5.0]
 
 
+def test_a_client_without_patience_leaves_only_while_it_has_no_token() -> None:
+    """One seat, three steps of 1.25 s each: a has its first token after 1.25 s, b would have it after 5."""
+    asked = [ask("a", patience_s=1.5), ask("b", patience_s=1.5), ask("c", 0.5, patience_s=6.0, output=1)]
+    found = rows(simulate(asked, DEVICE_BOUND, max_num_seqs=1)[0].requests)
+    assert [found[name]["finish_reason"] for name in "abc"] == ["stop", "abort", "stop"]
+    assert (found["b"]["output_tokens"], found["b"]["finish_s"]) == (0, 2.5)
+    assert found["c"]["finish_s"] == 5.0, "after a: b took no seat"
+
+
 def test_abort_before_the_engine_core_looked_is_never_scheduled() -> None:
     """It comes and goes while step 1 runs."""
     data, decisions = simulate([ask("a"), ask("b", 0.5, abort_after_s=0.25)], DEVICE_BOUND)

@@ -79,6 +79,16 @@ def test_options_are_left_out_for_vllm_alone() -> None:
     assert [p.spec.engine.options for p in points] == [{}, {"prediction": {"window": 5}}]
 
 
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [("nonsense", "must be one of upstream-fcfs"), ("alise+orca", "alise and orca both set admission")],
+)
+def test_an_unknown_system_and_a_contradiction_are_refused_each_with_its_reason(system: str, says: str) -> None:
+    with pytest.raises(paths.SpecError, match=says) as refused:
+        expand(SweepSpec(axes={SYSTEM: (system,)}))
+    assert f"engine.system='{system}'" in str(refused.value)
+
+
 def test_oracle_needs_no_permission_offline() -> None:
     (point,) = expand(SweepSpec(axes={SYSTEM: ("oracle-alise",)}))
     assert point.spec.engine.options == {}

@@ -103,4 +103,6 @@ def fitting_prompt_tokens(step: StepView, step_s: float) -> int:
     """
     computed = max((request.num_computed_tokens for request in step.prefilling()), default=0)
     context = step.context_tokens - computed
+    if step.decode_tokens > step.num_decoding:  # with drafts to verify, a decode is a chunk to the step-time model
+        return max(0, step.runtime.largest_prefill(step_s, 0, context, computed) - step.decode_tokens)
     return step.runtime.largest_prefill(step_s, step.num_decoding, context, computed)

@@ -87,6 +87,8 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
         systems.build(options)
     except config.ConfigError as error:
         if error.field == "system":
+            if all(part in systems.known() for part in engine.system.split("+")):
+                raise SpecError("engine.system", error.value, error.allowed) from error
             allowed = f"must be one of {', '.join((*UPSTREAM, *systems.known()))}, or several of the latter joined by +"
             raise SpecError("engine.system", error.value, allowed) from error
         raise SpecError(f"engine.options.{error.field}", error.value, error.allowed) from error
