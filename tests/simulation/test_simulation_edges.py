@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import StepView
+from vllm_ext.simulation import run
 from vllm_ext.simulation.audit import audit_drained
 from vllm_ext.simulation.engine_loop import Decision, EngineLoop, Stalled
 from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.run import UPSTREAM, build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
-from vllm_ext.simulation.spec import RecordSpec
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
 
 from .parts import (
@@ -204,3 +207,19 @@ def test_decisions_equal_those_of_the_engine_loop(system: str, depth: int, cachi
 
 def test_decisions_are_kept_only_when_asked_for() -> None:
     assert simulate([ask("a")], record=RecordSpec())[1] == []
+
+
+def test_a_run_that_ended_leaves_no_scheduler_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scheduler and engine form a cycle; in a sweep of hundreds of runs in one process they must not add up."""
+    built: list[weakref.ref[Any]] = []
+
+    def remember(*args: Any) -> Any:
+        scheduler = build_scheduler(*args)
+        built.append(weakref.ref(scheduler))
+        return scheduler
+
+    monkeypatch.setattr(run, "build_scheduler", remember)
+    for system in ("upstream-fcfs", "alise"):
+        engine = EngineSpec(system=system, max_num_seqs=4)
+        run.simulate(SimulationSpec(engine=engine, workload=WorkloadSpec(source="alpaca-like", num_requests=5)))
+    assert [reference() for reference in built] == [None, None]

@@ -66,6 +66,13 @@ def simulate_parts(
     Returns:
         The data of the run, and the decisions of every step if ``spec.record.decisions``.
     """
+    with _rare_collections():
+        return _run(spec, workload, cost, num_blocks, progress)
+
+
+def _run(
+    spec: SimulationSpec, workload: Workload, cost: CostModel, num_blocks: int, progress: Progress | None
+) -> tuple[RunData, list[Decision] | None]:
     started = time.perf_counter()
     scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware)
     if spec.engine.profiled:
@@ -91,7 +98,7 @@ def simulate_parts(
     )
     if spec.record.decisions:
         engine.decisions = []
-    with _rare_collections(), _quiet_vllm():  # a connector would warn of each chunk that does not fit
+    with _quiet_vllm():  # a connector would warn of each chunk that does not fit
         engine.run(spec.max_time_s)
     if progress is not None:
         progress(engine.clock(), len(collector.table))
@@ -233,12 +240,17 @@ def _quiet_vllm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Requests form no cycles; looking for some in a long queue would take longer than scheduling it."""
+    """Look for cycles once, when the run is over: requests form none, but a scheduler and its engine are one.
+
+    Left to Python these stay: compared with all modules that are loaded they are few, and a sweep's runs add up to
+    gigabytes. What is older than the run is not looked at, which makes it cheap.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 50, 100)
     gc.freeze()
     try:
         yield
     finally:
+        gc.collect()
         gc.unfreeze()
         gc.set_threshold(*thresholds)
