@@ -23,8 +23,16 @@ serve: setup ## Serve a small model with vllm-ext and keep serving
 demo: setup ## Serve a small model, show what vllm-ext does, stop
 	@$(BIN)/vllm-ext demo $(ARGS)
 
-test: setup ## Run the tests
+# Engines and servers want the cores for themselves: the predictor beside them runs at idle priority.
+test: setup ## Run the tests; with ARGS, those that pytest chooses by them, one after the other
+ifeq ($(strip $(ARGS)),)
+	@status=0; \
+	$(BIN)/pytest -m 'not e2e' -n auto --maxprocesses=4 --dist=loadfile || status=$$?; \
+	$(BIN)/pytest -m e2e || status=$$?; \
+	exit $$status
+else
 	@$(BIN)/pytest $(ARGS)
+endif
 
 lint: setup ## Check style and types
 	$(BIN)/ruff check .

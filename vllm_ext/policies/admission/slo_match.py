@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,15 @@ class _Candidate(NamedTuple):
     aged: bool
 
 
+class _Demand(NamedTuple):
+    """What a request asks of a step: tokens to compute, tokens of KV."""
+
+    req_id: str
+    tokens: int
+    memory: int
+    long: bool
+
+
 @dataclass
 class _Room:
     """What is left of the step, in tokens, and who was given some."""
@@ -31,7 +41,10 @@ class _Room:
     compute: int
     memory: int
     seats: int
+    long_above: int
+    """Prompts of more tokens are long."""
     long_prompts: int
+    """Long ones that are being computed."""
     chosen: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
 
@@ -106,13 +119,15 @@ class SloMatch:
         return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap, hold=passed_over)
 
     def _room(self, step: StepView) -> _Room:
+        long_above = self.long_prompt_tokens or step.pivot.tokens
         # However tight the objective, the budget policy leaves a token beside the decodes.
         budget = min(step.token_budget, max(pivot_tokens(step), step.decode_tokens + 1))
         return _Room(
             compute=step.num_free_tokens - step.token_budget + budget,
             memory=step.num_free_blocks * step.block_size,
             seats=step.max_running - step.num_running,
-            long_prompts=sum(self._is_long(request, step) for request in step.prefilling()) if self.exclusive else 0,
+            long_above=long_above,
+            long_prompts=sum(request.num_prompt_tokens > long_above for request in step.prefilling()),
         )
 
     def _head(self, step: StepView, room: _Room) -> list[_Candidate]:
@@ -151,7 +166,7 @@ class SloMatch:
                 continue
             if room.compute < 1:
                 return not candidate.aged
-            self._take(step, room, request)
+            self._take(room, self._demand(step, room, request))
         return True
 
     def _make_room(self, step: StepView, room: _Room, candidate: _Candidate, victims: Iterator[RequestView]) -> bool:
@@ -184,42 +199,44 @@ class SloMatch:
         if not rest:
             return
         latest_s = rest[0].remaining_s + self.gamma_s
-        group = [c.request for c in rest if c.lost == rest[0].lost and c.remaining_s <= latest_s]
+        group = [
+            self._demand(step, room, c.request) for c in rest if c.lost == rest[0].lost and c.remaining_s <= latest_s
+        ]
+        if not self.match:
+            for demand in itertools.takewhile(lambda demand: room.seats > 0 and self._fits(step, room, demand), group):
+                self._take(room, demand)
+            return
         while room.seats > 0:
-            fitting = [request for request in group if self._fits(step, room, request)]
-            if not fitting:
+            # Room only shrinks: what does not fit now will not fit later in this step.
+            group = [demand for demand in group if self._fits(step, room, demand)]
+            if not group:
                 return
-            best = min(fitting, key=lambda request: self._distance(step, room, request)) if self.match else fitting[0]
-            if not self.match and best is not group[0]:
-                return
+            best = min(group, key=lambda demand: self._distance(room, demand))
             group.remove(best)
-            self._take(step, room, best)
+            self._take(room, best)
 
-    def _fits(self, step: StepView, room: _Room, request: RequestView) -> bool:
-        compute, memory = self._demand(step, room, request)
-        if self.exclusive and room.long_prompts and self._is_long(request, step):
+    @staticmethod
+    def _demand(step: StepView, room: _Room, request: RequestView) -> _Demand:
+        tokens = request.num_tokens - request.num_computed_tokens
+        long = request.num_prompt_tokens > room.long_above
+        return _Demand(request.req_id, tokens, request.num_blocks * step.block_size, long)
+
+    def _fits(self, step: StepView, room: _Room, demand: _Demand) -> bool:
+        if demand.memory > room.memory or room.compute < 1 or (self.exclusive and room.long_prompts and demand.long):
             return False
         alone = self.whole_prompts and not step.num_running and not room.chosen
-        return memory <= room.memory and room.compute > 0 and (compute <= room.compute or alone)
+        return self._compute(room, demand) <= room.compute or alone
 
-    def _demand(self, step: StepView, room: _Room, request: RequestView) -> tuple[int, int]:
-        """Tokens to compute and tokens of KV, cut to what is left of compute where prompts may be cut."""
-        compute = request.num_tokens - request.num_computed_tokens
-        if not self.whole_prompts:
-            compute = min(compute, max(room.compute, 1))
-        return compute, request.num_blocks * step.block_size
+    def _compute(self, room: _Room, demand: _Demand) -> int:
+        """Tokens to compute, cut to what is left where prompts may be cut."""
+        return demand.tokens if self.whole_prompts else min(demand.tokens, max(room.compute, 1))
 
-    def _distance(self, step: StepView, room: _Room, request: RequestView) -> float:
-        compute, memory = self._demand(step, room, request)
-        return math.hypot(room.compute - compute, room.memory - memory)
+    def _distance(self, room: _Room, demand: _Demand) -> float:
+        return math.hypot(room.compute - self._compute(room, demand), room.memory - demand.memory)
 
-    def _take(self, step: StepView, room: _Room, request: RequestView) -> None:
-        compute, memory = self._demand(step, room, request)
-        room.compute -= compute
-        room.memory -= memory
+    def _take(self, room: _Room, demand: _Demand) -> None:
+        room.compute -= self._compute(room, demand)
+        room.memory -= demand.memory
         room.seats -= 1
-        room.long_prompts += self._is_long(request, step)
-        room.chosen.append(request.req_id)
-
-    def _is_long(self, request: RequestView, step: StepView) -> bool:
-        return request.num_prompt_tokens > (self.long_prompt_tokens or step.pivot.tokens)
+        room.long_prompts += demand.long
+        room.chosen.append(demand.req_id)
