@@ -186,7 +186,7 @@ def _draw(found: Runs, panels: list[str], key: str, label: str, path: Path) -> N
 
     names = [c.name for c in CONTENDERS if c not in (base.ORACLE, base.NOT_RELEGATED)]
     heights = {name: [found[panel, name][key] for panel in panels] for name in names}
-    bars(panels, heights, path, ylabel=label, title="8 requests/s, 35 % books, simulated A100", number_format="{:.2g}")
+    bars(panels, heights, path, ylabel=label, title="8 requests/s, 35 % books, simulated A100")
 
 
 STUDY = Study(

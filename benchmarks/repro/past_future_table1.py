@@ -129,7 +129,7 @@ def run(bench: Bench) -> Findings:
             "lengths_divided_by": QUICK_SHRINK if bench.quick else 1,
             "steps_stated_for_requests": PAPER_REQUESTS,
         },
-        plots=[Plot(suffix="", draw=partial(_draw, steps, evicted))],
+        plots=[Plot(suffix=f"-{name.lower()}", draw=partial(_draw, steps, name)) for name in PUBLISHED],
         **base.described(*(specs[name, JUDGED.name].workload for name in PUBLISHED)),
     )
 
@@ -245,20 +245,17 @@ def _claims(
     return claims
 
 
-def _draw(steps: Mapping[tuple[str, str], float], evicted: Mapping[tuple[str, str], float], path: Path) -> None:
+def _draw(steps: Mapping[tuple[str, str], float], name: str, path: Path) -> None:
     from vllm_ext.observability.plots import compare_with_paper
 
-    keys = [key for key in steps if key[0] in PUBLISHED and key[1] in PUBLISHED[key[0]]]
+    rows = [row for row in PUBLISHED[name] if (name, row) in steps]
     compare_with_paper(
-        [
-            f"{name[-1]}: {row.split('(')[0].strip()} {row[row.find('=') + 1 : -1] if '=' in row else ''}"
-            for name, row in keys
-        ],
-        [PUBLISHED[name][row][0] / 1000 for name, row in keys],
-        [steps[key] / 1000 for key in keys],
+        [row.replace("watermark=", "").replace("reserved=", "").replace("overcommit=", "") for row in rows],
+        [PUBLISHED[name][row][0] / 1000 for row in rows],
+        [steps[name, row] / 1000 for row in rows],
         path,
         ylabel="decoding steps (thousands)",
-        title="3000 requests of distributions 1 to 3",
+        title=f"3000 requests of {name}",
     )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {".png": "png", ".svg": "svg"}
 _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+_LETTER = 0.085
+"""Width of a letter of a tick's label, in inches."""
 _INSIDE = 4
 """More legend entries than this go beside the axes."""
 
@@ -163,7 +165,6 @@ def bars(
     *,
     ylabel: str,
     title: str = "",
-    number_format: str = "{:.3g}",
 ) -> None:
     """Draw grouped bars with their values above: memory per system, or a paper's value beside ours.
 
@@ -173,7 +174,6 @@ def bars(
         path: Ends in ``.png`` or ``.svg``.
         ylabel: With its unit.
         title: Above the axes.
-        number_format: How values are written.
 
     Raises:
         ValueError: there is nothing to draw, an entry has not one value per group, or the suffix is unknown.
@@ -189,9 +189,10 @@ def bars(
             places = np.arange(len(groups)) + (index - (len(values) - 1) / 2) * width
             known = [height if math.isfinite(height) else 0.0 for height in heights]
             drawn = axes.bar(places, known, width * 0.92, label=label, color=names[label].colour)
-            written = [number_format.format(height) if math.isfinite(height) else "" for height in heights]
-            axes.bar_label(drawn, labels=written, padding=2, fontsize=8)
-        axes.set_xticks(range(len(groups)), list(groups))
+            axes.bar_label(drawn, labels=[_number(height) for height in heights], padding=2, fontsize=8)
+        fits = all(len(group) * _LETTER < 0.55 * len(values) for group in groups)
+        slanted: dict[str, Any] = {} if fits else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(groups)), list(groups), **slanted)
         _finish(axes, "", ylabel, title)
         axes.grid(visible=False, axis="x")
         axes.margins(y=0.12)
@@ -235,6 +236,12 @@ def state_panels(runs: Sequence[RunData]) -> list[Panel]:
         )
         for ylabel, column, scale in wanted
     ]
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _refuse_nothing(series: Sequence[Series]) -> None:
