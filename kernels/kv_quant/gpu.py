@@ -1,0 +1,169 @@
+"""The format on a GPU, in Triton: gather and quantise, or dequantise and scatter, in one pass over paged blocks.
+
+A program holds one head's K or V of a group (64 tokens of 128 channels are 16 KiB) in registers: each value is read
+once and each code written once. Multiplications and additions are not fused, so that results are those of `reference`,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ext.kernels.kv_quant.format import (
+    INVERSES,
+    LEAST_EXPONENT,
+    SCALES,
+    STEPS_PER_OCTAVE,
+    THRESHOLDS,
+    RecordFormat,
+)
+
+_FIRST_CODE = tl.constexpr(1 - STEPS_PER_OCTAVE * (127 + LEAST_EXPONENT))
+_STEPS = tl.constexpr(STEPS_PER_OCTAVE)
+_ROUNDER = tl.constexpr(1.5 * 2**23)
+"""Added to a number below 2**22, it leaves the nearest integer, halves to even, in the lowest bits."""
+
+
+def quantise(
+    pages: torch.Tensor, block_ids: torch.Tensor, records: torch.Tensor, slots: torch.Tensor, fmt: RecordFormat
+) -> torch.Tensor:
+    """Write the records of groups of blocks, on the current stream.
+
+    Args:
+        pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type, contiguous.
+        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group has fewer, at its end.
+        records: Where records go, shape [places, record_bytes], uint8, contiguous; in device or mapped host memory.
+        slots: Place of each group's record, shape [groups], int64.
+        fmt: What a record looks like.
+
+    Returns:
+        Which of the records hold, shape [groups], bool: see `reference.quantise`. The others are rubbish.
+    """
+    holds = torch.ones(len(slots), dtype=torch.int32, device=pages.device)
+    if len(slots):
+        _, inverses, thresholds = _tables(pages.device)
+        _quantise[_grid(fmt, len(slots))](
+            pages, block_ids, records, records.view(fmt.layout.dtype), slots, holds, inverses, thresholds,
+            *_geometry(fmt), fmt.minima_at // pages.element_size(), fmt.scales_at, fmt.record_bytes,
+            fmt.record_bytes // pages.element_size(), fmt.blocks, **_shape(fmt, fmt.blocks), **_options(),
+        )  # fmt: skip
+    return holds.bool()
+
+
+def dequantise(
+    records: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat
+) -> None:
+    """Write groups back into blocks; arguments as for `quantise`. A block id of -1 is a block that is not wanted."""
+    if len(slots):
+        scales, _, _ = _tables(pages.device)
+        _dequantise[(*_grid(fmt, len(slots)), fmt.blocks)](
+            pages, block_ids, records, records.view(fmt.layout.dtype), slots, scales,
+            *_geometry(fmt), fmt.minima_at // pages.element_size(), fmt.scales_at, fmt.record_bytes,
+            fmt.record_bytes // pages.element_size(), fmt.blocks, **_shape(fmt, 1), **_options(),
+        )  # fmt: skip
+
+
+def _grid(fmt: RecordFormat, groups: int) -> tuple[int, int]:
+    return groups, 2 * fmt.layout.num_heads
+
+
+def _geometry(fmt: RecordFormat) -> tuple[int, ...]:
+    layout = fmt.layout
+    sides = [n for s in (layout.k, layout.v) for n in (s.offset, s.token_stride, s.channel_stride)]
+    return (layout.page_elements, layout.head_stride, *sides)
+
+
+def _shape(fmt: RecordFormat, blocks: int) -> dict[str, int]:
+    layout = fmt.layout
+    return {
+        "HEAD_DIM": layout.head_dim,
+        "BLOCK_SIZE": layout.block_size,
+        "TOKENS": triton.next_power_of_2(blocks * layout.block_size),
+        "CHANNELS": triton.next_power_of_2(layout.head_dim),
+    }
+
+
+def _options() -> dict[str, Any]:
+    return {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scales, inverses, thresholds = (torch.from_numpy(table).to(device) for table in (SCALES, INVERSES, THRESHOLDS))
+    return scales, inverses, thresholds
+
+
+@triton.jit
+def _quantise(
+    pages, block_ids, records, items, slots, holds, inverses, thresholds,
+    page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
+    minima_at, scales_at, record_bytes, record_items, blocks,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    group, which = tl.program_id(0), tl.program_id(1)
+    is_v = which % 2 == 1
+    offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
+    token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
+    token, channel = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
+    place = token // BLOCK_SIZE
+    in_group = place < blocks
+    block = tl.load(block_ids + group * blocks + place, mask=in_group, other=-1)
+    inside = (offset + (token % BLOCK_SIZE) * token_stride)[:, None] + (channel * channel_stride)[None, :]
+    held = (block >= 0)[:, None] & (channel < HEAD_DIM)[None, :]
+    values = tl.load(pages + block[:, None] * page_elements + inside, mask=held, other=0.0).to(tl.float32)
+    low = tl.min(tl.where(held, values, float("inf")), axis=0)
+    high = tl.max(tl.where(held, values, float("-inf")), axis=0)
+    strange = tl.max(tl.where(held & ~(tl.abs(values) < float("inf")), 1, 0))
+    real = channel < HEAD_DIM
+    low, high = tl.where(real & (low != 0.0), low, 0.0), tl.where(real, high, 0.0)  # never -0.0
+
+    bits = ((high - low) * (1.0 / 255.0)).to(tl.int32, bitcast=True)
+    mantissa = bits & 0x7FFFFF
+    steps = tl.zeros_like(bits)
+    for step in range(_STEPS):
+        steps += (mantissa > tl.load(thresholds + step)).to(tl.int32)
+    code = tl.maximum((bits >> 23) * _STEPS + steps + _FIRST_CODE, 1)
+    code = tl.where(high == low, 0, code)
+    if (strange > 0) | (tl.max(code) > 255):
+        tl.store(holds + group, 0)
+    code = tl.where(code > 255, 0, code)
+
+    slot = tl.load(slots + group)
+    inverse = tl.load(inverses + code)
+    shifted = (values - low[None, :]) * inverse[None, :] + _ROUNDER
+    codes = shifted.to(tl.int32, bitcast=True) & 255
+    tl.store(records + slot * record_bytes + (place * page_elements)[:, None] + inside, codes.to(tl.uint8), mask=held)
+    at = which * HEAD_DIM + channel
+    tl.store(items + slot * record_items + minima_at + at, low.to(items.dtype.element_ty), mask=real)
+    tl.store(records + slot * record_bytes + scales_at + at, code.to(tl.uint8), mask=real)
+
+
+@triton.jit
+def _dequantise(
+    pages, block_ids, records, items, slots, scales,
+    page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
+    minima_at, scales_at, record_bytes, record_items, blocks,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    group, which, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.load(block_ids + group * blocks + place)
+    if block >= 0:
+        is_v = which % 2 == 1
+        offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
+        token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
+        token, channel = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
+        inside = (offset + token * token_stride)[:, None] + (channel * channel_stride)[None, :]
+        real = channel < HEAD_DIM
+        held = (token < BLOCK_SIZE)[:, None] & real[None, :]
+        slot, at = tl.load(slots + group), which * HEAD_DIM + channel
+        low = tl.load(items + slot * record_items + minima_at + at, mask=real, other=0.0).to(tl.float32)
+        code = tl.load(records + slot * record_bytes + scales_at + at, mask=real, other=0).to(tl.int32)
+        scale = tl.load(scales + code)
+        codes = tl.load(records + slot * record_bytes + place * page_elements + inside, mask=held, other=0)
+        values = low[None, :] + codes.to(tl.float32) * scale[None, :]
+        tl.store(pages + block * page_elements + inside, values.to(pages.dtype.element_ty), mask=held)
