@@ -98,7 +98,7 @@ def test_head_of_the_queue_never_fits_in_the_memory_bound_state_though_blocks_ar
 
 
 @pytest.mark.parametrize(("memory_bound", "forecasts"), [(False, 0), (True, 10)], ids=["seats", "memory"])
-def test_past_future_forecasts_in_every_step_where_memory_binds(
+def test_past_future_forecasts_where_memory_binds_and_its_answer_stands_for_some_steps(
     memory_bound: bool, forecasts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = subject("past-future", memory_bound=memory_bound)
@@ -109,7 +109,7 @@ def test_past_future_forecasts_in_every_step_where_memory_binds(
         return original(policy, step)
 
     monkeypatch.setattr(peak_memory, "Forecast", counted)
-    held.block(10)
+    held.block(10 * peak_memory.PeakMemory().redraw_steps)
     assert histories == [1000] * forecasts
 
 
