@@ -74,11 +74,12 @@ VLLM = Scheduler(name="vLLM 0.32 fcfs", system="upstream-fcfs")
 VLLM_TUNED = Scheduler(name="vLLM 0.32 fcfs, watermark 5 %", system="upstream-fcfs", engine={"watermark": 0.05})
 
 
-def past_future(reserve: float) -> Scheduler:
-    """The paper's scheduler with a share of the pool left free."""
+def past_future(reserve: float, **others: int) -> Scheduler:
+    """The paper's scheduler with a share of the pool left free, and with other parameters than the paper's."""
+    name = ", ".join((f"reserved={reserve:.0%}", *(f"{field}={value}" for field, value in others.items())))
     # Lengths are drawn every step, as the paper does.
-    admission = {"reserve": reserve, "redraw_steps": 1}
-    return Scheduler(name=f"past-future (reserved={reserve:.0%})", system="past-future", admission=admission)
+    admission = {"reserve": reserve, "redraw_steps": 1, **others}
+    return Scheduler(name=f"past-future ({name})", system="past-future", admission=admission)
 
 
 def aggressive(watermark: float) -> Scheduler:

@@ -39,11 +39,7 @@ RESERVES, QUICK_RESERVES = (0.0, 0.03, 0.05, 0.10, 0.20), (0.0, 0.05, 0.20)
 WATERMARKS, QUICK_WATERMARKS = (0.99, 0.95, 0.90, 0.80), (0.95, 0.90)
 OVERCOMMITS, QUICK_OVERCOMMITS = (1.0, 1.5, 2.0, 3.0), (1.0, 2.0)
 TOLERANCE = 0.01
-SHORT_WINDOW = base.Scheduler(
-    name="past-future (reserved=5%, window=200)",
-    system="past-future",
-    admission={"reserve": 0.05, "window": 200, "redraw_steps": 1},
-)
+SHORT_WINDOW = base.past_future(0.05, window=200)
 """Learns of a change sooner than with the paper's 1000; the artifact's servers use 40 and 200."""
 
 

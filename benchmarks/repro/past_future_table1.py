@@ -20,6 +20,7 @@ from pathlib import Path
 
 import _past_future as base
 
+from vllm_ext.policies.admission.peak_memory import PeakMemory
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.repro.bench import Bench, Metrics
 from vllm_ext.simulation.repro.study import Claim, Findings, Plot, Study
@@ -203,7 +204,8 @@ def _claims(
     for name, published in PUBLISHED.items():
         key, paper = (name, JUDGED.name), published[JUDGED.name]
         held = 100 * measured[key]["backlog_kv_used_fraction"]
-        fuller = f"memory is {held:.4g} % full on average, {paper[1]} % in the paper; until 10 requests have ended, "
+        fuller = f"memory is {held:.4g} % full on average, {paper[1]} % in the paper; until "
+        fuller += f"{PeakMemory().cold_requests} requests have ended, "
         fuller += "admission goes by the clients' bounds, which costs steps in every run once"
         best = published[base.OPTIMUM.name][0]
         ratio = steps[key] / steps[name, base.OPTIMUM.name]

@@ -18,24 +18,17 @@ import torch
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from vllm_ext.kernels.kv_quant.format import (
-    INVERSES,
-    LEAST_EXPONENT,
-    SCALES,
-    STEPS_PER_OCTAVE,
-    THRESHOLDS,
-    RecordFormat,
-)
+from vllm_ext.kernels.kv_quant import format as definition
+from vllm_ext.kernels.kv_quant.format import INVERSES, SCALES, STEPS_PER_OCTAVE, THRESHOLDS, RecordFormat
 
 _BITS = {torch.bfloat16: np.int16, torch.float16: np.int16, torch.float32: np.int32}
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
-_ROUNDER = np.float32(1.5 * 2**23)
-"""Added to a number below 2**22, it leaves the nearest integer, halves to even, in the lowest bits."""
-_INVERSE_LEVELS = np.float32(1 / 255)
-_FIRST_CODE = np.int32(1 - STEPS_PER_OCTAVE * (127 + LEAST_EXPONENT))
-"""Makes a code of an exponent as it stands in the bits."""
+# As numpy's types: in compiled code Python's would make everything 64 bits wide.
+_INVERSE_LEVELS, _ROUNDER = np.float32(definition.INVERSE_LEVELS), np.float32(definition.ROUNDER)
+_FIRST_CODE = np.int32(definition.FIRST_CODE)
 _0, _1, _2, _3, _4, _5, _6, _7 = THRESHOLDS
 _Array = npt.NDArray[Any]
+_inline = functools.partial(numba.njit, inline="always")
 
 
 def quantise(pages: torch.Tensor, block_ids: _Array, records: torch.Tensor, slots: _Array, fmt: RecordFormat) -> _Array:
@@ -114,17 +107,15 @@ def _float_to_half(_context: Any, value: Any) -> Any:
     return numba.int16(numba.float32), generate
 
 
+@_inline
 def _bfloat_to_float(bits: Any) -> Any:
     return _as_float(np.int32(bits) << np.int32(16))
 
 
+@_inline
 def _float_to_bfloat(value: Any) -> Any:
     bits = _as_bits(value)
     return np.int16((bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16))
-
-
-def _same(value: Any) -> Any:
-    return _as_float(value)
 
 
 @functools.cache
@@ -132,40 +123,27 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
     """Compile the two directions for one type of KV: a few seconds, once per process."""
     loads = {torch.bfloat16: _bfloat_to_float, torch.float16: _half_to_float, torch.float32: _as_float}
     stores = {torch.bfloat16: _float_to_bfloat, torch.float16: _float_to_half, torch.float32: _as_bits}
-    inline = functools.partial(numba.njit, inline="always")
-    load: Any = loads[dtype] if dtype != torch.bfloat16 else inline(_bfloat_to_float)
-    store: Any = stores[dtype] if dtype != torch.bfloat16 else inline(_float_to_bfloat)
+    load, store = loads[dtype], stores[dtype]
     kind = _BITS[dtype]
     sign_shift, magnitude = kind(np.dtype(kind).itemsize * 8 - 1), kind(np.iinfo(kind).max)
     infinity = kind(_INFINITY[dtype])
     least = kind(~int(infinity))  # of minus infinity, in order
     lowest, highest = kind(np.iinfo(kind).min), kind(np.iinfo(kind).max)
 
-    @inline
+    @_inline
     def ordered(bits: Any) -> Any:  # its own inverse
         return bits ^ ((bits >> sign_shift) & magnitude)
 
-    @inline
+    @_inline
     def ranges_of_rows(page, at, stride, tokens, low, high):  # type: ignore[no-untyped-def]
-        token = np.uintp(0)
-        while token + np.uintp(4) <= tokens:
-            a = at + token * stride
-            b, c, d = a + stride, a + np.uintp(2) * stride, a + np.uintp(3) * stride
-            for channel in range(np.uintp(len(low))):
-                w, x = ordered(page[a + channel]), ordered(page[b + channel])
-                y, z = ordered(page[c + channel]), ordered(page[d + channel])
-                low[channel] = min(low[channel], min(min(w, x), min(y, z)))
-                high[channel] = max(high[channel], max(max(w, x), max(y, z)))
-            token += np.uintp(4)
-        while token < tokens:
+        for token in range(tokens):
             start = at + token * stride
             for channel in range(np.uintp(len(low))):
                 value = ordered(page[start + channel])
                 low[channel] = min(low[channel], value)
                 high[channel] = max(high[channel], value)
-            token += np.uintp(1)
 
-    @inline
+    @_inline
     def ranges_of_columns(page, at, stride, tokens, low, high):  # type: ignore[no-untyped-def]
         for channel in range(np.uintp(len(low))):
             start = at + channel * stride
@@ -175,7 +153,7 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
                 least_yet, most_yet = min(least_yet, value), max(most_yet, value)
             low[channel], high[channel] = least_yet, most_yet
 
-    @inline
+    @_inline
     def choose_scales(low, high, minima, chosen, lows):  # type: ignore[no-untyped-def]
         """Choose the code of each channel's scale; return the highest, above 255 if one has none. Without a branch."""
         highest_code = np.int32(0)
@@ -199,7 +177,7 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
             highest_code = max(highest_code, code)
         return highest_code
 
-    @inline
+    @_inline
     def encode_rows(page, out, at, to, stride, tokens, low, factor):  # type: ignore[no-untyped-def]
         for token in range(tokens):
             start = token * stride
@@ -207,7 +185,7 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
                 code = (load(page[at + start + channel]) - low[channel]) * factor[channel]
                 out[to + start + channel] = np.uint8(_as_bits(code + _ROUNDER))
 
-    @inline
+    @_inline
     def encode_columns(page, out, at, to, stride, tokens, low, factor):  # type: ignore[no-untyped-def]
         for channel in range(np.uintp(len(low))):
             start, least_value, per_value = channel * stride, low[channel], factor[channel]
@@ -215,7 +193,7 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
                 code = (load(page[at + start + token]) - least_value) * per_value
                 out[to + start + token] = np.uint8(_as_bits(code + _ROUNDER))
 
-    @inline
+    @_inline
     def decode_rows(codes, page, at, to, stride, tokens, low, scale):  # type: ignore[no-untyped-def]
         for token in range(tokens):
             start = token * stride
@@ -223,7 +201,7 @@ def _kernels(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]
                 value = low[channel] + np.float32(codes[at + start + channel]) * scale[channel]
                 page[to + start + channel] = store(value)
 
-    @inline
+    @_inline
     def decode_columns(codes, page, at, to, stride, tokens, low, scale):  # type: ignore[no-untyped-def]
         for channel in range(np.uintp(len(low))):
             start, least_value, step = channel * stride, low[channel], scale[channel]

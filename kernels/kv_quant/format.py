@@ -28,6 +28,12 @@ import torch
 STEPS_PER_OCTAVE = 8
 LEAST_EXPONENT = -22
 LEVELS = 255
+INVERSE_LEVELS = 1 / LEVELS
+"""A range is multiplied by it, in fp32, and not divided by 255: so everybody finds the same scale."""
+FIRST_CODE = 1 - STEPS_PER_OCTAVE * (127 + LEAST_EXPONENT)
+"""Added to the steps below an exponent as it stands in the bits of a number, it makes the code of a scale."""
+ROUNDER = 1.5 * 2**23
+"""Added to a number below 2**22, it leaves the nearest integer, halves to even, in the lowest bits."""
 ITEM_BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 """Types of KV that can be quantised."""
 _ALIGNMENT = 64

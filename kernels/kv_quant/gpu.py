@@ -14,19 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ext.kernels.kv_quant.format import (
-    INVERSES,
-    LEAST_EXPONENT,
-    SCALES,
-    STEPS_PER_OCTAVE,
-    THRESHOLDS,
-    RecordFormat,
-)
+from vllm_ext.kernels.kv_quant import format as definition
+from vllm_ext.kernels.kv_quant.format import INVERSES, SCALES, THRESHOLDS, RecordFormat
 
-_FIRST_CODE = tl.constexpr(1 - STEPS_PER_OCTAVE * (127 + LEAST_EXPONENT))
-_STEPS = tl.constexpr(STEPS_PER_OCTAVE)
-_ROUNDER = tl.constexpr(1.5 * 2**23)
-"""Added to a number below 2**22, it leaves the nearest integer, halves to even, in the lowest bits."""
+_STEPS = tl.constexpr(definition.STEPS_PER_OCTAVE)
+_INVERSE_LEVELS = tl.constexpr(definition.INVERSE_LEVELS)
+_FIRST_CODE = tl.constexpr(definition.FIRST_CODE)
+_ROUNDER = tl.constexpr(definition.ROUNDER)
 
 
 def quantise(
@@ -122,7 +116,7 @@ def _quantise(
     real = channel < HEAD_DIM
     low, high = tl.where(real & (low != 0.0), low, 0.0), tl.where(real, high, 0.0)  # never -0.0
 
-    bits = ((high - low) * (1.0 / 255.0)).to(tl.int32, bitcast=True)
+    bits = ((high - low) * _INVERSE_LEVELS).to(tl.int32, bitcast=True)
     mantissa = bits & 0x7FFFFF
     steps = tl.zeros_like(bits)
     for step in range(_STEPS):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from vllm_ext.kernels.kv_quant.format import (
+    FIRST_CODE,
+    INVERSE_LEVELS,
     INVERSES,
-    LEAST_EXPONENT,
     SCALES,
     STEPS_PER_OCTAVE,
     THRESHOLDS,
@@ -71,9 +72,9 @@ def scale_codes(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, to
 
     The step above range / 255 is found from that number's bits: exponent, and how many steps of its octave it exceeds.
     """
-    bits = ((high - low) * torch.tensor(1 / 255, dtype=torch.float32)).view(torch.int32)
+    bits = ((high - low) * torch.tensor(INVERSE_LEVELS, dtype=torch.float32)).view(torch.int32)
     steps = ((bits & 0x7FFFFF)[..., None] > torch.from_numpy(THRESHOLDS)).sum(-1)
-    code = STEPS_PER_OCTAVE * ((bits >> 23) - 127 - LEAST_EXPONENT) + steps + 1
+    code = STEPS_PER_OCTAVE * (bits >> 23) + steps + FIRST_CODE
     code = torch.where(high == low, 0, code.clamp(min=1))
     return code.clamp(max=255).to(torch.uint8), code <= 255
 

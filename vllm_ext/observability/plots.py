@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {".png": "png", ".svg": "svg"}
 _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-_LETTER = 0.085
-"""Width of a letter of a tick's label, in inches."""
+_BAR, _LETTER = 0.55, 0.085
+"""Widths of a bar and of a letter of a tick's label, in inches."""
 _INSIDE = 4
 """More legend entries than this go beside the axes."""
 
@@ -184,13 +184,13 @@ def bars(
         if len(heights) != len(groups):
             raise ValueError(f"values of {label}: {len(heights)} for {len(groups)} groups")
     names, width = styles(list(values)), 0.8 / len(values)
-    with _figure(path, width=max(5.0, 1.4 + 0.55 * len(groups) * len(values))) as (figure, axes):
+    with _figure(path, width=max(5.0, 1.4 + _BAR * len(groups) * len(values))) as (figure, axes):
         for index, (label, heights) in enumerate(values.items()):
             places = np.arange(len(groups)) + (index - (len(values) - 1) / 2) * width
             known = [height if math.isfinite(height) else 0.0 for height in heights]
             drawn = axes.bar(places, known, width * 0.92, label=label, color=names[label].colour)
             axes.bar_label(drawn, labels=[_number(height) for height in heights], padding=2, fontsize=8)
-        fits = all(len(group) * _LETTER < 0.55 * len(values) for group in groups)
+        fits = all(len(group) * _LETTER < _BAR * len(values) for group in groups)
         slanted: dict[str, Any] = {} if fits else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(len(groups)), list(groups), **slanted)
         _finish(axes, "", ylabel, title)

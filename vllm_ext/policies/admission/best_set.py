@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.policies.checks import require
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
-
-_NO_CHANGE = AdmissionPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,7 @@ class BestSet:
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return whom to preempt so that better-ranked waiting requests fit."""
         if not self.preempt or not step.num_waiting or not step.num_running:
-            return _NO_CHANGE
+            return NO_CHANGE
         free_seats = step.max_running - step.num_running
         free_blocks = step.num_free_blocks
         free_tokens = step.num_free_tokens  # a seat is worth nothing to a request that gets no token
@@ -79,7 +78,7 @@ class BestSet:
             free_seats -= 1
             free_blocks -= head.num_blocks
             free_tokens -= head.num_prompt_tokens + head.num_output_tokens - head.num_computed_tokens
-        return AdmissionPlan(preempt=tuple(preempt)) if preempt else _NO_CHANGE
+        return AdmissionPlan(preempt=tuple(preempt)) if preempt else NO_CHANGE
 
     def _victims(
         self, step: StepView, head: RequestView, candidates: Iterator[RequestView], free_seats: int, free_blocks: int

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.scheduling.plan import AdmissionPlan
 from vllm_ext.scheduling.views import StepView
-
-_NO_CHANGE = AdmissionPlan()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,4 +18,4 @@ class FitsNow:
 
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return no change."""
-        return _NO_CHANGE
+        return NO_CHANGE
