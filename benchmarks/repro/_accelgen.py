@@ -123,14 +123,16 @@ _NOT_AGED = {"age_limit_s": _NEVER_S}
 
 
 def accelgen(name: str, system: str, **ordering: Any) -> Contender:
-    """AccelGen or one of its variants, without aging unless asked for."""
-    given = {"ordering": {**_NOT_AGED, **ordering}} if system != "accelgen-no-order" else {}
+    """AccelGen or one of its variants, with the paper's gamma, and without aging unless asked for."""
+    given: dict[str, Any] = {"admission": {"gamma_steps": 0.0, "lost_steps": 0.0}}
+    if system != "accelgen-no-order":
+        given["ordering"] = {"lost_steps": 0.0, **_NOT_AGED, **ordering}
     return Contender(name=name, system=system, options=lambda _: given)
 
 
 ACCELGEN = accelgen("AccelGen", "accelgen")
 NOT_RELEGATED = accelgen("AccelGen, nobody relegated", "accelgen", relegate=False)
-AGED = Contender(name="AccelGen, aged after 120 s", system="accelgen")
+AGED = accelgen("AccelGen, aged after 120 s", "accelgen", age_limit_s=120.0)
 ORACLE = accelgen("Oracle", "oracle-accelgen")
 ORCA = Contender(name="Orca", system="orca", engine=lambda _: {"max_num_seqs": 8})
 VLLM_2023 = Contender(name="vLLM-2023", system="vllm-2023")

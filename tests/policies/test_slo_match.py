@@ -75,8 +75,25 @@ def test_of_four_requests_those_that_fill_both_resources_join() -> None:
 
 def test_only_requests_close_to_the_first_compete() -> None:
     step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, blocks=66)
-    assert joins(SloMatch(gamma_s=0.75).plan(step), step) == {"a"}
-    assert joins(SloMatch(gamma_s=1.0).plan(step), step) == {"late"}
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=0).plan(step), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=0).plan(step), step) == {"late"}
+
+
+def test_close_is_a_matter_of_steps_where_they_are_short() -> None:
+    """0.8 s are eight steps of 0.1 s."""
+    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, blocks=66)
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=7).plan(step), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=9).plan(step), step) == {"late"}
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=9).plan(step), step) == {"a"}, "never more than gamma_s"
+
+
+def test_who_could_be_met_only_by_a_step_of_its_own_is_lost() -> None:
+    """Its prompt takes 0.15 s alone, and 0.18 s are left; a mean step takes 0.1 s."""
+    late = waiting("late", 100, left_s=0.08, prefill_s=0.15)
+    begun = waiting("r", 100, left_s=50.0)._replace(waiting_since=None)
+    step = step_of(late, waiting("a", 100), seats=0, running=(begun,))
+    assert SloMatch().plan(step).preempt == ()
+    assert SloMatch(lost_steps=0).plan(step).preempt == ("r",), "urgent, and not lost for certain"
 
 
 def test_a_long_prompt_is_cut_to_what_is_left() -> None:
@@ -161,8 +178,11 @@ def test_nobody_passes_an_aged_request_that_finds_no_room() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("gamma_s", -1.0), ("long_prompt_tokens", -1), ("min_progress_tokens", 0), ("max_victims", 0)],
-)
+    [
+        ("gamma_s", -1.0), ("gamma_steps", -1.0), ("lost_steps", -1.0), ("long_prompt_tokens", -1),
+        ("min_progress_tokens", 0), ("max_victims", 0),
+    ],
+)  # fmt: skip
 def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"admission.{field}"):
         SloMatch(**{field: value})

@@ -48,6 +48,15 @@ def slack(request: RequestView, now: float) -> Slack:
     return found._replace(lost_at=-math.inf) if request.missed else found
 
 
+def is_lost(request: RequestView, left: Slack, now: float, margin_steps: float) -> bool:
+    """Whether an objective can't be met any more, taken for certain so many mean steps before it is.
+
+    In those last steps a request could be met only by a step without anybody else. Under overload there always is one,
+    and served in order of deadlines each takes the place of one that could be met.
+    """
+    return left.lost_at - margin_steps * request.pace.step_s <= now
+
+
 def chunks(request: RequestView) -> int:
     """Return N_ck, the steps that what is missing of the sequence takes: 1 for a request that decodes."""
     missing = request.num_tokens - request.num_computed_tokens

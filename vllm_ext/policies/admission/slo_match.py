@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.policies.budget.slo_pivot import pivot_tokens
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.slack import slack
+from vllm_ext.policies.slack import is_lost, slack
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
 
@@ -63,14 +63,19 @@ class SloMatch:
     At most the first 32 waiting requests are looked at, and only the urgent ones where there is no room.
 
     Source: AccelGen, section 4.2 (ERA) and 4.4, Algorithms 1 and 2. Ours: the guard against preempting a request again
-    before it got on, that a request that is lost already is not urgent, and ``spare``: whoever has begun to answer and
-    is pushed out misses its next token, so that one objective is kept at the price of another and a recomputation.
+    before it got on, that a request that is lost already is not urgent, ``gamma_steps``, ``lost_steps``, and ``spare``:
+    whoever has begun to answer and is pushed out misses its next token, so that one objective is kept at the price of
+    another and a recomputation.
     """
 
     uses_predictions: ClassVar[bool] = True
 
     gamma_s: float = 0.75
     """Requests so much later than the first one compete with it, in seconds. Source: AccelGen, section 6.1."""
+    gamma_steps: float = 4.0
+    """... and at most so many long steps later, so that it suits engines much quicker than the paper's; 0: no bound."""
+    lost_steps: float = 1.0
+    """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
     match: bool = True
     """Choose by demand; False: in the order of the queue (ablation /Batch)."""
     whole_prompts: bool = False
@@ -92,6 +97,8 @@ class SloMatch:
 
     def __post_init__(self) -> None:
         require(self.gamma_s >= 0, "admission.gamma_s", self.gamma_s, "seconds, at least 0")
+        for name in ("gamma_steps", "lost_steps"):
+            require(getattr(self, name) >= 0, f"admission.{name}", getattr(self, name), "a number of at least 0")
         require(
             self.long_prompt_tokens >= 0,
             "admission.long_prompt_tokens",
@@ -138,11 +145,12 @@ class SloMatch:
         for request in step.waiting():
             left = slack(request, step.now)
             aged = step.level_of(request) == AGED
-            candidate = _Candidate(request, left.start_by - step.now, left.lost_at <= step.now, aged)
+            lost = is_lost(request, left, step.now, self.lost_steps)
+            candidate = _Candidate(request, left.start_by - step.now, lost, aged)
             if not self._is_urgent(candidate, step):
                 # In order of slack those after the first one's group are later still.
                 first = candidate if first is None else first
-                late = not has_room or candidate.remaining_s > first.remaining_s + self.gamma_s
+                late = not has_room or candidate.remaining_s > first.remaining_s + self._group_s(step)
                 if late and self.ordered:
                     break
                 if not has_room:
@@ -178,7 +186,7 @@ class SloMatch:
             if len(room.preempted) + len(found) >= self.max_victims:
                 return False
             left = slack(victim, step.now)
-            lost, remaining_s = left.lost_at <= step.now, left.start_by - step.now
+            lost, remaining_s = is_lost(victim, left, step.now, self.lost_steps), left.start_by - step.now
             if not lost and remaining_s <= candidate.remaining_s:
                 return False
             if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:
@@ -198,7 +206,7 @@ class SloMatch:
         rest = [c for c in head if c.request.req_id not in room.chosen and not self._is_urgent(c, step)]
         if not rest:
             return
-        latest_s = rest[0].remaining_s + self.gamma_s
+        latest_s = rest[0].remaining_s + self._group_s(step)
         group = [
             self._demand(step, room, c.request) for c in rest if c.lost == rest[0].lost and c.remaining_s <= latest_s
         ]
@@ -214,6 +222,12 @@ class SloMatch:
             best = min(group, key=lambda demand: self._distance(room, demand))
             group.remove(best)
             self._take(room, best)
+
+    def _group_s(self, step: StepView) -> float:
+        """Return how much later than the first one a request may be to compete with it, in seconds."""
+        if not self.gamma_steps:
+            return self.gamma_s
+        return min(self.gamma_s, self.gamma_steps * step.pace.longest_step_s)
 
     @staticmethod
     def _demand(step: StepView, room: _Room, request: RequestView) -> _Demand:

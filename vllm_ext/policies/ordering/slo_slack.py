@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
-from vllm_ext.policies.slack import slack
+from vllm_ext.policies.slack import is_lost, slack
 from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 
@@ -23,7 +23,7 @@ class SloSlack:
     The remaining time of those who wait shrinks for all alike, so it is turned into the clock time by which a request
     must start, which stands still. Of the running ones those with most time left are last, and so leave first.
 
-    With ``relegate``, requests whose objective is lost beyond doubt go after all others: under overload the
+    With ``relegate``, requests whose objective is lost go after all others: under overload the
     earliest deadlines are those just missed, and serving them first makes everybody miss. Among them the shortest goes
     first. A request that has waited
     ``age_limit_s`` goes before everybody that has not, oldest first, so that nobody starves.
@@ -33,6 +33,8 @@ class SloSlack:
 
     relegate: bool = True
     """Whether requests that can't meet their objective any more go last."""
+    lost_steps: float = 1.0
+    """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
     age_limit_s: float = 120.0
     """Waiting time after which only older requests go before this one, in seconds."""
 
@@ -41,6 +43,7 @@ class SloSlack:
     """Steps within which running requests are ranked again: their time left hardly moves."""
 
     def __post_init__(self) -> None:
+        require(self.lost_steps >= 0, "ordering.lost_steps", self.lost_steps, "a number of at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
     @property
@@ -53,13 +56,14 @@ class SloSlack:
         if request.total_wait_s(now) >= self.age_limit_s:
             return AGED_RANK
         left = slack(request, now)
-        lost = self.relegate and left.lost_at <= now
+        lost = self.relegate and is_lost(request, left, now, self.lost_steps)
         level = RELEGATED if lost else IN_TIME
         if request.waiting_since is None:
             return Rank((float(level), _RUNS, left.start_by - now), level=level)
         until = ages_at(request, self.age_limit_s)
-        if self.relegate and not lost and left.lost_at < until:
-            until = math.nextafter(left.lost_at, math.inf)
+        lost_at = left.lost_at - self.lost_steps * request.pace.step_s
+        if self.relegate and not lost and lost_at < until:
+            until = math.nextafter(lost_at, math.inf)
         # Of those that are lost whatever happens, the shortest leaves most room for the others.
         place = float(request.num_tokens) if lost else left.start_by
         return Rank((float(level), _WAITS, place), until=until, level=level)
