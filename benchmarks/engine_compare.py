@@ -20,8 +20,8 @@ starts.
     python benchmarks/engine_compare.py --quick
     python benchmarks/engine_compare.py --dataset alpaca.jsonl.gz --dataset-where src=random9k,subset5k \\
         --max-foreign-cores 0.1 --out benchmarks/results/engine_compare.json
-    python benchmarks/engine_compare.py --workload mixed-slo --repeats 3 --max-foreign-cores 0.1
-    python benchmarks/engine_compare.py --workload memory-bound --repeats 3 --max-foreign-cores 0.1
+    python benchmarks/engine_compare.py --workload mixed-slo --repeats 2 --max-foreign-cores 0.1
+    python benchmarks/engine_compare.py --workload memory-bound --repeats 2 --max-foreign-cores 0.1
 
 Output: a table on stderr; the last line on stdout is the result as JSON (see benchmarks/README.md).
 """

@@ -91,7 +91,7 @@ TIERS: Mapping[str, Mapping[str, Tier]] = {
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     engine_rows.LENGTHS: {},
     engine_rows.MIXED_SLO: {
-        "loads": "1.6",
+        "loads": "1.2",
         "num_requests": 400,
         "length_scale": 1.0,
         "max_model_len": 2048,
