@@ -30,7 +30,7 @@ def quantise(
 
     Args:
         pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type, contiguous.
-        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group has fewer, at its end.
+        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group lacks one.
         records: Where records go, shape [places, record_bytes], uint8, contiguous; in device or mapped host memory.
         slots: Place of each group's record, shape [groups], int64.
         fmt: What a record looks like.

@@ -20,7 +20,7 @@ def quantise(pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat) ->
 
     Args:
         pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type.
-        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group has fewer, at its end.
+        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group lacks one.
         fmt: What a record looks like.
 
     Returns:
@@ -41,7 +41,7 @@ def quantise(pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat) ->
         inverse = torch.from_numpy(INVERSES)[codes.long()]
         quantised = torch.round((values - low[..., None]) * inverse[..., None]).clamp(0, 255).to(torch.uint8)
         record = records[group]
-        record[: held.numel()] = _pages(quantised, len(held), fmt).flatten()
+        record[: fmt.codes_bytes].view(fmt.blocks, -1)[ids >= 0] = _pages(quantised, len(held), fmt)
         record[fmt.minima_at : fmt.scales_at] = low.to(layout.dtype).flatten().view(torch.uint8)
         record[fmt.scales_at : fmt.scales_at + layout.num_channels] = codes.flatten()
     return records, holds

@@ -22,7 +22,7 @@ def compare(layout: PageLayout, device: str, seed: int) -> dict[str, float]:
     pages[:, torch.from_numpy(layout.index[0, 0, :, 0])] = 2.5  # a constant channel
     pages[9, 3] = float("nan")
     pages = pages.to(layout.dtype)
-    ids = torch.tensor([[7, 0, 3], [2, 9, -1], [5, 11, -1]])
+    ids = torch.tensor([[7, 0, 3], [2, 9, -1], [-1, 5, 11]])
     expected, holds = reference.quantise(pages, ids, fmt)
     slots = torch.tensor([4, 0, 2], device=device)
     records = torch.zeros(5, fmt.record_bytes, dtype=torch.uint8, device=device)
