@@ -36,12 +36,14 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
     refuse_oracle(config, usage)
     refuse_priority(config, self.scheduling_policy)
-    chosen = self.scheduler_cls
+    chosen, transfer = self.scheduler_cls, self.kv_transfer_config
     self.scheduler_cls = scheduler_cls
+    if config.kv_tier.gib:
+        self.kv_transfer_config = tier_connector(config, transfer)
     try:
         vllm_config = original(self, *args, **kwargs)
-    finally:
-        self.scheduler_cls = chosen  # the caller may build from the same arguments again
+    finally:  # the caller may build from the same arguments again
+        self.scheduler_cls, self.kv_transfer_config = chosen, transfer
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
@@ -112,6 +114,20 @@ def refuse_priority(config: ExtConfig, scheduling_policy: str) -> None:
     if scheduling_policy == "priority" and config.system != "fcfs":
         allowed = "orders by itself and honours the priority of a request; leave out --scheduling-policy priority"
         raise ConfigError("system", config.system, allowed)
+
+
+def tier_connector(config: ExtConfig, given: object) -> Any:
+    """Return the connector of the host tier, as vLLM's configuration names it.
+
+    Raises:
+        ConfigError: Another connector was asked for.
+    """
+    if given is not None:
+        raise ConfigError("kv_tier.gib", config.kv_tier.gib, "not beside --kv-transfer-config; leave one of them out")
+    registry.verify("kv-tier")
+    from vllm_ext.kv.options import transfer_config
+
+    return transfer_config(config.kv_tier)
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:

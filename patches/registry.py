@@ -20,6 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "front-end": ("output_handler",),
     "prediction": ("prediction_service",),
     "shed": ("slo_shedding",),
+    "kv-tier": ("kv_tier_reliances",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_ext.config_checks import KEY, ConfigError, boolean, integer, number, parameters, strings, text
 from vllm_ext.config_flags import FLAGS, Flag, comma_list, merge_flags
+from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.config_prediction import RETRIEVAL, SOURCES, PredictionConfig, PredictorConfig
 from vllm_ext.config_slo import SloClass, SloConfig
 
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "ExtConfig",
     "Flag",
+    "KvTierConfig",
     "PredictionConfig",
     "PredictorConfig",
     "SloClass",
@@ -68,6 +70,9 @@ class ExtConfig:
     slo: SloConfig = field(default_factory=SloConfig)
     """Service-level objectives of requests that bring none, classes by tag, and load shedding."""
 
+    kv_tier: KvTierConfig = field(default_factory=KvTierConfig)
+    """KV blocks in host memory."""
+
     modules: tuple[str, ...] = ()
     """Python modules imported first; they register further systems."""
 
@@ -99,6 +104,8 @@ class ExtConfig:
             raise ConfigError("predictor", self.predictor, "must be a PredictorConfig")
         if not isinstance(self.slo, SloConfig):
             raise ConfigError("slo", self.slo, "must be a SloConfig")
+        if not isinstance(self.kv_tier, KvTierConfig):
+            raise ConfigError("kv_tier", self.kv_tier, "must be a KvTierConfig")
         strings("modules", self.modules)
         for module in self.modules:
             if not all(part.isidentifier() for part in module.split(".")):
@@ -139,6 +146,8 @@ def parse(raw: Mapping[str, Any]) -> ExtConfig:
         values["predictor"] = PredictorConfig(**_known_keys("predictor", values["predictor"], PredictorConfig))
     if "slo" in values and not isinstance(values["slo"], SloConfig):
         values["slo"] = _slo(values["slo"])
+    if "kv_tier" in values and not isinstance(values["kv_tier"], KvTierConfig):
+        values["kv_tier"] = KvTierConfig(**_known_keys("kv_tier", values["kv_tier"], KvTierConfig))
     for axis in AXES:
         if isinstance(values.get(axis), Mapping):
             values[axis] = copy.deepcopy(dict(values[axis]))

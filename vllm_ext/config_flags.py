@@ -143,6 +143,20 @@ FLAGS: tuple[Flag, ...] = (
         help="CPU threads of the predictor's process.",
     ),
     Flag(
+        name="--kv-tier-gib",
+        path=("kv_tier", "gib"),
+        type=float,
+        metavar="GIB",
+        help="Host memory for KV blocks that leave the device, in GiB; 0 leaves the tier out.",
+    ),
+    Flag(
+        name="--kv-tier-bits",
+        path=("kv_tier", "bits"),
+        type=int,
+        metavar="N",
+        help="16 keeps KV in host memory as it is, 8 quantises it to half the bytes.",
+    ),
+    Flag(
         name="--ext-modules",
         path=("modules",),
         type=comma_list,

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,38 @@ def adapter(folder: str | None) -> Any:
     return LoRARequest("adapter", 1, folder)
 
 
+def due(waiting: list[dict[str, Any]], step: int, finished: dict[str, Any], *, idle: bool) -> dict[str, Any] | None:
+    """The next arrival whose step has come, or any if the engine is idle; a turn comes after the one before it."""
+    ready = (a for a in waiting if a.get("after") is None or a["after"] in finished)
+    arrival = next(ready, None)
+    return arrival if arrival is not None and (idle or arrival["step"] <= step) else None
+
+
+def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
+    """An arrival's prompt; that of a later turn begins with the turn before it and its answer."""
+    tokens: list[int] = arrival["prompt_token_ids"]
+    if (before := finished.get(arrival.get("after", ""))) is None:
+        return tokens
+    return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
+
+
 def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
     """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id."""
     finished: dict[str, Any] = {}
     waiting = sorted(arrivals, key=lambda a: a["step"])
     step = 0
     while waiting or engine.has_unfinished_requests():
-        while waiting and (waiting[0]["step"] <= step or not engine.has_unfinished_requests()):
-            arrival = waiting.pop(0)
-            prompt = {"prompt_token_ids": arrival["prompt_token_ids"]}
+        while arrival := due(waiting, step, finished, idle=not engine.has_unfinished_requests()):
+            waiting.remove(arrival)
+            prompt = {"prompt_token_ids": prompt_of(arrival, finished)}
             params = sampling_params(arrival["sampling"])
             engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
-        for output in engine.step():
+        outputs = engine.step()
+        for output in outputs:
             if output.finished:
                 finished[output.request_id] = output
+        if not outputs:
+            time.sleep(0.001)  # all may wait for a copy of KV, which another thread makes
         step += 1
         if step > MAX_STEPS:
             missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))
@@ -116,6 +135,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
         "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
+        "host_hit_tokens": counter(llm, "vllm:external_prefix_cache_hits"),
+        "host_bytes_stored": counter(llm, "vllm:kv_offload_store_bytes"),
+        "host_bytes_loaded": counter(llm, "vllm:kv_offload_load_bytes"),
         "scheduler": type(core.scheduler).__name__,
         "batch_queue": core.batch_queue_size,
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,

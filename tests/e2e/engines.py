@@ -66,6 +66,10 @@ class Outcome:
     preemption_reasons: dict[str, int]
     fallbacks: int
     drafts: float
+    host_hit_tokens: float
+    """Prompt tokens whose KV came from host memory; vLLM does not count those of preempted requests."""
+    host_bytes_stored: float
+    host_bytes_loaded: float
     scheduler: str
     batch_queue: int
     runner: str
@@ -98,6 +102,21 @@ def long_then_short(
         for i in range(num_short)
     ]
     return longs + shorts
+
+
+def conversations(
+    seed: int, *, num: int = 3, turns: int = 3, user_tokens: int = 70, answer_tokens: int = 40
+) -> list[dict[str, Any]]:
+    """Conversations that take turns, so that each has long lost its blocks when its next turn comes."""
+    rng = random.Random(seed)
+    made = []
+    for turn in range(turns):
+        for i in range(num):
+            said = [rng.randrange(32, 127) for _ in range(user_tokens)]
+            made.append(arrival(f"c{i}-t{turn}", 40 * (turn * num + i), said, answer_tokens))
+            if turn:
+                made[-1]["after"] = f"c{i}-t{turn - 1}"
+    return made
 
 
 def run_engines(

@@ -1,0 +1,128 @@
+"""The host tier on the real engine: KV that came back gives the tokens that computing it again would (invariant 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import BASE_ENGINE, EAGER, Outcome, conversations, long_then_short, run_engines
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 448, "max_num_seqs": 4}
+PRESSED: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_seqs": 3}
+ROOM: Mapping[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
+TURNS = conversations(seed=5)
+MIB = 1 / 1024
+"""In GiB."""
+
+
+def tier(system: str = "fcfs", **options: Any) -> dict[str, Any]:
+    ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, **options}}
+    if system == "fcfs":
+        del ours["admission"]
+    return {"scheduler_cls": system, "additional_config": {"vllm_ext": ours}}
+
+
+def spec(name: str, model: Path, arrivals: list[dict[str, Any]], **engine: Any) -> dict[str, Any]:
+    return {"name": name, "engine": {**BASE_ENGINE, "model": str(model), **engine}, "arrivals": arrivals}
+
+
+def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
+    longs = long_then_short(seed=1)
+    runs = [
+        spec("turns", llama, TURNS, **ROOM),
+        spec("turns-opt", opt, TURNS, **ROOM),
+        spec("longs", llama, longs, **ROOM),
+        spec("turns-16", llama, TURNS, **tier(), **FEW_BLOCKS),
+        spec("turns-16-opt", opt, TURNS, **tier(policy="arc"), **FEW_BLOCKS),
+        spec("turns-64-tokens", llama, TURNS, **tier(chunk_tokens=64, policy="lru"), **FEW_BLOCKS),
+        spec("turns-prompts", llama, TURNS, **tier(prompt_only=True), **FEW_BLOCKS),
+        spec("turns-tiny", llama, TURNS, **tier(gib=0.4 * MIB), **FEW_BLOCKS),
+        spec("longs-16", llama, longs, **tier("alise"), **PRESSED),
+        spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
+        spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
+        spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
+    ]
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -> dict[str, Outcome]:
+    return run_engines(tmp_path_factory.mktemp("tier"), all_runs(llama, opt))
+
+
+@pytest.fixture(scope="module")
+def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+    longs = long_then_short(seed=1)
+    wanted = [
+        spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
+        spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
+        spec("longs", llama, longs, **tier("alise"), **PRESSED),
+    ]
+    return run_engines(tmp_path_factory.mktemp("tier-async"), wanted, boot="async")
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found.tokens == expected.tokens
+    assert (found.blocks_missing, found.left_running, found.left_waiting) == (0, 0, 0)
+
+
+HISTORY_TOKENS = 3 * sum(turn * 110 // 32 * 32 for turn in (1, 2))
+"""Of three conversations, before their second and third turn, in whole chunks of 32: what could be found again."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("turns-16", "turns"),
+        ("turns-16-opt", "turns-opt"),
+        ("turns-64-tokens", "turns"),
+        ("turns-prompts", "turns"),
+        ("turns-late", "turns"),
+    ],
+)
+def test_4_conversations_continue_from_host_memory(runs: dict[str, Outcome], name: str, reference: str) -> None:
+    assert_same(runs[name], runs[reference])
+    assert runs[name].host_hit_tokens > 200
+
+
+def test_most_of_the_history_is_found(runs: dict[str, Outcome]) -> None:
+    found = runs["turns-16"]
+    assert HISTORY_TOKENS * 0.5 <= found.host_hit_tokens <= HISTORY_TOKENS, "the rest is still on the device"
+    assert runs["turns-prompts"].host_hit_tokens < found.host_hit_tokens, "the answers' share was not kept"
+
+
+def test_a_tier_that_is_much_too_small_costs_hits_only(runs: dict[str, Outcome]) -> None:
+    assert_same(runs["turns-tiny"], runs["turns"])
+    assert runs["turns-tiny"].host_hit_tokens < runs["turns-16"].host_hit_tokens
+
+
+@pytest.mark.parametrize("name", ["longs-16", "longs-late"])
+def test_4_preempted_requests_continue_from_host_memory(runs: dict[str, Outcome], name: str) -> None:
+    found = runs[name]
+    assert found.preemption_reasons["policy"] > 0
+    assert found.host_bytes_loaded > 0
+    assert_same(found, runs["longs"])
+
+
+def test_eight_bits_find_as_much_with_less(runs: dict[str, Outcome]) -> None:
+    """Tokens may differ: the model is random. What comes back is checked in the kernels' tests."""
+    found = runs["turns-8"]
+    assert found.host_hit_tokens > 200
+    assert {key: len(tokens) for key, tokens in found.tokens.items()} == dict.fromkeys(found.tokens, 40)
+    assert runs["turns-64-tokens"].host_bytes_stored / found.host_bytes_stored > 3.5, "float32 into 8 bits"
+    same = sum(found.tokens[key][:8] == tokens[:8] for key, tokens in runs["turns"].tokens.items())
+    assert same >= 7, "and the answers begin alike"
+
+
+@pytest.mark.parametrize(("name", "reference"), [("turns", "turns"), ("longs", "longs"), ("longs-late", "longs")])
+def test_10_async_scheduling(
+    runs: dict[str, Outcome], async_runs: dict[str, Outcome], name: str, reference: str
+) -> None:
+    found = async_runs[name]
+    assert found.batch_queue == 2
+    assert found.host_bytes_loaded > 0
+    assert_same(found, runs[reference])

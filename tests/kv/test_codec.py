@@ -1,0 +1,76 @@
+"""KV into chunks and back: what comes back, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.kv.codec import RawCodec
+
+from .tier_worker_parts import LAYOUT, codec, geometry, random_kv
+
+BITS = pytest.mark.parametrize("bits", [LOSSLESS, QUANTISED])
+
+
+def ids(*rows: object) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+@BITS
+def test_blocks_come_back_where_they_are_wanted_and_nowhere_else(bits: int) -> None:
+    kv = random_kv()
+    before = [tensor.clone() for tensor in kv]
+    tier = codec(bits, kv)
+    for tensor in range(len(kv)):
+        assert tier.store(tensor, ids([3, 5], [0, 7]), ids(4, 1)).all()
+        tier.load(tensor, ids(1, 4), ids([-1, 9], [10, 11]))
+    for tensor, original in zip(kv, before, strict=True):
+        values, was = tensor.view(LAYOUT.dtype).float(), original.view(LAYOUT.dtype).float()
+        untouched = [0, 1, 2, 3, 4, 5, 6, 7, 8]
+        assert torch.equal(values[untouched], was[untouched])
+        exact = bits == LOSSLESS
+        torch.testing.assert_close(values[[9, 10, 11]], was[[7, 3, 5]], rtol=0, atol=0 if exact else 0.03)
+
+
+@BITS
+def test_chunks_do_not_overlap(bits: int) -> None:
+    """All chunks of all tensors are written, each with the same blocks, and each is read back."""
+    kv = random_kv(num_tensors=3)
+    tier, reference = codec(bits, kv, num_chunks=4), codec(bits, [tensor.clone() for tensor in kv], num_chunks=4)
+    rows = ids([0, 1], [2, 3], [4, 5], [6, 7])
+    for tensor in range(3):
+        tier.store(tensor, rows, ids(0, 1, 2, 3))
+    for chunk in range(4):
+        for tensor in range(3):
+            reference.store(tensor, rows[chunk : chunk + 1], ids(0))
+            reference.load(tensor, ids(0), ids([8, 9]))
+            tier.load(tensor, ids(chunk), ids([10, 11]))
+    for tensor in range(3):
+        expected = reference._pages[tensor][8:10]  # type: ignore[attr-defined]
+        assert torch.equal(torch.as_tensor(tier._pages[tensor][10:12]), torch.as_tensor(expected))  # type: ignore[attr-defined]
+
+
+def test_what_is_not_finite_is_kept_only_as_it_is() -> None:
+    kv = random_kv()
+    kv[0].view(LAYOUT.dtype)[3, 5] = float("inf")
+    assert codec(QUANTISED, kv).store(0, ids([2, 3], [4, 5]), ids(0, 1)).tolist() == [False, True]
+    lossless = codec(LOSSLESS, kv)
+    assert lossless.store(0, ids([2, 3]), ids(0)).tolist() == [True]
+    lossless.load(0, ids(0), ids([8, 9]))
+    assert torch.equal(kv[0][9], kv[0][3])
+
+
+def test_eight_bits_take_half_the_memory() -> None:
+    blocks = 16  # of 4 tokens: 64 tokens share their scales
+    assert (
+        geometry(LOSSLESS, 2, blocks).chunk_bytes / geometry(QUANTISED, 2, blocks).chunk_bytes >= 1.88
+    )  # 2176 bytes, padded
+
+
+def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:
+    kv = random_kv(num_tensors=3)
+    pool, too_small = torch.zeros(1000, dtype=torch.uint8), geometry(LOSSLESS, 2, 2)
+    with pytest.raises(ValueError, match="this worker's blocks take"):
+        RawCodec(kv, pool, too_small)

@@ -1,0 +1,108 @@
+"""What a backend's pages look like, found out by writing through it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from vllm_ext.kernels.kv_quant.format import PageLayout
+from vllm_ext.kv.layout import UnknownLayout, layout_of, probe
+
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+class Backend:
+    """Writes as a layout says."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout = layout
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        tokens = slots.numpy()
+        for side, source in enumerate((keys, values)):
+            places = self.layout.index[:, side][:, tokens].transpose(1, 0, 2)
+            cache[torch.from_numpy(np.ascontiguousarray(places))] = source
+
+
+@TYPES
+@pytest.mark.parametrize("make", [PageLayout.rows, PageLayout.transposed_keys], ids=["rows", "transposed-keys"])
+@pytest.mark.parametrize(("heads", "dim", "tokens"), [(1, 2, 2), (3, 16, 8), (8, 128, 32)])
+def test_any_strides_are_found(make, dtype: torch.dtype, heads: int, dim: int, tokens: int) -> None:  # type: ignore[no-untyped-def]
+    """The largest page has 65,536 values, so that two digits are written, and three where it is one more."""
+    layout = make(dtype, heads, dim, tokens)
+    cache = torch.zeros(layout.page_elements, dtype=dtype)
+    assert probe(Backend(layout).write, cache, heads, dim, tokens) == layout
+
+
+@TYPES
+@pytest.mark.parametrize(("isa", "tokens", "dim"), [("vec", 32, 64), ("vec16", 16, 32), ("vec16", 16, 48)])
+def test_vllms_cpu_backend_transposes_keys(dtype: torch.dtype, isa: str, tokens: int, dim: int) -> None:
+    heads = 2
+
+    def update(
+        layer: object, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        sides = cache.view(cache.shape[0], heads, 2 * tokens, dim).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *sides, slots, isa)
+
+    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=update))
+    cache = torch.zeros(4, heads, tokens, 2 * dim, dtype=dtype)
+    assert layout_of(layer, cache) == PageLayout.transposed_keys(dtype, heads, dim, tokens)
+    assert not cache.any(), "the model's own cache is not written"
+
+
+def test_a_page_that_strides_cannot_describe_is_refused() -> None:
+    layout = PageLayout.rows(torch.float32, 1, 4, 4)
+    order = torch.randperm(layout.page_elements, generator=torch.Generator().manual_seed(0))
+
+    def shuffled(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        written = cache.clone()
+        Backend(layout).write(keys, values, written, slots)
+        cache[:] = written[order]
+
+    with pytest.raises(UnknownLayout, match="strides"):
+        probe(shuffled, torch.zeros(layout.page_elements), 1, 4, 4)
+
+
+def test_a_page_with_places_for_other_things_is_refused() -> None:
+    layout = PageLayout.rows(torch.float32, 1, 4, 4)
+
+    def half(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        Backend(layout).write(keys, values, cache, slots)
+        cache[3] = -1.0
+
+    with pytest.raises(UnknownLayout, match="does not write"):
+        probe(half, torch.zeros(layout.page_elements), 1, 4, 4)
+
+
+def test_a_backend_that_rounds_what_it_writes_is_refused() -> None:
+    layout = PageLayout.rows(torch.float32, 1, 8, 8)
+
+    def coarse(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        Backend(layout).write(keys // 2 * 2, values, cache, slots)
+
+    with pytest.raises(UnknownLayout, match="each value once"):
+        probe(coarse, torch.zeros(layout.page_elements), 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (torch.zeros(4, 2, 16, 32, dtype=torch.float8_e4m3fn), "float8"),
+        (torch.zeros(4, 16, 576), "shape"),
+        (torch.zeros(4, 3, 2, 16, 32)[:, 1], "not together"),
+    ],
+)
+def test_caches_of_other_kinds_are_refused(cache: torch.Tensor, said: str) -> None:
+    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=lambda *_: None))
+    with pytest.raises(UnknownLayout, match=said):
+        layout_of(layer, cache)
+
+
+def test_a_backend_without_a_method_that_only_writes_is_refused() -> None:
+    with pytest.raises(UnknownLayout, match="SimpleNamespace writes KV only while"):
+        layout_of(SimpleNamespace(impl=SimpleNamespace()), torch.zeros(1, 1, 16, 32))

@@ -1,0 +1,103 @@
+"""The thread that copies: who goes first, what is waited for, and what becomes of failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_ext.config_kv import LOSSLESS
+from vllm_ext.kv.worker import TierWorker
+
+from .tier_worker_parts import LAYOUT, SlowCodec, codec, device, host, random_kv
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[SlowCodec, TierWorker]]:
+    copies = SlowCodec()
+    worker = TierWorker(copies, [[0]], blocks_per_chunk=1, chunk_bytes=100)
+    yield copies, worker
+    copies.may_go.set()
+    worker.shutdown()
+
+
+def test_kv_goes_to_the_host_and_comes_back() -> None:
+    kv = random_kv()
+    before = [tensor.clone() for tensor in kv]
+    worker = TierWorker(codec(LOSSLESS, kv), [[0, 1]], blocks_per_chunk=2, chunk_bytes=4 * LAYOUT.page_bytes)
+    assert worker.submit_store(1, device([3, 5, 0, 7]), host([4, 1]))
+    worker.wait({1})
+    assert worker.submit_load(2, host([1]), device([9], index=3))
+    worker.wait({2})
+    results = worker.get_finished()
+    assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
+    assert [result.transfer_size for result in results] == [8 * LAYOUT.page_bytes, 4 * LAYOUT.page_bytes]
+    assert all(result.transfer_time > 0 for result in results)
+    assert worker.get_finished() == []
+    assert not any(worker.take_failures())
+    for tensor, original in zip(kv, before, strict=True):
+        assert tensor[9].equal(original[7])
+    worker.shutdown()
+
+
+def test_loads_go_before_the_stores_that_wait(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    worker.submit_store(1, device([1]), host([1]))
+    assert copies.came.wait(10)
+    for job, submit in ((2, worker.submit_store), (3, worker.submit_store)):
+        submit(job, device([job]), host([job]))
+    worker.submit_load(4, host([4]), device([4]))
+    copies.may_go.set()
+    worker.wait({1, 2, 3, 4})
+    assert copies.calls == [("store", [1]), ("load", [4]), ("store", [2]), ("store", [3])]
+
+
+def test_waiting_is_for_the_jobs_named_only(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    worker.submit_store(1, device([1]), host([1]))
+    worker.wait({7, 8})  # never submitted
+    done = threading.Event()
+    waiter = threading.Thread(target=lambda: (worker.wait({1}), done.set()))
+    waiter.start()
+    assert not done.wait(0.05)
+    assert worker.get_finished() == []
+    copies.may_go.set()
+    waiter.join(10)
+    assert done.is_set()
+
+
+def test_a_failed_load_names_its_blocks_and_its_chunk(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    copies.may_go.set()
+    copies.fails = {5}
+    worker.submit_load(1, host([4]), device([1]))
+    worker.submit_load(2, host([5, 6]), device([2, 3]))
+    worker.wait({1, 2})
+    assert {result.job_id for result in worker.get_finished() if result.success} == {1, 2}, "vLLM knows nothing else"
+    failures = worker.take_failures()
+    assert failures.chunks == {5, 6}
+    assert failures.blocks == {2, 3}
+    assert failures.load_jobs == {2}
+    assert not any(worker.take_failures()), "each is told once"
+
+
+def test_a_failed_store_leaves_chunks_that_must_not_be_read(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    copies.may_go.set()
+    copies.fails, copies.unreadable = {5}, {8}
+    worker.submit_store(1, device([1]), host([5]))
+    worker.submit_store(2, device([2, 3]), host([8, 9]))
+    worker.submit_store(3, device([4]), host([4]))
+    worker.wait({1, 2, 3})
+    failures = worker.take_failures()
+    assert (failures.chunks, failures.blocks, failures.load_jobs) == ({5, 8}, set(), set())
+    assert "store" in {direction for direction, _ in copies.calls}, "and the thread lives on"
+
+
+def test_shutdown_finishes_what_was_submitted(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    copies.may_go.set()
+    worker.submit_store(1, device([1]), host([1]))
+    worker.shutdown()
+    assert [result.job_id for result in worker.get_finished()] == [1]

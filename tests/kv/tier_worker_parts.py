@@ -1,0 +1,77 @@
+"""Host tiers over random KV, for tests of what copies do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.kv.codec import Codec, Ids, QuantisedCodec, RawCodec
+from vllm_ext.kv.geometry import TierGeometry
+
+LAYOUT = PageLayout.transposed_keys(torch.bfloat16, 2, 8, 4)
+
+
+def random_kv(num_tensors: int = 2, num_blocks: int = 12, seed: int = 0) -> list[torch.Tensor]:
+    """Caches as vLLM's connector hands them over: shape [num_blocks, page_bytes], int8."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, LAYOUT.page_elements)
+    return [torch.randn(shape, generator=generator).to(LAYOUT.dtype).view(torch.int8) for _ in range(num_tensors)]
+
+
+def geometry(bits: int, num_tensors: int, blocks_per_chunk: int) -> TierGeometry:
+    """Of chunks over `random_kv`."""
+    if bits == LOSSLESS:
+        raw = num_tensors * blocks_per_chunk * LAYOUT.page_bytes
+        return TierGeometry(bits=bits, blocks_per_chunk=blocks_per_chunk, chunk_bytes=raw, record_bytes=0)
+    record = RecordFormat(LAYOUT, blocks_per_chunk).record_bytes
+    chunk_bytes = num_tensors * record
+    return TierGeometry(bits=bits, blocks_per_chunk=blocks_per_chunk, chunk_bytes=chunk_bytes, record_bytes=record)
+
+
+def codec(bits: int, kv: Sequence[torch.Tensor], *, num_chunks: int = 6, blocks_per_chunk: int = 2) -> Codec:
+    """A codec with a pool of its own, full of rubbish."""
+    size = geometry(bits, len(kv), blocks_per_chunk)
+    pool = torch.full((num_chunks * size.chunk_bytes,), 0xAB, dtype=torch.uint8)
+    return QuantisedCodec(kv, pool, size, LAYOUT) if bits == QUANTISED else RawCodec(kv, pool, size)
+
+
+def device(blocks: Sequence[int], index: int = 0) -> GPULoadStoreSpec:
+    """Blocks of one group, the first of which is the request's block ``index``."""
+    return GPULoadStoreSpec(list(blocks), group_sizes=[len(blocks)], block_indices=[index])
+
+
+def host(chunks: Sequence[int]) -> CPULoadStoreSpec:
+    """Chunks of the pool."""
+    return CPULoadStoreSpec(list(chunks))
+
+
+class SlowCodec:
+    """Copies nothing, notes who came, and waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int]]] = []
+        self.may_go = threading.Event()
+        self.came = threading.Event()
+        self.fails: set[int] = set()
+        self.unreadable: set[int] = set()
+
+    def store(self, tensor: int, blocks: Ids, chunks: Ids) -> np.ndarray:
+        self._come("store", chunks)
+        return np.array([chunk not in self.unreadable for chunk in chunks.tolist()])
+
+    def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
+        self._come("load", chunks)
+
+    def _come(self, direction: str, chunks: Ids) -> None:
+        self.calls.append((direction, chunks.tolist()))
+        self.came.set()
+        assert self.may_go.wait(10)
+        if self.fails & set(chunks.tolist()):
+            raise OSError("injected: no such chunk")
