@@ -331,3 +331,21 @@ def test_a_bad_benchmark_switch_is_refused() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "must be 0 or 1" in done.stderr
+
+
+TIER = {"vllm_ext": {"kv_tier": {"gib": 2, "bits": 8, "policy": "lru", "store": "late"}}}
+
+
+def test_a_kv_tier_is_vllms_connector_with_our_parts(model: str) -> None:
+    found = make_config(model, scheduler_cls="fcfs", additional_config=TIER).kv_transfer_config
+    assert found.kv_connector_module_path == "vllm_ext.kv.connector"
+    assert found.kv_load_failure_policy == "recompute"
+    assert found.kv_connector_extra_config["cpu_bytes_to_use"] == 2 * 2**30
+    assert found.kv_connector_extra_config["eviction_policy"] == "lru"
+    assert make_config(model, scheduler_cls="fcfs").kv_transfer_config is None
+
+
+def test_a_kv_tier_beside_another_connector_is_refused(model: str) -> None:
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    with pytest.raises(ConfigError, match=r"vllm_ext.kv_tier.gib=2: not beside --kv-transfer-config"):
+        make_config(model, scheduler_cls="fcfs", additional_config=TIER, kv_transfer_config=other)
