@@ -345,6 +345,12 @@ def test_a_kv_tier_is_vllms_connector_with_our_parts(model: str) -> None:
     assert make_config(model, scheduler_cls="fcfs").kv_transfer_config is None
 
 
+def test_numba_is_not_imported_before_a_worker_is_built() -> None:
+    """vLLM's CPU platform fails on numba's modules when a worker starts."""
+    code = "import sys, vllm_ext.kv.connector; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_kv_tier_beside_another_connector_is_refused(model: str) -> None:
     other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     with pytest.raises(ConfigError, match=r"vllm_ext.kv_tier.gib=2: not beside --kv-transfer-config"):

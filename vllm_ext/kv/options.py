@@ -1,7 +1,8 @@
 """The tier's options in vLLM's terms.
 
-Apart from the connector, since the front end needs nothing else of it: what the connector imports must not be imported
-before vLLM's CPU platform has replaced its kernels, which looks into every module there is and trips over numba's.
+Apart from the connector, since the front end needs nothing else of it. What copies is imported when a worker is built,
+and not before: it imports numba, and vLLM's CPU platform looks into every module there is when a worker starts, and
+trips over numba's.
 """
 
 from __future__ import annotations

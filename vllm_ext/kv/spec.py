@@ -13,7 +13,6 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
-from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.manager import TierManager
 from vllm_ext.kv.options import BITS_KEY
@@ -21,6 +20,7 @@ from vllm_ext.kv.worker import TierWorker
 
 if TYPE_CHECKING:
     from vllm_ext.kernels.kv_quant.format import PageLayout
+    from vllm_ext.kv.codec import Codec
 
 logger = init_logger("vllm.vllm_ext.kv")
 
@@ -81,6 +81,8 @@ class TierSpec(CPUOffloadingSpec):
         return self._worker
 
     def _codec(self, tensors: list[torch.Tensor], pool: torch.Tensor) -> Codec:
+        from vllm_ext.kv.codec import QuantisedCodec, RawCodec  # imports numba: see `options`
+
         if self.geometry.bits != QUANTISED:
             return RawCodec(tensors, pool, self.geometry)
         if self.layout is None:

@@ -12,14 +12,16 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from vllm_ext.kv.codec import Codec
 from vllm_ext.kv.transfer_plan import GroupTransfer, group_transfers
+
+if TYPE_CHECKING:
+    from vllm_ext.kv.codec import Codec
 
 logger = init_logger("vllm.vllm_ext.kv")
 
