@@ -62,12 +62,15 @@ class RawCodec:
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Copy blocks into chunks."""
-        _to_pool(self._pages[tensor], blocks, self._pool, chunks * self._chunk_bytes + self._offsets[tensor])
+        _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), True)
         return np.ones(len(chunks), np.bool_)
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Copy chunks into blocks."""
-        _from_pool(self._pool, chunks * self._chunk_bytes + self._offsets[tensor], self._pages[tensor], blocks)
+        _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), False)
+
+    def _starts(self, tensor: int, chunks: Ids) -> Ids:
+        return chunks * self._chunk_bytes + self._offsets[tensor]
 
 
 class QuantisedCodec:
@@ -113,26 +116,16 @@ def compile_now(codec: Codec, blocks_per_chunk: int) -> None:
 
 
 @numba.njit(nogil=True)
-def _to_pool(pages: Any, blocks: Any, pool: Any, starts: Any) -> None:
-    size = np.uintp(pages.shape[1])
+def _copy(pages: Any, blocks: Any, pool: Any, starts: Any, to_pool: Any) -> None:
+    """Copy blocks to where their chunks start in the pool, or back."""
+    size = pages.shape[1]
     for chunk in range(len(starts)):
         for place in range(blocks.shape[1]):
             block = blocks[chunk, place]
             if block >= 0:
-                at = np.uintp(starts[chunk]) + np.uintp(place) * size
-                page = pages[block]
-                for i in range(size):
-                    pool[at + i] = page[i]
-
-
-@numba.njit(nogil=True)
-def _from_pool(pool: Any, starts: Any, pages: Any, blocks: Any) -> None:
-    size = np.uintp(pages.shape[1])
-    for chunk in range(len(starts)):
-        for place in range(blocks.shape[1]):
-            block = blocks[chunk, place]
-            if block >= 0:
-                at = np.uintp(starts[chunk]) + np.uintp(place) * size
-                page = pages[block]
-                for i in range(size):
-                    page[i] = pool[at + i]
+                at = starts[chunk] + place * size
+                page, part = pages[block], pool[at : at + size]
+                if to_pool:
+                    part[:] = page
+                else:
+                    page[:] = part

@@ -81,14 +81,15 @@ class TieredConnector(OffloadingConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return which requests' loads are through, and which of them failed."""
-        loads = dict(self.connector_worker._load_jobs)
+        by_blocks = len(self._kv_cache_config.kv_cache_groups) == 1
+        loads = {} if by_blocks else dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
         worker = self.connector_worker.worker
         if not isinstance(worker, TierWorker):
             return results
         failures = worker.take_failures()
         self._unreadable |= failures.chunks
-        if len(self._kv_cache_config.kv_cache_groups) == 1:
+        if by_blocks:
             self._unfilled_blocks |= failures.blocks
             return results
         # Block ids are not unique among groups: vLLM wants the requests then.

@@ -31,11 +31,11 @@ class TierScheduler(OffloadingConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         """Let the eviction policy know in which order a request's chunks follow each other."""
         super().on_new_request(request)
-        if (status := self._req_status.get(request.request_id)) is not None:
-            groups = list(zip(self.config.kv_group_configs, status.group_states, strict=True))
-            keys = {config.group_idx: state.offload_keys for config, state in groups}
-            sizes = {config.group_idx: config.tokens_per_chunk for config, _ in groups}
-            status.req_context.set_state(Chain(keys, sizes))
+        status = self._req_status[request.request_id]
+        groups = list(zip(self.config.kv_group_configs, status.group_states, strict=True))
+        keys = {config.group_idx: state.offload_keys for config, state in groups}
+        sizes = {config.group_idx: config.tokens_per_chunk for config, _ in groups}
+        status.req_context.set_state(Chain(keys, sizes))
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         if not self._late:

@@ -48,13 +48,13 @@ def slack(request: RequestView, now: float) -> Slack:
     return found._replace(lost_at=-math.inf) if request.missed else found
 
 
-def is_lost(request: RequestView, left: Slack, now: float, margin_steps: float) -> bool:
-    """Whether an objective can't be met any more, taken for certain so many mean steps before it is.
+def given_up_at(request: RequestView, left: Slack, margin_steps: float) -> float:
+    """Return the clock time from which an objective is taken for lost: so many mean steps before that is certain.
 
     In those last steps a request could be met only by a step without anybody else. Under overload there always is one,
     and served in order of deadlines each takes the place of one that could be met.
     """
-    return left.lost_at - margin_steps * request.pace.step_s <= now
+    return left.lost_at - margin_steps * request.pace.step_s
 
 
 def chunks(request: RequestView) -> int:

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 from vllm_ext.policies.admission.queue_scan import NO_CHANGE
 from vllm_ext.policies.budget.slo_pivot import pivot_tokens
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.slack import is_lost, slack
+from vllm_ext.policies.slack import given_up_at, slack
 from vllm_ext.scheduling.plan import AGED, AdmissionPlan
 from vllm_ext.scheduling.views import RequestView, StepView
 
@@ -145,7 +145,7 @@ class SloMatch:
         for request in step.waiting():
             left = slack(request, step.now)
             aged = step.level_of(request) == AGED
-            lost = is_lost(request, left, step.now, self.lost_steps)
+            lost = given_up_at(request, left, self.lost_steps) <= step.now
             candidate = _Candidate(request, left.start_by - step.now, lost, aged)
             if not self._is_urgent(candidate, step):
                 # In order of slack those after the first one's group are later still.
@@ -186,7 +186,8 @@ class SloMatch:
             if len(room.preempted) + len(found) >= self.max_victims:
                 return False
             left = slack(victim, step.now)
-            lost, remaining_s = is_lost(victim, left, step.now, self.lost_steps), left.start_by - step.now
+            lost = given_up_at(victim, left, self.lost_steps) <= step.now
+            remaining_s = left.start_by - step.now
             if not lost and remaining_s <= candidate.remaining_s:
                 return False
             if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
-from vllm_ext.policies.slack import is_lost, slack
+from vllm_ext.policies.slack import given_up_at, slack
 from vllm_ext.scheduling.plan import Rank
 from vllm_ext.scheduling.views import RequestView
 
@@ -56,12 +56,12 @@ class SloSlack:
         if request.total_wait_s(now) >= self.age_limit_s:
             return AGED_RANK
         left = slack(request, now)
-        lost = self.relegate and is_lost(request, left, now, self.lost_steps)
+        lost_at = given_up_at(request, left, self.lost_steps)
+        lost = self.relegate and lost_at <= now
         level = RELEGATED if lost else IN_TIME
         if request.waiting_since is None:
             return Rank((float(level), _RUNS, left.start_by - now), level=level)
         until = ages_at(request, self.age_limit_s)
-        lost_at = left.lost_at - self.lost_steps * request.pace.step_s
         if self.relegate and not lost and lost_at < until:
             until = math.nextafter(lost_at, math.inf)
         # Of those that are lost whatever happens, the shortest leaves most room for the others.
