@@ -1,13 +1,16 @@
 """The format on a GPU, in Triton: gather and quantise, or dequantise and scatter, in one pass over paged blocks.
 
 A program holds one head's K or V of a group (64 tokens of 128 channels are 16 KiB) in registers: each value is read
-once and each code written once. Multiplications and additions are not fused, so that results are those of `reference`,
-bit for bit.
+once and each code written once. One launch serves all layers, whose caches it finds by their addresses: a launch costs
+the engine's thread some microseconds, and a model has dozens of layers. Multiplications and additions are not fused,
+so that results are those of `reference`, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +24,36 @@ _STEPS = tl.constexpr(definition.STEPS_PER_OCTAVE)
 _INVERSE_LEVELS = tl.constexpr(definition.INVERSE_LEVELS)
 _FIRST_CODE = tl.constexpr(definition.FIRST_CODE)
 _ROUNDER = tl.constexpr(definition.ROUNDER)
+_VALUES_PER_WARP = 2048
+_MOST_WARPS = 16
+_VECTOR_BYTES = 16
+
+
+class PagedCaches:
+    """Caches of several layers on one device, and where they are, for kernels that serve all of them.
+
+    Args:
+        tensors: Each of shape [num_blocks, page_elements], in one type, contiguous.
+
+    Attributes:
+        addresses: Of the tensors, shape [tensors], int64, on their device.
+        alignment: Bytes that every address is a multiple of, at most 16.
+
+    Raises:
+        ValueError: There is none, or they differ in type or device, or one is not contiguous.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+        if len(kinds) != 1:
+            raise ValueError(f"tensors: must be of one type and on one device, not {sorted(map(str, kinds))}")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(f"tensors: a cache's pages must lie together, and its strides are {tensor.stride()}")
+        self.tensors = list(tensors)
+        found = tuple(tensor.data_ptr() for tensor in tensors)
+        self.addresses = _addresses(found, tensors[0].device)
+        self.alignment = math.gcd(_VECTOR_BYTES, *found)
 
 
 def quantise(
@@ -39,26 +72,55 @@ def quantise(
         Which of the records hold, shape [groups], bool: see `reference.quantise`. The others are rubbish.
     """
     holds = torch.ones(len(slots), dtype=torch.int32, device=pages.device)
-    if len(slots):
-        _, inverses, thresholds = _tables(pages.device)
-        _quantise[_grid(fmt, len(slots))](
-            pages, block_ids, records, records.view(fmt.layout.dtype), slots, holds, inverses, thresholds,
-            *_geometry(fmt), fmt.minima_at // pages.element_size(), fmt.scales_at, fmt.record_bytes,
-            fmt.record_bytes // pages.element_size(), fmt.blocks, **_shape(fmt, fmt.blocks), **_options(),
-        )  # fmt: skip
+    quantise_layers(PagedCaches([pages]), _first(pages.device), block_ids, records, slots, holds, fmt)
     return holds.bool()
+
+
+def quantise_layers(
+    caches: PagedCaches, which: torch.Tensor, block_ids: torch.Tensor, records: torch.Tensor, slots: torch.Tensor,
+    holds: torch.Tensor, fmt: RecordFormat,
+) -> None:  # fmt: skip
+    """Write the records of the same groups of blocks in several layers, in one launch on the current stream.
+
+    Args:
+        caches: Layers' caches, in the layout's type.
+        which: Layers to write, shape [layers], int64. Layer i's record goes to place ``slots[group] + i``.
+        block_ids: See `quantise`.
+        records: See `quantise`.
+        slots: Place of layer 0's record of each group, shape [groups], int64.
+        holds: Shape [groups], int32; set to 0 where a layer's record of that group does not hold, else left alone.
+        fmt: What a record looks like.
+    """
+    if len(slots) and len(which):
+        _, inverses, thresholds = _tables(records.device)
+        item = definition.ITEM_BYTES[fmt.layout.dtype]
+        _quantise[(*_grid(fmt, len(slots)), len(which))](
+            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots, holds, inverses,
+            thresholds, *_geometry(fmt), fmt.minima_at // item, fmt.scales_at, fmt.record_bytes,
+            fmt.record_bytes // item, fmt.blocks, **_shape(fmt, fmt.blocks), ALIGNMENT=caches.alignment,
+        )  # fmt: skip
 
 
 def dequantise(
     records: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat
 ) -> None:
     """Write groups back into blocks; arguments as for `quantise`. A block id of -1 is a block that is not wanted."""
-    if len(slots):
-        scales, _, _ = _tables(pages.device)
-        _dequantise[(*_grid(fmt, len(slots)), fmt.blocks)](
-            pages, block_ids, records, records.view(fmt.layout.dtype), slots, scales,
-            *_geometry(fmt), fmt.minima_at // pages.element_size(), fmt.scales_at, fmt.record_bytes,
-            fmt.record_bytes // pages.element_size(), fmt.blocks, **_shape(fmt, 1), **_options(),
+    dequantise_layers(records, slots, PagedCaches([pages]), _first(pages.device), block_ids, fmt)
+
+
+def dequantise_layers(
+    records: torch.Tensor, slots: torch.Tensor, caches: PagedCaches, which: torch.Tensor, block_ids: torch.Tensor,
+    fmt: RecordFormat,
+) -> None:  # fmt: skip
+    """Write groups back into blocks of several layers; arguments as for `quantise_layers`."""
+    if len(slots) and len(which):
+        scales, _, _ = _tables(records.device)
+        item = definition.ITEM_BYTES[fmt.layout.dtype]
+        groups, heads = _grid(fmt, len(slots))
+        _dequantise[(groups * fmt.blocks, heads, len(which))](
+            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots, scales,
+            *_geometry(fmt), fmt.minima_at // item, fmt.scales_at, fmt.record_bytes,
+            fmt.record_bytes // item, fmt.blocks, **_shape(fmt, 1), ALIGNMENT=caches.alignment,
         )  # fmt: skip
 
 
@@ -72,18 +134,28 @@ def _geometry(fmt: RecordFormat) -> tuple[int, ...]:
     return (layout.page_elements, layout.head_stride, *sides)
 
 
-def _shape(fmt: RecordFormat, blocks: int) -> dict[str, int]:
+def _shape(fmt: RecordFormat, blocks: int) -> dict[str, Any]:
     layout = fmt.layout
+    tokens = triton.next_power_of_2(blocks * layout.block_size)
+    channels = triton.next_power_of_2(layout.head_dim)
     return {
         "HEAD_DIM": layout.head_dim,
         "BLOCK_SIZE": layout.block_size,
-        "TOKENS": triton.next_power_of_2(blocks * layout.block_size),
-        "CHANNELS": triton.next_power_of_2(layout.head_dim),
+        "TOKENS": tokens,
+        "CHANNELS": channels,
+        "num_warps": min(_MOST_WARPS, max(4, tokens * channels // _VALUES_PER_WARP)),
+        "enable_fp_fusion": False,
     }
 
 
-def _options() -> dict[str, Any]:
-    return {"num_warps": 4, "enable_fp_fusion": False}
+@functools.lru_cache(maxsize=4096)
+def _addresses(found: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _first(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 @functools.cache
@@ -94,12 +166,15 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 @triton.jit
 def _quantise(
-    pages, block_ids, records, items, slots, holds, inverses, thresholds,
+    addresses, layers, block_ids, records, items, slots, holds, inverses, thresholds,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
     minima_at, scales_at, record_bytes, record_items, blocks,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     group, which = tl.program_id(0), tl.program_id(1)
+    layer = tl.load(layers + tl.program_id(2))
+    pages = tl.multiple_of(tl.load(addresses + layer).to(items.dtype), ALIGNMENT)
     is_v = which % 2 == 1
     offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
     token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
@@ -127,7 +202,7 @@ def _quantise(
         tl.store(holds + group, 0)
     code = tl.where(code > 255, 0, code)
 
-    slot = tl.load(slots + group)
+    slot = tl.load(slots + group) + layer
     inverse = tl.load(inverses + code)
     shifted = (values - low[None, :]) * inverse[None, :] + _ROUNDER
     codes = shifted.to(tl.int32, bitcast=True) & 255
@@ -139,14 +214,18 @@ def _quantise(
 
 @triton.jit
 def _dequantise(
-    pages, block_ids, records, items, slots, scales,
+    addresses, layers, block_ids, records, items, slots, scales,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
     minima_at, scales_at, record_bytes, record_items, blocks,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    group, which, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    block = tl.load(block_ids + group * blocks + place)
+    row, which = tl.program_id(0), tl.program_id(1)
+    group, place = row // blocks, row % blocks
+    block = tl.load(block_ids + row)
     if block >= 0:
+        layer = tl.load(layers + tl.program_id(2))
+        pages = tl.multiple_of(tl.load(addresses + layer).to(items.dtype), ALIGNMENT)
         is_v = which % 2 == 1
         offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
         token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
@@ -154,10 +233,10 @@ def _dequantise(
         inside = (offset + token * token_stride)[:, None] + (channel * channel_stride)[None, :]
         real = channel < HEAD_DIM
         held = (token < BLOCK_SIZE)[:, None] & real[None, :]
-        slot, at = tl.load(slots + group), which * HEAD_DIM + channel
+        slot, at = tl.load(slots + group) + layer, which * HEAD_DIM + channel
         low = tl.load(items + slot * record_items + minima_at + at, mask=real, other=0.0).to(tl.float32)
         code = tl.load(records + slot * record_bytes + scales_at + at, mask=real, other=0).to(tl.int32)
         scale = tl.load(scales + code)
         codes = tl.load(records + slot * record_bytes + place * page_elements + inside, mask=held, other=0)
         values = low[None, :] + codes.to(tl.float32) * scale[None, :]
-        tl.store(pages + block * page_elements + inside, values.to(pages.dtype.element_ty), mask=held)
+        tl.store(pages + block * page_elements + inside, values.to(items.dtype.element_ty), mask=held)

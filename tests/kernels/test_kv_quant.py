@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kernels.kv_quant import cpu, reference
+from vllm_ext.kernels.kv_quant import cpu, reference, vectors
 from vllm_ext.kernels.kv_quant.format import INVERSES, SCALES, PageLayout, RecordFormat, Side
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -184,3 +185,78 @@ def test_the_cpu_path_is_the_definition_bit_for_bit(make: Make, dtype: torch.dty
     assert (same[untouched] == 7).all()
     largest = pages[7].float().abs().max()
     assert (same[1].float() - pages[7].float()).abs().max() <= 0.01 * largest, "the first block of the first group"
+
+
+WIDE = [(dtype, (2, 64, 32)) for dtype in TYPES]
+NARROW = [(torch.bfloat16, shape) for shape in ((1, 64, 64), (2, 32, 16))]
+"""Type, KV heads, channels and tokens of a block: whose vectors are as wide as they get, as in real models, or half."""
+
+
+@pytest.mark.parametrize(("dtype", "shape"), WIDE + NARROW, ids=str)
+@EACH_LAYOUT
+def test_whole_vectors_are_the_definition_bit_for_bit(
+    make: Make, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    layout = make(dtype, *shape)
+    fmt = RecordFormat(layout, 2)
+    pages = strange_pages(dtype, layout, 5)
+    ids = torch.tensor([[7, 0], [11, -1], [-1, 3]])
+    expected, holds = reference.quantise(pages, ids, fmt)
+    assert holds.all()
+    records = torch.zeros(3, fmt.record_bytes, dtype=torch.uint8)
+    assert cpu.quantise(pages, ids.numpy(), records, np.arange(3), fmt).all()
+    assert torch.equal(records, expected)
+    back, same = torch.full_like(pages, 7.0), torch.full_like(pages, 7.0)
+    reference.dequantise(expected, ids, back, fmt)
+    cpu.dequantise(records, np.arange(3), same, ids.numpy(), fmt)
+    assert torch.equal(back, same)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@EACH_LAYOUT
+def test_channels_of_one_sign_have_their_own_extremes(make: Make, sign: float) -> None:
+    """The bits of negative numbers are in the opposite order, so that all of one sign is a case of its own."""
+    layout = make(torch.bfloat16, 1, 32, 16)
+    fmt = RecordFormat(layout, 1)
+    pages = sign * (1 + torch.rand(1, layout.page_elements, generator=torch.Generator().manual_seed(1))).bfloat16()
+    pages[0, 3] = sign * 0.0
+    expected, _ = reference.quantise(pages, torch.tensor([[0]]), fmt)
+    records = torch.zeros(1, fmt.record_bytes, dtype=torch.uint8)
+    assert cpu.quantise(pages, np.array([[0]]), records, np.array([0]), fmt).all()
+    assert torch.equal(records, expected)
+
+
+def test_pages_of_layers_that_lie_between_each_other_are_found() -> None:
+    """Another layer's pages may lie between a layer's own."""
+    layout = PageLayout.transposed_keys(torch.bfloat16, 2, 32, 16)
+    fmt = RecordFormat(layout, 2)
+    both = torch.randn(6, 2, layout.page_elements, generator=torch.Generator().manual_seed(2)).bfloat16()
+    pages, ids = both[:, 1], torch.tensor([[5, 1]])
+    records = torch.zeros(1, fmt.record_bytes, dtype=torch.uint8)
+    assert cpu.quantise(pages, ids.numpy(), records, np.array([0]), fmt).all()
+    assert torch.equal(records, reference.quantise(pages.contiguous(), ids, fmt)[0])
+    other = both[:, 0].clone()
+    cpu.dequantise(records, np.array([0]), pages, np.array([[0, 2]]), fmt)
+    assert torch.equal(both[:, 0], other)
+    assert (both[0, 1].float() - both[5, 1].float()).abs().max() < 0.05
+
+
+# --- the vectors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 16, 32])
+def test_extremes_of_each_of_several_vectors(lanes: int) -> None:
+    of = vectors.operations(torch.bfloat16, lanes)
+    least, most, unsigned, store = of.least_of_each, of.most_of_each, of.most_unsigned_of_each, of.store
+
+    @numba.njit
+    def reduce(bits: np.ndarray, found: np.ndarray) -> None:
+        store(found, 0, least(bits, 0))
+        store(found, lanes, most(bits, 0))
+        store(found, 2 * lanes, unsigned(bits, 0))
+
+    bits = np.random.default_rng(lanes).integers(-(2**15), 2**15, (lanes, lanes)).astype(np.int16)
+    found = np.zeros((3, lanes), np.int16)
+    reduce(bits.reshape(-1), found.reshape(-1))
+    expected = [bits.min(1), bits.max(1), bits.view(np.uint16).max(1).view(np.int16)]
+    np.testing.assert_array_equal(found, expected)
