@@ -46,6 +46,14 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
         self.scheduler_cls, self.kv_transfer_config = chosen, transfer
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
+    if config.kv_tier.gib:
+        from vllm_ext.kv.support import refuse_model
+
+        refuse_model(vllm_config)
+    if config.kv_tier.disk_dir:
+        from vllm_ext.kv.disk_identity import note_model
+
+        note_model(vllm_config, config.kv_tier.disk_dir)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     for name in needed_groups(config, usage):
         registry.install(name)
@@ -124,10 +132,11 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
     """
     if given is not None:
         raise ConfigError("kv_tier.gib", config.kv_tier.gib, "not beside --kv-transfer-config; leave one of them out")
-    registry.verify("kv-tier")
+    registry.verify("kv-tier", *(["kv-disk"] if config.kv_tier.disk_dir else []))
+    from vllm_ext import systems
     from vllm_ext.kv.options import transfer_config
 
-    return transfer_config(config.kv_tier)
+    return transfer_config(config.kv_tier, systems.build(config).tier_bits)
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
@@ -137,6 +146,8 @@ def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     groups = ["hints"]
     if usage_context in _HTTP:
         groups.append("http")
+    if usage_context in _SERVERS and config.kv_tier.admin:
+        groups.append("kv-admin")
     predicts = ext_config.RETRIEVAL in config.prediction.sources and systems.build(config).use_predictions
     if predicts:
         groups.append("prediction")

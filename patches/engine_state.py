@@ -1,9 +1,10 @@
-"""Adds the utility calls with which front ends fetch the scheduler's state, and tell it predicted output lengths.
+"""Adds the utility calls with which front ends fetch the scheduler's state, tell it predictions, and manage its KV.
 
 Upstream symbol: ``EngineCore``; the calls get names that vLLM does not use. Seams tried: ``SchedulerStats`` is a fixed
 structure, and vLLM drops fields it does not know on the way to the front end; utility calls are dispatched by name on
 ``EngineCore`` and are the one channel that carries a dictionary of ours.
-Breaks without: no ``vllm_ext:*`` metrics, no request log, and no predictions that come after a request was queued.
+Breaks without: no ``vllm_ext:*`` metrics, no request log, no predictions that come after a request was queued, and no
+admin endpoint of the KV tier.
 Can go: when a scheduler can send statistics of its own.
 """
 
@@ -26,6 +27,12 @@ def vllm_ext_predictions(self: Any, rows: list[list[Any]]) -> int:
     return counted
 
 
+def vllm_ext_kv_tier(self: Any, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Answer an administrator of the KV tier, as ``TierAdmin.answer`` does."""
+    answer: dict[str, Any] = self.scheduler.tier_admin.answer(action, arguments)
+    return answer
+
+
 HOOKS: tuple[Hook, ...] = (
     Addition(
         target="vllm.v1.engine.core:EngineCore.vllm_ext_state",
@@ -42,5 +49,13 @@ HOOKS: tuple[Hook, ...] = (
         breaks_without="output lengths are predicted from hints and history only",
         remove_when="a front-end plugin can speak to the scheduler",
         value=vllm_ext_predictions,
+    ),
+    Addition(
+        target="vllm.v1.engine.core:EngineCore.vllm_ext_kv_tier",
+        feature="KV tier's admin endpoint",
+        why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
+        breaks_without="conversations in the KV tier can't be listed, pinned or dropped by hand",
+        remove_when="a front-end plugin can speak to the scheduler",
+        value=vllm_ext_kv_tier,
     ),
 )

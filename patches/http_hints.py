@@ -47,7 +47,7 @@ async def add_hints(request: Any, raw_request: Any) -> None:
     found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
     given = await _as_sent(request.vllm_xargs or {}, raw_request)
     hints.from_extra_args(given)
-    if found or hints.REPORT_KEY in given:
+    if found or any(key in given for key in hints.FLAG_KEYS):
         request.vllm_xargs = {**found, **given}
 
 
@@ -55,14 +55,14 @@ async def _as_sent(given: dict[str, Any], raw_request: Any) -> dict[str, Any]:
     """Return the arguments with true and false as they were sent.
 
     vLLM's request model turns them into 1 and 0; only the raw body, which the server keeps parsed, still tells. Without
-    one, as in a batch file, the report that was asked for with 1 is taken to be asked for with true.
+    one, as in a batch file, a flag that is 1 or 0 is taken to have been sent as true or false.
     """
     suspects = [key for key in hints.KEYS if key in given and given[key] in (0, 1)]
     if not suspects:
         return given
     if raw_request is None:
         return {
-            key: bool(value) if key == hints.REPORT_KEY and value in (0, 1) else value for key, value in given.items()
+            key: bool(value) if key in hints.FLAG_KEYS and value in (0, 1) else value for key, value in given.items()
         }
     body = await raw_request.json()
     sent = body.get("vllm_xargs") if isinstance(body, dict) else None

@@ -21,6 +21,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prediction": ("prediction_service",),
     "shed": ("slo_shedding",),
     "kv-tier": ("kv_tier_reliances",),
+    "kv-disk": ("kv_disk_reliances",),
+    "kv-admin": ("kv_admin",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

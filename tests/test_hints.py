@@ -81,14 +81,27 @@ def test_a_malformed_tag_is_refused_by_name(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_A_FLAG, ids=repr)
-def test_a_report_is_asked_for_with_a_boolean(value: Any) -> None:
-    with pytest.raises(HintError, match=r"^slo_report=.*: must be true or false;"):
-        hints.from_extra_args({"slo_report": value})
+@pytest.mark.parametrize("key", hints.FLAG_KEYS)
+def test_a_flag_is_a_boolean(key: str, value: Any) -> None:
+    with pytest.raises(HintError, match=rf"^{key}=.*: must be true or false;"):
+        hints.from_extra_args({key: value})
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_a_report_may_be_asked_for_or_declined(value: bool) -> None:
-    assert hints.from_extra_args({"slo_report": value}).slo_report is value
+@pytest.mark.parametrize("key", hints.FLAG_KEYS)
+def test_what_a_flag_stands_for_may_be_asked_for_or_declined(key: str, value: bool) -> None:
+    assert getattr(hints.from_extra_args({key: value}), key) is value
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "60", math.inf, math.nan, 30 * 86400 + 1, [60]], ids=repr)
+def test_a_malformed_time_to_live_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(HintError, match=r"^kv_ttl_s=.*: must be a number of seconds greater than 0"):
+        hints.from_extra_args({"kv_ttl_s": value})
+
+
+def test_a_time_to_live_is_seconds() -> None:
+    assert hints.from_extra_args({"kv_ttl_s": 60}).kv_ttl_s == 60.0
+    assert hints.from_extra_args({}).kv_ttl_s is None
 
 
 @pytest.mark.parametrize("value", NOT_AN_ID, ids=lambda v: repr(v)[:20])

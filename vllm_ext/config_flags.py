@@ -157,6 +157,12 @@ FLAGS: tuple[Flag, ...] = (
         help="16 keeps KV in host memory as it is, 8 quantises it to half the bytes.",
     ),
     Flag(
+        name="--kv-tier-admin",
+        path=("kv_tier", "admin"),
+        type=bool,
+        help="Whether conversations in the KV tier can be listed, pinned and dropped under /v1/vllm-ext/kv-tier.",
+    ),
+    Flag(
         name="--ext-modules",
         path=("modules",),
         type=comma_list,

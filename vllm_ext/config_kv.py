@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from vllm_ext.config_checks import ConfigError, boolean, choice, integer, number
 
 LOSSLESS, QUANTISED = 16, 8
-RETENTION = "retention"
-POLICIES = (RETENTION, "lru", "arc")
-EARLY, LATE = "early", "late"
+RETENTION, TAIL = "retention", "tail"
+POLICIES = (RETENTION, TAIL, "lru", "arc")
+EARLY, LATE, AHEAD = "early", "late", "ahead"
+STORES = (EARLY, LATE, AHEAD)
+BETWEEN, IN_STEP, AUTO = "between", "in-step", "auto"
+LOADS = (BETWEEN, IN_STEP, AUTO)
 _CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
 
 
@@ -20,48 +24,126 @@ class KvTierConfig:
     gib: float = 0.0
     """Host memory for KV, in GiB, of all workers of an engine together; 0 leaves the tier out."""
 
-    bits: int = LOSSLESS
-    """16 keeps KV as it is, whatever its type; 8 quantises it: half the bytes, outputs that may differ."""
+    bits: int | None = None
+    """16 keeps KV as it is, whatever its type; 8 quantises it: half the bytes, outputs that may differ. By default what
+    the system wants: 8 for ``alise``, else 16."""
 
     chunk_tokens: int | None = None
     """Tokens moved, kept and evicted together, a multiple of vLLM's block; with 8 bits also those that share their
     scales. By default 32 tokens at 16 bits and 64 at 8, or one block where that is more."""
 
     policy: str = RETENTION
-    """Which chunks are evicted first: those of least ``retention`` value, or by ``lru`` or ``arc``, vLLM's own."""
+    """Which chunks are evicted first: ends of conversations of least ``retention`` value, or those that were not used
+    longest (``tail``); or by ``lru`` or ``arc``, vLLM's own, which know no conversations."""
+
+    learn_returns: bool = True
+    """Whether ``retention`` weighs how likely conversations return after so many turns, learned while serving."""
+
+    ttl_s: float = 0.0
+    """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` goes before."""
+
+    pin_share: float = 0.25
+    """Most of the tier that conversations pinned by clients (``kv_pin``) may hold; 0 ignores the hint."""
+
+    salt_share: float = 1.0
+    """Most of the tier that the chunks of one ``cache_salt`` may hold."""
 
     store: str = EARLY
-    """When a chunk is copied: ``early``, as soon as it is full, or ``late``, when its request is preempted or ends."""
+    """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends; or
+    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss."""
+
+    free_fraction: float = 0.25
+    """Share of the device's blocks that ``ahead`` keeps free, or copied."""
+
+    load: str = BETWEEN
+    """When KV is brought back: ``between`` steps, while others compute and the request waits; ``in-step``, layer by
+    layer in the step that computes the request, for which all in that step wait; or ``auto``, what costs less."""
 
     prompt_only: bool = False
     """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
+
+    disk_dir: str = ""
+    """Directory to which chunks are copied on, and where they are found after a restart; empty: none."""
+
+    disk_gib: float = 0.0
+    """Most that lies there, in GiB, of all replicas together."""
+
+    admin: bool = False
+    """Whether a server answers under ``/v1/vllm-ext/kv-tier``: statistics; conversations listed, pinned, dropped."""
 
     def __post_init__(self) -> None:
         number("kv_tier.gib", self.gib)
         if self.gib < 0:
             raise ConfigError("kv_tier.gib", self.gib, "must be 0 (no tier) or a number of GiB")
-        choice_of_bits = (LOSSLESS, QUANTISED)
-        if isinstance(self.bits, bool) or self.bits not in choice_of_bits:
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in _CHUNK_TOKENS):
             raise ConfigError("kv_tier.bits", self.bits, "must be 16 or 8")
         if self.chunk_tokens is not None:
             integer("kv_tier.chunk_tokens", self.chunk_tokens, minimum=1)
         choice("kv_tier.policy", self.policy, POLICIES)
-        choice("kv_tier.store", self.store, (EARLY, LATE))
+        choice("kv_tier.store", self.store, STORES)
+        choice("kv_tier.load", self.load, LOADS)
+        number("kv_tier.free_fraction", self.free_fraction)
+        if not 0 < self.free_fraction < 1:
+            raise ConfigError("kv_tier.free_fraction", self.free_fraction, "must be a fraction between 0 and 1")
         boolean("kv_tier.prompt_only", self.prompt_only)
+        boolean("kv_tier.admin", self.admin)
+        if self.admin and not self.gib:
+            raise ConfigError("kv_tier.admin", self.admin, "needs kv_tier.gib: without a tier there is nothing to see")
+        self._check_conversations()
+        self._check_disk()
+
+    def _check_conversations(self) -> None:
+        boolean("kv_tier.learn_returns", self.learn_returns)
+        for name in ("ttl_s", "pin_share", "salt_share"):
+            number(f"kv_tier.{name}", getattr(self, name))
+        if self.ttl_s < 0:
+            raise ConfigError("kv_tier.ttl_s", self.ttl_s, "must be 0 (never) or a number of seconds")
+        if not 0 <= self.pin_share <= 0.9:
+            raise ConfigError("kv_tier.pin_share", self.pin_share, "must be a fraction from 0 to 0.9")
+        if not 0 < self.salt_share <= 1:
+            raise ConfigError("kv_tier.salt_share", self.salt_share, "must be a fraction greater than 0 and at most 1")
+        if self.ttl_s and self.disk_dir:
+            raise ConfigError("kv_tier.ttl_s", self.ttl_s, "must be 0 with a disk_dir: what is on disk has no such end")
+        if self.policy not in (RETENTION, TAIL) and (self.ttl_s or self.salt_share < 1):
+            name = "ttl_s" if self.ttl_s else "salt_share"
+            allowed = f"needs policy {RETENTION} or {TAIL}: {self.policy} knows no conversations"
+            raise ConfigError(f"kv_tier.{name}", getattr(self, name), allowed)
+
+    def _check_disk(self) -> None:
+        """Check the options of the disk among themselves; whether it can be written is seen when a server starts."""
+        if not isinstance(self.disk_dir, str):
+            raise ConfigError("kv_tier.disk_dir", self.disk_dir, "must be the path of a directory, or empty")
+        number("kv_tier.disk_gib", self.disk_gib)
+        if self.disk_gib < 0 or bool(self.disk_gib) != bool(self.disk_dir):
+            allowed = "must be a number of GiB greater than 0 if there is a disk_dir, else 0"
+            raise ConfigError("kv_tier.disk_gib", self.disk_gib, allowed)
+        if self.disk_dir:
+            if not self.gib:
+                raise ConfigError("kv_tier.disk_dir", self.disk_dir, "needs kv_tier.gib, through which all KV goes")
+            object.__setattr__(self, "disk_dir", os.path.abspath(os.path.expanduser(self.disk_dir)))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
         return int(self.gib * 2**30)
 
-    def blocks_per_chunk(self, block_size: int) -> int:
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on disk."""
+        return int(self.disk_gib * 2**30)
+
+    def bits_or(self, default: int) -> int:
+        """Return the form of KV in host memory, where the system wants ``default``."""
+        return default if self.bits is None else self.bits
+
+    def blocks_per_chunk(self, block_size: int, default_bits: int = LOSSLESS) -> int:
         """Return how many of vLLM's blocks make a chunk.
 
         Raises:
             ConfigError: ``chunk_tokens`` was given and is no multiple of ``block_size``.
         """
         if self.chunk_tokens is None:
-            return max(1, _CHUNK_TOKENS[self.bits] // block_size)
+            return max(1, _CHUNK_TOKENS[self.bits_or(default_bits)] // block_size)
         if self.chunk_tokens % block_size:
             allowed = f"must be a multiple of vLLM's KV block, {block_size} tokens here"
             raise ConfigError("kv_tier.chunk_tokens", self.chunk_tokens, allowed)

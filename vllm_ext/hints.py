@@ -21,9 +21,13 @@ MAX_TAG_CHARS = 64
 MAX_OSL = 1_000_000
 """Largest expected output length, in tokens."""
 
+MAX_TTL_S = 30 * 86400.0
+"""Longest time a client may want a conversation's KV kept, in seconds."""
+
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
 REPORT_KEY = "slo_report"
-KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", REPORT_KEY)
+FLAG_KEYS = ("kv_pin", REPORT_KEY)
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", *FLAG_KEYS)
 """The keys of ``extra_args`` that are ours."""
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -33,6 +37,7 @@ _SLO_ALLOWED = "a finite number of milliseconds greater than 0"
 _OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
 _TAG_ALLOWED = f"a string of 1 to {MAX_TAG_CHARS} characters"
 _FLAG_ALLOWED = "true or false"
+_TTL_ALLOWED = f"a number of seconds greater than 0 and at most {MAX_TTL_S:.0f}"
 _ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
 _SHOWN_CHARS = 80
 
@@ -81,6 +86,12 @@ class RequestHints:
     tag: str | None = None
     """Name of the application or tenant; requests of one tag are expected to be alike."""
 
+    kv_pin: bool | None = None
+    """Whether the KV tier is to keep the conversation's KV from now on, whatever it is worth; None leaves that."""
+
+    kv_ttl_s: float | None = None
+    """How long after its last use the conversation's KV may stay in the tier, in seconds."""
+
     slo_report: bool = False
     """Whether the response's usage is to say how long the request took and whether its objectives were met."""
 
@@ -111,6 +122,8 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         jct_slo_ms=check_slo_ms("jct_slo_ms", found.get("jct_slo_ms")),
         osl=check_osl("osl", found.get("osl")),
         tag=check_tag("tag", found.get("tag")),
+        kv_pin=check_optional_flag("kv_pin", found.get("kv_pin")),
+        kv_ttl_s=check_ttl_s("kv_ttl_s", found.get("kv_ttl_s")),
         slo_report=check_flag(REPORT_KEY, found.get(REPORT_KEY)),
     )
 
@@ -190,6 +203,20 @@ def check_flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise HintError(field, value, _FLAG_ALLOWED)
     return value
+
+
+def check_optional_flag(field: str, value: Any) -> bool | None:
+    """Return a flag, None where nothing was said, or raise `HintError` naming ``field``."""
+    return None if value is None else check_flag(field, value)
+
+
+def check_ttl_s(field: str, value: Any) -> float | None:
+    """Return a time to live in seconds, or raise `HintError` naming ``field``."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_TTL_S:
+        raise HintError(field, value, _TTL_ALLOWED)
+    return float(value)
 
 
 def check_conversation_id(field: str, value: Any) -> str | None:

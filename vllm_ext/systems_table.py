@@ -19,6 +19,7 @@ from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
+from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
 from vllm_ext.system import System
 
 _ALISE = "ALISE (arXiv 2410.23537)"
@@ -35,6 +36,7 @@ ROWS = (
         name="alise",
         ordering=RemainingTimeLevels,
         admission=BestSet,
+        residency=EstimatedWait,
         paper=_ALISE,
         summary="shortest predicted remaining time first, preemptive, aged",
     ),
@@ -42,6 +44,7 @@ ROWS = (
         name="oracle-alise",
         ordering=RemainingTimeLevels,
         admission=BestSet,
+        residency=EstimatedWait,
         oracle=True,
         paper=f"{_ALISE}, Oracle",
         summary=f"alise with true output lengths; {_OFFLINE}",
@@ -141,9 +144,11 @@ ROWS = (
         ordering=PressingFirst,
         admission=ForesightFit,
         budget=TbtBudget,
+        residency=EstimatedWait,
         parameters={
             "admission": {"reserve": 0.04, "redraw_steps": 16},
             "budget": {"default_tbt_ms": 0.0},
+            "residency": {"tier_bits": 16},
         },
         summary="our best: remaining time until an objective presses, memory foreseen, TBT objectives kept",
     ),
@@ -170,7 +175,8 @@ ROWS = (
         name="fastserve",
         ordering=SkipJoin,
         admission=BestSet,
-        parameters={"admission": {"priced": False}},
+        residency=EstimatedWait,
+        parameters={"admission": {"priced": False}, "residency": {"choose": SWAPPED, "tier_bits": 16}},
         paper="FastServe (arXiv 2305.05920)",
         summary="baseline: skip-join multi-level feedback queues, preemptive",
     ),

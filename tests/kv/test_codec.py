@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kv.codec import RawCodec
+from vllm_ext.kv.layout import PackedPages
 
 from .tier_worker_parts import LAYOUT, codec, geometry, random_kv
 
@@ -74,3 +76,26 @@ def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:
     pool, too_small = torch.zeros(1000, dtype=torch.uint8), geometry(LOSSLESS, 2, 2)
     with pytest.raises(ValueError, match="this worker's blocks take"):
         RawCodec(kv, pool, too_small)
+
+
+def test_packed_pages_are_put_in_order_first_and_back() -> None:
+    """Pages whose values lie anywhere: records are those of ordered pages, and come back where they were."""
+    ordered = random_kv()
+    order = np.random.default_rng(3).permutation(LAYOUT.page_elements)
+    rows = PageLayout.rows(LAYOUT.dtype, LAYOUT.num_heads, LAYOUT.head_dim, LAYOUT.block_size)
+    packed = PackedPages(rows, order.astype(np.int64).tobytes())
+    scrambled = [torch.empty_like(tensor) for tensor in ordered]
+    for tensor, other in zip(ordered, scrambled, strict=True):
+        other.view(LAYOUT.dtype)[:, torch.from_numpy(order)] = tensor.view(LAYOUT.dtype)
+    before = [tensor.clone() for tensor in scrambled]
+    blocks = ids([3, 5], [0, -1], [1, 2], [4, 6], [7, 8])  # more than are put in order at a time
+    kinds = {"layout": rows}, {"layout": packed}
+    plain, tier = (codec(QUANTISED, kv, **kind) for kv, kind in zip((ordered, scrambled), kinds, strict=True))
+    for tensor in range(len(ordered)):
+        for one in (plain, tier):
+            assert one.store(tensor, blocks, ids(4, 1, 0, 2, 3)).all()
+            one.load(tensor, ids(4, 2), ids([9, 10], [-1, 11]))
+    assert torch.equal(tier._records, plain._records)  # type: ignore[attr-defined]
+    for tensor, expected, was in zip(scrambled, ordered, before, strict=True):
+        assert torch.equal(tensor.view(LAYOUT.dtype)[:, torch.from_numpy(order)], expected.view(LAYOUT.dtype))
+        assert torch.equal(tensor[:9], was[:9])

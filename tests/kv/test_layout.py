@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.layout import UnknownLayout, layout_of, probe
+from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of, probe
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -55,7 +55,7 @@ def test_vllms_cpu_backend_transposes_keys(dtype: torch.dtype, isa: str, tokens:
     assert not cache.any(), "the model's own cache is not written"
 
 
-def test_a_page_that_strides_cannot_describe_is_refused() -> None:
+def test_values_of_a_page_that_strides_cannot_describe_are_found_one_by_one() -> None:
     layout = PageLayout.rows(torch.float32, 1, 4, 4)
     order = torch.randperm(layout.page_elements, generator=torch.Generator().manual_seed(0))
 
@@ -64,8 +64,12 @@ def test_a_page_that_strides_cannot_describe_is_refused() -> None:
         Backend(layout).write(keys, values, written, slots)
         cache[:] = written[order]
 
-    with pytest.raises(UnknownLayout, match="strides"):
-        probe(shuffled, torch.zeros(layout.page_elements), 1, 4, 4)
+    found = probe(shuffled, torch.zeros(layout.page_elements), 1, 4, 4)
+    assert isinstance(found, PackedPages)
+    assert found.rows == layout
+    page = torch.arange(layout.page_elements)
+    assert torch.equal(page[order][torch.from_numpy(found.order.copy())], page), "ordered, it is the page again"
+    assert found == probe(shuffled, torch.zeros(layout.page_elements), 1, 4, 4)
 
 
 def test_a_page_with_places_for_other_things_is_refused() -> None:

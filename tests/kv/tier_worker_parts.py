@@ -14,6 +14,7 @@ from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.codec import Codec, Ids, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.layout import PackedPages
 
 LAYOUT = PageLayout.transposed_keys(torch.bfloat16, 2, 8, 4)
 
@@ -35,11 +36,18 @@ def geometry(bits: int, num_tensors: int, blocks_per_chunk: int) -> TierGeometry
     return TierGeometry(bits=bits, blocks_per_chunk=blocks_per_chunk, chunk_bytes=chunk_bytes, record_bytes=record)
 
 
-def codec(bits: int, kv: Sequence[torch.Tensor], *, num_chunks: int = 6, blocks_per_chunk: int = 2) -> Codec:
+def codec(
+    bits: int,
+    kv: Sequence[torch.Tensor],
+    *,
+    num_chunks: int = 6,
+    blocks_per_chunk: int = 2,
+    layout: PageLayout | PackedPages = LAYOUT,
+) -> Codec:
     """A codec with a pool of its own, full of rubbish."""
     size = geometry(bits, len(kv), blocks_per_chunk)
     pool = torch.full((num_chunks * size.chunk_bytes,), 0xAB, dtype=torch.uint8)
-    return QuantisedCodec(kv, pool, size, LAYOUT) if bits == QUANTISED else RawCodec(kv, pool, size)
+    return QuantisedCodec(kv, pool, size, layout) if bits == QUANTISED else RawCodec(kv, pool, size)
 
 
 def device(blocks: Sequence[int], index: int = 0) -> GPULoadStoreSpec:

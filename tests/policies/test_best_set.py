@@ -14,7 +14,6 @@ from vllm_ext.config import ConfigError
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.admission.fits_now import FitsNow
 from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.residency.recompute import Recompute
 from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan
 from vllm_ext.scheduling.views import RequestView
 
@@ -89,6 +88,8 @@ def running(
         predicted_output_tokens=tokens,
         predicted_remaining_s=remaining,
         recompute_s=price,
+        restore_s=price,
+        stall_s=price,
         num_preemptions=preemptions,
         progress_tokens=progress,
         num_blocks=blocks,
@@ -270,7 +271,6 @@ def test_the_other_policies_change_nothing() -> None:
     step = example(0.0)
     assert FitsNow().plan(step) == AdmissionPlan()  # type: ignore[arg-type]
     assert StaticBudget().plan(step) == BudgetPlan()  # type: ignore[arg-type]
-    assert Recompute().on_preempt(running("a", 1, 1.0)) == "recompute"
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import QUANTISED, KvTierConfig
-from vllm_ext.kv.layout import UnknownLayout, layout_of
-from vllm_ext.kv.options import BITS_KEY, CHUNK_KEY, LATE_KEY
+from vllm_ext.config_kv import BETWEEN, QUANTISED, KvTierConfig
+from vllm_ext.kv.failures import Fallible
+from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.layer_loads import LayerwiseWorker
+from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of
+from vllm_ext.kv.options import BITS_KEY, CHUNK_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
+from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.kv.spec import TierSpec
-from vllm_ext.kv.worker import TierWorker
+from vllm_ext.kv.statistics import TierAccount
+from vllm_ext.kv.times import Timed, WorkerTimes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_ext.kernels.kv_quant.format import PageLayout
@@ -31,15 +40,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):
-    """What a worker reports: finished jobs, as vLLM's, and chunks that hold nothing readable."""
+    """What a worker reports: finished jobs, as vLLM's, chunks that hold nothing readable, and what took time."""
 
     unreadable: set[int] = field(default_factory=set)
+    times: WorkerTimes = field(default_factory=WorkerTimes)
 
     def aggregate(self, other: Any) -> TierWorkerMetadata:
         """Return the report of several workers."""
         merged = super().aggregate(other)
-        unreadable = self.unreadable | getattr(other, "unreadable", set())
-        return TierWorkerMetadata(merged.completed_jobs, merged.transfer_stats, unreadable)
+        unreadable, times = set(self.unreadable), WorkerTimes()
+        times.add(self.times)
+        if isinstance(other, TierWorkerMetadata):
+            unreadable |= other.unreadable
+            times.add(other.times)
+        return TierWorkerMetadata(merged.completed_jobs, merged.transfer_stats, unreadable, times)
 
 
 class TieredConnector(OffloadingConnector):
@@ -57,14 +71,32 @@ class TieredConnector(OffloadingConnector):
         self._canonical_layout = config.canonical_layout
         spec = TierSpec(config)
         self.connector_scheduler = self.connector_worker = None
+        self.account: TierAccount | None = None
+        """Of the scheduler's side; None in a worker."""
         if role == KVConnectorRole.SCHEDULER:
-            late = bool(config.extra_config[LATE_KEY])
-            self.connector_scheduler = TierScheduler(spec, vllm_config, kv_cache_config, late=late)
+            extra, books = config.extra_config, spec.get_manager()
+            self.connector_scheduler = TierScheduler(
+                spec,
+                vllm_config,
+                kv_cache_config,
+                store=str(extra[STORE_KEY]),
+                load=str(extra[LOAD_KEY]),
+                prices=_prices(spec),
+                free_fraction=float(extra[FREE_KEY]),
+                keeper=Keeper(getattr(books, "host", books), **extra[KEEPER_KEY]),
+            )
+            self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
-            self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
+            self.connector_worker = LayerwiseWorker(spec, vllm_config, kv_cache_config)
+        self._times = WorkerTimes()
         self._unreadable: set[int] = set()
         self._unfilled_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether layers wait for their KV, which they don't while a graph of the whole step is replayed."""
+        return extra_config.get(LOAD_KEY, BETWEEN) != BETWEEN
 
     # --- the worker's side ------------------------------------------------------------------------------------------
 
@@ -79,13 +111,40 @@ class TieredConnector(OffloadingConnector):
             spec.layout = self._layout(kv_caches)
         super().register_kv_caches(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Begin stores, and wait for those whose blocks the step takes: what is under way first, then this step's.
+
+        After a reset a store of this step may go to a place that an older copy still uses.
+        """
+        started = time.perf_counter()
+        flush = kv_connector_metadata.jobs_to_flush or set()
+        if older := flush - kv_connector_metadata.store_jobs.keys():
+            alone = replace(kv_connector_metadata, load_jobs={}, store_jobs={}, jobs_to_flush=older)
+            super().handle_preemptions(alone)
+            kv_connector_metadata.jobs_to_flush = flush - older
+        super().handle_preemptions(kv_connector_metadata)
+        self._times.store_wait_s += time.perf_counter() - started
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin loads."""
+        started = time.perf_counter()
+        super().start_load_kv(forward_context, **kwargs)
+        self._times.load_wait_s += time.perf_counter() - started
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when a layer's KV is there, as far as it is loaded within the step."""
+        started = time.perf_counter()
+        self.connector_worker.wait_for_layer(layer_name)
+        self._times.load_wait_s += time.perf_counter() - started
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return which requests' loads are through, and which of them failed."""
         by_blocks = len(self._kv_cache_config.kv_cache_groups) == 1
         loads = {} if by_blocks else dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
+        self._unfilled_blocks |= self.connector_worker.take_doubtful()
         worker = self.connector_worker.worker
-        if not isinstance(worker, TierWorker):
+        if not isinstance(worker, Fallible):
             return results
         failures = worker.take_failures()
         self._unreadable |= failures.chunks
@@ -113,11 +172,14 @@ class TieredConnector(OffloadingConnector):
         if meta is None and not self._unreadable:
             return None
         unreadable, self._unreadable = self._unreadable, set()
+        times, self._times = self._times, WorkerTimes()
+        if isinstance(self.connector_worker.worker, Timed):
+            times.add(self.connector_worker.worker.take_times())
         if meta is None:
-            return TierWorkerMetadata(unreadable=unreadable)
-        return TierWorkerMetadata(meta.completed_jobs, meta.transfer_stats, unreadable)
+            return TierWorkerMetadata(unreadable=unreadable, times=times)
+        return TierWorkerMetadata(meta.completed_jobs, meta.transfer_stats, unreadable, times)
 
-    def _layout(self, kv_caches: dict[str, torch.Tensor]) -> PageLayout:
+    def _layout(self, kv_caches: dict[str, torch.Tensor]) -> PageLayout | PackedPages:
         layers = self._vllm_config.compilation_config.static_forward_context
         num_blocks = self._kv_cache_config.num_blocks
         if any(cache.shape[0] != num_blocks for cache in kv_caches.values()):
@@ -135,12 +197,30 @@ class TieredConnector(OffloadingConnector):
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
 
+    @property
+    def tier(self) -> TierScheduler | None:
+        """The scheduler's side; None in a worker."""
+        return self.connector_scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take vLLM's blocks."""
+        self.connector_scheduler.bind_block_pool(gpu_block_pool)
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, TierWorkerMetadata) and meta.unreadable:
-            self.connector_scheduler.manager.mark_unreadable(meta.unreadable)
+        if isinstance(meta, TierWorkerMetadata):
+            side = self.connector_scheduler
+            side.manager.mark_unreadable(meta.unreadable)
+            self.account.observe(meta.transfer_stats, meta.times)
+            side.prices.back.observe(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
+            side.prices.out.observe(meta.transfer_stats.store.bytes, meta.transfer_stats.store.time)
         super().update_connector_output(connector_output)
+
+
+def _prices(spec: TierSpec) -> TransferPrices:
+    tokens = min(group.tokens_per_block for group in spec.config.groups) * spec.blocks_per_chunk
+    return TransferPrices(spec.geometry.chunk_bytes, tokens)
 
 
 def _set_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_ext.kernels.kv_quant.format import ITEM_BYTES, PageLayout
@@ -18,11 +20,40 @@ _BASE = 256
 _NOTHING = -1.0
 
 
+@dataclass(frozen=True)
+class PackedPages:
+    """Pages that no strides describe, as of kernels that pack values in pairs or tiles; a permutation does.
+
+    Args:
+        rows: What a page looks like once its values are put in order.
+        places: By element of such a page: where it lies in the real one, int64, as bytes.
+    """
+
+    rows: PageLayout
+    places: bytes
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, index: npt.NDArray[np.int64]) -> PackedPages:
+        """Return what ``index`` says, of shape [H, 2, N, D] as in `PageLayout.from_index`."""
+        heads, _, tokens, channels = index.shape
+        rows = PageLayout.rows(dtype, heads, channels, tokens)
+        order = np.empty(index.size, np.int64)
+        order[rows.index.ravel()] = index.ravel()
+        return cls(rows, order.tobytes())
+
+    @property
+    def order(self) -> npt.NDArray[np.int64]:
+        """Where each element of an ordered page lies in the real one, shape [page_elements]."""
+        return np.frombuffer(self.places, np.int64)
+
+
 class UnknownLayout(ValueError):
     """A backend's pages can't be described, so that their KV can only be kept as it is."""
 
 
-def probe(write: Write, cache: torch.Tensor, num_heads: int, head_dim: int, block_size: int) -> PageLayout:
+def probe(
+    write: Write, cache: torch.Tensor, num_heads: int, head_dim: int, block_size: int
+) -> PageLayout | PackedPages:
     """Return the layout of a backend's pages.
 
     Every value is given a number, and the numbers are written digit by digit, each as what a model would write.
@@ -35,8 +66,7 @@ def probe(write: Write, cache: torch.Tensor, num_heads: int, head_dim: int, bloc
         block_size: Tokens of a block.
 
     Raises:
-        UnknownLayout: Some value is not in the page, or not alone in its place, or no strides say where values are, or
-            its type can't be quantised.
+        UnknownLayout: Some value is not in the page, or not alone in its place, or its type can't be quantised.
     """
     if cache.dtype not in ITEM_BYTES:
         raise UnknownLayout(f"KV of type {cache.dtype} can't be quantised")
@@ -65,13 +95,14 @@ def probe(write: Write, cache: torch.Tensor, num_heads: int, head_dim: int, bloc
         raise UnknownLayout("a backend's page does not hold each value once, as it was written")
     index = np.empty(values.size, np.int64)
     index[found] = np.arange(values.size)
+    index = index.reshape(values.shape)
     try:
-        return PageLayout.from_index(cache.dtype, index.reshape(values.shape))
-    except ValueError as error:
-        raise UnknownLayout(str(error)) from error
+        return PageLayout.from_index(cache.dtype, index)
+    except ValueError:
+        return PackedPages.of(cache.dtype, index)
 
 
-def layout_of(layer: Any, cache: torch.Tensor) -> PageLayout:
+def layout_of(layer: Any, cache: torch.Tensor) -> PageLayout | PackedPages:
     """Return the layout of a layer's pages, as vLLM's attention layer writes them.
 
     Args:
@@ -88,7 +119,8 @@ def layout_of(layer: Any, cache: torch.Tensor) -> PageLayout:
         raise UnknownLayout(f"a cache of shape {tuple(cache.shape)} is not [blocks, heads, tokens, K and V]")
     _, num_heads, block_size, width = cache.shape
     if cache.stride(0) != num_heads * block_size * width:
-        raise UnknownLayout(f"a block's values are not together: strides {cache.stride()}")
+        allowed = "layouts with layers and heads outside of blocks are not known; VLLM_KV_CACHE_LAYOUT=LBHNC is"
+        raise UnknownLayout(f"a block's values are not together: strides {cache.stride()} ({allowed})")
     one_block = torch.empty_strided((1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
     flat = one_block.as_strided((one_block.numel(),), (1,))
 

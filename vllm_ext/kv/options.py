@@ -9,21 +9,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ext.config_kv import LATE, KvTierConfig
+from vllm_ext.config_kv import LOSSLESS, KvTierConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 BITS_KEY = "vllm_ext_kv_tier_bits"
 CHUNK_KEY = "vllm_ext_kv_tier_chunk_tokens"
-LATE_KEY = "vllm_ext_kv_tier_late"
-"""Keys of ``kv_connector_extra_config`` that carry ``kv_tier.bits``, ``.chunk_tokens``, and whether to store late."""
+STORE_KEY = "vllm_ext_kv_tier_store"
+LOAD_KEY = "vllm_ext_kv_tier_load"
+FREE_KEY = "vllm_ext_kv_tier_free_fraction"
+KEEPER_KEY = "vllm_ext_kv_tier_conversations"
+DISK_DIR_KEY = "vllm_ext_kv_tier_disk_dir"
+DISK_BYTES_KEY = "vllm_ext_kv_tier_disk_bytes"
+MODEL_KEY = "vllm_ext_kv_tier_model"
+"""Keys of ``kv_connector_extra_config`` that carry the options that vLLM does not know."""
 
 
-def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
-    """Return what ``--kv-transfer-config`` would have to say."""
+def transfer_config(tier: KvTierConfig, default_bits: int = LOSSLESS) -> KVTransferConfig:
+    """Return what ``--kv-transfer-config`` would have to say.
+
+    Args:
+        default_bits: What the system wants where the user did not choose.
+
+    Raises:
+        ConfigError: the directory on disk can't be written.
+    """
     from vllm.config import KVTransferConfig
 
+    if tier.disk_dir:
+        from vllm_ext.kv.disk_folder import check_writable
+
+        check_writable(tier.disk_dir)
     return KVTransferConfig(
         kv_connector="TieredConnector",
         kv_connector_module_path="vllm_ext.kv.connector",
@@ -35,8 +52,18 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
             "cpu_bytes_to_use": tier.host_bytes,
             "eviction_policy": tier.policy,
             "offload_prompt_only": tier.prompt_only,
-            BITS_KEY: tier.bits,
+            BITS_KEY: tier.bits_or(default_bits),
             CHUNK_KEY: tier.chunk_tokens,
-            LATE_KEY: tier.store == LATE,
+            STORE_KEY: tier.store,
+            LOAD_KEY: tier.load,
+            FREE_KEY: tier.free_fraction,
+            KEEPER_KEY: {
+                "ttl_s": tier.ttl_s,
+                "pin_share": tier.pin_share,
+                "salt_share": tier.salt_share,
+                "learn_returns": tier.learn_returns,
+            },
+            DISK_DIR_KEY: tier.disk_dir,
+            DISK_BYTES_KEY: tier.disk_bytes,
         },
     )

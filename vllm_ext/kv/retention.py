@@ -4,22 +4,24 @@ Chunks form trees: each follows the chunk that its prefix ends with. Only a chun
 since vLLM finds a prefix only up to its first missing chunk; so conversations shrink from their tails, and a prompt
 that many share stays while any of them does. Among those tails the one with the least value goes:
 
-    V = Cost(l) / T        Cost(l): time to compute the chunk again with l tokens before it
-                           T: time since a request last used the chunk
+    V = p * Cost(l) / T     Cost(l): time to compute the chunk again with l tokens before it
+                            T: time since a request last used the chunk
+                            p: how likely its conversation returns after so many turns, relative to others
 
-Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l have
-about the same cost, and among those the order is that of last use. So tails are kept in classes of l, two to an octave,
-oldest first; an eviction compares the oldest of each class: some twenty, however many conversations there are.
+Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and the
+same number of turns have about the same p * Cost, and among those the order is that of last use. So tails are kept in
+classes, oldest first; an eviction compares the oldest of each class: some eighty, however many conversations there are.
 
-Source: Pensieve, section 4.3.1, where leading chunks go first and are computed again in the middle of a sequence.
+Source: Pensieve, section 4.3.1, where leading chunks go first and are computed again in the middle of a sequence. p is
+ours. Without p and Cost what is left is the least recently used tail: policy ``tail``.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +29,17 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-from vllm_ext.config_kv import RETENTION
+from vllm_ext.config_kv import RETENTION, TAIL
+from vllm_ext.kv.conversations import Conversation, Turn
+from vllm_ext.kv.returns import ReturnModel, turn_class
+from vllm_ext.kv.tails import Tails
 
 _CLASSES_PER_OCTAVE = 2
 _LEAST_AGE_S = 1e-6
-_LEAST_ENTRIES = 64
 _LINEAR_TOKENS = 8192.0
 """Context at which attention costs as much as everything else, where nothing was measured."""
+
+Evicted = list[tuple[OffloadKey, ChunkStatus]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,7 @@ class _Node:
     chunk: ChunkStatus
     link: Link
     used_s: float
+    conversation: Conversation | None
 
 
 def default_cost(end: int) -> float:
@@ -85,6 +92,8 @@ class RetentionCachePolicy(CachePolicy):
     Attributes:
         clock: Returns the time, in seconds.
         cost: Cost of computing a chunk again, by the tokens up to its end; in any unit.
+        returns: How likely conversations return; None: all alike.
+        quota: Most chunks of one ``cache_salt``; None: no bound.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -92,18 +101,24 @@ class RetentionCachePolicy(CachePolicy):
         super().__init__(cache_capacity)
         self.clock: Callable[[], float] = time.monotonic
         self.cost: Callable[[int], float] = default_cost
+        self.returns: ReturnModel | None = None
+        self.quota: int | None = None
+        self.per_salt: Counter[str] = Counter()
+        """Chunks by the salt of the conversation that stored them."""
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
-        self._tails: dict[int, list[tuple[float, OffloadKey]]] = {}
-        """By class: when a tail was used, and which; entries that hold no more are passed over."""
-        self._links: dict[OffloadKey, Link] = {}
+        self._tails: Tails[tuple[int, int], OffloadKey] = Tails(self._used_s)
+        self._tails_of: dict[str, Tails[int, OffloadKey]] = {}
+        """By salt, where there is a quota."""
+        self._announced: tuple[dict[OffloadKey, Link], Conversation | None] = ({}, None)
 
     def announce(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note where chunks stand that will be inserted now, which `insert` is not told."""
-        chain = req_context.get_state(Chain)
+        """Note where chunks stand, and whose they are, that will be inserted now, which `insert` is not told."""
+        chain, turn = req_context.get_state(Chain), req_context.get_state(Turn)
         known = ((key, chain.link(key, req_context)) for key in keys) if chain is not None else ()
-        self._links = {key: link for key, link in known if link is not None}
+        links = {key: link for key, link in known if link is not None}
+        self._announced = (links, None if turn is None else turn.conversation)
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
@@ -114,21 +129,29 @@ class RetentionCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, *_: Any) -> None:
         """Add a chunk that is being stored."""
-        self._add(key, _Node(chunk, self._links.get(key) or Link(1, None), self.clock()))
+        links, conversation = self._announced
+        self._add(key, _Node(chunk, links.get(key) or Link(1, None), self.clock(), conversation))
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a chunk; those that follow it can't be found any more, and go next."""
-        self._forget(key)
+        before = self._forget(key).link.before
+        if before is not None:
+            self._push(before)
         for follower in self._followers.get(key, ()):
             self._nodes[follower].used_s = -math.inf
             self._push(follower)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note that a request used chunks."""
-        now = self.clock()
+        """Note that a request used chunks: they belong to its conversation now."""
+        now, turn = self.clock(), req_context.get_state(Turn)
         for key in keys:
             if (node := self._nodes.get(key)) is not None:
                 node.used_s = now
+                if turn is not None and node.conversation is not turn.conversation:
+                    self._disown(key, node)
+                    node.conversation = turn.conversation
+                    turn.conversation.keys.add(key)
+                    self.per_salt[turn.conversation.salt] += 1
                 self._push(key)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -137,16 +160,61 @@ class RetentionCachePolicy(CachePolicy):
 
     def clear(self) -> None:
         """Forget everything."""
+        for key, node in self._nodes.items():
+            self._disown(key, node)
         self._nodes.clear()
         self._followers.clear()
         self._tails.clear()
+        self._tails_of.clear()
 
-    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+    def evict(self, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks, or none."""
         now = self.clock()
+        return self._evict(lambda: self._least(now), n, protected)
+
+    # --- beyond vLLM's interface ------------------------------------------------------------------------------------
+
+    def evict_of(self, salt: str, n: int, protected: set[OffloadKey]) -> Evicted | None:
+        """Evict exactly so many chunks of one salt, the least recently used tails first, or none."""
+        tails = self._tails_of.get(salt)
+
+        def oldest() -> OffloadKey | None:
+            if tails is None or not any(True for _ in tails.oldest()):
+                return None
+            return tails.pop(0)
+
+        return self._evict(oldest, n, protected)
+
+    def over_quota(self, salt: str, n: int) -> int:
+        """Return by how many chunks a salt would exceed its quota with so many more."""
+        return 0 if self.quota is None else max(0, self.per_salt[salt] + n - self.quota)
+
+    def take(self, conversation: Conversation) -> Evicted:
+        """Forget the chunks of a conversation but those that copies use, or that others' chunks follow."""
+        taken: Evicted = []
+        for key in sorted(conversation.keys, key=lambda key: self._nodes[key].link.end, reverse=True):
+            node = self._nodes[key]
+            if node.chunk.ref_cnt == 0 and not self._followers.get(key):
+                self._forget(key)
+                taken.append((key, node.chunk))
+                if node.link.before is not None:
+                    self._push(node.link.before)
+            else:
+                node.used_s = -math.inf
+                self._push(key)
+        return taken
+
+    def release(self, conversation: Conversation) -> None:
+        """Note that a conversation is pinned no more."""
+        for key in conversation.keys:
+            self._push(key)
+
+    # --- tails ------------------------------------------------------------------------------------------------------
+
+    def _evict(self, least: Callable[[], OffloadKey | None], n: int, protected: set[OffloadKey]) -> Evicted | None:
         chosen: list[tuple[OffloadKey, _Node]] = []
         aside: list[OffloadKey] = []
-        while len(chosen) < n and (key := self._least(now)) is not None:
+        while len(chosen) < n and (key := least()) is not None:
             if key in protected:
                 aside.append(key)
                 continue
@@ -163,58 +231,69 @@ class RetentionCachePolicy(CachePolicy):
             self._push(key)
         return [(key, node.chunk) for key, node in chosen] if enough else None
 
-    # --- tails ------------------------------------------------------------------------------------------------------
-
-    def _is_tail(self, key: OffloadKey) -> bool:
+    def _used_s(self, key: OffloadKey) -> float | None:
+        """Return when a tail was used; None if the chunk is no tail, or may not go."""
         node = self._nodes.get(key)
-        return node is not None and node.chunk.ref_cnt == 0 and not self._followers.get(key)
+        if node is None or node.chunk.ref_cnt or self._followers.get(key):
+            return None
+        conversation = node.conversation
+        return None if conversation is not None and conversation.pinned else node.used_s
 
     def _push(self, key: OffloadKey) -> None:
-        if self._is_tail(key):
-            node = self._nodes[key]
-            number = _class_of(node.link.end)
-            heap = self._tails.setdefault(number, [])
-            heapq.heappush(heap, (node.used_s, key))
-            if len(heap) > 2 * len(self._nodes) + _LEAST_ENTRIES:
-                heap[:] = sorted({entry for entry in heap if self._holds(entry)})
+        node = self._nodes.get(key)
+        if node is None:
+            return
+        conversation = node.conversation
+        turns = 0 if conversation is None else turn_class(conversation.turns)
+        self._tails.push((_class_of(node.link.end), turns), key, len(self._nodes))
+        if self.quota is not None and conversation is not None:
+            self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, key, len(self._nodes))
 
     def _least(self, now: float) -> OffloadKey | None:
         """Take the tail of least value out of its class; None if there is none."""
-        best: tuple[float, int] | None = None
-        for number, used_s in self._oldest():
-            value = self.cost(_middle_of(number)) / max(now - used_s, _LEAST_AGE_S)
+        best: tuple[float, tuple[int, int]] | None = None
+        for number, used_s in self._tails.oldest():
+            worth = self.cost(_middle_of(number[0]))
+            if self.returns is not None:
+                worth *= self.returns.factor(number[1])
+            value = worth / max(now - used_s, _LEAST_AGE_S)
             if best is None or value < best[0]:
                 best = value, number
-        return None if best is None else heapq.heappop(self._tails[best[1]])[1]
-
-    def _oldest(self) -> Iterator[tuple[int, float]]:
-        """Yield each class that has a tail, and when its oldest was used."""
-        for number in list(self._tails):
-            heap = self._tails[number]
-            while heap and not self._holds(heap[0]):
-                heapq.heappop(heap)
-            if heap:
-                yield number, heap[0][0]
-            else:
-                del self._tails[number]
-
-    def _holds(self, entry: tuple[float, OffloadKey]) -> bool:
-        used_s, key = entry
-        return self._is_tail(key) and self._nodes[key].used_s == used_s
+        return None if best is None else self._tails.pop(best[1])
 
     def _add(self, key: OffloadKey, node: _Node) -> None:
         self._nodes[key] = node
         if node.link.before is not None:
             self._followers.setdefault(node.link.before, set()).add(key)
+        if node.conversation is not None:
+            node.conversation.keys.add(key)
+            self.per_salt[node.conversation.salt] += 1
 
     def _forget(self, key: OffloadKey) -> _Node:
         node = self._nodes.pop(key)
+        self._disown(key, node)
         before = node.link.before
         if before is not None and (followers := self._followers.get(before)) is not None:
             followers.discard(key)
             if not followers:
                 del self._followers[before]
         return node
+
+    def _disown(self, key: OffloadKey, node: _Node) -> None:
+        if node.conversation is not None:
+            node.conversation.keys.discard(key)
+            salt = node.conversation.salt
+            self.per_salt[salt] -= 1
+            if not self.per_salt[salt]:
+                del self.per_salt[salt]
+
+
+class TailCachePolicy(RetentionCachePolicy):
+    """The tail that was not used longest goes first, whatever it costs to compute again."""
+
+    def _least(self, now: float) -> OffloadKey | None:
+        found = min(self._tails.oldest(), key=lambda entry: entry[1], default=None)
+        return None if found is None else self._tails.pop(found[0])
 
 
 def _class_of(end: int) -> int:
@@ -225,4 +304,5 @@ def _middle_of(number: int) -> int:
     return int(2 ** ((number + 0.5) / _CLASSES_PER_OCTAVE))
 
 
-CachePolicyFactory.register_cache_policy(RETENTION, __name__, RetentionCachePolicy.__name__)
+for _name, _policy in ((RETENTION, RetentionCachePolicy), (TAIL, TailCachePolicy)):
+    CachePolicyFactory.register_cache_policy(_name, __name__, _policy.__name__)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.logger import init_logger
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -15,14 +17,21 @@ from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.options import BITS_KEY
+from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY
 from vllm_ext.kv.worker import TierWorker
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
     from vllm_ext.kernels.kv_quant.format import PageLayout
     from vllm_ext.kv.codec import Codec
+    from vllm_ext.kv.disk_manager import DiskBackedManager
+    from vllm_ext.kv.layout import PackedPages
 
 logger = init_logger("vllm.vllm_ext.kv")
+
+_LONGEST_KEY = 64
+"""Bytes."""
 
 
 class TierSpec(CPUOffloadingSpec):
@@ -32,7 +41,19 @@ class TierSpec(CPUOffloadingSpec):
         layout: Of a page, set by the connector before the worker is asked for; needed with 8 bits only.
     """
 
-    layout: PageLayout | None = None
+    layout: PageLayout | PackedPages | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Return the metrics of the tiers that there are."""
+        if not extra_config.get(DISK_DIR_KEY):
+            return super().build_metric_definitions(extra_config)
+        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+        from vllm_ext.kv.disk import DiskTier
+
+        ours = DiskTier.build_metric_definitions(extra_config)
+        return {**TieringOffloadingSpec.build_metric_definitions(extra_config), **ours}
 
     def __init__(self, config: OffloadingConfig) -> None:
         """Take vLLM's configuration.
@@ -43,59 +64,136 @@ class TierSpec(CPUOffloadingSpec):
         super().__init__(config)
         self.replicated_layout = False  # each worker keeps its own share
         self.geometry = TierGeometry.of(config, int(self.extra_config[BITS_KEY]))
+        self.disk_dir = str(self.extra_config.get(DISK_DIR_KEY, ""))
+        self._region: SharedOffloadRegion | None = None
         host_bytes = int(self.extra_config["cpu_bytes_to_use"])
         per_chunk = self.geometry.chunk_bytes * config.parallel.world_size
+        if self.disk_dir:
+            from vllm_ext.kv.disk_region import row_bytes
+
+            per_chunk = row_bytes(self.geometry, config.parallel.world_size)
         self.num_chunks = host_bytes // per_chunk
         if not self.num_chunks:
             least = per_chunk / 2**30
             raise ConfigError("kv_tier.gib", host_bytes / 2**30, f"must be at least {least:.3g}, to hold one chunk")
 
-    def get_manager(self) -> TierManager:
-        """Return the scheduler's side."""
+    def get_manager(self) -> TierManager | DiskBackedManager:
+        """Return the scheduler's side.
+
+        Raises:
+            ConfigError: the disk can't be used.
+        """
         if self._manager is None:
-            self._manager = TierManager(
-                self.num_chunks,
-                cache_policy=self.eviction_policy,
-                enable_events=self.kv_events_config.enable_kv_cache_events,
-            )
+            options = {
+                "cache_policy": self.eviction_policy,
+                "enable_events": self.kv_events_config.enable_kv_cache_events,
+            }
+            self._manager = self._with_disk(options) if self.disk_dir else TierManager(self.num_chunks, **options)
         return self._manager
+
+    def _with_disk(self, options: dict[str, Any]) -> DiskBackedManager:
+        """Return the books of both tiers, over the memory that the workers share."""
+        from vllm_ext.kv.disk import DiskTier
+        from vllm_ext.kv.disk_folder import Folder
+        from vllm_ext.kv.disk_format import file_bytes
+        from vllm_ext.kv.disk_identity import folder_name, format_facts
+        from vllm_ext.kv.disk_manager import DiskBackedManager, HostTier
+        from vllm_ext.kv.disk_region import scheduler_region
+
+        parallel, max_bytes = self.config.parallel, int(self.extra_config[DISK_BYTES_KEY])
+        chunk_bytes = self.geometry.chunk_bytes * parallel.world_size
+        max_bytes //= parallel.data_parallel_size
+        if max_bytes < (least := file_bytes(bytes(_LONGEST_KEY), chunk_bytes)):
+            allowed = f"must be at least {least / 2**30:.3g} for each replica, to hold one chunk"
+            raise ConfigError("kv_tier.disk_gib", max_bytes / 2**30, allowed)
+        facts = format_facts(self.config, self.geometry)
+        root = Path(self.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
+        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts)
+        try:
+            region = scheduler_region(self.config, self.geometry, self.num_chunks)
+        except BaseException:
+            folder.close()
+            raise
+        host = HostTier(self.num_chunks, mmap_region=region, **options)
+        disk = DiskTier(self, host.get_kv_memoryview(), folder, chunk_bytes)
+        logger.info("KV tier: at most %.2f GiB on disk, in %s", max_bytes / 2**30, root)
+        return DiskBackedManager(host, disk)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker's side, with its memory.
 
         Raises:
             ConfigError: there is not enough memory.
-            NotImplementedError: KV is not in the CPU's memory.
+            NotImplementedError: KV is neither in the CPU's memory nor in a CUDA device's.
         """
         if self._worker is None:
             tensors = [cache.tensor for cache in kv_caches.tensors]
-            if any(tensor.device.type != "cpu" for tensor in tensors):
-                raise NotImplementedError("the KV tier copies KV of vLLM's CPU backend only, so far")
-            pool = self._allocate()
-            self._worker = TierWorker(
-                self._codec(tensors, pool),
-                [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs],
-                blocks_per_chunk=self.blocks_per_chunk,
-                chunk_bytes=self.geometry.chunk_bytes,
-            )
+            groups = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
+            kinds = {tensor.device.type for tensor in tensors}
+            if kinds == {"cuda"}:
+                self._worker = self._cuda_worker(tensors, groups)
+            elif kinds == {"cpu"}:
+                self._worker = TierWorker(
+                    self._codec(tensors, self._allocate()),
+                    groups,
+                    blocks_per_chunk=self.blocks_per_chunk,
+                    chunk_bytes=self.geometry.chunk_bytes,
+                )
+            else:
+                raise NotImplementedError(f"the KV tier copies KV of the CPU or of CUDA, not of {sorted(kinds)}")
         return self._worker
+
+    def _cuda_worker(self, tensors: list[torch.Tensor], groups: list[list[int]]) -> OffloadingWorker:
+        from vllm_ext.kv.cuda_worker import cuda_worker
+        from vllm_ext.kv.layout import PackedPages
+
+        if isinstance(self.layout, PackedPages):
+            raise ConfigError("kv_tier.bits", QUANTISED, "needs pages that strides describe on CUDA; use 16")
+        stride = self._strides(tensors).chunk_bytes
+        rows = self._allocate().as_strided((self.num_chunks, self.geometry.chunk_bytes), (stride, 1))
+        return cuda_worker(tensors, groups, rows, self.geometry, self.layout)
 
     def _codec(self, tensors: list[torch.Tensor], pool: torch.Tensor) -> Codec:
         from vllm_ext.kv.codec import QuantisedCodec, RawCodec  # imports numba: see `options`
 
+        strides = self._strides(tensors)
         if self.geometry.bits != QUANTISED:
-            return RawCodec(tensors, pool, self.geometry)
+            return RawCodec(tensors, pool, strides)
         if self.layout is None:
             raise RuntimeError("the layout of pages was not found out before the worker was built")
-        return QuantisedCodec(tensors, pool, self.geometry, self.layout)
+        return QuantisedCodec(tensors, pool, strides, self.layout)
+
+    def _strides(self, tensors: list[torch.Tensor]) -> TierGeometry:
+        """Return the geometry by which chunks follow each other in the pool: with a disk, all workers' shares of one.
+
+        Raises:
+            ValueError: this worker's KV takes more than its share.
+        """
+        if not self.disk_dir:
+            return self.geometry
+        from vllm_ext.kv.disk_region import row_bytes
+
+        share = self.geometry.blocks_per_chunk * sum(tensor.shape[1] * tensor.element_size() for tensor in tensors)
+        if self.geometry.bits != QUANTISED and share > self.geometry.chunk_bytes:
+            raise ValueError(f"chunk_bytes={self.geometry.chunk_bytes}: this worker's blocks take {share}")
+        return dataclasses.replace(self.geometry, chunk_bytes=row_bytes(self.geometry, self.config.parallel.world_size))
 
     def _allocate(self) -> torch.Tensor:
-        wanted, free = self.num_chunks * self.geometry.chunk_bytes, psutil.virtual_memory().available
-        if wanted > free:
-            allowed = f"must be less: a worker's share is {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-            raise ConfigError("kv_tier.gib", int(self.extra_config["cpu_bytes_to_use"]) / 2**30, allowed)
+        wanted = self.num_chunks * self.geometry.chunk_bytes
+        if self.disk_dir:
+            from vllm_ext.kv.disk_region import worker_region, worker_share
+
+            self._region = worker_region(self.config, self.geometry, self.num_chunks)
+            pool = worker_share(self._region, self.config, self.geometry)
+        else:
+            free = psutil.virtual_memory().available
+            if wanted > free:
+                share, left = f"{wanted / 2**30:.1f} GiB", f"{free / 2**30:.1f} GiB"
+                allowed = f"must be less: a worker's share is {share}, and {left} are free"
+                raise ConfigError("kv_tier.gib", int(self.extra_config["cpu_bytes_to_use"]) / 2**30, allowed)
+            pool = torch.empty(wanted, dtype=torch.uint8)
         logger.info(
             "KV tier: %d chunks of %d blocks, %.2f GiB in this worker, %d bits",
             self.num_chunks, self.blocks_per_chunk, wanted / 2**30, self.geometry.bits,
         )  # fmt: skip
-        return torch.empty(wanted, dtype=torch.uint8)
+        return pool

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from vllm_ext.observability.kv_metrics import TierFeed
 from vllm_ext.observability.records import OWN_ENDS
 
 _LABELS = ("model_name", "engine")
@@ -82,6 +83,7 @@ class EngineFeed:
         self._metrics = metrics()
         self._seen: dict[str, float] = {}
         self._levels: set[str] = set()
+        self._tier: TierFeed | None = None
 
     def update(self, state: Mapping[str, Any]) -> None:
         """Take over one state, as returned by ``SteeredScheduler.vllm_ext_state``."""
@@ -98,6 +100,9 @@ class EngineFeed:
         for name, counter in m.totals.items():
             counter.labels(**labels).inc(self._increment(name, state[name]))
         m.lost_records.labels(**labels).inc(state["lost_records"])
+        if "kv_tier" in state:
+            self._tier = self._tier or TierFeed(labels, self._increment)
+            self._tier.update(state)
         for record in state["records"]:
             self._observe(record)
 

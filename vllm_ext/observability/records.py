@@ -57,6 +57,13 @@ class Counters:
     policy_s: float = 0.0
     """Time spent planning, summed over ``policy_steps`` steps."""
     steps: int = 0
+    fates: dict[str, int] = field(default_factory=dict)
+    """What became of the KV of preempted requests, where there is a KV tier."""
+    waits_compared: int = 0
+    wait_expected_s: float = 0.0
+    wait_actual_s: float = 0.0
+    wait_error_s: float = 0.0
+    """Of ``waits_compared`` requests that resumed: estimated waits, actual ones, and their absolute differences."""
 
 
 class RecordBook:

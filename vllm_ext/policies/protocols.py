@@ -6,8 +6,9 @@ no predictor is started. Without it, a policy is taken to need them.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
+from vllm_ext.policies.residency.fate import Fate, Parting
 from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
 from vllm_ext.scheduling.views import RequestView, StepView
 
@@ -39,6 +40,10 @@ class Budget(Protocol):
 class Residency(Protocol):
     """Whose KV lives where?"""
 
-    def on_preempt(self, request: RequestView) -> Literal["recompute"]:
-        """Return what happens to the KV of a preempted request."""
+    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+        """Return what becomes of the KV of a request that is preempted; asked where there is a KV tier."""
+        ...
+
+    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
+        """Return the running requests, by id, whose KV is to be copied before they are preempted."""
         ...

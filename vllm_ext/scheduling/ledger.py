@@ -18,6 +18,8 @@ from vllm_ext.slo import NO_SLO, resolve
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_ext.scheduling.residence import Residence
+
 
 _NO_DEFAULTS = SloConfig()
 
@@ -29,9 +31,11 @@ class Job:
         "arrival_time",
         "demotions",
         "estimate",
+        "expected_wait_s",
         "first_scheduled",
         "first_token",
         "hints",
+        "kept_tokens",
         "missed",
         "number",
         "output_at_admission",
@@ -63,6 +67,10 @@ class Job:
         self.output_at_admission = 0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
+        self.expected_wait_s: float | None = None
+        """Of one preempted where there is a KV tier: how long it was expected to wait."""
+        self.kept_tokens = 0
+        """Of one preempted: tokens whose KV the tier was to keep."""
 
     @property
     def ties(self) -> tuple[float, int]:
@@ -92,6 +100,8 @@ class Ledger:
         self.runtime = runtime
         self.use_oracle = use_oracle
         self.jobs: dict[str, Job] = {}
+        self.residence: Residence | None = None
+        """Set where there is a KV tier: it knows what it costs to have KV back."""
         self._count = 0
 
     def __getitem__(self, req_id: str) -> Job:
@@ -150,6 +160,8 @@ class Ledger:
             job.waiting_since = None
             if job.request.num_preemptions:
                 self.pace.resumed(waited_s)
+                if self.residence is not None:
+                    self.residence.resumed(job, waited_s)
             if job.first_token is not None and waited_s > (job.slo.tbt_s or math.inf):
                 job.missed = True
             job.output_at_admission = job.request.num_output_tokens
@@ -220,12 +232,18 @@ class Ledger:
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)
         remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
-        recompute_s = prefill_s = 0.0
+        recompute_s = restore_s = stall_s = prefill_s = 0.0
+        residence = self.residence
         if computed < tokens - 1:
-            prefill_s = runtime.prefill_s(tokens - computed, computed)
+            kept = 0 if computed else min(job.kept_tokens, tokens - 1)
+            prefill_s = runtime.prefill_s(tokens - computed - kept, computed + kept)
+            if kept and residence is not None:
+                prefill_s += residence.load_s(kept)
             remaining_s += prefill_s
         if computed:
-            recompute_s = runtime.prefill_s(computed)
+            recompute_s = restore_s = stall_s = runtime.prefill_s(computed)
+            if residence is not None:
+                restore_s, stall_s = residence.restore_s(request, computed, recompute_s)
         return RequestView(
             request.request_id,
             job.arrival_time,
@@ -249,4 +267,6 @@ class Ledger:
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,
+            restore_s,
+            stall_s,
         )

@@ -78,6 +78,17 @@ class Observer:
         """Count a preemption."""
         self.counters.preemptions[reason] = self.counters.preemptions.get(reason, 0) + 1
 
+    def parted(self, fate: str) -> None:
+        """Count what becomes of a preempted request's KV."""
+        self.counters.fates[fate] = self.counters.fates.get(fate, 0) + 1
+
+    def resumed(self, expected_s: float, waited_s: float) -> None:
+        """Compare how long a preempted request waited with what was estimated when it was preempted."""
+        self.counters.waits_compared += 1
+        self.counters.wait_expected_s += expected_s
+        self.counters.wait_actual_s += waited_s
+        self.counters.wait_error_s += abs(expected_s - waited_s)
+
     def bad_hint(self, req_id: str, problem: HintError) -> None:
         """Count hints that were left out; the front end refuses them, so this is logged once."""
         self.counters.bad_hints += 1

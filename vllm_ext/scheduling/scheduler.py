@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -17,10 +18,12 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, RETRIEVAL, parse
+from vllm_ext.kv.step_loads import Engine
 from vllm_ext.patches import registry
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.profile import engine_key, load_runtime_model
+from vllm_ext.scheduling.failed_loads import take_back
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
@@ -28,10 +31,14 @@ from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan, check_rank
 from vllm_ext.scheduling.progress import stalled
 from vllm_ext.scheduling.ranked_queue import RankedQueue
+from vllm_ext.scheduling.residence import Residence
 from vllm_ext.scheduling.running_order import REFRESH_STEPS, RunningOrder
 from vllm_ext.scheduling.step import SchedulerStep
 from vllm_ext.scheduling.upstream import return_parked
 from vllm_ext.systems import build
+
+if TYPE_CHECKING:
+    from vllm_ext.kv.admin import TierAdmin
 
 logger = init_logger("vllm.vllm_ext.scheduler")
 
@@ -86,6 +93,12 @@ class SteeredScheduler(AsyncScheduler):
         self._stalled = False
         self._failure_logged = False
         self._preempt_reason = "memory"
+        self.residence: Residence | None = None
+        self.tier = getattr(self.connector, "tier", None)
+        self.tier_account = getattr(self.connector, "account", None)
+        if self.tier is not None:  # the runtime model may be replaced, and simulations replace the clock
+            self.tier.use(lambda: self.clock(), lambda new, context: self.ledger.runtime.prefill_s(new, context))
+            self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
         if self._steers:
             self._check_model()
             self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
@@ -97,6 +110,8 @@ class SteeredScheduler(AsyncScheduler):
             self.running_order = RunningOrder(
                 self, self._running_key, stall_free=stall_free, refresh_steps=refresh_steps
             )
+            if self.tier is not None:
+                self.residence = self.ledger.residence = Residence(self, self.tier)
         logger.info("vllm-ext is active: %s", self.policies.describe())
 
     def _check_model(self) -> None:
@@ -128,6 +143,8 @@ class SteeredScheduler(AsyncScheduler):
                 self.observer.counters.stalls += 1
         if self._steers:
             return_parked(self)
+        if self.tier_account is not None:
+            self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)
         return output
 
@@ -155,6 +172,8 @@ class SteeredScheduler(AsyncScheduler):
             # While blocks of earlier preemptions are on their way back, more would be preempted than is needed.
             admission = dataclasses.replace(admission, preempt=())
         step.admission = admission
+        if self.residence is not None:
+            self.residence.look_ahead(step)
         return StepPlan(admission=admission, budget=self.policies.budget.plan(step))
 
     def _order_by_arrival(self) -> None:
@@ -178,8 +197,12 @@ class SteeredScheduler(AsyncScheduler):
         """Let vLLM process a step's output, and learn from the step."""
         now = self._now = self.clock()
         self.observer.finished_step(scheduler_output, now)
+        if self.tier is not None:
+            take_back(self, self.tier, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.observer.note_first_tokens(now)
+        if self.tier_account is not None:
+            self.tier_account.finished(scheduler_output.total_num_scheduled_tokens, self.has_requests, now)
         return outputs
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -234,16 +257,38 @@ class SteeredScheduler(AsyncScheduler):
         job = self.ledger.get(req_id)
         if job is None or job.request not in self.running_order.keys or job.request not in self.running:
             return
-        self.running.remove(job.request)
-        self._preempt_reason = "policy"
+        self._now = now
+        self.preempt_now(job.request, "policy", drop_output=self.requires_kv_delivery)
+
+    def preempt_now(self, request: Request, reason: str, *, drop_output: bool) -> None:
+        """Preempt a running request, between two of vLLM's steps.
+
+        Args:
+            request: Whose.
+            reason: What it is counted under.
+            drop_output: Whether to drop tokens under way for it, and not to deliver them.
+        """
+        self.running.remove(request)
+        self._preempt_reason = reason
         try:
-            self._preempt_request(job.request, now, drop_stale_output=self.requires_kv_delivery)
+            self._preempt_request(request, self._now, drop_stale_output=drop_output)
         finally:
             self._preempt_reason = "memory"
-        # The V1 runner must not take a request that resumes in this very step for one that kept running.
-        self.prev_step_scheduled_req_ids.discard(req_id)
+        # The V1 runner must not take a request that resumes in the next step for one that kept running.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        super()._update_waiting_for_remote_kv(request)
+        if not request.num_computed_tokens:
+            # Its load failed and it gave back its blocks; vLLM would go on to keep others free for it.
+            self._inflight_prefills.discard(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        if self.residence is not None and self._preempt_reason not in ("reset", "load"):
+            try:
+                self.residence.preempting(request, self._now)
+            except Exception:  # noqa: BLE001 - see _plan; undecided, the tier goes its own way
+                self._policy_failed()
         if self._steers:
             self.running_order.forget(request)
         self.observer.preempted(self._preempt_reason)
@@ -260,6 +305,8 @@ class SteeredScheduler(AsyncScheduler):
             return super().reset_prefix_cache(*args, **kwargs)
         finally:
             self._preempt_reason = "memory"
+            if self.tier is not None:
+                self.tier.forget_device()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Finish requests from outside, at the time it happens and not at that of the last step."""
@@ -324,7 +371,22 @@ class SteeredScheduler(AsyncScheduler):
             waiting_by_level={str(level): count for level, count in levels.items()},
             oldest_wait_s=self._wait_s(oldest) if oldest is not None else 0.0,
         )
+        if self.tier_account is not None:
+            state["kv_tier"] = self.tier_account.state()
         return state
+
+    @functools.cached_property
+    def tier_admin(self) -> TierAdmin:
+        """Answers to an administrator of the KV tier.
+
+        Raises:
+            ValueError: there is no tier.
+        """
+        from vllm_ext.kv.admin import TierAdmin
+
+        if self.tier_account is None:
+            raise ValueError("kv_tier.gib=0: there is no KV tier")
+        return TierAdmin(self.tier_account)
 
     def _wait_s(self, request: Request) -> float:
         job = self.ledger.get(request.request_id)

@@ -89,6 +89,10 @@ class RequestView(NamedTuple):
     prompt_s: float = 0.0
     """The same for the whole prompt, computed or not."""
     pace: Pace = NO_PACE
+    restore_s: float = 0.0
+    """Estimated time until a preempted request has its KV back: computed again, or with a KV tier copied out and in."""
+    stall_s: float = 0.0
+    """The part of it in which nobody else is served; all of it where KV is computed again."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,11 +20,12 @@ class BestSet:
     preempted if normalised latency (seconds per output token, summed over requests) is expected to fall:
 
         gain = t / n_w                                              t: time until a seat frees by itself
-        loss = sum over victims v of (t + c_v) / n_v + c_v * R * m  n: predicted output, c: time to recompute v's KV,
+        loss = sum over victims v of (t + c_v) / n_v + s_v * R * m  n: predicted output, c: time to restore v's KV,
+                                                                    s: of that, what the others wait,
                                                                     R: running requests, m: mean of their 1 / n
 
-    The last term is what everybody else waits while the victim's KV is recomputed. A victim ranks after the request it
-    makes room for, and one that was preempted before must have generated ``min_progress_tokens`` since.
+    What is recomputed the others wait for, so s = c; with a KV tier both are shorter. A victim ranks after the request
+    it makes room for, and one that was preempted before must have generated ``min_progress_tokens`` since.
 
     Source: ALISE, section 3.2 and Algorithm 2 (the first M jobs in order belong on the GPU). The cost term and the
     guard against thrashing are ours: the paper swaps, and states no price.
@@ -109,7 +110,7 @@ class BestSet:
         gain = until_free_s / head.predicted_output_tokens
         mean_weight = (1 / best.predicted_output_tokens + 1 / victims[0].predicted_output_tokens) / 2
         loss = sum(
-            (until_free_s + v.recompute_s) / v.predicted_output_tokens + v.recompute_s * step.num_running * mean_weight
+            (until_free_s + v.restore_s) / v.predicted_output_tokens + v.stall_s * step.num_running * mean_weight
             for v in victims
         )
         return gain > self.gain_ratio * loss

@@ -1,19 +1,28 @@
-"""Drop the KV of a preempted request and recompute it: vLLM's own rule."""
+"""Leave the KV of a preempted request to vLLM: what of it is gone is computed again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.residency.fate import Fate, Parting
+from vllm_ext.scheduling.views import RequestView, StepView
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Preempted KV is dropped; what the prefix cache still holds is found there, the rest is recomputed."""
+    """No say in where KV lives: blocks of a preempted request are vLLM's to reuse.
+
+    What its prefix cache still holds is found there. With a KV tier (``--kv-tier-gib``) whole chunks are copied to host
+    memory when the tier's option ``store`` says so, for every request alike.
+    """
 
     uses_predictions: ClassVar[bool] = False
 
-    def on_preempt(self, request: RequestView) -> Literal["recompute"]:
-        """Return ``"recompute"`` for every request."""
-        return "recompute"
+    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+        """Return the tier's own way for every request."""
+        return Fate.SWAP
+
+    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
+        """Return nobody."""
+        return ()

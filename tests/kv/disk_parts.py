@@ -1,0 +1,150 @@
+"""Both tiers over memory of the tests' own, for tests of what becomes of a chunk's bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+
+from vllm_ext.config_kv import RETENTION
+from vllm_ext.kv.disk import DiskTier
+from vllm_ext.kv.disk_folder import Folder
+from vllm_ext.kv.disk_format import file_bytes
+from vllm_ext.kv.disk_manager import DiskBackedManager, HostTier
+from vllm_ext.kv.retention import Chain
+
+ROW_BYTES, PAYLOAD_BYTES = 64, 48
+FILE_BYTES = file_bytes(bytes(36), PAYLOAD_BYTES)
+CHUNK_TOKENS = 32
+
+
+def key(number: int) -> OffloadKey:
+    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), 0)
+
+
+def content(number: int) -> bytes:
+    """What the chunk of this number must hold."""
+    return hashlib.blake2b(str(number).encode(), digest_size=PAYLOAD_BYTES).digest()
+
+
+class Memory:
+    """Stands for vLLM's shared region."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.rows = np.zeros((num_chunks, ROW_BYTES), np.uint8)
+
+    def create_kv_memoryview(self) -> memoryview:
+        return memoryview(self.rows)
+
+    def cleanup(self) -> None: ...
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """Both tiers, and a worker that copies at once."""
+
+    def __init__(self, root: Path, *, host: int = 4, files: int = 64, policy: str = RETENTION) -> None:
+        self.memory = Memory(host)
+        self.clock = Clock()
+        tier: Any = HostTier(host, mmap_region=self.memory, cache_policy=policy)
+        folder = Folder(root, "kv-model-0", max_bytes=files * FILE_BYTES, facts={})
+        spec: Any = None
+        self.disk = DiskTier(spec, tier.get_kv_memoryview(), folder, PAYLOAD_BYTES)
+        self.manager = DiskBackedManager(tier, self.disk, clock=self.clock)
+        self._requests = 0
+
+    def request(self, *numbers: int) -> ReqContext:
+        """A request whose prefix is these chunks, as the connector introduces it."""
+        self._requests += 1
+        context = ReqContext(f"r{self._requests}")
+        self.manager.on_new_request(context)
+        for place, number in enumerate(numbers):
+            context.set_offload_key_position(key(number), (place + 1) * CHUNK_TOKENS)
+        context.set_state(Chain({0: [key(number) for number in numbers]}, {0: CHUNK_TOKENS}))
+        return context
+
+    def store(self, context: ReqContext, *numbers: int, unreadable: Sequence[int] = ()) -> bool:
+        """Store chunks from the device; returns false if host memory has no room."""
+        output = self.manager.prepare_store([key(number) for number in numbers], context)
+        if output is None:
+            return False
+        by_key = {key(number): number for number in numbers}
+        places = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
+        for stored, place in zip(output.keys_to_store, places, strict=True):
+            number = by_key[stored]
+            if number in unreadable:
+                self.memory.rows[place] = 0xEE
+                self.manager.mark_unreadable([place])
+            else:
+                self.memory.rows[place, :PAYLOAD_BYTES] = np.frombuffer(content(number), np.uint8)
+        if output.keys_to_store:
+            self.manager.complete_store(set(output.keys_to_store), context)
+        return True
+
+    def lookup(self, context: ReqContext, *numbers: int) -> list[LookupResult]:
+        """Look for a prefix as vLLM does: up to the first miss."""
+        found = []
+        for number in numbers:
+            found.append(self.manager.lookup(key(number), context))
+            if found[-1] is LookupResult.MISS:
+                break
+        return found
+
+    def step(self) -> None:
+        """End a step, and let the disk do what it was told."""
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.disk.drain_jobs()
+
+    def load(self, context: ReqContext, *numbers: int, steps: int = 20) -> list[bytes]:
+        """Load the longest prefix that is found, as vLLM does; returns what was in it.
+
+        Raises:
+            AssertionError: the request still waits after so many steps.
+        """
+        for _ in range(steps):
+            found = self.lookup(context, *numbers)
+            if LookupResult.HIT_PENDING in found:
+                self.step()
+                continue
+            hits = [number for number, result in zip(numbers, found, strict=False) if result is LookupResult.HIT]
+            return self._loaded(context, hits)
+        raise AssertionError(f"still waiting: {found}")
+
+    def _loaded(self, context: ReqContext, numbers: list[int]) -> list[bytes]:
+        if not numbers:
+            return []
+        keys = [key(number) for number in numbers]
+        self.manager.touch(keys, context)
+        places = self.manager.prepare_load(keys, context).block_ids.tolist()  # type: ignore[attr-defined]
+        loaded = [self.memory.rows[place, :PAYLOAD_BYTES].tobytes() for place in places]
+        self.manager.complete_load(keys, context)
+        return loaded
+
+    def on_disk(self, *numbers: int) -> list[bool]:
+        return [key(number) in self.disk.folder.index for number in numbers]
+
+
+def contents(*numbers: int) -> list[bytes]:
+    return [content(number) for number in numbers]
+
+
+@contextmanager
+def rig(root: Path, **options: Any) -> Iterator[Rig]:
+    """Both tiers, shut down at the end."""
+    made = Rig(root, **options)
+    try:
+        yield made
+    finally:
+        made.manager.shutdown()

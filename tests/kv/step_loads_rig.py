@@ -1,0 +1,144 @@
+"""`TierRig` with loads within the step, which may fail, and an auditor that knows what a step may then have read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_ext.kv.layer_loads import LayerJob
+from vllm_ext.simulation.audit import AuditError
+from vllm_ext.simulation.cost.link import Direction
+from vllm_ext.simulation.tier import Tier
+from vllm_ext.simulation.tier_audit import TransferAuditor
+
+from .tier_stateful_copies import ChaosCopies
+from .tier_stateful_rig import Setup, TierRig
+
+_GARBAGE = b"computed from what was not loaded"
+
+
+class ForgivingAuditor(TransferAuditor):
+    """Lets a step read what was not loaded, as long as the scheduler can't know of it; what that writes is garbage.
+
+    Garbage may be copied to the host and back, where nobody may read it once the scheduler has been told.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler)
+        self.failed_outputs: list[SchedulerOutput] = []
+        """Steps whose loads failed, until the scheduler has taken their output."""
+        self.spoilt_requests = 0
+
+    def launched(self, output: SchedulerOutput) -> None:
+        """Check request by request."""
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            one: Any = SimpleNamespace(num_scheduled_tokens={req_id: num_tokens})
+            try:
+                super().launched(one)
+            except AuditError:
+                if not (self.failed_outputs and self._spoil(req_id, num_tokens)):
+                    raise
+
+    def finished(self, job_id: int, lost: Collection[int] = ()) -> None:
+        """As the base's; what was not loaded may be copied out again, since nobody knows of it yet."""
+        to_device = self._jobs[job_id].direction is Direction.TO_DEVICE
+        super().finished(job_id, lost)
+        if to_device:
+            self._device.update(dict.fromkeys(lost, _GARBAGE))
+
+    def _spoil(self, req_id: str, num_tokens: int) -> bool:
+        """Let a step write garbage, if it read some; False if it did not."""
+        computed = self._scheduler.requests[req_id].num_computed_tokens
+        (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(req_id)
+        read = [blocks[number] for number, _ in self._ends(computed - num_tokens)]
+        if all(self._device.get(block) != _GARBAGE for block in read):
+            return False
+        self.spoilt_requests += 1
+        for number, end in self._ends(computed):
+            if end > computed - num_tokens:
+                self._device[blocks[number]] = _GARBAGE
+        return True
+
+
+class SteppingCopies(ChaosCopies):
+    """Copies of which those within a step are through when it ends."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.step_loads = 0
+        self.failed_step_loads = 0
+        self.loaded = 0
+        """Blocks."""
+
+    def fail_loads(self, share: float) -> None:
+        """Let so many of the loads fail."""
+        self._share[Direction.TO_DEVICE] = share
+
+    def load_by_layer(self, jobs: Sequence[LayerJob]) -> Any:
+        """Load all at once."""
+        failed_before = self.failed_jobs
+        for job in jobs:
+            self.submit_load(job.job_id, job.host, job.device)
+            self._end(job.job_id)
+            self.loaded += len(job.device.block_ids)
+        self.step_loads += len(jobs)
+        self.failed_step_loads += self.failed_jobs - failed_before
+        loads = [SimpleNamespace(job=job) for job in jobs]
+        return SimpleNamespace(wait=lambda tensor=None: None, tensors=(), loads=loads)
+
+
+class SteppingTier(Tier):
+    """Begins the step's own loads before its forward, as vLLM's model runners do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._start, self._connector.start_load_kv = self._connector.start_load_kv, self._start_unless_begun
+        self._begun = False
+
+    def before_forward(self, output: SchedulerOutput, host_s: float, device_free_s: float) -> float:
+        """As the base's, with the step's own loads."""
+        copies: Any = self.copies
+        copies.host_s, copies.stream_s = host_s, device_free_s
+        self._connector.handle_preemptions(output.kv_connector_metadata)
+        failed_before = copies.failed_step_loads
+        if output.has_sync_kv_loads:
+            self._connector.bind_connector_metadata(output.kv_connector_metadata)
+            self._start(None)
+            self._begun = True
+        if copies.failed_step_loads > failed_before:
+            copies.auditor.failed_outputs.append(output)
+        copies.auditor.launched(output)
+        return float(copies.host_s)
+
+    def _start_unless_begun(self, context: Any) -> None:
+        if not self._begun:
+            self._start(context)
+        self._begun = False
+
+
+class StepRig(TierRig):
+    """An engine with a tier that loads within the step."""
+
+    copies_type = SteppingCopies
+    auditor_type = ForgivingAuditor
+    tier_type = SteppingTier
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        auditor: Any = self.auditor
+        original = self.scheduler.update_from_output
+
+        def update(output: SchedulerOutput, model_output: ModelRunnerOutput) -> Any:
+            result = original(output, model_output)
+            auditor.failed_outputs = [failed for failed in auditor.failed_outputs if failed is not output]
+            return result
+
+        self.scheduler.update_from_output = update
+
+    def reset(self, *, running: bool, connector: bool) -> bool:
+        """As the base's, but not twice before a step: that has a test of its own in `test_tier_found`."""
+        return not self.side._current_batch_jobs_to_flush and super().reset(running=running, connector=connector)

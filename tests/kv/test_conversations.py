@@ -1,0 +1,151 @@
+"""Which request belongs to which conversation, and how likely conversations return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from vllm_ext.kv.conversations import Conversation, ConversationBook
+from vllm_ext.kv.returns import NUM_TURN_CLASSES, ReturnModel, turn_class
+
+
+def keys(*names: str) -> list[OffloadKey]:
+    return [make_offload_key(name.encode(), 0) for name in names]
+
+
+def turn(
+    book: ConversationBook, name: str | None, prompt: Sequence[str], answer: Sequence[str], at: float, salt: str = ""
+) -> Conversation:
+    conversation = book.enter(name, salt, keys(*prompt), at)
+    book.leave(conversation, keys(*prompt, *answer), at + 1.0)
+    return conversation
+
+
+def test_a_name_is_a_conversation_whatever_is_said_in_it() -> None:
+    book = ConversationBook()
+    first = turn(book, "a", ["x"], ["y"], 0.0)
+    assert turn(book, "a", ["other"], [], 5.0) is first
+    assert (first.turns, first.running, first.last_used_s) == (2, 0, 6.0)
+    assert turn(book, "b", ["x"], ["y"], 7.0) is not first
+    assert book.find("a") == [first]
+
+
+def test_5_the_same_name_under_another_salt_is_another_conversation() -> None:
+    book = ConversationBook()
+    ours, theirs = turn(book, "a", ["x"], [], 0.0, salt="us"), turn(book, "a", ["x"], [], 0.0, salt="them")
+    assert ours is not theirs
+    assert book.find("a", "us") == [ours]
+    assert len(book.find("a")) == 2
+
+
+def test_without_a_name_a_prompt_that_begins_with_the_last_turn_continues_it() -> None:
+    book = ConversationBook()
+    first = turn(book, None, ["system", "hello"], ["hi"], 0.0)
+    other = turn(book, None, ["system", "bonjour"], ["salut"], 1.0)
+    assert other is not first, "they share a system prompt, and no more"
+    assert turn(book, None, ["system", "hello", "hi", "more"], ["yes"], 2.0) is first
+    assert turn(book, None, ["system", "hello", "hi"], [], 3.0) is not first, "the last turn is longer by now"
+    assert turn(book, None, ["system", "hello", "hi", "more", "yes"], [], 4.0, salt="them") is not first
+
+
+def test_a_named_conversation_is_never_joined_by_a_nameless_request() -> None:
+    book = ConversationBook()
+    named = turn(book, "a", ["x"], ["y"], 0.0)
+    assert turn(book, None, ["x", "y", "z"], [], 1.0) is not named
+
+
+def test_a_conversation_expires_once_and_not_while_it_runs() -> None:
+    book = ConversationBook(ttl_s=10.0)
+    first = turn(book, "a", ["x"], [], 0.0)  # used last at 1
+    assert list(book.expired(10.9)) == []
+    running = book.enter("a", "", keys("x"), 10.95)
+    assert list(book.expired(50.0)) == []
+    book.leave(running, keys("x"), 60.0)
+    assert list(book.expired(69.9)) == []
+    assert list(book.expired(70.0)) == [first]
+    assert list(book.expired(99.0)) == []
+
+
+def test_a_client_may_want_its_conversation_dropped_earlier() -> None:
+    book = ConversationBook()
+    assert book.enter("a", "", [], 0.0).ttl_s == math.inf
+    conversation = book.enter("a", "", [], 0.0, ttl_s=5.0)
+    assert book.enter("a", "", [], 0.0).ttl_s == 5.0, "what was said once holds"
+    for _ in range(3):
+        book.leave(conversation, keys("x"), 1.0)
+    assert list(book.expired(5.9)) == []
+    assert list(book.expired(6.0)) == [conversation]
+    assert list(book.expired(9.0)) == []
+
+
+def test_a_time_to_live_may_be_shortened() -> None:
+    book = ConversationBook(ttl_s=100.0)
+    turn(book, "a", ["x"], [], 0.0)
+    conversation = book.enter("a", "", [], 2.0, ttl_s=5.0)
+    book.leave(conversation, keys("x"), 3.0)
+    assert list(book.expired(8.0)) == [conversation]
+    assert list(book.expired(1000.0)) == [], "and not again when its first time is over"
+
+
+def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 10)
+    book = ConversationBook()
+    holding = turn(book, "holding", ["h"], [], 0.0)
+    holding.keys.update(keys("h"))
+    running = book.enter("running", "", [], 0.0)
+    for number in range(100):
+        turn(book, None, [f"{number}"], [], float(number))
+    assert len(book) <= 11
+    assert holding in book
+    assert running in book
+    assert len(book._by_tail) <= 11
+
+
+@pytest.mark.parametrize(("turns", "number"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (1000, 3)])
+def test_turns_fall_into_classes(turns: int, number: int) -> None:
+    assert turn_class(turns) == number < NUM_TURN_CLASSES
+
+
+def test_nothing_is_known_of_returns_at_first() -> None:
+    model = ReturnModel()
+    assert [model.factor(number) for number in range(NUM_TURN_CLASSES)] == [1.0] * NUM_TURN_CLASSES
+
+
+def test_the_share_that_returns_is_learned_by_turns() -> None:
+    """Of first turns one in ten is followed by another, of eighth ones nine in ten."""
+    model = ReturnModel()
+    for number in range(2000):
+        model.ended(1)
+        if number % 10 == 0:
+            model.returned(1)
+        model.ended(8)
+        if number % 10 != 0:
+            model.returned(8)
+    assert model.probability(0) == pytest.approx(0.1, abs=0.03)
+    assert model.probability(3) == pytest.approx(0.9, abs=0.03)
+    assert model.factor(3) / model.factor(0) == pytest.approx(9.0, rel=0.3)
+    assert model.factor(1) == pytest.approx(1.0), "of others nothing was seen"
+
+
+def test_what_is_learned_follows_a_change() -> None:
+    model = ReturnModel()
+    for _ in range(20_000):
+        model.ended(1)
+        model.returned(1)
+    for _ in range(50_000):
+        model.ended(1)
+    assert model.probability(0) < 0.05
+
+
+def test_a_conversation_that_returns_is_counted_once_for_each_turn() -> None:
+    book = ConversationBook()
+    first = book.enter("a", "", [], 0.0)
+    book.enter("a", "", [], 0.0)  # while the first still runs, and before any ended
+    assert sum(book.returns._returned) == 0
+    book.leave(first, [], 1.0)
+    book.leave(first, [], 1.0)
+    book.enter("a", "", [], 2.0)
+    assert sum(book.returns._returned) == pytest.approx(1.0)

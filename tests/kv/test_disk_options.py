@@ -1,0 +1,57 @@
+"""The options of the disk tier, as they are checked where the user sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
+from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.options import DISK_BYTES_KEY, DISK_DIR_KEY, transfer_config
+
+
+def test_there_is_none_by_default() -> None:
+    extra = transfer_config(KvTierConfig(gib=1)).kv_connector_extra_config
+    assert not extra[DISK_DIR_KEY]
+
+
+def test_the_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert KvTierConfig(gib=1, disk_dir="kv/below", disk_gib=2).disk_dir == str(tmp_path / "kv" / "below")
+    assert KvTierConfig(gib=1, disk_dir="~/kv", disk_gib=2).disk_dir == "/home/somebody/kv"
+    config = ExtConfig(kv_tier=KvTierConfig(gib=1, disk_dir="kv", disk_gib=2))
+    monkeypatch.chdir("/")
+    assert parse(to_dict(config)) == config, "in the engine's process, wherever that is"
+
+
+def test_the_directory_is_made_when_a_server_starts(tmp_path: Path) -> None:
+    tier = KvTierConfig(gib=1, disk_dir=str(tmp_path / "a" / "b"), disk_gib=0.5)
+    assert not (tmp_path / "a").exists()
+    extra = transfer_config(tier).kv_connector_extra_config
+    assert (extra[DISK_DIR_KEY], extra[DISK_BYTES_KEY]) == (str(tmp_path / "a" / "b"), 2**29)
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"gib": 1, "disk_dir": "/d"}, "disk_gib"),
+        ({"gib": 1, "disk_dir": "/d", "disk_gib": -1}, "disk_gib"),
+        ({"gib": 1, "disk_dir": "/d", "disk_gib": "2"}, "disk_gib"),
+        ({"gib": 1, "disk_gib": 2}, "disk_gib"),
+        ({"gib": 1, "disk_dir": 3, "disk_gib": 2}, "disk_dir"),
+        ({"disk_dir": "/d", "disk_gib": 2}, "disk_dir"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        KvTierConfig(**options)  # type: ignore[arg-type]
+    assert refused.value.field == f"kv_tier.{field}"
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can be written"):
+        transfer_config(KvTierConfig(gib=1, disk_dir=str(tmp_path / "file"), disk_gib=1))

@@ -1,0 +1,142 @@
+"""Statistics add up, whatever happens to the tier."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import DirectionalTransferStats, TransferStats
+
+from vllm_ext.kv import tally
+from vllm_ext.kv.times import WorkerTimes
+
+from .tier_stateful_books import resident
+from .tier_stateful_driver import Walked, _Client, draw_setup
+from .tier_stateful_rig import BLOCK_SIZE, Setup, TierRig
+
+
+def check(rig: TierRig) -> dict[str, Any]:
+    """Compare the statistics with the books, and return them."""
+    state: dict[str, Any] = rig.scheduler.vllm_ext_state()["kv_tier"]
+    assert json.loads(json.dumps(state)) == state
+    host, manager = state["host"], rig.side.manager
+    chunks = resident(manager.policy)
+    assert host["used_chunks"] == len(chunks) <= host["capacity_chunks"] == rig.setup.host_chunks
+    assert host["writing_chunks"] == sum(chunk.ref_cnt < 0 for chunk in chunks.values())
+    assert host["reading_chunks"] == sum(chunk.ref_cnt > 0 for chunk in chunks.values())
+    assert host["used_bytes"] == host["used_chunks"] * state["chunk_bytes"]
+    gone = state["gone_chunks"]
+    assert set(gone) == set(tally.REASONS)
+    assert state["placed_chunks"] == host["used_chunks"] + sum(gone.values())
+    ready = host["used_chunks"] - host["writing_chunks"]
+    assert state["stored_chunks"] >= ready
+    found = state["conversations"]
+    assert found["running"] + found["kept"] + found["gone"] == len(rig.side.keeper.book)
+    return state
+
+
+def settle(rig: TierRig) -> None:
+    """Step until all is over; unlike `TierRig.drain` it leaves the tier as it is."""
+    while rig.loop.has_work:
+        rig.step()
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_placed_chunks_are_there_or_gone_for_a_reason(number: int) -> None:
+    dice = random.Random(number)
+    rig = TierRig(draw_setup(dice, number))
+    client, seen = _Client(rig, dice), Walked()
+    client._resets = 0.0  # those have a test of their own
+    for _ in range(200):
+        client.act(seen)
+        rig.step()
+        check(rig)
+    settle(rig)
+    state = check(rig)
+    assert state["gone_chunks"]["unwritten"] + state["gone_chunks"]["unreadable"] == rig.side.manager.dropped_chunks
+    assert state["loaded_chunks"] >= 0
+    assert state["host"]["writing_chunks"] == state["host"]["reading_chunks"] == 0, "nothing is under way any more"
+
+
+def test_a_time_to_live_and_a_hand_are_told_apart() -> None:
+    rig = TierRig(Setup(host_chunks=40, slow=0.0))
+    for number, session in enumerate(("a", "b")):
+        rig.add(range(100 * (number + 1), 100 * (number + 1) + 3 * BLOCK_SIZE), 2, session=session)
+    settle(rig)
+    keeper = rig.side.keeper
+    first, second = (keeper.book.find(name)[0] for name in ("a", "b"))
+    held = len(first.keys), len(second.keys)
+    assert min(held) >= 3
+    keeper.drop(first)
+    second.ttl_s = 0.0
+    second.running = 1
+    keeper.book.leave(second, [], rig.clock())
+    keeper.sweep(rig.clock())
+    gone = check(rig)["gone_chunks"]
+    assert (gone[tally.DROPPED], gone[tally.EXPIRED]) == held
+    assert check(rig)["conversations"] == {
+        "running": 0, "kept": 0, "gone": 2, "pinned": 0, "expired": 1, "dropped": 1, "unpinned": 0
+    }  # fmt: skip
+
+
+def test_chunks_that_find_no_place_are_refused() -> None:
+    rig = TierRig(Setup(host_chunks=1, slow=0.0))
+    rig.add(range(100, 100 + 8 * BLOCK_SIZE), 2)
+    settle(rig)
+    state = check(rig)
+    assert state["refused_chunks"] > 0
+    assert state["host"]["used_chunks"] <= 1
+
+
+def test_seconds_are_those_of_one_worker() -> None:
+    rig = TierRig(Setup(bits=8))
+    account = rig.scheduler.tier_account
+    account.num_workers = 2
+    stats = TransferStats(
+        load=DirectionalTransferStats(100, 2.0, [50, 50]), store=DirectionalTransferStats(400, 8.0, [200, 200])
+    )
+    account.observe(stats, WorkerTimes(store_wait_s=1.0, load_wait_s=0.5, store_codec_s=6.0, load_codec_s=1.0))
+    state = account.state()
+    assert state["copied_bytes"] == {"store": 400, "load": 100}
+    assert state["copy_jobs"] == {"store": 1, "load": 1}
+    assert state["copy_s"] == {"store": 4.0, "load": 1.0}
+    assert state["exposed_s"] == {"store": 0.5, "load": 0.25}
+    assert state["quantise_s"] == {"store": 3.0, "load": 0.5}
+
+
+def test_kv_that_is_kept_as_it_is_takes_no_time_to_quantise() -> None:
+    account = TierRig(Setup(bits=16)).scheduler.tier_account
+    account.observe(TransferStats(), WorkerTimes(store_codec_s=6.0, load_codec_s=1.0))
+    assert account.state()["quantise_s"] == {"store": 0.0, "load": 0.0}
+
+
+def test_without_others_to_compute_a_load_holds_the_engine_up() -> None:
+    rig = TierRig(Setup(host_chunks=40, prefix_caching=False, slow=0.9))
+    tokens = range(100, 100 + 8 * BLOCK_SIZE)
+    rig.add(tokens, 2)
+    settle(rig)
+    before = rig.scheduler.tier_account.stall.seconds
+    rig.add(tokens, 2)
+    settle(rig)
+    state = check(rig)
+    assert state["loaded_chunks"] > 0
+    assert state["exposed_s"]["load"] >= rig.scheduler.tier_account.stall.seconds
+    idle_s = rig.scheduler.tier_account.stall.seconds
+    assert idle_s > before
+    rig.clock.advance(1000.0)
+    rig.add(range(500, 500 + 4 * BLOCK_SIZE), 2)
+    settle(rig)
+    assert rig.scheduler.tier_account.stall.seconds == idle_s, "an engine without requests does not wait"
+
+
+def test_a_reset_takes_all_chunks() -> None:
+    rig = TierRig(Setup(host_chunks=40, slow=0.0))
+    rig.add(range(100, 100 + 6 * BLOCK_SIZE), 2)
+    settle(rig)
+    held = check(rig)["host"]["used_chunks"]
+    assert rig.scheduler.reset_connector_cache()
+    state = check(rig)
+    assert (state["gone_chunks"][tally.RESET], state["host"]["used_chunks"]) == (held, 0)
+    assert held >= 6

@@ -1,0 +1,299 @@
+"""Loads within a step: the layers' order, who waits for what, who makes way, and what becomes of failures."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
+
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.config_kv import LOSSLESS, QUANTISED, KvTierConfig
+from vllm_ext.kv.connector import TieredConnector
+from vllm_ext.kv.layer_loads import LayerJob, LayerwiseWorker, LoadsByLayer
+from vllm_ext.kv.options import transfer_config
+from vllm_ext.kv.step_loads import TierMetadata
+from vllm_ext.kv.worker import TierWorker
+
+from .tier_worker_parts import LAYOUT, codec, device, host, random_kv
+
+LAYERS = 3
+
+
+class SteppedCodec:
+    """Copies nothing; each call waits for its turn, and is noted as (direction, tensor, chunks)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, list[int]]] = []
+        self.fails: set[tuple[int, int]] = set()
+        """(tensor, chunk)."""
+        self.came = threading.Semaphore(0)
+        self._turns = threading.Semaphore(0)
+
+    def go(self, times: int = 1000) -> None:
+        """Let so many calls through."""
+        self._turns.release(times)
+
+    def store(self, tensor: int, blocks: Any, chunks: Any) -> Any:
+        self._call("store", tensor, chunks.tolist())
+        return torch.ones(len(chunks), dtype=torch.bool).numpy()
+
+    def load(self, tensor: int, chunks: Any, blocks: Any) -> None:
+        self._call("load", tensor, chunks.tolist())
+
+    def _call(self, direction: str, tensor: int, chunks: list[int]) -> None:
+        self.calls.append((direction, tensor, chunks))
+        self.came.release()
+        assert self._turns.acquire(timeout=10)
+        if any((tensor, chunk) in self.fails for chunk in chunks):
+            raise OSError("injected: no such chunk")
+
+
+@pytest.fixture
+def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
+    copies = SteppedCodec()
+    worker = TierWorker(copies, [range(LAYERS)], blocks_per_chunk=1, chunk_bytes=100)
+    yield copies, worker
+    copies.go()
+    worker.shutdown()
+
+
+def job(number: int) -> LayerJob:
+    """Load ``number`` brings the chunk of that number into the block of that number."""
+    return LayerJob(number, host([number]), device([number]))
+
+
+def came(copies: SteppedCodec, times: int = 1) -> None:
+    for _ in range(times):
+        assert copies.came.acquire(timeout=10)
+
+
+# --- the worker -----------------------------------------------------------------------------------------------------
+
+
+def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    copies.go()
+    worker.load_by_layer([job(1), job(2)])
+    worker.wait({1, 2})
+    assert copies.calls == [("load", layer, [number]) for layer in range(LAYERS) for number in (1, 2)]
+    results = worker.get_finished()
+    assert [(result.job_id, result.success, result.transfer_size) for result in results] == [
+        (1, True, 100),
+        (2, True, 100),
+    ]
+    assert all(result.transfer_time > 0 for result in results)
+
+
+def test_a_layer_waits_for_itself_only(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    loads = worker.load_by_layer([job(1)])
+    copies.go(1)
+    loads.wait(0)
+    came(copies, 2)  # layer 1 is under way
+    through = threading.Event()
+    waiter = threading.Thread(target=lambda: (loads.wait(1), through.set()))
+    waiter.start()
+    assert not through.wait(0.05)
+    copies.go(1)
+    waiter.join(10)
+    assert through.is_set()
+    loads.wait(7)  # nothing is loaded into it
+    assert worker.get_finished() == []
+    copies.go()
+    loads.wait()
+    worker.wait({1})
+    assert len(worker.get_finished()) == 1
+
+
+@pytest.mark.parametrize("under_way", ["store", "load"])
+def test_a_copy_under_way_makes_way_before_its_next_layer(
+    stepped: tuple[SteppedCodec, TierWorker], under_way: str
+) -> None:
+    copies, worker = stepped
+    submit = {"store": lambda: worker.submit_store(7, device([7]), host([7]))}
+    submit["load"] = lambda: worker.submit_load(7, host([7]), device([7]))
+    submit[under_way]()
+    came(copies)
+    worker.submit_store(8, device([8]), host([8]))
+    worker.submit_load(9, host([9]), device([9]))
+    worker.load_by_layer([job(1)])
+    copies.go()
+    worker.wait({1, 7, 8, 9})
+    expected = [(under_way, 0, [7])]
+    expected += [("load", layer, [1]) for layer in range(LAYERS)]
+    expected += [(under_way, layer, [7]) for layer in range(1, LAYERS)]
+    expected += [("load", layer, [9]) for layer in range(LAYERS)]
+    expected += [("store", layer, [8]) for layer in range(LAYERS)]
+    assert copies.calls == expected
+
+
+def test_a_load_that_fails_leaves_the_others_alone(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    copies.fails = {(1, 2)}
+    copies.go()
+    loads = worker.load_by_layer([job(1), job(2), LayerJob(3, host([3, 4]), device([3]))])
+    loads.wait()
+    worker.wait({1, 2, 3})
+    assert copies.calls == [("load", 0, [1]), ("load", 0, [2]), ("load", 1, [1]), ("load", 1, [2]), ("load", 2, [1])]
+    assert {result.job_id for result in worker.get_finished()} == {1, 2, 3}
+    failures = worker.take_failures()
+    assert (failures.chunks, failures.blocks, failures.load_jobs) == ({2, 3, 4}, {2, 3}, {2, 3})
+
+
+@pytest.mark.parametrize("bits", [LOSSLESS, QUANTISED])
+def test_layer_by_layer_brings_what_a_load_between_steps_brings(bits: int) -> None:
+    kv = random_kv(num_tensors=LAYERS)
+    worker = TierWorker(
+        codec(bits, kv), [range(LAYERS)], blocks_per_chunk=2, chunk_bytes=LAYERS * 2 * LAYOUT.page_bytes
+    )
+    worker.submit_store(1, device([3, 5]), host([4]))
+    worker.wait({1})
+    worker.submit_load(2, host([4]), device([0, 1]))
+    worker.wait({2})
+    worker.load_by_layer([LayerJob(3, host([4]), device([8, 9])), LayerJob(4, host([4]), device([11], index=1))])
+    worker.wait({3, 4})
+    assert not any(worker.take_failures())
+    for tensor in kv:
+        assert tensor[8].equal(tensor[0])
+        assert tensor[9].equal(tensor[1])
+        assert tensor[11].equal(tensor[1])
+    worker.shutdown()
+
+
+# --- the connector's worker -----------------------------------------------------------------------------------------
+
+
+class Side(LayerwiseWorker):
+    """Without a model; three layers, each with a tensor of its own."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__(SimpleNamespace(replicated_layout=False), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        self.worker = worker
+        self._tensor_of = {f"layer.{layer}": layer for layer in range(LAYERS)}
+
+    def forward(self, layers: range = range(LAYERS)) -> None:
+        """What attention asks."""
+        for layer in layers:
+            self.wait_for_layer(f"layer.{layer}")
+
+
+def metadata(in_step: set[int], between: set[int] = frozenset()) -> TierMetadata:  # type: ignore[assignment]
+    jobs = {n: TransferJob(f"r{n}", host([n]), device([n])) for n in sorted(in_step | between)}
+    return TierMetadata(load_jobs=jobs, store_jobs={}, in_step=frozenset(in_step))
+
+
+def test_loads_of_the_step_are_reported_with_it_and_to_no_request(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    copies.go()
+    side = Side(worker)
+    side.start_kv_transfers(metadata({1, 2}))
+    side.forward()
+    assert side.get_finished(set()) == (set(), set())
+    meta = side.build_connector_worker_meta()
+    assert meta is not None
+    assert meta.completed_jobs == {1: 1, 2: 1}
+    assert meta.transfer_stats.load.bytes == 200
+    assert side.take_doubtful() == set()
+
+
+def test_loads_between_steps_begin_when_the_forward_is_through(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    copies.go()
+    side = Side(worker)
+    side.start_kv_transfers(metadata({1}, between={5}))
+    side.forward()
+    worker.wait({5})
+    assert [chunks for _, _, chunks in copies.calls] == [[1]] * LAYERS
+    received = side.get_finished(set())[1]
+    worker.wait({5})
+    received |= side.get_finished(set())[1]
+    assert received == {"r5"}
+    assert [chunks for _, _, chunks in copies.calls] == [[1]] * LAYERS + [[5]] * LAYERS
+
+
+def test_a_step_without_loads_of_its_own_waits_for_nothing(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    side = Side(worker)
+    side.start_kv_transfers(OffloadingConnectorMetadata(load_jobs=metadata({5}).load_jobs, store_jobs={}))
+    side.forward()
+    assert side.get_finished(set()) == (set(), set())
+    copies.go()
+    worker.wait({5})
+    assert side.get_finished(set()) == (set(), {"r5"})
+
+
+def test_layers_that_did_not_wait_make_the_loads_doubtful_and_later_ones_wait_before_the_forward(
+    stepped: tuple[SteppedCodec, TierWorker],
+) -> None:
+    copies, worker = stepped
+    copies.go()
+    side = Side(worker)
+    side.start_kv_transfers(metadata({1, 2}))
+    side.forward(range(1, LAYERS))
+    side.get_finished(set())
+    assert side.take_doubtful() == {1, 2}
+    assert side.take_doubtful() == set()
+    assert not side.trusts_attention
+    side.start_kv_transfers(metadata({3}))
+    assert len(copies.calls) == 3 * LAYERS, "all of it is there"
+    side.get_finished(set())
+    assert side.take_doubtful() == set()
+
+
+def test_without_a_tensor_for_each_layer_the_first_one_waits_for_all(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+    copies, worker = stepped
+    side = Side(worker)
+    side._tensor_of = {}
+    side.start_kv_transfers(metadata({1}))
+    copies.go()
+    side.wait_for_layer("layer.0")
+    assert len(copies.calls) == LAYERS
+    side.get_finished(set())
+    assert side.take_doubtful() == set()
+
+
+def test_a_worker_that_knows_no_layers_is_waited_for_before_the_forward() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+            self.calls.append(job_id)
+            return True
+
+        def wait(self, job_ids: set[int]) -> None:
+            self.calls.append(set(job_ids))
+
+    worker = Plain()
+    assert not isinstance(worker, LoadsByLayer)
+    side = Side(worker)
+    side.start_kv_transfers(metadata({1, 2}))
+    assert worker.calls == [1, 2, {1, 2}]
+    side.forward()
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_which_loads_are_of_the_step_is_told_to_other_processes() -> None:
+    sent = copy.deepcopy(metadata({1}, between={2}))  # by the protocol of pickling, which vLLM uses between processes
+    assert isinstance(sent, OffloadingConnectorMetadata)
+    assert sent.in_step == {1}
+    assert set(sent.load_jobs) == {1, 2}
+
+
+@pytest.mark.parametrize(("load", "piecewise"), [("between", False), ("in-step", True), ("auto", True)])
+def test_graphs_of_whole_steps_are_given_up_where_layers_wait(load: str, piecewise: bool) -> None:
+    extra = transfer_config(KvTierConfig(gib=1, load=load)).kv_connector_extra_config
+    assert TieredConnector.requires_piecewise_for_cudagraph(extra) is piecewise
+
+
+def test_an_unknown_way_to_load_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_tier\.load='soon'.*between.*in-step.*auto"):
+        KvTierConfig(load="soon")

@@ -1,0 +1,37 @@
+"""Models that the tier is refused for, in the front end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.platforms import current_platform
+
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.options import transfer_config
+from vllm_ext.kv.support import refuse_model
+
+
+def config(*, mla: bool, bits: int) -> Any:
+    transfer = transfer_config(KvTierConfig(gib=2.0, bits=bits))
+    return SimpleNamespace(model_config=SimpleNamespace(use_mla=mla), kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "bits", "said"), [(True, 16, r"kv_tier.gib=2.0.*MLA"), (False, 8, "kv_tier.bits=8")]
+)
+def test_mla_is_refused_where_it_would_go_wrong(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, bits: int, said: str
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+    with pytest.raises(ConfigError, match=said):
+        refuse_model(config(mla=True, bits=bits))
+
+
+@pytest.mark.parametrize(("on_cpu", "mla", "bits"), [(True, False, 16), (True, False, 8), (False, True, 16)])
+def test_others_are_taken(monkeypatch: pytest.MonkeyPatch, on_cpu: bool, mla: bool, bits: int) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+    refuse_model(config(mla=mla, bits=bits))
+    assert config(mla=mla, bits=bits).model_config.use_mla is mla

@@ -1,0 +1,105 @@
+"""Copies that take as long as dice say, end in any order, and fail: what a worker may do to the scheduler's side."""
+
+from __future__ import annotations
+
+import random
+
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, TransferResult
+
+from vllm_ext.kv.times import WorkerTimes
+from vllm_ext.kv.worker import Failures, TierWorker
+from vllm_ext.simulation.cost.link import Direction, TransferLink
+from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
+
+_DELAYS_S = (0.0, 0.0, 0.5, 1.0, 3.0, 10.0, 40.0)
+"""Until a copy is through; a step takes about a second. The last is longer than most requests live."""
+
+
+class ChaosCopies(SimulatedCopies, TierWorker):
+    """Copies whose ends dice choose. It is a `TierWorker`, so that the connector asks it what failed; it has no thread.
+
+    Args:
+        dice: Where chance comes from.
+        blocks_per_chunk: Device blocks of a chunk.
+        slow: Share of copies that take longer than a step.
+        failing_stores, failing_loads: Share of jobs that fail.
+    """
+
+    def __init__(
+        self,
+        dice: random.Random,
+        *,
+        blocks_per_chunk: int,
+        slow: float = 0.5,
+        failing_stores: float = 0.0,
+        failing_loads: float = 0.0,
+    ) -> None:
+        SimulatedCopies.__init__(self, TransferLink(1.0), block_bytes=1.0)
+        self.failed_jobs = 0
+        self._dice = dice
+        self._blocks_per_chunk = blocks_per_chunk
+        self._slow = slow
+        self._share = {Direction.TO_HOST: failing_stores, Direction.TO_DEVICE: failing_loads}
+        self._ends: dict[int, float] = {}
+        self._specs: dict[int, tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]] = {}
+        self._failed = Failures(set(), set(), set())
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that are not through."""
+        return len(self._begun)
+
+    def take_failures(self) -> Failures:
+        """Return what failed since the last time."""
+        failures, self._failed = self._failed, Failures(set(), set(), set())
+        return failures
+
+    def take_times(self) -> WorkerTimes:
+        """Return nothing: no time passes here."""
+        return WorkerTimes()
+
+    def next_end_s(self) -> float | None:
+        """Return when the next job will be through; None if there is none."""
+        return min(self._ends.values(), default=None)
+
+    def shutdown(self) -> None:
+        """There is no thread to end."""
+
+    def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
+        start_s = max(self.host_s, self.stream_s)
+        self._begun[job_id] = _Transfer(start_s, job_id, direction, len(device.block_ids), 1)
+        self._specs[job_id] = device, host
+        slow = self._dice.random() < self._slow
+        self._ends[job_id] = start_s + (self._dice.choice(_DELAYS_S) if slow else 0.0) + self._dice.random() / 8
+        if self.auditor is not None:
+            self.auditor.submitted(job_id, direction, device, host)
+        return True
+
+    def _run_until(self, now: float) -> None:
+        through = [job_id for job_id, end_s in self._ends.items() if end_s <= now]
+        self._dice.shuffle(through)
+        for job_id in through:
+            self._end(job_id)
+
+    def _end(self, job_id: int) -> None:
+        transfer, (device, host) = self._begun.pop(job_id), self._specs.pop(job_id)
+        del self._ends[job_id]
+        lost: list[int] = []
+        if self._dice.random() < self._share[transfer.direction]:
+            self.failed_jobs += 1
+            lost = self._fail(transfer, device.block_ids.tolist(), host.block_ids.tolist())
+        if self.auditor is not None:
+            self.auditor.finished(job_id, lost)
+        self._results.append(TransferResult(job_id, success=True))
+
+    def _fail(self, transfer: _Transfer, blocks: list[int], chunks: list[int]) -> list[int]:
+        """Note a failure as `TierWorker` does; return the blocks of the target that hold nothing."""
+        if transfer.direction is Direction.TO_DEVICE:
+            self._failed.chunks.update(chunks)
+            self._failed.blocks.update(blocks)
+            self._failed.load_jobs.add(transfer.job_id)
+            return blocks
+        broken = [chunk for chunk in chunks if self._dice.random() < 0.5] or chunks
+        self._failed.chunks.update(broken)
+        size = self._blocks_per_chunk
+        return [block for chunk in broken for block in range(chunk * size, (chunk + 1) * size)]

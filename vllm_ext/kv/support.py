@@ -1,0 +1,27 @@
+"""Which models the KV tier is refused for, in the process the user sees; what else is wrong a worker finds at start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.config_kv import QUANTISED
+from vllm_ext.kv.options import BITS_KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def refuse_model(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if this model's KV can't be kept, or not in the form that was asked for."""
+    if not vllm_config.model_config.use_mla:
+        return
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if current_platform.is_cpu():
+        allowed = "must be 0 for MLA models on vLLM's CPU backend, which can't go on from KV that it loads"
+        raise ConfigError("kv_tier.gib", round(extra["cpu_bytes_to_use"] / 2**30, 3), allowed)
+    if extra[BITS_KEY] == QUANTISED:
+        allowed = "needs keys and values, and MLA keeps what both are made of; use 16"
+        raise ConfigError("kv_tier.bits", QUANTISED, allowed)
