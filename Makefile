@@ -3,10 +3,12 @@
 PYTHON ?= python3
 DEVICE ?= auto
 ARGS ?=
+STEPS ?= 1000000
+SEED ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test lint format bench-quick repro clean
+.PHONY: help setup serve demo test soak lint format bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +35,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/pytest $(ARGS)
 endif
+
+soak: setup ## A million engine steps with a KV tier where all goes wrong that can; STEPS=, SEED=
+	PYTHONHASHSEED=0 SOAK_STEPS=$(STEPS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/kv/test_tier_stateful.py -k long_walk $(ARGS)
 
 lint: setup ## Check style and types
 	$(BIN)/ruff check .

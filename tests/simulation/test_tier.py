@@ -17,10 +17,10 @@ from vllm_ext.simulation.run import build_scheduler, simulate_parts
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
-from vllm_ext.simulation.tier import kv_bytes_per_block
+from vllm_ext.simulation.tier_options import kv_bytes_per_block
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows, token_times
-from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, ids, offload, serve
+from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, ids, mixed, offload, serve
 
 _DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 _POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -235,7 +235,7 @@ def test_auditor_finds_kv_that_is_used_before_it_has_arrived(monkeypatch: pytest
 def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None:
     """Conversations, shared prefixes, preemptions, aborts, full host memory, fast and slow links, all systems."""
     dice = random.Random(seed)
-    workload = _mixed(dice)
+    workload = mixed(dice)
     server = serve(
         workload,
         dice.choice([PerTokenCost(), SteadyCost(device=0.01, host=0.002), SteadyCost(device=0.002, host=0.01)]),
@@ -261,7 +261,7 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
     ALISE preempts a request for another, and where room was left vLLM took it back at once, with a load.
     """
     server = serve(
-        _mixed(random.Random(3)),
+        mixed(random.Random(3)),
         SteadyCost(device=0.002, host=0.01),
         kv_offload=offload(40),
         blocks_per_s=80.0,
@@ -269,25 +269,6 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
         system="oracle-alise",
     )
     assert drained(server).collector.preemptions > 0
-
-
-def _mixed(dice: random.Random) -> ListWorkload:
-    starts = [ids(200 + 100 * talk, dice.randint(5, 60)) for talk in range(6)]
-    found, now = [], 0.0
-    for i in range(16):
-        now += dice.choice([0.0, 0.01, 0.02, 0.05, 0.3])
-        prompt = (dice.choice(starts) + [dice.randrange(1000, 3000) for _ in range(dice.randint(1, 50))])[:110]
-        give_up = dice.choice([None, None, None, dice.random()])
-        output = dice.randint(1, 40)
-        found.append(ask(f"r{i}", now, len(prompt), output, token_ids=prompt, abort_after_s=give_up, priority=i % 3))
-
-    def follow_up(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
-        if len(request.req_id) > 4 or not output_ids or request.token_ids is None:
-            return []
-        prompt = (list(request.token_ids) + list(output_ids) + [200, 201])[:115]
-        return [ask(f"{request.req_id}+", finished_s + 0.1, len(prompt), 7, token_ids=prompt)]
-
-    return ListWorkload(found, follow_up)
 
 
 # --- the run --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,11 @@ def offload(blocks: int = 200, **options: Any) -> KvOffloadSpec:
     return KvOffloadSpec(cpu_bytes=blocks * BLOCK_BYTES, **options)
 
 
+def own_tier(blocks: int = 200, **options: Any) -> dict[str, Any]:
+    """Options of vllm_ext: our tier with as much host memory as so many blocks take in 16 bits."""
+    return {"kv_tier": {"gib": blocks * BLOCK_BYTES / 2**30, "bits": 16, **options}}
+
+
 def serve(
     workload: Iterable[SimRequest] | ListWorkload,
     cost: Cost | None = None,
@@ -60,17 +66,28 @@ def serve(
     num_blocks: int = 14,
     blocks_per_s: float = 2000.0,
     kv_offload: KvOffloadSpec | None = None,
+    quantise_blocks_per_s: float | None = None,
     run: bool = True,
     **options: Any,
 ) -> Server:
-    """Serve a workload on an engine whose tier is audited; ``blocks_per_s``: of the link, in one direction."""
+    """Serve a workload on an engine whose tier, if it has one, is audited.
+
+    Args:
+        blocks_per_s: Of the link, in one direction.
+        quantise_blocks_per_s: See `CostSpec.quantise_bytes_per_s`.
+    """
     spec = engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, **options})
     scheduler = build_scheduler(spec, num_blocks, HARDWARE)
     collector = Collector(scheduler, RecordSpec(token_times=True))
-    link = CostSpec(kind="constant", pcie_bytes_per_s=blocks_per_s * BLOCK_BYTES, copy_overhead_s=0.0)
-    tier = None if kv_offload is None else build_tier(scheduler, HARDWARE, link)
-    if tier is not None and kv_offload is not None:
-        tier.copies.auditor = TransferAuditor(scheduler, kv_offload.blocks_per_chunk)
+    link = CostSpec(
+        kind="constant",
+        pcie_bytes_per_s=blocks_per_s * BLOCK_BYTES,
+        copy_overhead_s=0.0,
+        quantise_bytes_per_s=None if quantise_blocks_per_s is None else quantise_blocks_per_s * BLOCK_BYTES,
+    )
+    tier = None if scheduler.connector is None else build_tier(scheduler, HARDWARE, link)
+    if tier is not None:
+        tier.copies.auditor = TransferAuditor(scheduler)
         collector.tier = tier
     engine = SimulatedEngine(
         scheduler,
@@ -111,3 +128,23 @@ def conversation(think_s: float = 4.0) -> ListWorkload:
         return [ask("turn-2", finished_s + think_s, len(prompt), 3, token_ids=prompt)]
 
     return ListWorkload([first, *others], follow_up)
+
+
+def mixed(dice: random.Random) -> ListWorkload:
+    """Sixteen requests of six openings, some with a client that gives up, most with a second turn."""
+    starts = [ids(200 + 100 * talk, dice.randint(5, 60)) for talk in range(6)]
+    found, now = [], 0.0
+    for i in range(16):
+        now += dice.choice([0.0, 0.01, 0.02, 0.05, 0.3])
+        prompt = (dice.choice(starts) + [dice.randrange(1000, 3000) for _ in range(dice.randint(1, 50))])[:110]
+        give_up = dice.choice([None, None, None, dice.random()])
+        output = dice.randint(1, 40)
+        found.append(ask(f"r{i}", now, len(prompt), output, token_ids=prompt, abort_after_s=give_up, priority=i % 3))
+
+    def follow_up(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
+        if len(request.req_id) > 4 or not output_ids or request.token_ids is None:
+            return []
+        prompt = (list(request.token_ids) + list(output_ids) + [200, 201])[:115]
+        return [ask(f"{request.req_id}+", finished_s + 0.1, len(prompt), 7, token_ids=prompt)]
+
+    return ListWorkload(found, follow_up)

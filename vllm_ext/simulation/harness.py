@@ -11,6 +11,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,6 +60,17 @@ _MODEL = {
 }
 
 
+@dataclass(frozen=True)
+class KvShape:
+    """The KV of a model that is not there, as a connector is told of it."""
+
+    bytes_per_block: int
+    """Of all layers."""
+    layers: int = 1
+    dtype: str = "auto"
+    """As vLLM's ``cache_dtype``, or another type's name; ``auto``: the tiny model's."""
+
+
 @functools.cache
 def _model_dir() -> tempfile.TemporaryDirectory[str]:
     directory = tempfile.TemporaryDirectory(prefix="vllm-ext-model-")
@@ -80,7 +93,10 @@ def block_hasher(block_size: int = 16) -> BlockHasher:
 
 @functools.cache
 def _init_hashing() -> None:
-    init_none_hash(get_hash_fn_by_name(_HASH_ALGORITHM))
+    """Begin every chain of hashes alike in all processes: vLLM's beginning is random, and evictions may tie by hash."""
+    hash_fn = get_hash_fn_by_name(_HASH_ALGORITHM)
+    init_none_hash(hash_fn)
+    kv_cache_utils.NONE_HASH = BlockHash(hash_fn("vllm_ext.simulation"))
 
 
 def make_config(
@@ -133,18 +149,19 @@ def make_config(
     return config
 
 
-def make_kv_cache_config(num_blocks: int, block_size: int, kv_bytes_per_block: int | None = None) -> KVCacheConfig:
-    """One full-attention group of one layer over ``num_blocks`` blocks (one of which is vLLM's null block).
+def make_kv_cache_config(num_blocks: int, block_size: int, kv_shape: KvShape | None = None) -> KVCacheConfig:
+    """One full-attention group over ``num_blocks`` blocks (one of which is vLLM's null block).
 
     Args:
-        kv_bytes_per_block: What a connector takes a block for, in bytes; None: as large as the tiny model's.
+        kv_shape: What a connector takes the KV for; None: one layer, as the tiny model has.
     """
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer.0"], spec)]
+    layers = [f"layer.{number}" for number in range(1 if kv_shape is None else kv_shape.layers)]
+    groups = [KVCacheGroupSpec(layers, spec)]
     tensors = []
-    if kv_bytes_per_block is not None:
-        size = num_blocks * kv_bytes_per_block
-        tensors = [KVCacheTensor(size, ["layer.0"], layer_stride=size, block_stride=kv_bytes_per_block)]
+    if kv_shape is not None:
+        page, size = kv_shape.bytes_per_block // kv_shape.layers, num_blocks * kv_shape.bytes_per_block
+        tensors = [KVCacheTensor(size, layers, layer_stride=num_blocks * page, block_stride=page)]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
@@ -164,7 +181,7 @@ def make_scheduler(
     watermark: float = 0.0,
     v2_model_runner: bool = False,
     kv_transfer_config: KVTransferConfig | None = None,
-    kv_bytes_per_block: int | None = None,
+    kv_shape: KvShape | None = None,
 ) -> Scheduler:
     """Build a scheduler as the engine core does.
 
@@ -178,7 +195,7 @@ def make_scheduler(
         additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
         v2_model_runner: Produce outputs for vLLM's V2 runner (resumed requests travel as new ones).
         kv_transfer_config: For a KV connector, of which the scheduler builds its own side.
-        kv_bytes_per_block: What that connector takes a block for, in bytes; None: as large as the tiny model's.
+        kv_shape: What that connector takes the model's KV for; None: the tiny model's.
 
     Returns:
         The scheduler; its class decides what policies run. Nothing is started.
@@ -200,12 +217,14 @@ def make_scheduler(
         watermark=watermark,
         kv_transfer_config=kv_transfer_config,
     )
+    if kv_shape is not None:
+        config.cache_config.cache_dtype = kv_shape.dtype
     cls: Any = scheduler_cls or AsyncScheduler
     if isinstance(cls, str):
         cls = config.scheduler_config.get_scheduler_cls()
     scheduler: Scheduler = cls(
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(num_blocks, block_size, kv_bytes_per_block),
+        kv_cache_config=make_kv_cache_config(num_blocks, block_size, kv_shape),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,

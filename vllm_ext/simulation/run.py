@@ -24,7 +24,8 @@ from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel
-from vllm_ext.simulation.tier import build_tier, connector_config, kv_bytes_per_block
+from vllm_ext.simulation.tier import build_tier
+from vllm_ext.simulation.tier_options import connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
 
@@ -79,7 +80,7 @@ def _run(
         start_from_profile(scheduler, spec.engine, cost)
     collector = Collector(scheduler, spec.record)
     tier = None
-    if spec.engine.kv_offload is not None:
+    if scheduler.connector is not None:
         with _quiet_vllm():
             tier = collector.tier = build_tier(scheduler, spec.hardware, spec.cost)
     engine = SimulatedEngine(
@@ -90,7 +91,8 @@ def _run(
         depth=2 if spec.engine.async_scheduling else 1,
         make_request=RequestFactory(
             max_model_len=spec.engine.max_model_len,
-            hasher=block_hasher(spec.engine.block_size) if _hashes_blocks(spec.engine) else None,
+            # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
+            hasher=block_hasher(spec.engine.block_size) if spec.engine.prefix_caching or tier is not None else None,
             reveal_lengths=reads_truth(spec.engine),
         ),
         on_progress=progress,
@@ -119,7 +121,7 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
     """Build the scheduler that an engine with these settings would have.
 
     Args:
-        hardware: Says how large a block is, for ``kv_offload``.
+        hardware: Says how large a block is, for ``kv_offload`` and the ``kv_tier`` of the options.
 
     Raises:
         ValueError: (ConfigError included) vLLM or the system refuses a setting, or the KV pool is too small for one
@@ -153,7 +155,7 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
             scheduling_policy=upstream or "fcfs",
             watermark=engine.watermark,
             log_stats=False,
-            **_connector_options(engine, hardware),
+            **connector_options(engine, hardware),
         )
 
 
@@ -178,23 +180,6 @@ def reads_truth(engine: EngineSpec) -> bool:
         return False
     sources = (engine.options.get("prediction") or {}).get("sources") or ()
     return resolve(engine.system).oracle or "oracle" in sources
-
-
-def _connector_options(engine: EngineSpec, hardware: HardwareSpec | None) -> dict[str, Any]:
-    if engine.kv_offload is None:
-        return {}
-    if hardware is None:
-        raise ValueError("hardware=None: needed for kv_offload, to know the size of a block")
-    block_bytes = kv_bytes_per_block(hardware, engine.block_size)
-    return {
-        "kv_transfer_config": connector_config(engine.kv_offload, block_bytes),
-        "kv_bytes_per_block": block_bytes,
-    }
-
-
-def _hashes_blocks(engine: EngineSpec) -> bool:
-    """As in vLLM's engine core: a connector finds KV by the blocks' hashes too."""
-    return engine.prefix_caching or engine.kv_offload is not None
 
 
 def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collector, num_blocks: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,8 +20,8 @@ class Auditor(Protocol):
     ) -> None:
         """A job was handed to the worker."""
 
-    def finished(self, job_id: int) -> None:
-        """Its copies are through."""
+    def finished(self, job_id: int, lost: Collection[int] = ()) -> None:
+        """Its copies are through, but for those to blocks ``lost``, counted on its target's side."""
 
     def launched(self, output: SchedulerOutput) -> None:
         """A step's forward was launched."""
@@ -31,6 +32,7 @@ class _Transfer(NamedTuple):
     job_id: int
     direction: Direction
     num_blocks: int
+    num_copies: int
 
 
 class SimulatedCopies(OffloadingWorker):
@@ -38,11 +40,23 @@ class SimulatedCopies(OffloadingWorker):
 
     Args:
         link: Between each device and the host.
-        block_bytes: KV of one block on one device.
+        block_bytes: What one block of one device moves over the link.
         copies_per_block: Copies one block takes; vLLM's layout for offloading has one region per layer.
+        copies_per_chunk: Copies a chunk takes beside those of its blocks.
+        quantise_s_per_block: Time for a block that is not hidden behind its copy, in seconds.
     """
 
-    def __init__(self, link: TransferLink, *, block_bytes: int, copies_per_block: int) -> None:
+    def __init__(
+        self,
+        link: TransferLink,
+        *,
+        block_bytes: float,
+        copies_per_block: int = 0,
+        copies_per_chunk: int = 0,
+        quantise_s_per_block: float = 0.0,
+    ) -> None:
+        self.link = link
+        self.block_bytes = block_bytes
         self.host_s = 0.0
         """What the worker's host thread has come to, in virtual time."""
         self.stream_s = 0.0
@@ -52,9 +66,9 @@ class SimulatedCopies(OffloadingWorker):
         self.waited_s = 0.0
         """Time the host waited for stores before it could launch a step."""
         self.auditor: Auditor | None = None
-        self._link = link
-        self._block_bytes = block_bytes
         self._copies_per_block = copies_per_block
+        self._copies_per_chunk = copies_per_chunk
+        self._quantise_s_per_block = quantise_s_per_block
         self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
         self._begun: dict[int, _Transfer] = {}  # by the link's id
         self._results: list[TransferResult] = []
@@ -68,7 +82,7 @@ class SimulatedCopies(OffloadingWorker):
         return self._submit(job_id, Direction.TO_DEVICE, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that are through by ``host_s``, each once."""
+        """Return the jobs that are through by ``host_s``, each once; their times are those of an idle link."""
         self._run_until(self.host_s)
         results, self._results = self._results, []
         return results
@@ -88,30 +102,39 @@ class SimulatedCopies(OffloadingWorker):
     def next_end_s(self) -> float | None:
         """Return when the next copy will be through; None if there is none."""
         while True:
-            end_s = self._link.next_end_s()
+            end_s = self.link.next_end_s()
             if not self._queued or (end_s is not None and end_s <= self._queued[0].start_s):
                 return end_s
             self._begin(self._queued.popleft())
 
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
-        self._queued.append(_Transfer(max(self.host_s, self.stream_s), job_id, direction, len(device.block_ids)))
+        num_blocks, num_chunks = len(device.block_ids), len(host.block_ids)
+        num_copies = num_blocks * self._copies_per_block + num_chunks * self._copies_per_chunk
+        start_s = max(self.host_s, self.stream_s)
+        self._queued.append(_Transfer(start_s, job_id, direction, num_blocks, max(1, num_copies)))
         if self.auditor is not None:
             self.auditor.submitted(job_id, direction, device, host)
         return True
 
     def _begin(self, transfer: _Transfer) -> None:
-        num_bytes, num_copies = transfer.num_blocks * self._block_bytes, transfer.num_blocks * self._copies_per_block
-        self._begun[self._link.submit(transfer.start_s, transfer.direction, num_bytes, max(1, num_copies))] = transfer
+        submitted = self.link.submit(transfer.start_s, transfer.direction, *self._work(transfer))
+        self._begun[submitted] = transfer
+
+    def _work(self, transfer: _Transfer) -> tuple[float, int, float]:
+        """Return bytes, copies, and set-up time in seconds."""
+        num_blocks = transfer.num_blocks
+        return num_blocks * self.block_bytes, transfer.num_copies, num_blocks * self._quantise_s_per_block
 
     def _run_until(self, now: float) -> None:
         while self._queued and self._queued[0].start_s <= now:
             self._begin(self._queued.popleft())
-        for transfer_id in self._link.advance(now):
+        for transfer_id in self.link.advance(now):
             transfer = self._begun.pop(transfer_id)
             if transfer.direction is Direction.TO_DEVICE:
                 self.loaded_blocks += transfer.num_blocks
             else:
                 self.stored_blocks += transfer.num_blocks
-            self._results.append(TransferResult(transfer.job_id, success=True))
+            work = self._work(transfer)
+            self._results.append(TransferResult(transfer.job_id, True, int(work[0]), self.link.alone_s(*work)))
             if self.auditor is not None:
                 self.auditor.finished(transfer.job_id)

@@ -98,6 +98,8 @@ class SimulatedEngine:
         self._predictions: Any = getattr(scheduler, "ledger", None)
         if hasattr(scheduler, "clock"):
             scheduler.clock = self.clock
+        if tier is not None:
+            tier.use_clock(self.clock)
         _report_preemptions(scheduler, collector, self.clock)
 
     # --- the run ----------------------------------------------------------------------------------------------------

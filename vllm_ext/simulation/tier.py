@@ -1,8 +1,9 @@
-"""KV between device and host memory in virtual time: vLLM's own connector, with its copies replaced by a link's model.
+"""KV between device and host memory in virtual time: the connector that serves, its copies replaced by a link's model.
 
-Both sides of the connector are vLLM's: the scheduler's side with its manager and eviction policy, and the worker's side
-with its queue of stores. Only the copies below, `OffloadingWorker`, are modelled. They begin and are looked for where
-vLLM's model runners do so (``kv_connector_model_runner_mixin.py``, ``gpu/kv_connector.py``, ``gpu_worker.py``):
+Both sides of the connector are real, vLLM's own or ours: the scheduler's side with its manager and eviction policy, and
+the worker's side with its queue of stores. Only the copies below, `OffloadingWorker`, are modelled. They begin and are
+looked for where vLLM's model runners do it (``kv_connector_model_runner_mixin.py``, ``gpu/kv_connector.py``,
+``gpu_worker.py``):
 
     host       | launch k: submit stores of step k - 1, wait for those whose blocks step k takes, launch the forward,
                |           submit loads of step k, look which copies are through by now: reported with step k's output
@@ -15,9 +16,9 @@ Copies of one direction go one after the other, and both directions slow each ot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -25,88 +26,68 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ext.simulation.cost.build import build_link
-from vllm_ext.simulation.cost.link import Direction, TransferLink
+from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
+from vllm_ext.simulation.tier_options import device_block_bytes
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-    from vllm_ext.simulation.spec import KvOffloadSpec
-
-
-def connector_config(offload: KvOffloadSpec, kv_bytes_per_block: int) -> KVTransferConfig:
-    """Return what ``--kv-transfer-config`` would say.
-
-    Args:
-        kv_bytes_per_block: Of one block on all devices together.
-
-    Raises:
-        ValueError: the host memory is smaller than one chunk.
-    """
-    chunk_bytes = kv_bytes_per_block * offload.blocks_per_chunk
-    if offload.cpu_bytes < chunk_bytes:
-        raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        engine_id="simulated",
-        kv_connector_extra_config={
-            "cpu_bytes_to_use": offload.cpu_bytes,
-            "eviction_policy": offload.policy,
-            "offload_prompt_only": offload.offload_prompt_only,
-            "blocks_per_chunk": offload.blocks_per_chunk,
-        },
-    )
-
-
-def kv_bytes_per_block(hardware: HardwareSpec, block_size: int) -> int:
-    """Return the bytes of one block of ``block_size`` tokens on all devices together."""
-    return _device_block_bytes(hardware, block_size) * hardware.tensor_parallel
 
 
 def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> Tier:
-    """Return the worker's side for a scheduler that was built with `connector_config`."""
-    return Tier(
-        scheduler,
-        build_link(hardware, cost),
-        block_bytes=_device_block_bytes(hardware, scheduler.cache_config.block_size),
-        copies_per_block=hardware.resolve_model().layers,
-        num_devices=hardware.tensor_parallel,
-    )
+    """Return the worker's side for a scheduler whose connector is described by `tier_options.connector_options`."""
+    connector = worker_side(scheduler)
+    block_bytes = device_block_bytes(hardware, scheduler.cache_config.block_size)
+    layers = hardware.resolve_model().layers
+    link = build_link(hardware, cost)
+    geometry = getattr(connector.connector_worker.spec, "geometry", None)
+    if geometry is not None and geometry.record_bytes:
+        # A part of a chunk moves its share of the record. One copy moves a layer's record, where blocks are apart.
+        rate = cost.quantise_bytes_per_s
+        copies = SimulatedCopies(
+            link,
+            block_bytes=geometry.chunk_bytes / geometry.blocks_per_chunk / hardware.tensor_parallel,
+            copies_per_chunk=layers,
+            quantise_s_per_block=0.0 if rate is None else block_bytes / rate,
+        )
+    else:
+        copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=layers)
+    return Tier(scheduler, connector, copies, num_devices=hardware.tensor_parallel)
 
 
-def _device_block_bytes(hardware: HardwareSpec, block_size: int) -> int:
-    model = hardware.resolve_model()
-    return block_size * model.kv_bytes_per_token(hardware.kv_dtype_bytes, hardware.tensor_parallel)
+def worker_side(scheduler: Scheduler) -> Any:
+    """Return the worker's side of a scheduler's connector, still without what copies."""
+    return KVConnectorFactory.create_connector(scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
 
 
 class Tier:
-    """The worker's side of a scheduler's offloading connector.
+    """The worker's side of a scheduler's offloading connector, vLLM's own or ours.
 
     Args:
-        scheduler: Built with `connector_config`.
-        link: Between each device and the host.
-        block_bytes: KV of one block on one device.
-        copies_per_block: Copies one block takes on one device.
+        scheduler: With such a connector.
+        connector: The worker's side of it.
+        copies: What it copies with.
         num_devices: Devices that hold a share of each block; their copies go side by side.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, link: TransferLink, *, block_bytes: int, copies_per_block: int, num_devices: int = 1
-    ) -> None:
-        self.copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=copies_per_block)
+    def __init__(self, scheduler: Scheduler, connector: Any, copies: SimulatedCopies, *, num_devices: int = 1) -> None:
+        self.copies = copies
         self.hit_tokens = 0
         """Tokens whose KV was asked for from the host, and not computed again."""
-        self._link = link
-        self._block_bytes = block_bytes * num_devices
+        self._block_bytes = copies.block_bytes * num_devices
         self._block_size = scheduler.cache_config.block_size
-        self._manager = scheduler.connector.connector_scheduler.manager
+        self._manager: Any = scheduler.connector.connector_scheduler.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
-        self._connector = KVConnectorFactory.create_connector(
-            scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
-        )
-        self._connector.connector_worker.worker = self.copies  # instead of register_kv_caches: there are none
+        self._connector = connector
+        self._connector.connector_worker.worker = copies  # instead of register_kv_caches: there are none
         self._quiet_steps = 0
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        """Let the eviction policy read the time there, in seconds, if it reads any."""
+        policy = self._manager._policy
+        if hasattr(policy, "clock"):
+            policy.clock = clock
 
     # --- the model runner's calls -----------------------------------------------------------------------------------
 
@@ -143,14 +124,20 @@ class Tier:
         connector.bind_connector_metadata(metadata)
         connector.start_load_kv(None)
         connector.wait_for_save()
-        _, received = connector.get_finished(output.finished_req_ids)
+        results = connector.get_transfer_results(output.finished_req_ids)
+        invalid_blocks = connector.get_block_ids_with_load_errors()
         report = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         quiet = report is None and not metadata.store_jobs and not output.num_scheduled_tokens
         self._quiet_steps = self._quiet_steps + 1 if quiet else 0
         if report is None:
             return model_output
-        connector_output = KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=report)
+        connector_output = KVConnectorOutput(
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=invalid_blocks,
+            kv_connector_worker_meta=report,
+        )
         if model_output is EMPTY_MODEL_RUNNER_OUTPUT:
             return ModelRunnerOutput.with_kv_conn_output_only(connector_output)
         model_output.kv_connector_output = connector_output
@@ -173,7 +160,7 @@ class Tier:
         return (num_chunks - self._manager._get_num_free_chunks()) / num_chunks
 
     @property
-    def transfer_bytes(self) -> int:
+    def transfer_bytes(self) -> float:
         """Bytes of all copies that are through, of all devices and both directions."""
         return (self.copies.loaded_blocks + self.copies.stored_blocks) * self._block_bytes
 
@@ -187,11 +174,12 @@ class Tier:
             "tier_hit_tokens": self.hit_tokens,
             "tier_evicted_chunks": self._evicted_chunks,
             "tier_failed_stores": self._failed_stores,
+            "tier_dropped_chunks": getattr(self._manager, "dropped_chunks", 0),
             "num_tier_chunks": self._manager._num_chunks,
         }
         if duration_s > 0:
-            found["link_load_busy_fraction"] = self._link.totals(Direction.TO_DEVICE).busy_s / duration_s
-            found["link_store_busy_fraction"] = self._link.totals(Direction.TO_HOST).busy_s / duration_s
+            found["link_load_busy_fraction"] = copies.link.totals(Direction.TO_DEVICE).busy_s / duration_s
+            found["link_store_busy_fraction"] = copies.link.totals(Direction.TO_HOST).busy_s / duration_s
         return found
 
     def _count_stores(self) -> None:

@@ -8,7 +8,7 @@ it is known to the copies, which is stricter than the device's own order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
 
 _BEING_WRITTEN = b"being written"
 _NOTHING = b""
+_STALE = b"of other weights"
 
 
 @dataclass
@@ -39,14 +40,13 @@ class TransferAuditor:
 
     Args:
         scheduler: One that a `Tier` works for.
-        blocks_per_chunk: As in the connector's configuration.
     """
 
-    def __init__(self, scheduler: Scheduler, blocks_per_chunk: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.checked_steps = self.checked_jobs = 0
         self._scheduler = scheduler
         self._block_size = scheduler.cache_config.block_size
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk: int = scheduler.connector.connector_scheduler.config.blocks_per_chunk
         self._device: dict[int, bytes] = {}
         """By block: hash of the prefix up to the block's last written slot."""
         self._host: dict[int, bytes] = {}
@@ -83,12 +83,24 @@ class TransferAuditor:
             target[block] = _BEING_WRITTEN
         self._jobs[job_id] = job
 
-    def finished(self, job_id: int) -> None:
-        """Let a job's target hold what its source held."""
+    def finished(self, job_id: int, lost: Collection[int] = ()) -> None:
+        """Let a job's target hold what its source held, and nothing that may be read where the copy failed.
+
+        Args:
+            lost: Blocks of the target; on the host those of chunk c are c * blocks_per_chunk and the following.
+        """
         job = self._jobs.pop(job_id)
         to_host = job.direction is Direction.TO_HOST
         target, ids = (self._host, job.host_blocks) if to_host else (self._device, job.device_blocks)
         target.update(zip(ids, job.content, strict=True))
+        target.update(dict.fromkeys(lost, _NOTHING))
+
+    def weights_changed(self) -> None:
+        """Let all KV be that of other weights, which nobody may read any more."""
+        for side in (self._device, self._host):
+            side.update({block: _STALE for block, held in side.items() if held not in (_NOTHING, _BEING_WRITTEN)})
+        for job in self._jobs.values():
+            job.content = [_STALE] * len(job.content)
 
     def launched(self, output: SchedulerOutput) -> None:
         """Check what a step reads, and note what it writes.
@@ -131,16 +143,17 @@ class TransferAuditor:
 
 
 class _PrefixHashes:
-    """Hashes of a request's prefixes. Its tokens beyond the prompt are all filler: see `TokenRunner`."""
+    """Hashes of a request's prefixes and its salt. Its tokens beyond the prompt are all filler: see `TokenRunner`."""
 
     def __init__(self, request: Request) -> None:
+        self._salt = (request.cache_salt or "").encode()
         self._prompt = np.asarray(request.prompt_token_ids, dtype=np.int64)
         self._known: dict[int, bytes] = {}
 
     def up_to(self, end: int) -> bytes:
         if (known := self._known.get(end)) is None:
             filler = np.full(max(0, end - len(self._prompt)), FILLER_TOKEN_ID, dtype=np.int64)
-            known = hashlib.sha256(np.concatenate([self._prompt[:end], filler]).tobytes()).digest()
+            known = hashlib.sha256(self._salt + np.concatenate([self._prompt[:end], filler]).tobytes()).digest()
             self._known[end] = known
         return known
 

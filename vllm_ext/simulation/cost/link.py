@@ -124,7 +124,9 @@ class TransferLink:
         self._finished: list[int] = []  # through, and not yet told
         self._count = 0
 
-    def submit(self, now: float, direction: Direction, num_bytes: float, num_copies: int = 1) -> int:
+    def submit(
+        self, now: float, direction: Direction, num_bytes: float, num_copies: int = 1, setup_s: float = 0.0
+    ) -> int:
         """Queue a transfer behind those of its direction and return its id: 0, 1, 2, ...
 
         Args:
@@ -132,6 +134,7 @@ class TransferLink:
             direction: Which way.
             num_bytes: Bytes of all its copies, at least 0.
             num_copies: Copies it is made of, at least 1.
+            setup_s: Time beside that of its copies in which it moves nothing, in seconds.
 
         Raises:
             ValueError: the clock went back, or a value is out of its range; nothing is queued.
@@ -140,14 +143,20 @@ class TransferLink:
             raise ValueError(f"num_bytes={num_bytes!r}: must be finite and at least 0")
         if num_copies < 1:
             raise ValueError(f"num_copies={num_copies!r}: must be at least 1")
+        if not (setup_s >= 0 and math.isfinite(setup_s)):
+            raise ValueError(f"setup_s={setup_s!r}: must be finite and at least 0")
         self._run_until(now)
         transfer_id = self._count
         self._count += 1
         queue = self._lanes[direction].queue
         if not queue:
             self._settle(now)
-        queue.append(_Transfer(transfer_id, num_copies * self._copy_overhead_s, num_bytes, num_copies))
+        queue.append(_Transfer(transfer_id, setup_s + num_copies * self._copy_overhead_s, num_bytes, num_copies))
         return transfer_id
+
+    def alone_s(self, num_bytes: float, num_copies: int = 1, setup_s: float = 0.0) -> float:
+        """Return what a transfer takes on an idle link; arguments as for `submit`."""
+        return setup_s + num_copies * self._copy_overhead_s + num_bytes / self._alone
 
     def next_end_s(self) -> float | None:
         """Return when the next transfer will be through if no other is submitted; None if there is none."""

@@ -93,6 +93,9 @@ class CostSpec(BaseModel):
     """Share of its rate a direction loses while both are busy. Source: Pensieve, 18-20 %."""
     copy_overhead_s: float = Field(default=5e-6, ge=0)
     """Fixed time of each copy over the host link: an asynchronous copy's launch, assumed."""
+    quantise_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Rate at which a device's KV is turned into 8 bits and back, in bytes of KV as the device holds it, one after the
+    other with the copy of a ``kv_tier`` of 8 bits; None: all of it is hidden behind the copies."""
 
     @model_validator(mode="after")
     def _fields_belong_to_the_kind(self) -> CostSpec:
