@@ -1,0 +1,182 @@
+"""What 8-bit KV does to the output of a trained model: perplexity, log-probabilities, greedy tokens. See `kv_quant.py`.
+
+Held-out text is cut into sequences. KV of a sequence's first half, a whole number of groups, is computed exactly; then
+the second half is computed on it, as by a resumed request or a conversation's next turn: on that KV as it is (fp32), as
+bfloat16, which is what a server's cache holds, or as bfloat16 that went through 8 bits. KV of the second half is exact,
+and so is all arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kv_quant_model import Trained, sequences_of
+from transformers import DynamicCache
+
+from vllm_ext.kernels.kv_quant import reference
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+
+KV = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, each of shape [sequences, heads, tokens, channels]."""
+GREEDY_LENGTHS = (16, 32, 64, 128, 256)
+GROUPS = (16, 32, 64, 128)
+GROUP = 64
+_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Of the second halves of sequences, for one way to keep KV."""
+
+    logprobs: torch.Tensor
+    """Of the true tokens, shape [sequences, tokens], fp64."""
+    top: torch.Tensor
+    """The most likely tokens, shape [sequences, tokens]."""
+    greedy: torch.Tensor
+    """Tokens chosen greedily after the first halves, shape [sequences, length]."""
+
+
+def measure(found: Trained, sequences: int, seed: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return metrics of 8 bits against bfloat16, and the same of bfloat16 against fp32 and of other groups.
+
+    Args:
+        found: The model.
+        sequences: How many of the held-out text are judged.
+        seed: Of the resampling behind the interval of the perplexity's change.
+    """
+    rows = sequences_of(found.held_out, found.recipe.tokens, sequences)
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "fp32": lambda values: values,
+        "bf16": lambda values: values.bfloat16().float(),
+    }
+    ways |= {f"int8_group_{group}": _through_8_bits(group) for group in GROUPS if group <= found.recipe.tokens // 2}
+    greedy = ("fp32", "bf16", f"int8_group_{GROUP}")
+    outputs = {name: _outputs(found, rows, way, greedy=name in greedy) for name, way in ways.items()}
+    metrics = compare(outputs[f"int8_group_{GROUP}"], outputs["bf16"], seed)
+    beside = {"bf16_kv_against_fp32_kv": compare(outputs["bf16"], outputs["fp32"], seed)}
+    for group in GROUPS:
+        if group != GROUP and f"int8_group_{group}" in outputs:
+            beside[f"int8_group_{group}"] = compare(outputs[f"int8_group_{group}"], outputs["bf16"], seed)
+    metrics |= {"judged_tokens": float(outputs["bf16"].logprobs.numel()), "judged_sequences": float(len(rows))}
+    return metrics, beside
+
+
+def compare(ours: Outputs, exact: Outputs, seed: int) -> dict[str, float]:
+    """Return how far outputs are from those of another way: flat, percentages and log-probabilities in nats."""
+    change = ours.logprobs - exact.logprobs
+    per_sequence = -change.mean(1)
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(len(per_sequence), (2000, len(per_sequence)), generator=generator)
+    resampled = _percent(per_sequence[draws].mean(1))
+    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    found = {
+        "perplexity": float((-ours.logprobs.mean()).exp()),
+        "perplexity_change_percent": float(_percent(per_sequence.mean())),
+        "perplexity_change_low_percent": low,
+        "perplexity_change_high_percent": high,
+        "logprob_change_mean_abs_nats": float(change.abs().mean()),
+        "logprob_change_p99_abs_nats": float(change.abs().flatten().quantile(0.99)),
+        "logprob_change_max_abs_nats": float(change.abs().max()),
+        "top_token_same_share": float((ours.top == exact.top).double().mean()),
+    }
+    for length in GREEDY_LENGTHS:
+        if length <= min(ours.greedy.shape[1], exact.greedy.shape[1]):
+            same = (ours.greedy[:, :length] == exact.greedy[:, :length]).all(1)
+            found[f"greedy_same_{length}_tokens_share"] = float(same.double().mean())
+    return found
+
+
+def kv_of(found: Trained, sequences: int) -> list[torch.Tensor]:
+    """Return pages of bfloat16 KV of held-out text, of `page_layout`, one tensor [blocks, page_elements] a layer."""
+    rows = sequences_of(found.held_out, found.recipe.tokens, sequences)
+    parts = [_prefix(found, batch)[0] for batch in rows.split(_BATCH)]
+    layers = range(found.recipe.layers)
+    together = [(torch.cat([p[i][0] for p in parts]), torch.cat([p[i][1] for p in parts])) for i in layers]
+    return [_pages(torch.cat((keys, values), -1), GROUP).bfloat16() for keys, values in together]
+
+
+def page_layout(found: Trained, tokens: int = GROUP) -> PageLayout:
+    """Return the layout of pages that hold a whole group."""
+    recipe = found.recipe
+    return PageLayout.rows(torch.bfloat16, recipe.kv_heads, recipe.hidden // recipe.heads, tokens)
+
+
+def _percent(nats: torch.Tensor) -> torch.Tensor:
+    return 100 * torch.expm1(nats)
+
+
+def _outputs(
+    found: Trained, rows: torch.Tensor, way: Callable[[torch.Tensor], torch.Tensor], *, greedy: bool
+) -> Outputs:
+    middle = found.recipe.tokens // 2
+    length = min(max(GREEDY_LENGTHS), found.recipe.tokens - middle) if greedy else 0
+    parts = []
+    for batch in rows.split(_BATCH):
+        kept, rest = _prefix(found, batch)[0], batch[:, middle:]
+        kept = [_both(way, keys, values) for keys, values in kept]
+        with torch.no_grad():
+            logits = found.model(input_ids=rest[:, :-1], past_key_values=_cache(kept)).logits.double()
+        logprobs = logits.log_softmax(-1).gather(-1, rest[:, 1:, None])[..., 0]
+        parts.append((logprobs, logits.argmax(-1), _greedy(found, kept, rest[:, :1], length)))
+    logprobs, top, chosen = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Outputs(logprobs=logprobs, top=top, greedy=chosen)
+
+
+@torch.no_grad()
+def _prefix(found: Trained, rows: torch.Tensor) -> tuple[KV, torch.Tensor]:
+    """Return exact KV of the first halves, and their last logits."""
+    cache = DynamicCache()
+    logits = found.model(input_ids=rows[:, : found.recipe.tokens // 2], past_key_values=cache).logits
+    return [(layer.keys, layer.values) for layer in cache.layers], logits[:, -1]
+
+
+@torch.no_grad()
+def _greedy(found: Trained, kept: KV, first: torch.Tensor, length: int) -> torch.Tensor:
+    cache, token, chosen = _cache(kept), first, []
+    for _ in range(length):
+        token = found.model(input_ids=token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        chosen.append(token)
+    return torch.cat(chosen, 1) if chosen else first[:, :0]
+
+
+def _cache(kept: KV) -> Any:
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(kept):
+        cache.update(keys.clone(), values.clone(), layer)
+    return cache
+
+
+def _both(way: Callable[[torch.Tensor], torch.Tensor], keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+    width = keys.shape[-1]
+    done = way(torch.cat((keys, values), -1))
+    return done[..., :width], done[..., width:]
+
+
+def _through_8_bits(group: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes KV, [sequences, heads, tokens, K and V], to bfloat16, to 8 bits and back, by the definition."""
+
+    def through(values: torch.Tensor) -> torch.Tensor:
+        sequences, heads, tokens, width = values.shape
+        pages = _pages(values, group).bfloat16()
+        layout = PageLayout.rows(torch.bfloat16, heads, width // 2, group)
+        fmt, ids = RecordFormat(layout, 1), torch.arange(len(pages))[:, None]
+        records, holds = reference.quantise(pages, ids, fmt)
+        if not holds.all():
+            raise RuntimeError("KV of the model is not finite, or too wide for a scale")
+        back = torch.empty_like(pages)
+        reference.dequantise(records, ids, back, fmt)
+        shaped = back.float().view(sequences, tokens // group, heads, group, width)
+        return shaped.transpose(1, 2).reshape(values.shape)
+
+    return through
+
+
+def _pages(values: torch.Tensor, group: int) -> torch.Tensor:
+    """KV [sequences, heads, tokens, K and V] as pages of whole groups, shape [sequences * tokens / group, elements]."""
+    sequences, heads, tokens, width = values.shape
+    return (
+        values.view(sequences, heads, tokens // group, group, width).transpose(1, 2).reshape(-1, heads * group * width)
+    )

@@ -1,0 +1,251 @@
+"""How fast does KV move between a GPU and host memory, as it is and in 8 bits, against one large copy of pinned memory?
+
+A job of scattered blocks of all layers (the shape of Llama-3.1-8B's KV) is stored into chunks of the pool in random
+order, and loaded into other blocks; timed from its submission until it is through, and the median of some repeats is
+taken. Throughput counts bytes of KV, whatever crosses the link: in 8 bits that is about half. The bytes are checked
+first, those of 8 bits against the format's definition. Besides: kernels alone; jobs of one chunk, what they cost the
+engine's thread and when they are through; loads beside stores; what stores cost a stream that multiplies matrices.
+
+Needs a GPU, torch, Triton and numpy, but neither vLLM nor an installation:
+
+    python benchmarks/kv_tier_cuda.py --quick
+    python benchmarks/kv_tier_cuda.py --out benchmarks/results/kv_tier_cuda.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import checkout  # noqa: F401 - before all that it makes importable
+import torch
+from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
+
+from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+
+_NAMES = {LOSSLESS: "raw", QUANTISED: "8bit"}
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Of one PCIe lane, by generation, after encoding."""
+_TINY = Shape(blocks=16, layers=2, heads=1, head_dim=4, dtype=torch.float16)
+"""For a try; Triton's interpreter does not round to bfloat16 as a GPU does."""
+
+
+def seconds(work: Callable[[], object], sync: Callable[[], None], repeats: int) -> float:
+    """Return the median time of some work, device included, after one that does not count."""
+    taken = []
+    for _ in range(repeats + 1):
+        sync()
+        started = time.perf_counter()
+        work()
+        sync()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:])
+
+
+def link(where: str, num_bytes: int, repeats: int) -> dict[str, float]:
+    """Measure one large copy in each direction, and in both at once."""
+    host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=where == "cuda") for _ in range(2)]
+    device = [torch.zeros(num_bytes, dtype=torch.uint8, device=where) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)] if where == "cuda" else []
+    sync = torch.cuda.synchronize if where == "cuda" else _nothing
+
+    def out() -> None:
+        host[0].copy_(device[0], non_blocking=True)
+
+    def back() -> None:
+        device[1].copy_(host[1], non_blocking=True)
+
+    def both() -> None:
+        for number, copy in enumerate((out, back)):
+            with torch.cuda.stream(streams[number] if streams else None):
+                copy()
+
+    found = {"store": seconds(out, sync, repeats), "load": seconds(back, sync, repeats)}
+    together = seconds(both, sync, repeats)
+    rates = {f"{name}_gb_per_s": num_bytes / took / 1e9 for name, took in found.items()}
+    return {**rates, "each_of_both_gb_per_s": num_bytes / together / 1e9}
+
+
+def throughput(tier: Tier, repeats: int) -> dict[str, float]:
+    """Measure whole jobs, and the kernels alone."""
+
+    def job(is_load: bool) -> None:
+        tier.submit(is_load=is_load)
+        tier.transfers.drain()
+
+    name, total = _NAMES[tier.bits], tier.num_chunks * tier.kv_bytes_per_chunk
+    found = {}
+    for kind, is_load in (("store", False), ("load", True)):
+        found[f"{name}_{kind}_gb_per_s"] = total / seconds(lambda: job(is_load), tier.sync, repeats) / 1e9  # noqa: B023
+    codec, buffer, (slip,) = tier.codec, tier.codec.new_buffer(), tier.codec.new_slips(1)
+    piece = next(tier.pieces(tier.chunks, tier.sources))
+    codec.fill_in(slip, piece)
+    size, times = len(piece.chunks) * tier.kv_bytes_per_chunk, 20 if tier.where == "cuda" else 1
+    for kind, step in (("pack", codec.pack), ("unpack", codec.unpack)):
+        took = seconds(lambda: [step(piece, buffer, slip) for _ in range(times)], tier.sync, repeats)  # noqa: B023
+        found[f"{name}_{kind}_kernel_gb_per_s"] = times * size / took / 1e9
+    tier.transfers.take_ended()
+    return found
+
+
+def one_chunk(tier: Tier, repeats: int) -> dict[str, float]:
+    """Measure jobs of one chunk."""
+    found = {}
+    for kind, is_load in (("store", False), ("load", True)):
+        submitted, through = [], []
+        for _ in range(20 * repeats if tier.where == "cuda" else 1):
+            tier.sync()
+            started = time.perf_counter()
+            job = tier.submit(is_load=is_load, count=1)
+            submitted.append(time.perf_counter() - started)
+            tier.transfers.wait({job})
+            through.append(time.perf_counter() - started)
+        name = f"{_NAMES[tier.bits]}_{kind}_of_one_chunk"
+        found[f"{name}_submit_us"] = statistics.median(submitted) * 1e6
+        found[f"{name}_through_us"] = statistics.median(through) * 1e6
+    tier.transfers.take_ended()
+    return found
+
+
+def load_beside_stores(tier: Tier, repeats: int) -> float:
+    """Return the throughput of a load after which as much is stored, in GB/s."""
+    taken = []
+    for _ in range(repeats):
+        tier.sync()
+        started = time.perf_counter()
+        load = tier.submit(is_load=True)
+        tier.submit(is_load=False)
+        ended: set[int] = set()
+        while load not in ended:
+            ended |= {job.job_id for job in tier.transfers.take_ended()}
+        taken.append(time.perf_counter() - started)
+        tier.transfers.drain()
+    tier.transfers.take_ended()
+    return tier.num_chunks * tier.kv_bytes_per_chunk / statistics.median(taken) / 1e9
+
+
+def slowdown(tier: Tier, repeats: int, size: int) -> float:
+    """Return how much longer matrices take to multiply while all is stored, about as long."""
+    a = torch.randn(size, size, dtype=torch.bfloat16, device=tier.where)
+
+    def multiply(count: int) -> None:
+        for _ in range(count):
+            a @ a
+
+    def beside() -> float:
+        tier.submit(is_load=False)
+        started, done = tier.device.record(None), None
+        multiply(count)
+        done = tier.device.record(None)
+        tier.transfers.drain()
+        tier.sync()
+        return tier.device.elapsed_s(started, done)
+
+    store = seconds(lambda: (tier.submit(is_load=False), tier.transfers.drain()), tier.sync, 1)
+    one = seconds(lambda: multiply(10), tier.sync, repeats) / 10
+    count = max(10, int(store / one))
+    alone = seconds(lambda: multiply(count), tier.sync, repeats)
+    beside()
+    return statistics.median(beside() for _ in range(repeats)) / alone
+
+
+def pcie_limit_gb_per_s() -> float | None:
+    """Return what the link to the first GPU can carry in one direction, or None where nobody says."""
+    query = ["nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader", "--id=0"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        generation, width = (int(value) for value in told.split(","))
+        return _LANE_BYTES_PER_S[generation] * width / 1e9
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return None
+
+
+def measure(shape: Shape, where: str, seed: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return metrics, and those of one large copy.
+
+    Raises:
+        RuntimeError: bytes came back wrong; nothing is reported then.
+    """
+    metrics: dict[str, float] = {}
+    for bits in (LOSSLESS, QUANTISED):
+        tier = Tier(shape, bits, where, seed)
+        if wrong := wrong_bytes(tier):
+            raise RuntimeError(f"{wrong} bytes are wrong at {bits} bits")
+        metrics[f"{_NAMES[bits]}_host_bytes_per_kv_byte"] = tier.geometry.chunk_bytes / tier.kv_bytes_per_chunk
+        metrics |= throughput(tier, repeats) | one_chunk(tier, repeats)
+        metrics[f"{_NAMES[bits]}_compute_time_beside_stores_ratio"] = slowdown(
+            tier, repeats, 4096 if where == "cuda" else 64
+        )
+        metrics[f"{_NAMES[bits]}_load_before_stores_gb_per_s"] = load_beside_stores(tier, repeats)
+        tier.close()
+    copies = link(where, min(2**28, shape.blocks * shape.layers * 1024), repeats)
+    for name, options in (("load_at_once_with_stores", {"loads_first": False}), ("pageable", {"pins": False})):
+        tier = Tier(shape, LOSSLESS, where, seed, **options)
+        rate = throughput(tier, repeats)["raw_store_gb_per_s"] if name == "pageable" else None
+        metrics[f"raw_{name}{'_store' if rate else ''}_gb_per_s"] = rate or load_beside_stores(tier, repeats)
+        tier.close()
+    return metrics, copies
+
+
+def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
+    """Return what copies were meant to reach."""
+    found = []
+    for name, goal in (("raw", 0.9), ("8bit", 1.6)):
+        for kind in ("store", "load"):
+            ratio = metrics[f"{name}_{kind}_gb_per_s"] / copies[f"{kind}_gb_per_s"]
+            kernel = metrics[f"{name}_{'pack' if kind == 'store' else 'unpack'}_kernel_gb_per_s"]
+            note = "" if ratio >= goal else f"the kernel alone moves {kernel:.0f} GB/s of KV"
+            metric = f"{name}_{kind} / one pinned copy"
+            found.append(Goal(metric=metric, value=ratio, op=">=", goal=goal, note=note))
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
+    args = parser.parse_args(argv)
+    if not args.dry and not torch.cuda.is_available():
+        parser.error("no CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1")
+    where = "cpu" if args.dry else "cuda"
+    shape = _TINY if args.dry else Shape(blocks=512 if args.quick else 2048)
+    repeats = 1 if args.dry else 3 if args.quick else 9
+    metrics, copies = measure(shape, where, args.seed, repeats)
+    limit = None if args.dry else pcie_limit_gb_per_s()
+    config = {
+        "layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim, "block_size": shape.block_size,
+        "blocks": shape.blocks, "dtype": str(shape.dtype), "repeats": repeats, "quick": args.quick, "dry": args.dry,
+    }  # fmt: skip
+    baselines = {"one pinned copy": copies}
+    if limit is not None:
+        baselines["PCIe limit"] = dict.fromkeys(("store_gb_per_s", "load_gb_per_s"), limit)
+    digest = hashlib.sha256(repr((sorted(config.items()), args.seed)).encode()).hexdigest()
+    result = Result(
+        name="kv_tier_cuda",
+        command=command(argv, "benchmarks/kv_tier_cuda.py"),
+        config=config,
+        seed=args.seed,
+        workload=Workload(name="random KV", rows=shape.blocks, sha256=digest),
+        metrics=metrics,
+        baselines=baselines,
+        goals=[] if args.dry else goals(metrics, copies),
+    )
+    rows = [[name, value] for name, value in metrics.items()]
+    rows += [[f"{kind}: {name}", value] for kind, values in baselines.items() for name, value in values.items()]
+    emit(result, [format_table(("metric", "value"), rows)], args.out)
+    return 0
+
+
+def _nothing() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""Conversations with think times on the real engine: what is it worth to keep the KV of past turns, and where?
+
+Method: `AsyncLLM` on the CPU serves recorded conversations (public ShareGPT-like files), or made-up ones. Conversations
+begin as a Poisson process; each turn's prompt is the whole history, with the tokens that the engine really generated,
+and a new message; it comes an exponential think time after the last answer has ended. An answer ends at the length of
+the recorded one, which no policy can see (`vllm_ext.observability.forced_length`). Recorded lengths are 4/3 of the
+words, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the context.
+
+Every row (see multi_turn_rows.py) gets a fresh engine in a fresh process, the same conversations, and as many blocks on
+the device; all host tiers get the same number of bytes. ``stateless`` computes every history again, ``prefix-cache`` is
+upstream with what the device still holds, ``tier-lru`` and ``tier-arc`` are vLLM's offloading policies over our copies
+(its own refuse the CPU), the others are ours. All rows are measured at one rate before the next, so that the machine's
+drift falls on all of them.
+
+The result is the rate of conversations that a row sustains at a P90 normalised latency (a turn's time from its arrival
+to its last token, per token of its answer) of ``--target-ms``, interpolated between the rates measured; beside it,
+where the tokens of the histories came from, and TTFT of first and later turns. Rates are compared within a repeat.
+
+    python benchmarks/multi_turn.py --quick
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/multi_turn.py --repeats 2 \\
+        --out benchmarks/results/multi_turn.json
+    python benchmarks/multi_turn.py --conversations chats.jsonl.gz --rates 0.5,1,2 --think-s 10
+
+Output: tables on stderr; the last line on stdout is the result as JSON (see benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import engine_process
+import multi_turn_options
+import multi_turn_report as report
+import multi_turn_rows as rows
+import multi_turn_workload as workload
+from engine_report import WrongOutput
+
+from vllm_ext import tiny_model
+from vllm_ext.observability import results
+from vllm_ext.simulation import latency
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+CELL = Path(__file__).with_name("multi_turn_cell.py")
+TARGET_OVER_UNLOADED = 2.0
+"""The latency at which rates are compared, over that of an idle stateless server."""
+_MEASURED = "measured"
+_ANY_RATE = 1.0
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and report; exits with an error when a row serves wrong outputs."""
+    args = multi_turn_options.parse(__doc__ or "", argv)
+    try:
+        run = _Run(args)
+        result = run.measure(argv)
+    except (WrongOutput, engine_process.CellFailed, ValueError) as error:
+        raise SystemExit(f"multi_turn: {error}") from error
+    results.emit(result, run.tables, args.out)
+
+
+class _Run:
+    """One invocation: its conversations, what was measured before them, and the cells so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._model = Path(args.model) if args.model else tiny_model.build()
+        self._first = workload.load(workload.spec(args, 0, _ANY_RATE))
+        self._extents = [self._extent(repeat) for repeat in range(args.repeats)]
+        self._kv = workload.kv_of(self._model, args.hf_overrides, workload.DTYPE_BYTES[args.dtype])
+        workload.set_sizes(args, self._extents[0], self._kv.bytes_per_token)
+        held = {row: rows.tier_tokens(row, args, self._kv) for row in args.rows}
+        self._tier_tokens = {row: tokens for row, tokens in held.items() if tokens is not None}
+        self._settings: dict[str, Any] = {}
+        self.tables: list[str] = []
+
+    def measure(self, argv: Sequence[str]) -> results.Result:
+        """Measure what stateless serving carries, unless told; then every cell; and assemble the result."""
+        args = self._args
+        calibration = {} if args.rates is not None and args.target_ms is not None else self._calibrate()
+        rates = args.rates or [load * calibration["stateless_conversations_per_s"] for load in args.loads]
+        target_ms = args.target_ms or TARGET_OVER_UNLOADED * calibration["unloaded_p90_ms_per_token"]
+        cells = []
+        for repeat in range(args.repeats):
+            for turn, rate in enumerate(rates):
+                first = (repeat + turn) % len(args.rows)
+                cells += [self._cell(row, rate, repeat) for row in args.rows[first:] + args.rows[:first]]
+        order = {(row, rate): None for rate in rates for row in args.rows}
+        found = report.reduce(cells)
+        reduced = {key: found[key] for key in order}
+        sustained = report.sustained(cells, target_ms)
+        sustained = {row: sustained[row] for row in args.rows}
+        metrics, baselines = report.flatten(reduced, report.summary(sustained))
+        self.tables = report.tables(reduced, sustained, target_ms)
+        return results.Result(
+            name="multi_turn",
+            command=results.command(argv, "benchmarks/multi_turn.py"),
+            config=self._config(rates),
+            seed=args.seed,
+            workload=results.Workload(name=self._first.name, rows=self._first.rows, sha256=self._first.sha256),
+            metrics={**calibration, "target_p90_ms_per_token": target_ms, **metrics},
+            baselines=baselines,
+            goals=report.goals(reduced, sustained, self._tier_tokens, args.note),
+        )
+
+    def _extent(self, repeat: int) -> workload.Extent:
+        return workload.extent(workload.load(workload.spec(self._args, repeat, _ANY_RATE)))
+
+    def _calibrate(self) -> dict[str, float]:
+        """Measure stateless serving of one client at a time, and of as many as there are seats; nobody thinks."""
+        label = "stateless, idle and saturated"
+        observed = self._serve(label, rows.STATELESS, workload.calibration(self._args))
+        lines = {name: report.timelines(label, phase["requests"]) for name, phase in observed["phases"].items()}
+        saturated = lines[workload.SATURATED]
+        tokens = sum(len(line.token_times_s) for line in saturated)
+        per_s = latency.saturated_tokens_per_s(saturated) * self._args.num_conversations / tokens
+        idle = latency.summarise(lines[workload.UNLOADED])[report.P90]
+        _progress(f"stateless: idle {idle:.3g} ms/token at P90; carries {per_s:.3g} conversations/s")
+        return {"unloaded_p90_ms_per_token": idle, "stateless_conversations_per_s": per_s}
+
+    def _cell(self, row: str, rate: float, repeat: int) -> report.Cell:
+        label = f"{row} at {rate:.3g} conversations/s, repeat {repeat}"
+        observed = self._serve(label, row, {_MEASURED: workload.spec(self._args, repeat, rate)})
+        metrics = report.cell_metrics(label, observed["phases"][_MEASURED], self._extents[repeat].turns)
+        metrics["engine_start_s"] = observed["engine_start_s"]
+        self._settings[row] = observed["settings"]
+        shares = "device_hit_share", "host_hit_share", "recomputed_share"
+        where = ", ".join(f"{name.removesuffix('_share')} {metrics[name]:.0%}" for name in shares if name in metrics)
+        _progress(f"{label}: P90 {metrics[report.P90]:.3g} ms/token, {where}")
+        return report.Cell(row=row, rate=rate, repeat=repeat, metrics=metrics)
+
+    def _serve(self, label: str, row: str, phases: Mapping[str, WorkloadSpec]) -> dict[str, Any]:
+        """Start a fresh engine in a fresh process, serve the phases, and return what was observed."""
+        spec = {
+            "engine_args": {"model": str(self._model), **rows.engine_args(row, self._args)},
+            "warmup": workload.WARMUP.model_dump(),
+            "phases": {name: phase.model_dump() for name, phase in phases.items()},
+        }
+        with tempfile.TemporaryDirectory(prefix="multi_turn-") as folder:
+            spec_file, out_file = Path(folder, "spec.json"), Path(folder, "out.json")
+            spec_file.write_text(json.dumps(spec), encoding="utf-8")
+            engine_process.run(f"{label}: the engine", [sys.executable, str(CELL), str(spec_file), str(out_file)])
+            observed: dict[str, Any] = json.loads(out_file.read_text(encoding="utf-8"))
+            return observed
+
+    def _config(self, rates: Sequence[float]) -> dict[str, Any]:
+        args = self._args
+        return {
+            "rows": {row: asdict(rows.ROWS[row]) for row in args.rows},
+            "engine": self._settings,
+            "rates_conversations_per_s": rates,
+            "rates_from": "given" if args.rates is not None else f"{args.loads} times what stateless carries",
+            "target_from": "given" if args.target_ms is not None else f"{TARGET_OVER_UNLOADED:g} times stateless, idle",
+            "repeats": args.repeats,
+            "conversations": [asdict(extent) for extent in self._extents],
+            "min_turns": args.min_turns,
+            "length_scale": args.length_scale,
+            "think_s": args.think_s,
+            "tier_gib": args.tier_gib,
+            "tier_tokens": self._tier_tokens,
+            "kv_bytes_per_token": self._kv.bytes_per_token,
+            "model": self._model.name,
+            "quick": args.quick,
+        }
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

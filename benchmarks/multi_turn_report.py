@@ -1,0 +1,270 @@
+"""What the cells of `multi_turn.py` add up to: correctness, metrics, sustained rates, goals and tables.
+
+A part of multi_turn.py: it is run from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import multi_turn_rows as rows
+import numpy as np
+from engine_report import WrongOutput
+from multi_turn_curve import Bound, Known, crossing, middle, ratio
+
+from vllm_ext.observability.results import Goal, format_table
+from vllm_ext.simulation import latency
+
+P90 = "normalised_latency_p90_ms_per_token"
+COLUMNS = {
+    "normalised_latency_mean_ms_per_token": "norm ms/tok",
+    P90: "p90",
+    f"{P90}_min": "p90 min",
+    f"{P90}_max": "p90 max",
+    "ttft_first_mean_ms": "ttft 1st ms",
+    "ttft_later_mean_ms": "later",
+    "ttft_later_p90_ms": "later p90",
+    "throughput_requests_per_s": "turns/s",
+    "device_hit_share": "device hits",
+    "host_hit_share": "host hits",
+    "recomputed_share": "computed again",
+    "host_stored_mb": "MB out",
+    "host_loaded_mb": "MB in",
+    "preemptions": "preempt",
+    "foreign_cpu_cores": "others",
+}
+GOALS = (
+    (rows.RETENTION, rows.STATELESS, 1.25),
+    (rows.RETENTION, rows.LRU, 1.1),
+    (rows.RETENTION_8, rows.LRU, 1.1),
+)
+"""Row, baseline, and how many times its conversations it should sustain at equal P90 normalised latency."""
+DENSITY, FOUND = "tokens_held_in_equal_bytes_8_over_16_bits_ratio", "history_found_share_8_less_16_bits"
+DENSITY_GOAL = 1.9
+"""How many times the tokens of 16 bits 8 bits should hold in equal bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measured run of one row at one rate of beginning conversations."""
+
+    row: str
+    rate: float
+    repeat: int
+    metrics: Mapping[str, float]
+
+
+def timelines(label: str, requests: Sequence[Mapping[str, Any]]) -> list[latency.RequestTimeline]:
+    """Check what was served.
+
+    Raises:
+        WrongOutput: a request has another length than it should, or did not end by itself.
+    """
+    for one in requests:
+        tokens, reason = len(one["token_times_s"]), one["finish_reason"]
+        if tokens != one["output_tokens"] or reason != "stop":
+            raise WrongOutput(
+                f"{label}: request {one['req_id']} ended with {tokens} tokens, reason {reason!r}; expected "
+                f"{one['output_tokens']} tokens, reason 'stop'"
+            )
+    return [
+        latency.RequestTimeline(req_id=one["req_id"], arrival_s=one["arrival_s"], token_times_s=one["token_times_s"])
+        for one in requests
+    ]
+
+
+def cell_metrics(label: str, phase: Mapping[str, Any], turns: int) -> dict[str, float]:
+    """Check a phase and reduce it to flat metrics.
+
+    Raises:
+        WrongOutput: see `timelines`; or not all turns were served.
+    """
+    requests, load = phase["requests"], dict(phase["load"])
+    if len(requests) != turns:
+        raise WrongOutput(f"{label}: {len(requests)} turns were served, expected {turns}")
+    lines = timelines(label, requests)
+    metrics = latency.summarise(lines)
+    for name, later in (("ttft_first", False), ("ttft_later", True)):
+        ttfts = [
+            line.ttft_s * 1e3 for line, one in zip(lines, requests, strict=True) if (one["history_tokens"] > 0) is later
+        ]
+        if ttfts:
+            metrics |= latency.spread(name, np.array(ttfts), "ms", ("mean", "p90"))
+    for name in ("stored", "loaded"):
+        metrics[f"host_{name}_mb"] = load.pop(f"host_{name}_bytes") / 1e6
+    foreign = phase["foreign_cpu_cores"]
+    return {
+        **metrics,
+        **load,
+        **_history(requests, load),
+        **({} if foreign is None else {"foreign_cpu_cores": foreign}),
+        "client_lateness_max_ms": max(one["sent_s"] - one["arrival_s"] for one in requests) * 1e3,
+    }
+
+
+def _history(requests: Sequence[Mapping[str, Any]], load: Mapping[str, float]) -> dict[str, float]:
+    """Where the history of later turns came from; shares are of its tokens."""
+    history = sum(one["history_tokens"] for one in requests)
+    again = sum(max(0, one["history_tokens"] - one["cached_tokens"]) for one in requests)
+    found = {
+        "history_tokens": float(history),
+        "recomputed_history_tokens": float(again),
+        "recomputed_preempted_tokens": load["preempted_tokens"]
+        - load["preempted_device_hit_tokens"]
+        - load["preempted_host_hit_tokens"],
+    }
+    if history:
+        found["device_hit_share"] = load["device_hit_tokens"] / history
+        found["host_hit_share"] = load["host_hit_tokens"] / history
+        found["recomputed_share"] = again / history
+    return found
+
+
+def reduce(cells: Sequence[Cell]) -> dict[tuple[str, float], dict[str, float]]:
+    """Median over repeats per (row, rate), with the smallest and largest P90 normalised latency."""
+    groups: dict[tuple[str, float], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.row, cell.rate), []).append(cell)
+    reduced = {}
+    for key, group in groups.items():
+        shared = set.intersection(*(set(cell.metrics) for cell in group))
+        values = {name: median(cell.metrics[name] for cell in group) for name in sorted(shared)}
+        p90s = [cell.metrics[P90] for cell in group]
+        reduced[key] = {**values, f"{P90}_min": min(p90s), f"{P90}_max": max(p90s)}
+    return reduced
+
+
+def sustained(cells: Sequence[Cell], target_ms: float) -> dict[str, dict[int, Known]]:
+    """Return per row and repeat how many conversations/s begin when P90 normalised latency is at the target."""
+    curves: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for cell in cells:
+        curves.setdefault(cell.row, {}).setdefault(cell.repeat, []).append((cell.rate, cell.metrics[P90]))
+    return {
+        row: {repeat: crossing(points, target_ms) for repeat, points in repeats.items()}
+        for row, repeats in curves.items()
+    }
+
+
+def gains(rates: Mapping[str, Mapping[int, Known]], baseline: str) -> dict[str, list[Known]]:
+    """Return per row its rates over the baseline's of the same repeat, without those that bounds leave open."""
+    base = rates.get(baseline, {})
+    found = {
+        row: [known for repeat, own in repeats.items() if repeat in base and (known := ratio(own, base[repeat]))]
+        for row, repeats in rates.items()
+        if row != baseline
+    }
+    return {row: ratios for row, ratios in found.items() if ratios}
+
+
+def summary(rates: Mapping[str, Mapping[int, Known]]) -> dict[str, dict[str, float]]:
+    """Return per row its sustained rate and gains as flat metrics; a bound is a metric of its own."""
+    found: dict[str, dict[str, float]] = {}
+    for row, repeats in rates.items():
+        found[row] = _flat("sustained_conversations_per_s", list(repeats.values()))
+    for baseline in (rows.STATELESS, rows.LRU):
+        for row, ratios in gains(rates, baseline).items():
+            found[row] |= _flat(f"sustained_over_{baseline.replace('-', '_')}_ratio", ratios)
+    return found
+
+
+def _flat(name: str, repeats: Sequence[Known]) -> dict[str, float]:
+    known = middle(repeats)
+    values = [one.value for one in repeats]
+    found = {name: known.value, f"{name}_min": min(values), f"{name}_max": max(values)}
+    if known.bound is not Bound.EXACT:
+        found[f"{name}_is_{'lower' if known.bound is Bound.AT_LEAST else 'upper'}_bound"] = 1.0
+    return found
+
+
+def goals(
+    reduced: Mapping[tuple[str, float], Mapping[str, float]],
+    rates: Mapping[str, Mapping[int, Known]],
+    tier_tokens: Mapping[str, int],
+    note: str,
+) -> list[Goal]:
+    """The goals whose rows were measured; a missed one says what was seen.
+
+    Args:
+        reduced: What `reduce` returned.
+        rates: What `sustained` returned.
+        tier_tokens: Row -> how many tokens its tier holds.
+        note: Put before what was seen.
+    """
+    judged = []
+    for row, baseline, goal in GOALS:
+        ratios = gains(rates, baseline).get(row, [])
+        if not ratios or (middle(ratios).bound is Bound.AT_MOST and middle(ratios).value >= goal):
+            continue  # left open by the rates measured; the table says how far
+        spread = ", ".join(str(known) for known in ratios)
+        facts = f"sustained {middle(list(rates[row].values()))} and {middle(list(rates[baseline].values()))} "
+        facts += f"conversations/s; over repeats {spread}"
+        metric = f"{row}.sustained_over_{baseline.replace('-', '_')}_ratio"
+        judged.append(_goal(metric, middle(ratios).value, goal, f"{note} {facts}"))
+    sparse, dense = tier_tokens.get(rows.RETENTION), tier_tokens.get(rows.RETENTION_8)
+    if sparse and dense:
+        facts = f"{sparse} and {dense} tokens in equal bytes"
+        judged.append(_goal(DENSITY, dense / sparse, DENSITY_GOAL, f"{note} {facts}"))
+    again, less = (_all_rates(reduced, row, "recomputed_share") for row in (rows.RETENTION, rows.RETENTION_8))
+    if again and less:
+        facts = f"computed again, mean over rates: {mean(again):.3f} and {mean(less):.3f} of all histories"
+        judged.append(_goal(FOUND, mean(again) - mean(less), 0.0, f"{note} {facts}", op=">"))
+    return judged
+
+
+def _goal(metric: str, value: float, goal: float, note: str, op: str = ">=") -> Goal:
+    return Goal(metric=metric, value=value, op=op, goal=goal, note=note.strip())
+
+
+def _all_rates(reduced: Mapping[tuple[str, float], Mapping[str, float]], row: str, metric: str) -> list[float]:
+    return [values[metric] for (name, _), values in reduced.items() if name == row and metric in values]
+
+
+def flatten(
+    reduced: Mapping[tuple[str, float], Mapping[str, float]], summed: Mapping[str, Mapping[str, float]]
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Split into metrics (``ROW.rate_0.5.ttft_mean_ms``) and baselines (ROW -> ``rate_0.5.ttft_mean_ms``)."""
+    metrics: dict[str, float] = {}
+    baselines: dict[str, dict[str, float]] = {}
+    keyed = [
+        (row, f"rate_{rate:.3g}.{name}", value) for (row, rate), own in reduced.items() for name, value in own.items()
+    ]
+    keyed += [(row, name, value) for row, own in summed.items() for name, value in own.items()]
+    for row, name, value in keyed:
+        if rows.ROWS[row].baseline:
+            baselines.setdefault(row, {})[name] = value
+        else:
+            metrics[f"{row}.{name}"] = value
+    return metrics, baselines
+
+
+def tables(
+    reduced: Mapping[tuple[str, float], Mapping[str, float]], rates: Mapping[str, Mapping[int, Known]], target_ms: float
+) -> list[str]:
+    """One line per rate and row, in the order of rates; then one line per row with the rate it sustains."""
+    lines = [
+        [f"{rate:.3g}", row, *(reduced[row, rate].get(name) for name in COLUMNS)]
+        for row, rate in sorted(reduced, key=_rate_of)
+    ]
+    measured: str = format_table(["conv/s", "row", *COLUMNS.values()], lines)
+    over = {baseline: gains(rates, baseline) for baseline in (rows.STATELESS, rows.LRU)}
+    ends = [
+        [row, _seen(list(repeats.values())), *(_seen(over[baseline].get(row, [])) for baseline in over)]
+        for row, repeats in rates.items()
+    ]
+    header = ["row", f"conv/s at p90 {target_ms:.3g} ms/tok", *(f"x {baseline}" for baseline in over)]
+    return [measured, "", str(format_table(header, ends))]
+
+
+def _rate_of(key: tuple[str, float]) -> float:
+    return key[1]
+
+
+def _seen(repeats: Sequence[Known]) -> str:
+    """The median, and all of them where there are several."""
+    if not repeats:
+        return "-"
+    rest = f" ({', '.join(map(str, repeats))})" if len(repeats) > 1 else ""
+    return f"{middle(repeats)}{rest}"

@@ -1,0 +1,106 @@
+"""The rows of `multi_turn.py`: who keeps the KV of past turns, and where.
+
+A part of multi_turn.py: it is run from there. A new row is one line of `ROWS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import engine_rows
+from multi_turn_workload import ModelKv
+
+from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.geometry import TierGeometry
+
+STATELESS, LRU, RETENTION, RETENTION_8 = "stateless", "tier-lru", "tier-retention", "tier-retention-8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to treat what past turns computed."""
+
+    prefix_caching: bool = True
+    """Whether blocks on the device may be used again."""
+
+    tier: Mapping[str, Any] | None = None
+    """Options of `kv_tier` beside ``gib``; None: no host tier, and vLLM's own scheduler."""
+
+    one_block_chunks: bool = False
+    """Whether a chunk is a single block of the device, as in vLLM's connector, instead of our default."""
+
+    baseline: bool = False
+    """Whether it is upstream's: its scheduler, or its eviction policy over our copies."""
+
+
+ROWS: Mapping[str, Row] = {
+    STATELESS: Row(prefix_caching=False, baseline=True),
+    "prefix-cache": Row(baseline=True),
+    LRU: Row(tier={"policy": "lru", "bits": 16}, one_block_chunks=True, baseline=True),
+    "tier-arc": Row(tier={"policy": "arc", "bits": 16}, one_block_chunks=True, baseline=True),
+    RETENTION: Row(tier={"policy": "retention", "bits": 16}),
+    RETENTION_8: Row(tier={"policy": "retention", "bits": 8}),
+}
+"""All tiers get the same number of bytes, and all rows the same blocks on the device."""
+
+QUICK = (STATELESS, LRU, RETENTION_8)
+
+
+def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine settings of a row: those that all have in common, and its own."""
+    row = ROWS[name]
+    found = {**engine_rows.engine_args(args), "enable_prefix_caching": row.prefix_caching}
+    if row.tier is not None:
+        found["scheduler_cls"] = "fcfs"
+        found["additional_config"] = {"vllm_ext": {"kv_tier": tier_options(row, args)}}
+    return found
+
+
+def tier_options(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """Return `kv_tier` of a row that has a tier."""
+    options = {"gib": args.tier_gib, **(row.tier or {})}
+    if row.one_block_chunks:
+        options["chunk_tokens"] = args.block_size
+    return options
+
+
+def tier_tokens(name: str, args: argparse.Namespace, model: ModelKv) -> int | None:
+    """Return how many tokens the tier of a row holds, by the arithmetic that the engine uses; None without a tier.
+
+    Raises:
+        ConfigError: the tier can't be had with these options.
+    """
+    row = ROWS[name]
+    if row.tier is None:
+        return None
+    tier = KvTierConfig(**tier_options(row, args))
+    blocks = tier.blocks_per_chunk(args.block_size)
+    layers = [SimpleNamespace(tokens_per_block=args.block_size, layer_names=range(model.num_layers))]
+    config: Any = SimpleNamespace(
+        cache=SimpleNamespace(blocks_per_chunk=blocks),
+        worker_kv_bytes_per_block=args.block_size * model.bytes_per_token,
+        model=SimpleNamespace(dtype=args.dtype),
+        groups=layers,
+        parallel=SimpleNamespace(dcp_size=1),
+    )
+    chunk_bytes = TierGeometry.of(config, tier.bits).chunk_bytes
+    return int(tier.host_bytes // chunk_bytes * blocks * args.block_size)
+
+
+def chosen(text: str) -> list[str]:
+    """Return the rows that a comma list names.
+
+    Raises:
+        ValueError: one of them is unknown, or none is named.
+    """
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in ROWS:
+            raise ValueError(f"{name}: must be one of {', '.join(ROWS)}")
+    if not names:
+        raise ValueError(f"{text!r}: must name at least one of {', '.join(ROWS)}")
+    return names

@@ -1,0 +1,185 @@
+"""The benchmark of 8-bit KV: what it trains on, what it compares, and how it judges."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ext.kernels.kv_quant.format import PageLayout
+
+WORDS = "a block of a cache holds keys and values of some tokens\n"
+
+
+def script(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def tiny(**changes: Any) -> Any:
+    """A recipe of a model that trains in a second."""
+    few = {"layers": 2, "hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "vocabulary": 300}
+    return script("kv_quant_model").Recipe(**few | {"tokens": 64, "batch": 2, "steps": 2, "warmup_steps": 1} | changes)
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [WORDS * 200], [WORDS[::-1] * 200], "0" * 64
+    monkeypatch.setattr(script("kv_quant_model"), "texts", lambda: many)
+
+
+def untrained(**changes: Any) -> Any:
+    """A model with random weights, and random tokens to judge it by."""
+    torch.manual_seed(0)
+    model, recipe = script("kv_quant_model"), tiny(**changes)
+    tokens = torch.randint(recipe.vocabulary, (8 * recipe.tokens,))
+    empty = model._empty(recipe, recipe.vocabulary).eval()
+    return model.Trained(recipe=recipe, model=empty, held_out=tokens, facts={"steps": 0.0}, text_sha256="0" * 64)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_files_are_whole_and_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    written = {f"text of page {number}" for number in range(200)}
+    for number, text in enumerate(sorted(written)):
+        (tmp_path / "docs" / f"page-{number}.md").write_text(text, encoding="utf-8")
+    training, held_out, digest = script("kv_quant_model").texts(tmp_path)
+    assert 4 < len(held_out) < 30
+    assert set(training) | set(held_out) == written
+    assert not set(training) & set(held_out)
+    assert script("kv_quant_model").texts(tmp_path)[2] == digest
+
+
+@pytest.mark.usefixtures("little_text")
+def test_a_model_is_trained_once_and_comes_back_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = script("kv_quant_model")
+    first = model.trained(tiny(), tmp_path)
+    assert first.facts["training_tokens_seen"] == 2 * 2 * 64
+    assert first.facts["held_out_perplexity"] > 1
+
+    def must_not(*_: Any) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(model, "_train", must_not)
+    again = model.trained(tiny(), tmp_path)
+    rows = first.held_out[:64][None]
+    assert torch.equal(again.model(input_ids=rows).logits, first.model(input_ids=rows).logits)
+    with pytest.raises(AssertionError, match="trained again"):
+        model.trained(tiny(seed=1), tmp_path)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def test_kept_kv_that_is_exact_changes_nothing() -> None:
+    quality, found = script("kv_quant_quality"), untrained()
+    rows = script("kv_quant_model").sequences_of(found.held_out, 64, 4)
+    outputs = quality._outputs(found, rows, lambda values: values, greedy=True)
+    with torch.no_grad():
+        whole = found.model(input_ids=rows).logits.double().log_softmax(-1)
+    expected = whole[:, 32:-1].gather(-1, rows[:, 33:, None])[..., 0]
+    torch.testing.assert_close(outputs.logprobs, expected, atol=1e-5, rtol=0)
+    assert torch.equal(outputs.greedy[:, 0], whole[:, 32].argmax(-1))
+    same = quality.compare(outputs, outputs, 0)
+    assert same["perplexity_change_percent"] == same["logprob_change_max_abs_nats"] == 0
+    assert same["greedy_same_32_tokens_share"] == same["top_token_same_share"] == 1
+
+
+def test_change_of_perplexity_and_greedy_match_by_hand() -> None:
+    quality = script("kv_quant_quality")
+
+    def outputs(logprob: float, last: int) -> Any:
+        greedy = torch.tensor([[1] * 32, [1] * 31 + [last]])
+        return quality.Outputs(logprobs=torch.full((2, 3), logprob).double(), top=greedy[:, -3:], greedy=greedy)
+
+    found = quality.compare(outputs(math.log(0.24), 2), outputs(math.log(0.25), 1), 0)
+    assert found["perplexity"] == pytest.approx(1 / 0.24)
+    assert found["perplexity_change_percent"] == pytest.approx(100 / 24)
+    assert found["top_token_same_share"] == pytest.approx(5 / 6)
+    assert (found["greedy_same_16_tokens_share"], found["greedy_same_32_tokens_share"]) == (1.0, 0.5)
+    assert "greedy_same_64_tokens_share" not in found
+
+
+def test_kv_comes_back_from_8_bits_where_it_was() -> None:
+    quality = script("kv_quant_quality")
+    values = torch.randn(2, 3, 64, 16, generator=torch.Generator().manual_seed(0))
+    values[:, :, :, 5] = 1.5
+    back = quality._through_8_bits(32)(values)
+    assert back.shape == values.shape
+    assert (back - values).abs().max() < 0.05
+    assert (back[..., 5] == 1.5).all()
+    assert not torch.equal(back, values.bfloat16().float())
+
+
+def test_worse_kv_is_seen() -> None:
+    found = untrained(tokens=256)
+    quality = script("kv_quant_quality")
+    metrics, beside = quality.measure(found, 4, 0)
+    assert metrics["logprob_change_mean_abs_nats"] > 0
+    assert metrics["judged_tokens"] == 4 * 127
+    assert set(beside) == {"bf16_kv_against_fp32_kv", "int8_group_16", "int8_group_32", "int8_group_128"}
+
+
+# --- errors and speed -------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_made_up_values_stay_within_what_is_allowed() -> None:
+    error = script("kv_quant_error")
+    for name, pages in error.made_up(3, 0).items():
+        found = error.measure(pages, error.layout())
+        assert 0 <= found["max_error_over_allowed"] <= 1, name
+        assert (found["max_abs_error"] == 0) == (name in ("constant", "two_neighbours")), name
+
+
+def test_an_error_beyond_what_is_allowed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = script("kv_quant_error")
+    exact = error.reference.dequantise
+
+    def one_too_high(records: Any, ids: Any, pages: torch.Tensor, fmt: Any) -> None:
+        exact(records, ids, pages, fmt)
+        pages[0, 7] *= 1.1
+
+    monkeypatch.setattr(error.reference, "dequantise", one_too_high)
+    assert error.measure(error.made_up(1, 0)["far_from_zero"], error.layout())["max_error_over_allowed"] > 1
+
+
+@pytest.mark.parametrize("layout", ["cpu", "rows"])
+def test_copies_and_8_bits_are_measured_in_turns(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = script("kv_quant_speed")
+    monkeypatch.setattr(speed, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(speed, "MIB", {"warm": 0.5})
+    ticks = iter(range(10_000))
+    store, load = speed.measure(layout, 32, "warm", 3, 0, lambda: float(next(ticks)))
+    assert (store.direction, load.direction) == ("store", "load")
+    assert store.ratios == load.ratios == (1.0, 1.0, 1.0), "a tick each"
+    assert store.bytes == 2 * PageLayout.rows(torch.bfloat16, 8, 128, 64).page_bytes
+    assert store.metrics()[f"{layout}_block32_warm_store_time_over_copy"] == 1.0
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("little_text")
+def test_smallest_run_prints_tables_and_one_line_of_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = script("kv_quant")
+    monkeypatch.setattr(benchmark, "QUICK", tiny(tokens=128))
+    monkeypatch.setattr(benchmark.speed, "MIB", {"cold": 0.5})
+    monkeypatch.setattr(benchmark.speed, "_LEAST_BYTES", 1)
+    benchmark.main(["--quick", "--models", str(tmp_path / "models"), "--out", str(tmp_path / "out.json")])
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert result["metrics"]["group_64_times_smaller_than_bf16"] == pytest.approx(1.9104, abs=1e-4)
+    assert {goal["metric"] for goal in result["goals"]} == {
+        "group_64_times_smaller_than_bf16", "cpu_block32_cold_store_time_over_copy",
+        "rows_block32_cold_store_time_over_copy", "worst_error_over_allowed", "perplexity_change_abs_percent",
+    }  # fmt: skip
+    assert "greedy_same_16_tokens_share" in printed.err
