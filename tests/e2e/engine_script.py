@@ -3,7 +3,8 @@
     python engine_script.py JOB.json RESULT.json
 
 A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
-"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}``. The engine core lives
+"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
+``"odd_loads"``: see there. The engine core lives
 in this process, so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible
 up to what the scheduler does with the clock.
 
@@ -126,6 +127,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
     free_before = pool.get_num_free_blocks()
+    if "odd_loads" in spec:
+        import odd_loads
+
+        odd_loads.install(spec["odd_loads"])
     outputs = drive(llm.llm_engine, spec["arrivals"])
     result = {
         "tokens": {key: list(output.outputs[0].token_ids) for key, output in outputs.items()},

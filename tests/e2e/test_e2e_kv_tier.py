@@ -20,9 +20,11 @@ MIB = 1 / 1024
 
 
 def tier(system: str = "fcfs", **options: Any) -> dict[str, Any]:
-    ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, **options}}
+    ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, "bits": 16, **options}}
     if system == "fcfs":
         del ours["admission"]
+    else:
+        ours["residency"] = {"choose": "swap"}
     return {"scheduler_cls": system, "additional_config": {"vllm_ext": ours}}
 
 
@@ -44,6 +46,8 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("longs-16", llama, longs, **tier("alise"), **PRESSED),
         spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
         spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
+        spec("turns-ahead", llama, TURNS, **tier(store="ahead"), **FEW_BLOCKS),
+        spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
     ]
     return runs
@@ -61,6 +65,8 @@ def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[st
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
         spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
         spec("longs", llama, longs, **tier("alise"), **PRESSED),
+        spec("turns-ahead", llama, TURNS, **tier(store="ahead"), **FEW_BLOCKS),
+        spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
     ]
     return run_engines(tmp_path_factory.mktemp("tier-async"), wanted, boot="async")
 
@@ -82,6 +88,7 @@ HISTORY_TOKENS = 3 * sum(turn * 110 // 32 * 32 for turn in (1, 2))
         ("turns-64-tokens", "turns"),
         ("turns-prompts", "turns"),
         ("turns-late", "turns"),
+        ("turns-ahead", "turns"),
     ],
 )
 def test_4_conversations_continue_from_host_memory(runs: dict[str, Outcome], name: str, reference: str) -> None:
@@ -100,7 +107,7 @@ def test_a_tier_that_is_much_too_small_costs_hits_only(runs: dict[str, Outcome])
     assert runs["turns-tiny"].host_hit_tokens < runs["turns-16"].host_hit_tokens
 
 
-@pytest.mark.parametrize("name", ["longs-16", "longs-late"])
+@pytest.mark.parametrize("name", ["longs-16", "longs-late", "longs-ahead"])
 def test_4_preempted_requests_continue_from_host_memory(runs: dict[str, Outcome], name: str) -> None:
     found = runs[name]
     assert found.preemption_reasons["policy"] > 0
@@ -118,7 +125,16 @@ def test_eight_bits_find_as_much_with_less(runs: dict[str, Outcome]) -> None:
     assert same >= 7, "and the answers begin alike"
 
 
-@pytest.mark.parametrize(("name", "reference"), [("turns", "turns"), ("longs", "longs"), ("longs-late", "longs")])
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("turns", "turns"),
+        ("turns-ahead", "turns"),
+        ("longs", "longs"),
+        ("longs-late", "longs"),
+        ("longs-ahead", "longs"),
+    ],
+)
 def test_10_async_scheduling(
     runs: dict[str, Outcome], async_runs: dict[str, Outcome], name: str, reference: str
 ) -> None:

@@ -1,0 +1,196 @@
+"""The KV tier's admin endpoint and metrics on a real server: what is seen, who may see it, and what it changes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import EAGER
+from servers import MODEL, Served, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+KEY = "secret-of-the-server"
+SALT = "secret-of-a-tenant"
+TIER = "/v1/vllm-ext/kv-tier"
+CHUNK, CHUNKS = 32, 24
+CHUNK_BYTES = 18944
+"""Of the tiny model, in 8 bits."""
+PROMPT_TOKENS = 3 * CHUNK + 8
+OPTIONS = {"vllm_ext": {**EAGER["vllm_ext"], "kv_tier": {"chunk_tokens": CHUNK, "pin_share": 0.5}}}
+_openings = itertools.count(10, 8)
+
+
+@pytest.fixture(scope="module")
+def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Host memory for a few conversations, and a device that holds the last ones only."""
+    args = ["--scheduler-cls", "alise", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
+    args += [
+        "--kv-tier-gib",
+        str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30),
+        "--kv-tier-admin",
+        "--enable-prompt-tokens-details",
+    ]
+    args += ["--num-gpu-blocks-override", "18", "--max-num-seqs", "2", "--ext-metrics-interval-s", "0.2"]
+    with Served(llama, args, log_path=tmp_path_factory.mktemp("admin") / "server.log") as running:
+        yield running
+
+
+def call(server: Served, method: str, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, Any]:
+    """Return the status and the parsed body of an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(server.base_url + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def done(server: Served, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    """Return the one engine's part of an answer."""
+    status, answer = call(server, method, path, body)
+    assert status == 200, answer
+    (engine,) = answer["engines"]
+    assert engine["engine"] == 0
+    return dict(engine)
+
+
+def prompt() -> list[int]:
+    """Return a prompt that nobody else has."""
+    first = next(_openings)
+    return [first + number % 100 for number in range(PROMPT_TOKENS)]
+
+
+def ask(server: Served, name: str, tokens: list[int], **body: Any) -> int:
+    """Let a conversation take a turn; return how many tokens of its prompt were not computed."""
+    wanted = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "vllm_xargs": {"conversation_id": name}}
+    status, answer = call(server, "POST", "/v1/completions", {"model": MODEL, "prompt": tokens, **wanted, **body})
+    assert status == 200, answer
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def press(server: Served, conversations: int) -> None:
+    """Let others come, whose KV takes places on the device and in host memory."""
+    for number in range(conversations):
+        ask(server, f"other-{number}", prompt())
+
+
+def row(server: Served, name: str) -> dict[str, Any]:
+    """Return the one conversation of a name."""
+    (found,) = done(server, "GET", f"{TIER}/conversations/{name}")["conversations"]
+    return dict(found)
+
+
+def test_a_conversation_is_listed_pinned_and_dropped(server: Served) -> None:
+    kept, talk = prompt(), prompt()
+    ask(server, "kept", kept)
+    ask(server, "talk", talk, cache_salt=SALT)
+    wait_until(lambda: row(server, "talk")["chunks"] == 3, "the last chunk was stored")
+    listed = done(server, "GET", f"{TIER}/conversations")
+    assert listed["total"] == 2
+    assert [found["name"] for found in listed["conversations"]] == ["talk", "kept"]
+    found = row(server, "kept")
+    unused_s = found.pop("unused_s")
+    assert unused_s >= 0
+    assert found == {
+        "name": "kept",
+        "named_by_client": True,
+        "salt_tag": None,
+        "turns": 1,
+        "running": 0,
+        "pinned": False,
+        "ttl_s": None,
+        "chunks": 3,
+        "bytes": 3 * CHUNK_BYTES,
+    }
+    tag = row(server, "talk")["salt_tag"]
+    assert tag
+    assert tag not in SALT
+
+    status, refused = call(server, "POST", f"{TIER}/drop", {"name": "talk"})
+    assert status == 404
+    assert "give salt or salt_tag" in refused["error"]["message"], "without its salt it is another conversation"
+
+    assert done(server, "POST", f"{TIER}/pin", {"name": "kept"})["conversation"]["pinned"]
+    press(server, 12)
+    assert row(server, "kept")["chunks"] == 3
+    assert ask(server, "kept", kept) == 3 * CHUNK, "it is in host memory still"
+    assert not done(server, "POST", f"{TIER}/unpin", {"name": "kept"})["conversation"]["pinned"]
+
+    ask(server, "talk", talk, cache_salt=SALT)
+    assert done(server, "POST", f"{TIER}/pin", {"name": "talk", "salt": SALT})["conversation"]["pinned"]
+    press(server, 8)  # off the device
+    assert ask(server, "talk", talk, cache_salt=SALT) == 3 * CHUNK
+    press(server, 8)
+    answer = done(server, "POST", f"{TIER}/drop", {"name": "talk", "salt_tag": tag})
+    assert (answer["dropped_chunks"], answer["left_chunks"]) == (3, 0)
+    assert ask(server, "talk", talk, cache_salt=SALT) == 0
+    assert SALT not in json.dumps(done(server, "GET", f"{TIER}/conversations?limit=1000"))
+
+
+def test_statistics_add_up_and_metrics_follow(server: Served) -> None:
+    press(server, 3)
+    state = done(server, "GET", TIER)
+    host = state["host"]
+    assert (host["capacity_chunks"], state["chunk_bytes"], state["bits"]) == (CHUNKS, CHUNK_BYTES, 8)
+    assert state["placed_chunks"] == host["used_chunks"] + sum(state["gone_chunks"].values())
+    assert state["gone_chunks"]["room"] > 0
+    assert state["quantise_s"]["store"] > 0
+    stored, bits = state["stored_chunks"], "vllm_ext:kv_tier_"
+    wait_until(lambda: server.metric(f"{bits}stored_chunks_total", engine="0") >= stored, "the metrics were fetched")
+    assert server.metric(f"{bits}gone_chunks_total", reason="room") > 0
+    assert server.metric(f"{bits}capacity_bytes", tier="host") == CHUNKS * CHUNK_BYTES
+    assert server.metric(f"{bits}conversations") == state["conversations"]["kept"] + state["conversations"]["gone"]
+    assert server.metric(f"{bits}copy_seconds_total", direction="store") >= server.metric(
+        f"{bits}quantise_seconds_total", direction="store"
+    )
+
+
+def test_the_tier_is_emptied(server: Served) -> None:
+    tokens = prompt()
+    ask(server, "last", tokens)
+    press(server, 1)
+    assert done(server, "DELETE", f"{TIER}/conversations")["device_emptied"]
+    state = done(server, "GET", TIER)
+    assert state["host"]["used_chunks"] == 0
+    assert state["gone_chunks"]["reset"] > 0
+    assert ask(server, "last", tokens) == 0
+
+
+def test_what_is_wrong_with_a_request_is_said(server: Served) -> None:
+    status, answer = call(server, "GET", f"{TIER}/conversations/nobody")
+    assert (status, "name='nobody'" in answer["error"]["message"]) == (404, True)
+    for path, body, field in (
+        ("/pin", {"name": ""}, "body.name"),
+        ("/pin", {"name": "a", "slat": "b"}, "body.slat"),
+        ("/drop", {"name": "a", "salt": 7}, "body.salt"),
+    ):
+        status, answer = call(server, "POST", TIER + path, body)
+        assert (status, answer["error"]["param"]) == (400, field)
+    for query, field in (("limit=0", "query.limit"), ("offset=-1", "query.offset"), ("sort=age", "query.sort")):
+        status, answer = call(server, "GET", f"{TIER}/conversations?{query}")
+        assert (status, answer["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", ""), ("GET", "/conversations"), ("GET", "/conversations/a"), ("DELETE", "/conversations"),
+     ("POST", "/pin"), ("POST", "/unpin"), ("POST", "/drop")],
+)  # fmt: skip
+def test_nothing_is_told_without_the_servers_key(server: Served, method: str, path: str, key: str | None) -> None:
+    body = {"name": "a"} if method == "POST" else None
+    assert call(server, method, TIER + path, body, key=key)[0] == 401
+
+
+@pytest.mark.parametrize("path", ["", "/conversations", "/conversations/a"])
+def test_a_server_that_was_not_asked_for_it_has_no_such_endpoint(alise: Served, path: str) -> None:
+    assert call(alise, "GET", TIER + path, key=None)[0] == 404
