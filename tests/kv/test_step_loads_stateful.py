@@ -120,5 +120,5 @@ def test_without_taking_back_the_walk_finds_what_was_made_of_a_failed_load(
             rig = StepRig(draw_setup(dice, engine, load="in-step", failing_loads=0.5, async_scheduling=asynchronous))
             live(rig, dice, STEPS_PER_ENGINE // 2, Walked())
 
-    with pytest.raises(AuditError, match="another prefix"):
+    with pytest.raises(AuditError):  # KV of another prefix is read; or what comes of it is seen first
         walk()
