@@ -138,7 +138,3 @@ class StepRig(TierRig):
             return result
 
         self.scheduler.update_from_output = update
-
-    def reset(self, *, running: bool, connector: bool) -> bool:
-        """As the base's, but not twice before a step: that has a test of its own in `test_tier_found`."""
-        return not self.side._current_batch_jobs_to_flush and super().reset(running=running, connector=connector)

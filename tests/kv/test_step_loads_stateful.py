@@ -84,6 +84,29 @@ def test_what_a_failed_load_did_not_bring_is_computed_again(asynchronous: bool, 
     rig.drain()
 
 
+@pytest.mark.parametrize("while_executing", [False, True])
+@pytest.mark.parametrize("store", ["early", "late"])
+def test_nothing_is_kept_of_who_was_aborted_before_the_failure_was_known(store: str, while_executing: bool) -> None:
+    """Found by the walk: who is aborted is stored with the next step, which may be scheduled when the failure is known.
+
+    By then its request is none of those that run, and its copy is not among the stores to let go of.
+    """
+    rig = quiet(async_scheduling=True, store=store)
+    on_the_host_only(rig, range(100, 120))
+    prompt = [*range(100, 120), *range(7, 14)]
+    rig.copies.fail_loads(1.0)
+    rig.add(prompt, 6)
+    rig.step()
+    rig.copies.fail_loads(0.0)
+    rig.abort("r1", while_executing=while_executing)
+    while rig.loop.has_work:
+        rig.step()
+    assert rig.copies.failed_step_loads == 1
+    assert rig.reset(running=False, connector=False)
+    rig.add(prompt, 3)  # would find what was kept, and the auditor what it is
+    rig.drain()
+
+
 @pytest.mark.parametrize("load", ["in-step", "auto"])
 def test_a_walk_through_all_that_can_happen(load: str) -> None:
     dice, seen, engine = random.Random(17), Walked(), 0

@@ -58,8 +58,7 @@ def audit_quiet(scheduler: Scheduler) -> None:
         "requests": side._req_status,
         "fences": side._block_id_to_pending_jobs,
         "chunks being loaded": side._chunks_being_loaded,
-        # A reset leaves those of its time to the next step, and there may be none.
-        "flushes": {job for job in side._current_batch_jobs_to_flush if job >= side._stale_job_threshold},
+        "flushes": side._current_batch_jobs_to_flush,
     }
     if found := {name: held for name, held in left.items() if held}:
         raise AuditError(f"left when all is over: {found}")

@@ -220,9 +220,13 @@ class TierRig:
         audit_reservations(self.scheduler)
 
     def settle(self) -> None:
-        """Step until nobody wants anything."""
+        """Step until nobody wants anything; what a reset leaves to the next step to wait for gets a next step."""
         while self.loop.has_work:
             self.step()
+        while self.side._current_batch_jobs_to_flush:
+            self.add([1, 2], 1)
+            while self.loop.has_work:
+                self.step()
 
     def drain(self) -> None:
         """Step until all is over, empty the tier, and check that nothing is left and nobody was lost.

@@ -146,6 +146,11 @@ class TierScheduler(StepLoadingScheduler):
         """Whether KV outlives the preemption of its request; stored early, it does whatever is decided."""
         return self._store == EARLY or fate is not Fate.RECOMPUTE
 
+    def forget_blocks(self, blocks: frozenset[int]) -> None:
+        """Forget the idle chunks in such blocks."""
+        if self.idle is not None:
+            self.idle.taken(blocks)
+
     def forget_steps(self, req_id: str) -> None:
         """Take it that nothing of a preempted request was computed or stored."""
         super().forget_steps(req_id)

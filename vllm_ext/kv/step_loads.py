@@ -192,7 +192,12 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         blocks = frozenset().union(*(load.blocks for load in failed.values())) & unfilled
         self._let_go_of_stores(since=min(failed))
         self._let_go_of_ended(blocks)
-        return FailedLoads(blocks, frozenset().union(*(load.since for load in failed.values())))
+        suspects = frozenset().union(*(load.since for load in failed.values()))
+        self.forget_blocks(suspects)
+        return FailedLoads(blocks, suspects)
+
+    def forget_blocks(self, blocks: frozenset[int]) -> None:
+        """Store nothing from blocks whose content is doubtful, and whose request is gone."""
 
     def forget_steps(self, req_id: str) -> None:
         """Take it that nothing of a preempted request was stored: what was may have been let go."""
@@ -210,8 +215,8 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
     def _let_go_of_ended(self, blocks: frozenset[int]) -> None:
         """Let nothing be stored of requests that were aborted since with such blocks, as the next step would."""
         for status in self._req_status.values():
-            if status.req.is_finished() and any(not blocks.isdisjoint(state.block_ids) for state in status.group_states):
-                for state in status.group_states:
+            for state in status.group_states:
+                if status.req.is_finished() and not blocks.isdisjoint(state.block_ids):
                     state.block_ids.clear()
 
     # --- parts ------------------------------------------------------------------------------------------------------
