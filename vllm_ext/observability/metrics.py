@@ -44,7 +44,7 @@ class Metrics:
         self.runtime_error = _gauge(
             "runtime_model_relative_error", "Moving average of |predicted - observed| / observed step time."
         )
-        self.preemptions = _counter("preemptions", "Preemptions by reason: policy, memory, reset.", "reason")
+        self.preemptions = _counter("preemptions", "Preemptions by reason: policy, memory, reset, load.", "reason")
         self.totals = {
             "fallbacks": _counter("policy_fallbacks", "Times a policy raised and arrival order was used."),
             "stalls": _counter("policy_stalls", "Steps whose plan let nothing run although something could."),

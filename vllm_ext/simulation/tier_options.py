@@ -8,7 +8,7 @@ from vllm.config import KVTransferConfig
 
 from vllm_ext.config import parse
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import LOSSLESS, KvTierConfig
+from vllm_ext.config_kv import BETWEEN, LOSSLESS, KvTierConfig
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.simulation.harness import KvShape
 from vllm_ext.systems import resolve
@@ -70,6 +70,10 @@ def tier_config(engine: EngineSpec) -> KvTierConfig | None:
     tier: KvTierConfig = parse({TIER_KEY: given}).kv_tier
     if tier.disk_dir:
         raise ConfigError("kv_tier.disk_dir", tier.disk_dir, "must be left out in a simulation, which has no disk")
+    if tier.load != BETWEEN:
+        raise ConfigError(
+            "kv_tier.load", tier.load, "must be between in a simulation, whose copies begin behind a forward"
+        )
     return tier if tier.gib else None
 
 
