@@ -40,7 +40,7 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine_args = AsyncEngineArgs(**spec["engine_args"])
-    load = _load_recorder()
+    load = load_recorder()
     started = time.monotonic()
     engine = AsyncLLM.from_engine_args(engine_args, stat_loggers=[load])
     try:
@@ -64,7 +64,7 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
             "requests": served,
             "load": {**load.state.summary(), **_since(before, await _counters(engine))},
             "phases": phases,
-            "settings": _settings(engine),
+            "settings": settings_of(engine),
             "engine_start_s": start_s,
             "predictor": _predictor_outcomes(),
         }
@@ -228,7 +228,7 @@ class _LoadState:
         }
 
 
-def _load_recorder() -> Any:
+def load_recorder() -> Any:
     """A stat logger class whose ``state`` can be read back: vLLM builds its stat loggers itself."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -249,7 +249,7 @@ def _load_recorder() -> Any:
     return LoadRecorder
 
 
-def _settings(engine: Any) -> dict[str, Any]:
+def settings_of(engine: Any) -> dict[str, Any]:
     """The engine settings that shape a measurement, as vLLM resolved them."""
     config = engine.vllm_config
     scheduler, cache, model = config.scheduler_config, config.cache_config, config.model_config

@@ -22,7 +22,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     _add_comparison(options.add_argument_group("what is compared"))
     _add_requests(options.add_argument_group("requests"))
     _add_objectives(options.add_argument_group("objectives, for workloads that have them"))
-    _add_engine(options.add_argument_group("engine, the same for every system"))
+    add_engine(options.add_argument_group("engine, the same for every system"))
     return options
 
 
@@ -57,7 +57,7 @@ def _add_comparison(group: Any) -> None:
         "--loads", default="0.5,0.9,1.2", help="comma list of fractions of the capacity (default: %(default)s)"
     )
     group.add_argument(
-        "--repeats", type=_positive, default=1, help="runs of every cell, with new requests each (default: 1)"
+        "--repeats", type=positive, default=1, help="runs of every cell, with new requests each (default: 1)"
     )
     group.add_argument(
         "--same-requests",
@@ -114,9 +114,7 @@ def _add_requests(group: Any) -> None:
     group.add_argument(
         "--synthetic", choices=tuple(synthetic.PRESETS), default="alpaca-like", help="(default: %(default)s)"
     )
-    group.add_argument(
-        "--num-requests", type=_positive, default=1000, help="measured requests per cell (default: 1000)"
-    )
+    group.add_argument("--num-requests", type=positive, default=1000, help="measured requests per cell (default: 1000)")
     group.add_argument(
         "--history-requests",
         "--warmup-requests",
@@ -127,7 +125,7 @@ def _add_requests(group: Any) -> None:
     )
     group.add_argument(
         "--warm-requests",
-        type=_positive,
+        type=positive,
         default=4000,
         help="rows, none of them measured, from which the predictor of NAME@warm learned (default: 4000)",
     )
@@ -135,7 +133,7 @@ def _add_requests(group: Any) -> None:
         "--length-scale", type=float, default=0.5, help="factor on recorded output lengths (default: 0.5)"
     )
     group.add_argument(
-        "--max-output-tokens", type=_positive, default=256, help="max_tokens of every request (default: 256)"
+        "--max-output-tokens", type=positive, default=256, help="max_tokens of every request (default: 256)"
     )
 
 
@@ -149,7 +147,8 @@ def _add_objectives(group: Any) -> None:
     )
 
 
-def _add_engine(group: Any) -> None:
+def add_engine(group: Any) -> None:
+    """Add the options of an engine."""
     group.add_argument("--model", help="model directory or name (default: the embedded tiny model)")
     group.add_argument(
         "--hf-overrides",
@@ -162,10 +161,10 @@ def _add_engine(group: Any) -> None:
         "--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights (default: auto)"
     )
     group.add_argument("--dtype", default="float32", help="(default: %(default)s)")
-    group.add_argument("--max-model-len", type=_positive, default=512, help="(default: 512)")
-    group.add_argument("--max-num-seqs", type=_positive, default=8, help="seats: requests running at once (default: 8)")
-    group.add_argument("--num-gpu-blocks", type=_positive, default=64, help="KV blocks (default: 64)")
-    group.add_argument("--block-size", type=_positive, default=32, help="tokens per KV block (default: 32)")
+    group.add_argument("--max-model-len", type=positive, default=512, help="(default: 512)")
+    group.add_argument("--max-num-seqs", type=positive, default=8, help="seats: requests running at once (default: 8)")
+    group.add_argument("--num-gpu-blocks", type=positive, default=64, help="KV blocks (default: 64)")
+    group.add_argument("--block-size", type=positive, default=32, help="tokens per KV block (default: 32)")
     group.add_argument(
         "--gpu-memory-utilization", type=float, default=0.1, help="fraction of memory vLLM may claim (default: 0.1)"
     )
@@ -177,7 +176,8 @@ def _add_engine(group: Any) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")

@@ -50,7 +50,7 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     conversations = {name: workload.load(WorkloadSpec(**phase)) for name, phase in spec["phases"].items()}
-    load, copies = engine_cell._load_recorder(), _copy_recorder()
+    load, copies = engine_cell.load_recorder(), _copy_recorder()
     started = time.monotonic()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec["engine_args"]), stat_loggers=[load, copies])
     try:
@@ -71,7 +71,7 @@ async def _run(spec: dict[str, Any]) -> dict[str, Any]:
                 "foreign_cpu_cores": cpu.foreign_cores(),
                 "load": {**load.state.summary(), **copies.state.counts},
             }
-        return {"phases": phases, "engine_start_s": start_s, "settings": engine_cell._settings(engine)}
+        return {"phases": phases, "engine_start_s": start_s, "settings": engine_cell.settings_of(engine)}
     finally:
         engine.shutdown()
 

@@ -87,7 +87,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
         "serving of one client at a time, measured first)",
     )
     group.add_argument(
-        "--repeats", type=_positive, default=1, help="runs of every cell, with other conversations each (default: 1)"
+        "--repeats",
+        type=engine_options.positive,
+        default=1,
+        help="runs of every cell, with other conversations each (default: 1)",
     )
     group.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
     _add_conversations(options.add_argument_group("conversations"))
@@ -97,7 +100,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         type=float,
         help="host memory of every row that has a tier (default: a quarter of the KV of all conversations, 16 bits)",
     )
-    engine_options._add_engine(group)
+    engine_options.add_engine(group)
     return options
 
 
@@ -109,7 +112,9 @@ def _add_conversations(group: Any) -> None:
         help="JSON lines of {id, conversations: [{from, value}]}, gzipped or not (default: the shared data where it "
         f"is, else, and with --quick, the preset {workload.SYNTHETIC})",
     )
-    group.add_argument("--num-conversations", type=_positive, default=64, help="of every cell (default: %(default)s)")
+    group.add_argument(
+        "--num-conversations", type=engine_options.positive, default=64, help="of every cell (default: %(default)s)"
+    )
     group.add_argument("--min-turns", type=int, default=2, help="leave out shorter ones (default: %(default)s)")
     group.add_argument(
         "--length-scale", type=float, default=0.5, help="factor on recorded lengths (default: %(default)s)"
@@ -130,10 +135,3 @@ def _numbers(option: str, text: str) -> list[float]:
     if len(set(found)) < len(found) or not all(0 < number < float("inf") for number in found):
         raise ValueError(f"{option}={text}: must be different numbers greater than 0")
     return found
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value

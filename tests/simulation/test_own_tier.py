@@ -11,29 +11,18 @@ from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import POLICIES
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.kv.retention import RetentionCachePolicy
-from vllm_ext.simulation.audit import audit_drained
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.run import build_scheduler, simulate_parts
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.tier import build_tier
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows
-from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, ids, mixed, offload, own_tier, serve
+from .tier_parts import BLOCK_BYTES, HARDWARE, conversation, drained, ids, mixed, offload, own_tier, serve
 
 _DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 _SYSTEMS = pytest.mark.parametrize("system", ["fcfs", "alise", "auto"])
 _STORES = pytest.mark.parametrize("store", ["early", "late"])
 _BITS = pytest.mark.parametrize("bits", [16, 8])
-
-
-def drained(server: Server) -> Server:
-    """The same server, after checks that nothing is left of requests, blocks and copies."""
-    audit_drained(server.scheduler)
-    assert server.auditor.open_jobs == 0
-    assert server.auditor.checked_jobs > 0
-    connector = server.scheduler.connector.connector_scheduler
-    assert (connector._jobs, connector._req_status) == ({}, {})
-    return server
 
 
 # --- what it is good for --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from vllm_ext.simulation.audit import AuditError, audit_drained
+from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
@@ -20,7 +20,7 @@ from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.tier_options import kv_bytes_per_block
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows, token_times
-from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, ids, mixed, offload, serve
+from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, drained, ids, mixed, offload, serve
 
 _DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 _POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -29,16 +29,6 @@ _POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 def ttft(server: Server, req_id: str) -> float:
     row = rows(server.collector.table)[req_id]
     return float(row["first_token_s"] - row["arrival_s"])
-
-
-def drained(server: Server) -> Server:
-    """The same server, after checks that nothing is left of requests, blocks and copies."""
-    audit_drained(server.scheduler)
-    assert server.auditor.open_jobs == 0
-    assert server.auditor.checked_jobs > 0
-    connector = server.scheduler.connector.connector_scheduler
-    assert (connector._jobs, connector._req_status) == ({}, {})
-    return server
 
 
 # --- moments ------------------------------------------------------------------------------------------------------

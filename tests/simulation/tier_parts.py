@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.simulation.audit import audit_drained
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.harness import block_hasher
@@ -148,3 +149,13 @@ def mixed(dice: random.Random) -> ListWorkload:
         return [ask(f"{request.req_id}+", finished_s + 0.1, len(prompt), 7, token_ids=prompt)]
 
     return ListWorkload(found, follow_up)
+
+
+def drained(server: Server) -> Server:
+    """The same server, after checks that nothing is left of requests, blocks and copies."""
+    audit_drained(server.scheduler)
+    assert server.auditor.open_jobs == 0
+    assert server.auditor.checked_jobs > 0
+    connector = server.scheduler.connector.connector_scheduler
+    assert (connector._jobs, connector._req_status) == ({}, {})
+    return server
