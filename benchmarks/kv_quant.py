@@ -56,13 +56,12 @@ def bytes_of_groups() -> dict[str, float]:
 def measure_speed(args: argparse.Namespace) -> list[speed.Cell]:
     """Measure every layout, block size and state of the caches."""
     timer = time.perf_counter if args.wall else time.thread_time
-    repeats = 5 if args.quick else args.repeats
     sizes = (JUDGED_BLOCK,) if args.quick else speed.BLOCK_SIZES
     cells: list[speed.Cell] = []
     for layout in speed.LAYOUTS:
         for block_size in sizes:
-            for state in speed.MIB:
-                cells += speed.measure(layout, block_size, state, repeats, args.seed, timer)
+            for state, mib in args.mib.items():
+                cells += speed.measure(layout, block_size, state, mib, args.repeats, args.seed, timer)
     return cells
 
 
@@ -84,7 +83,10 @@ def goals_of(
         if cell.block_size == JUDGED_BLOCK and cell.state == "cold" and cell.direction == "store":
             middle, low, high = cell.ratios
             reached, copied = cell.metrics()[f"{cell.key}_gb_per_s"], cell.baseline()[f"{cell.key}_gb_per_s"]
-            note = f"{reached:.2f} GB/s in 8 bits, {copied:.2f} GB/s copied; quartiles {low:.2f} to {high:.2f}"
+            warm = next((c for c in cells if c.key == cell.key.replace("cold", "warm")), cell)
+            arithmetic = warm.metrics()[f"{warm.key}_gb_per_s"]
+            note = f"{reached:.2f} GB/s in 8 bits, {copied:.2f} GB/s copied; quartiles {low:.2f} to {high:.2f}; "
+            note += f"arithmetic alone (warm) makes {arithmetic:.1f} GB/s and is only in part hidden behind memory"
             goals.append(Goal(metric=f"{cell.key}_time_over_copy", value=middle, op="<=", goal=1.0, note=note))
     worst = max(errors, key=lambda name: errors[name]["max_error_over_allowed"])
     goals.append(
@@ -134,10 +136,11 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if min(args.repeats, args.sequences) < 1:
         parser.error("--repeats and --sequences: must be at least 1")
+    args.mib = speed.QUICK_MIB if args.quick else speed.MIB
     if args.quick:
-        args.sequences = min(args.sequences, 8)
+        args.sequences, args.repeats = min(args.sequences, 4), min(args.repeats, 5)
     sizes = bytes_of_groups()
-    print(f"whole copy: {(whole := speed.largest_copy(5)):.1f} GB/s", file=sys.stderr, flush=True)
+    print(f"whole copy: {(whole := speed.largest_copy(args.mib['cold'], 5)):.1f} GB/s", file=sys.stderr, flush=True)
     cells = measure_speed(args)
     gpu_found, gpu_beside = kv_quant_gpu.measure(1024, 20, args.seed) if torch.cuda.is_available() else ({}, {})
     found = trained(QUICK if args.quick else FULL, args.models)
@@ -149,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
     metrics |= output | {f"model_{key}": value for key, value in found.facts.items()}
     config = {
         "heads": speed.HEADS, "head_dim": speed.HEAD_DIM, "group_tokens": quality.GROUP, "dtype": "bfloat16",
-        "mib": speed.MIB, "repeats": 5 if args.quick else args.repeats, "threads_of_copies": 1,
+        "mib": args.mib, "repeats": args.repeats, "threads_of_copies": 1,
         "timer": "perf_counter" if args.wall else "thread_time", "recipe": vars(found.recipe),
         "sequences": args.sequences, "gpu": "measured" if gpu_found else "none on this machine: not measured",
     }  # fmt: skip

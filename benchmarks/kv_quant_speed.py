@@ -24,6 +24,8 @@ from vllm_ext.kv.geometry import TierGeometry
 LAYOUTS = {"cpu": PageLayout.transposed_keys, "rows": PageLayout.rows}
 """``cpu``: vLLM's CPU backend, K transposed within a block; ``rows``: its CUDA backends."""
 MIB = {"cold": 1024.0, "warm": 0.5}
+QUICK_MIB = {"cold": 160.0, "warm": 0.5}
+"""Of KV; a pool as large comes beside it."""
 HEADS, HEAD_DIM, GROUP = 8, 128, 64
 """Of one layer of Llama-3.1-8B, and tokens of a group."""
 BLOCK_SIZES = (16, 32, 64)
@@ -77,7 +79,7 @@ class Cell:
 
 
 def measure(
-    layout: str, block_size: int, state: str, repeats: int, seed: int, timer: Callable[[], float]
+    layout: str, block_size: int, state: str, mib: float, repeats: int, seed: int, timer: Callable[[], float]
 ) -> list[Cell]:
     """Measure both directions, copy and 8 bits in turns, one thread.
 
@@ -86,7 +88,7 @@ def measure(
     """
     kind = LAYOUTS[layout](torch.bfloat16, HEADS, HEAD_DIM, block_size)
     fmt = RecordFormat(kind, GROUP // block_size)
-    groups = max(1, int(MIB[state] * 2**20) // (kind.page_bytes * fmt.blocks))
+    groups = max(1, int(mib * 2**20) // (kind.page_bytes * fmt.blocks))
     rng = np.random.default_rng(seed)
     blocks = rng.permutation(groups * fmt.blocks).reshape(groups, fmt.blocks)
     chunks = rng.permutation(groups)
@@ -118,9 +120,9 @@ def measure(
     ]  # fmt: skip
 
 
-def largest_copy(repeats: int, timer: Callable[[], float] = time.thread_time) -> float:
+def largest_copy(mib: float, repeats: int, timer: Callable[[], float] = time.thread_time) -> float:
     """Return GB/s of one copy of all bytes from end to end, memory's limit for one thread."""
-    source = np.ones(int(MIB["cold"] * 2**20), np.uint8)
+    source = np.ones(int(mib * 2**20), np.uint8)
     target = np.zeros_like(source)
     found = []
     for _ in range(repeats):

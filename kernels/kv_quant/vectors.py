@@ -157,7 +157,7 @@ def _fetch(builder: ir.IRBuilder, items: Any, at: Any, *, size: int, to_write: b
     word, address = ir.IntType(32), builder.bitcast(builder.gep(items, [at]), ir.IntType(8).as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    how = [ir.Constant(word, value) for value in (int(to_write), 3, 1)]  # into all caches, data
+    how = [ir.Constant(word, value) for value in (int(to_write), 3 if to_write else 2, 1)]
     for line in range(0, size, _LINE_BYTES):
         builder.call(prefetch, [builder.gep(address, [ir.Constant(word, line)]), *how])
 
