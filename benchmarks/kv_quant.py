@@ -15,7 +15,7 @@ once, in minutes, and kept in the cache folder (``--models``); with ``--quick`` 
 Output: a table for each question; one JSON object.
 
     OMP_NUM_THREADS=1 python benchmarks/kv_quant.py --quick
-    OMP_NUM_THREADS=2 python benchmarks/kv_quant.py --out benchmarks/results/kv_quant.json
+    OMP_NUM_THREADS=1 python benchmarks/kv_quant.py --out benchmarks/results/kv_quant.json
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ids of made-up conversations in its vocabulary."""
 ENGINE: dict[str, Any] = {
     "hf_overrides": MODEL,
     "load_format": "dummy",
-    "dtype": "float16",  # of bfloat16, vLLM packs KV in pairs where the CPU has AMX, which our 8 bits refuse
+    "dtype": "float16",  # of bfloat16, vLLM packs KV in pairs where the CPU has AMX, which slows our 8 bits down
     "max_model_len": 2048,
     "num_gpu_blocks": None,
 }
