@@ -49,18 +49,25 @@ def layout() -> PageLayout:
     return PageLayout.rows(torch.bfloat16, HEADS, HEAD_DIM, TOKENS)
 
 
-def measure(pages: torch.Tensor, layout_of_pages: PageLayout) -> dict[str, float]:
-    """Return errors of pages that are each a group.
+def there_and_back(pages: torch.Tensor, fmt: RecordFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the records of pages that are each a group, and the pages made of them, by the definition.
 
     Raises:
         RuntimeError: a group has no record.
     """
-    fmt, ids = RecordFormat(layout_of_pages, 1), torch.arange(len(pages))[:, None]
+    ids = torch.arange(len(pages))[:, None]
     records, holds = reference.quantise(pages, ids, fmt)
     if not holds.all():
-        raise RuntimeError("a group of the measured data has no record")
+        raise RuntimeError("a group of the measured data has no record: a value is not finite, or a range too wide")
     back = torch.empty_like(pages)
     reference.dequantise(records, ids, back, fmt)
+    return records, back
+
+
+def measure(pages: torch.Tensor, layout_of_pages: PageLayout) -> dict[str, float]:
+    """Return errors of pages that are each a group; raises as `there_and_back`."""
+    fmt = RecordFormat(layout_of_pages, 1)
+    records, back = there_and_back(pages, fmt)
     index = torch.from_numpy(layout_of_pages.index)
     was, now = (part[:, index].double() for part in (pages, back))  # [groups, H, 2, tokens, D]
     codes = records[:, fmt.scales_at :][:, : layout_of_pages.num_channels].long()

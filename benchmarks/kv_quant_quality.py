@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kv_quant_error import there_and_back
 from kv_quant_model import Trained, sequences_of
 from transformers import DynamicCache
 
-from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 
 KV = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -162,12 +162,7 @@ def _through_8_bits(group: int) -> Callable[[torch.Tensor], torch.Tensor]:
         sequences, heads, tokens, width = values.shape
         pages = _pages(values, group).bfloat16()
         layout = PageLayout.rows(torch.bfloat16, heads, width // 2, group)
-        fmt, ids = RecordFormat(layout, 1), torch.arange(len(pages))[:, None]
-        records, holds = reference.quantise(pages, ids, fmt)
-        if not holds.all():
-            raise RuntimeError("KV of the model is not finite, or too wide for a scale")
-        back = torch.empty_like(pages)
-        reference.dequantise(records, ids, back, fmt)
+        _, back = there_and_back(pages, RecordFormat(layout, 1))
         shaped = back.float().view(sequences, tokens // group, heads, group, width)
         return shaped.transpose(1, 2).reshape(values.shape)
 

@@ -136,14 +136,14 @@ class KvTierConfig:
         """Return the form of KV in host memory, where the system wants ``default``."""
         return default if self.bits is None else self.bits
 
-    def blocks_per_chunk(self, block_size: int, default_bits: int = LOSSLESS) -> int:
+    def blocks_per_chunk(self, block_size: int) -> int:
         """Return how many of vLLM's blocks make a chunk.
 
         Raises:
             ConfigError: ``chunk_tokens`` was given and is no multiple of ``block_size``.
         """
         if self.chunk_tokens is None:
-            return max(1, _CHUNK_TOKENS[self.bits_or(default_bits)] // block_size)
+            return max(1, _CHUNK_TOKENS[self.bits_or(LOSSLESS)] // block_size)
         if self.chunk_tokens % block_size:
             allowed = f"must be a multiple of vLLM's KV block, {block_size} tokens here"
             raise ConfigError("kv_tier.chunk_tokens", self.chunk_tokens, allowed)

@@ -12,6 +12,7 @@ import openai
 from engines import ENVIRONMENT
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_ext.demo.client import OWN_CONNECTION
 from vllm_ext.serving import ServerProcess
 
 MODEL = "tiny"
@@ -52,10 +53,19 @@ class Served(ServerProcess):
         self.request_log = request_log
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=90)
+        return openai.OpenAI(**self._client_options())
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=90)
+        return openai.AsyncOpenAI(**self._client_options())
+
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "base_url": f"{self.base_url}/v1",
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": 90,
+            "default_headers": OWN_CONNECTION,
+        }
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
         """Every sample of ``/metrics`` as (name, labels, value)."""

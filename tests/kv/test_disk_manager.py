@@ -12,8 +12,10 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from vllm_ext.config_kv import POLICIES as POLICY_NAMES
 from vllm_ext.kv import disk_folder, disk_manager
+from vllm_ext.kv.conversations import Turn
 from vllm_ext.kv.disk import Backlog, DiskTier, counter_name
 from vllm_ext.kv.disk_format import DamagedChunk
+from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.tally import DROPPED
 
 from .disk_parts import FILE_BYTES, Rig, contents, key, rig
@@ -337,3 +339,20 @@ def test_random_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: st
             assert not tiers.manager.has_pending_work()
             assert tiers.manager.host._num_evictable_cache_chunks + tiers.manager.host._get_num_free_chunks() == 8
     assert loaded > 50
+
+
+def test_a_conversation_that_is_dropped_goes_from_disk_too(tmp_path: Path) -> None:
+    """Else what an administrator dropped, or whose time is over, would come back from there."""
+    with rig(tmp_path) as tiers:
+        keeper = Keeper(tiers.manager)
+        conversation = keeper.book.enter("a", "", [], 0.0)
+        context = tiers.request(1, 2)
+        context.set_state(Turn(conversation))
+        assert tiers.store(context, 1, 2)
+        tiers.step()
+        fill(tiers, 11)
+        assert tiers.on_disk(1, 2, 11) == [True, True, True]
+        assert keeper.drop(conversation) == 2
+        tiers.step()
+        assert tiers.on_disk(1, 2, 11) == [False, False, True]
+        assert tiers.lookup(tiers.request(1, 2), 1, 2) == [MISS]

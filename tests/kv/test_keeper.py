@@ -184,7 +184,6 @@ def test_who_has_come_back_often_is_expected_to_come_again(learn: bool, gone: st
         tier.turn(f"once-{number}", f"x{number}", at=number)
         tier.turn(f"often-{number // 10}", f"y{number // 10}", at=number + 0.5)
     tier.manager.reset_cache()
-    tier.keeper.cleared()
     tier.turn("often-0", "often-1", at=300.0)
     tier.turn("once", "once-1", at=300.5)
     tier.turn("d", *(f"d{n}" for n in range(4)), at=310.0)
@@ -226,6 +225,5 @@ def test_emptying_the_tier_empties_the_conversations(monkeypatch: pytest.MonkeyP
     for number, name in enumerate(names):
         tier.turn(name, f"{name}0", at=float(number))
     tier.manager.reset_cache()
-    tier.keeper.cleared()
     tier.check()
     assert not any(conversation.keys for conversation in tier.keeper.book)

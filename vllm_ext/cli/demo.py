@@ -114,12 +114,12 @@ def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], requ
     print()
     print(report.summary(answers, records, wall_s))
     failures = [answer for answer in answers if answer.error is not None]
-    for answer in failures:
-        print(f"request {answer.request.number} failed: {answer.error}")
     if server.is_running():
         print("", *report.chosen_metrics(server.get("/metrics")), sep="\n")
     if failures or not server.is_running():
         _say(f"the end of {server.log_path}:\n{server.log_tail()}")
+        for answer in failures:  # last, where whoever reads the end of a log looks
+            print(f"request {answer.request.number} failed: {answer.error}")
         return False
     sys.stdout.flush()
     return True

@@ -14,6 +14,10 @@ from vllm_ext.demo.workload import DemoRequest, Kind
 
 REQUEST_TIMEOUT_S = 300.0
 
+OWN_CONNECTION = {"Connection": "close"}
+"""Headers for a client without retries. A kept connection may be closed by the server, which does so after 5 s without
+a request, just as the next request is sent: that one is lost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -71,7 +75,11 @@ async def _send_all(
 
     # no retries: a request sent twice would be two requests to the server
     async with AsyncOpenAI(
-        base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+        base_url=f"{base_url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=REQUEST_TIMEOUT_S,
+        default_headers=OWN_CONNECTION,
     ) as client:
         return list(await asyncio.gather(*map(send_at_its_time, requests)))
 
@@ -91,7 +99,8 @@ async def _send(client: AsyncOpenAI, model: str, request: DemoRequest) -> Answer
             e2e_s=time.perf_counter() - sent,
         )
     except OpenAIError as error:
-        return Answer(request=request, error=f"{type(error).__name__}: {error}")
+        cause = f" ({error.__cause__!r})" if error.__cause__ else ""  # "Connection error." alone says too little
+        return Answer(request=request, error=f"{type(error).__name__}: {error}{cause}")
 
 
 async def _send_streamed(client: AsyncOpenAI, model: str, request: DemoRequest) -> Answer:

@@ -109,11 +109,7 @@ class TierAdmin:
         return {}
 
     def _forget(self, conversation: Conversation) -> dict[str, Any]:
-        before = set(conversation.keys)
         dropped = self._keeper.drop(conversation)
-        disk: Any = getattr(self._account.tier.manager, "disk", None)
-        if disk is not None:  # else what is gone here would come back from there
-            disk.forget(before - conversation.keys)
         return {"dropped_chunks": dropped, "left_chunks": len(conversation.keys)}
 
     @property

@@ -83,7 +83,7 @@ class TieredConnector(OffloadingConnector):
                 load=str(extra[LOAD_KEY]),
                 prices=_prices(spec),
                 free_fraction=float(extra[FREE_KEY]),
-                keeper=Keeper(getattr(books, "host", books), **extra[KEEPER_KEY]),
+                keeper=Keeper(books, **extra[KEEPER_KEY]),
             )
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:

@@ -153,11 +153,6 @@ class ConversationBook:
             self._numbers += 1
             heapq.heappush(self._expiry, (conversation.expires_s, self._numbers, conversation))
 
-    def clear_keys(self) -> None:
-        """Note that no chunk is in the tier any more."""
-        for conversation in self._known.values():
-            conversation.keys.clear()
-
     def _named(self, name: str, salt: str) -> Conversation:
         known = self._known.get((salt, name))
         return self._add(name, salt, named=True) if known is None else known

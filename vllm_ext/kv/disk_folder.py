@@ -142,8 +142,7 @@ class Folder:
             return True
         except DamagedChunk as error:
             self._report("damaged", f"a chunk of KV on disk is damaged and set aside ({path.name})", error)
-            if self.index.remove(key):
-                self._set_aside(path)
+            self._set_aside(key, path)
         except FileNotFoundError as error:  # evicted since it was asked for, or deleted by somebody
             if self.index.remove(key):
                 self._report("unreadable", "a chunk of KV is not on disk any more", error)
@@ -180,9 +179,9 @@ class Folder:
                 elif not path.name.startswith(PROCESS):
                     path.unlink()
         for _, size, path in sorted(found, reverse=True):
-            self.index.add_older(self._name_of(path), size)
-        with contextlib.suppress(OSError):
-            self._evict(self.index.shrink())
+            victims = self.index.add_older(self._name_of(path), size)
+            with contextlib.suppress(OSError):
+                self._evict(victims)
 
     def start_afresh(self) -> Callable[[], None]:
         """Forget all chunks; what is kept from now on is found by this process only.
@@ -264,22 +263,28 @@ class Folder:
             self._make(folder.parent)
         folder.mkdir(FOLDER_MODE, exist_ok=True)
 
-    def _set_aside(self, path: Path) -> None:
+    def _set_aside(self, key: bytes, path: Path) -> None:
         """Move a file to the damaged ones, where only the last few stay; they count, and go first."""
         folder = self.root / DAMAGED
+        aside = folder / path.name
+        name = str(aside.relative_to(self.root))
+        if not self.index.begin_rename(key, name):
+            return
+        moved = False
         try:
             self._make(folder)
-            kept = sorted(folder.iterdir(), key=lambda old: old.stat().st_mtime)
+            kept = sorted((old for old in folder.iterdir() if old != aside), key=lambda old: old.stat().st_mtime)
             for old in kept[: max(0, len(kept) + 1 - MAX_DAMAGED)]:
                 self.index.remove(str(old.relative_to(self.root)))
                 old.unlink()
-            aside = folder / path.name
             os.replace(path, aside)
             os.utime(aside)
-            self.index.add_older(str(aside.relative_to(self.root)), aside.stat().st_size)
+            moved = True
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink()
+        finally:
+            self.index.end_write(name, written=moved, oldest=True)
 
     def _count(self, field: str) -> None:
         with self._guard:

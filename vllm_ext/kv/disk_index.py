@@ -44,13 +44,21 @@ class DiskIndex:
         """Bytes of all files, those that are being written included."""
         return self._used_bytes
 
-    def add_older(self, name: Name, num_bytes: int) -> None:
-        """Note a file that was used before all that are known; one that is known stays as it is."""
+    def add_older(self, name: Name, num_bytes: int) -> list[Name]:
+        """Note a file that was used before all that are known; one that is known stays as it is.
+
+        Returns:
+            Files for which there is no room, forgotten already, which must be deleted.
+        """
         with self._lock:
             if name not in self._sizes and name not in self._writing:
                 self._sizes[name] = num_bytes
                 self._sizes.move_to_end(name, last=False)
                 self._used_bytes += num_bytes
+            chosen = self._oldest(self._used_bytes - self.max_bytes) or []
+            for victim in chosen:
+                self._remove(victim)
+            return chosen
 
     def begin_write(self, name: Name, num_bytes: int) -> list[Name] | None:
         """Make room for a file.
@@ -71,12 +79,27 @@ class DiskIndex:
             self._used_bytes += num_bytes
             return chosen
 
-    def end_write(self, name: Name, *, written: bool) -> None:
-        """Note that a write is through; only then the file is found."""
+    def begin_rename(self, name: Name, new_name: Name) -> bool:
+        """Let a file be found no more under its name; it counts all the time, and `end_write` ends this too.
+
+        Returns:
+            Whether to go on: the file is known, and the new name is not being written.
+        """
+        with self._lock:
+            if name not in self._sizes or new_name in self._writing:
+                return False
+            self._remove(new_name)  # it is overwritten
+            self._writing[new_name] = self._sizes.pop(name)
+            self._touched.pop(name, None)
+            return True
+
+    def end_write(self, name: Name, *, written: bool, oldest: bool = False) -> None:
+        """Note that a write is through; only then the file is found. The ``oldest`` is the next to go."""
         with self._lock:
             num_bytes = self._writing.pop(name)
             if written:
                 self._sizes[name] = num_bytes
+                self._sizes.move_to_end(name, last=not oldest)
             else:
                 self._used_bytes -= num_bytes
 
@@ -111,14 +134,6 @@ class DiskIndex:
         """Forget a file; returns whether it was known."""
         with self._lock:
             return self._remove(name)
-
-    def shrink(self) -> list[Name]:
-        """Forget what is above the limit; returns the files, which must be deleted."""
-        with self._lock:
-            chosen = self._oldest(self._used_bytes - self.max_bytes) or []
-            for victim in chosen:
-                self._remove(victim)
-            return chosen
 
     def rename_chunks(self, rename: Callable[[bytes], str]) -> list[str]:
         """Turn all chunks into files that nobody finds by a key; returns their new names."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.request import Request
 
+    from vllm_ext.kv.disk_manager import DiskBackedManager
     from vllm_ext.kv.manager import TierManager
 
 logger = init_logger("vllm.vllm_ext.kv")
@@ -28,7 +29,7 @@ class Keeper:
     With a policy of vLLM's own, which knows no conversations, they are counted and nothing else.
 
     Args:
-        manager: Of the host tier.
+        manager: Of the host tier, and of the disk behind it if there is one: what is dropped goes from both.
         ttl_s: Seconds after its last use at which a conversation is dropped, unless its client says so; 0: never.
         pin_share: Most of the tier that pinned conversations may hold.
         salt_share: Most of it that chunks of one salt may hold.
@@ -37,7 +38,7 @@ class Keeper:
 
     def __init__(
         self,
-        manager: TierManager,
+        manager: TierManager | DiskBackedManager,
         *,
         ttl_s: float = 0.0,
         pin_share: float = 0.25,
@@ -78,8 +79,7 @@ class Keeper:
     def sweep(self, now: float) -> None:
         """Drop conversations whose time is over, and pins that hold too much."""
         for conversation in self.book.expired(now):
-            conversation.pinned = False
-            self._pinned.pop(conversation, None)
+            self.pin(conversation, wanted=False)
             self.expired += 1
             self._forget(conversation, EXPIRED)
         while self._pinned and self.pinned_chunks > self.most_pinned_chunks:
@@ -94,13 +94,13 @@ class Keeper:
 
     def pin(self, conversation: Conversation, wanted: bool) -> None:
         """Keep a conversation's chunks whatever they are worth, or no more."""
-        conversation.pinned = wanted and self._policy is not None
-        if conversation.pinned:
-            self._pinned[conversation] = None
+        if self._policy is None:
             return
-        self._pinned.pop(conversation, None)
-        if self._policy is not None:
-            self._policy.release(conversation)
+        self._policy.pin(conversation, wanted)
+        if wanted:
+            self._pinned[conversation] = None
+        else:
+            self._pinned.pop(conversation, None)
 
     def drop(self, conversation: Conversation) -> int:
         """Forget a conversation's chunks, but those in use and those that others' chunks follow; return how many."""
@@ -111,7 +111,7 @@ class Keeper:
     @property
     def pinned_chunks(self) -> int:
         """Chunks that pinned conversations hold."""
-        return sum(len(conversation.keys) for conversation in self._pinned)
+        return 0 if self._policy is None else self._policy.pinned_chunks
 
     def states(self) -> dict[str, int]:
         """Return how many conversations run, wait with chunks in the tier, and without. Cost: one pass over them."""
@@ -120,10 +120,6 @@ class Keeper:
             found["running" if conversation.running else "kept" if conversation.keys else "gone"] += 1
         found["pinned"] = len(self._pinned)
         return found
-
-    def cleared(self) -> None:
-        """Note that the tier was emptied."""
-        self.book.clear_keys()
 
     def _forget(self, conversation: Conversation, reason: str) -> int:
         if self._policy is None:

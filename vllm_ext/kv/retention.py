@@ -105,6 +105,8 @@ class RetentionCachePolicy(CachePolicy):
         self.quota: int | None = None
         self.per_salt: Counter[str] = Counter()
         """Chunks by the salt of the conversation that stored them."""
+        self.pinned_chunks = 0
+        """Chunks of pinned conversations."""
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
@@ -150,8 +152,7 @@ class RetentionCachePolicy(CachePolicy):
                 if turn is not None and node.conversation is not turn.conversation:
                     self._disown(key, node)
                     node.conversation = turn.conversation
-                    turn.conversation.keys.add(key)
-                    self.per_salt[turn.conversation.salt] += 1
+                    self._own(key, node)
                 self._push(key)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -204,10 +205,14 @@ class RetentionCachePolicy(CachePolicy):
                 self._push(key)
         return taken
 
-    def release(self, conversation: Conversation) -> None:
-        """Note that a conversation is pinned no more."""
-        for key in conversation.keys:
-            self._push(key)
+    def pin(self, conversation: Conversation, wanted: bool) -> None:
+        """Let a conversation's chunks stay whatever they are worth, or no more."""
+        if conversation.pinned != wanted:
+            conversation.pinned = wanted
+            self.pinned_chunks += len(conversation.keys) if wanted else -len(conversation.keys)
+        if not wanted:
+            for key in conversation.keys:
+                self._push(key)
 
     # --- tails ------------------------------------------------------------------------------------------------------
 
@@ -265,9 +270,7 @@ class RetentionCachePolicy(CachePolicy):
         self._nodes[key] = node
         if node.link.before is not None:
             self._followers.setdefault(node.link.before, set()).add(key)
-        if node.conversation is not None:
-            node.conversation.keys.add(key)
-            self.per_salt[node.conversation.salt] += 1
+        self._own(key, node)
 
     def _forget(self, key: OffloadKey) -> _Node:
         node = self._nodes.pop(key)
@@ -279,9 +282,16 @@ class RetentionCachePolicy(CachePolicy):
                 del self._followers[before]
         return node
 
+    def _own(self, key: OffloadKey, node: _Node) -> None:
+        if node.conversation is not None:
+            node.conversation.keys.add(key)
+            self.per_salt[node.conversation.salt] += 1
+            self.pinned_chunks += node.conversation.pinned
+
     def _disown(self, key: OffloadKey, node: _Node) -> None:
         if node.conversation is not None:
             node.conversation.keys.discard(key)
+            self.pinned_chunks -= node.conversation.pinned
             salt = node.conversation.salt
             self.per_salt[salt] -= 1
             if not self.per_salt[salt]:

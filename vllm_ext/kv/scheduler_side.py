@@ -142,9 +142,14 @@ class TierScheduler(StepLoadingScheduler):
         """Take a decision about the KV of a request that this step preempts."""
         self._fates[req_id] = fate
 
+    @property
+    def stores_early(self) -> bool:
+        """Whether every chunk is stored as soon as it is full, whatever is decided."""
+        return self._store == EARLY
+
     def keeps(self, fate: Fate) -> bool:
-        """Whether KV outlives the preemption of its request; stored early, it does whatever is decided."""
-        return self._store == EARLY or fate is not Fate.RECOMPUTE
+        """Whether KV outlives the preemption of its request."""
+        return self.stores_early or fate is not Fate.RECOMPUTE
 
     def forget_blocks(self, blocks: frozenset[int]) -> None:
         """Forget the idle chunks in such blocks."""
@@ -171,7 +176,7 @@ class TierScheduler(StepLoadingScheduler):
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         fates, self._fates = self._fates, {}
-        if self._store == EARLY:
+        if self.stores_early:
             return super()._build_store_jobs(scheduler_output)
         finished = scheduler_output.finished_req_ids or set()
         given_up = self._given_up(scheduler_output)
@@ -333,6 +338,4 @@ class TierScheduler(StepLoadingScheduler):
         super().reset_cache()
         self._current_batch_jobs_to_flush |= flushed
         self.forget_device()
-        if self.keeper is not None:
-            self.keeper.cleared()
         self._computed.clear()

@@ -207,7 +207,7 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
 
     def _let_go_of_stores(self, since: int) -> None:
         """Let no chunk be found whose store was made after a job."""
-        books: Any = getattr(self.manager, "host", self.manager)
+        books: Any = self.manager
         for job_id, job in self._jobs.items():
             if job.is_store and job_id > since:
                 books.mark_unreadable([books.policy.get(key).chunk_id for key in job.keys])

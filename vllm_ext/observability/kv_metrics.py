@@ -11,18 +11,18 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from vllm_ext.observability.engine_metrics import new_counter, new_gauge
 from vllm_ext.policies.residency.fate import Fate
 
-_LABELS = ("model_name", "engine")
 _STATES = ("running", "kept", "gone")
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
-    return Gauge(f"vllm_ext:kv_tier_{name}", text, (*_LABELS, *labels), multiprocess_mode="mostrecent")
+    return new_gauge(f"kv_tier_{name}", text, *labels)
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"vllm_ext:kv_tier_{name}", text, (*_LABELS, *labels))
+    return new_counter(f"kv_tier_{name}", text, *labels)
 
 
 class _Metrics:

@@ -232,18 +232,15 @@ class Ledger:
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)
         remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
-        recompute_s = restore_s = stall_s = prefill_s = 0.0
-        residence = self.residence
+        recompute_s = prefill_s = 0.0
         if computed < tokens - 1:
             kept = 0 if computed else min(job.kept_tokens, tokens - 1)
             prefill_s = runtime.prefill_s(tokens - computed - kept, computed + kept)
-            if kept and residence is not None:
-                prefill_s += residence.load_s(kept)
+            if kept and self.residence is not None:
+                prefill_s += self.residence.load_s(kept)
             remaining_s += prefill_s
         if computed:
-            recompute_s = restore_s = stall_s = runtime.prefill_s(computed)
-            if residence is not None:
-                restore_s, stall_s = residence.restore_s(request, computed, recompute_s)
+            recompute_s = runtime.prefill_s(computed)
         return RequestView(
             request.request_id,
             job.arrival_time,
@@ -267,6 +264,6 @@ class Ledger:
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,
-            restore_s,
-            stall_s,
+            recompute_s,
+            recompute_s,
         )

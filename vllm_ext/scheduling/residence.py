@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.ledger import Job
     from vllm_ext.scheduling.scheduler import SteeredScheduler
     from vllm_ext.scheduling.step import SchedulerStep
+    from vllm_ext.scheduling.views import RequestView
 
 
 class Residence:
@@ -37,8 +38,8 @@ class Residence:
         self._promoted_after_s = getattr(scheduler.policies.ordering, "max_wait_behind_younger_s", math.inf)
 
     def look_ahead(self, step: SchedulerStep) -> None:
-        """Let the tier copy the KV of those who will have to leave."""
-        if step.number % self._every_steps == 0:
+        """Let the tier copy the KV of those who will have to leave; one that stores early has done so."""
+        if not self._tier.stores_early and step.number % self._every_steps == 0:
             self._tier.leaving = frozenset(self._policy.leaving_soon(step))
 
     def preempting(self, request: Request, now: float) -> None:
@@ -72,16 +73,21 @@ class Residence:
             back_s=prices.load_s(computed),
         )
 
-    def restore_s(self, request: Request, computed: int, recompute_s: float) -> tuple[float, float]:
-        """Return what a preemption costs its victim, and everybody else, in seconds.
+    def priced(self, victim: RequestView) -> RequestView:
+        """Return the view of a running request with what its preemption would cost it, and everybody else.
 
         A victim waits until its KV is back; the others wait while it is computed again, or while it is copied out.
         """
-        prices, tier = self._tier.prices, self._tier
-        out_s = prices.store_s(tier.missing_tokens(request.request_id, computed))
-        rest_s = recompute_s * (1 - prices.kept_tokens(computed) / computed)
+        computed = victim.num_computed_tokens
+        if not computed:
+            return victim
+        prices = self._tier.prices
+        out_s = prices.store_s(self._tier.missing_tokens(victim.req_id, computed))
+        rest_s = victim.recompute_s * (1 - prices.kept_tokens(computed) / computed)
         swap_s = out_s + prices.load_s(computed) + rest_s
-        return (swap_s, out_s + rest_s) if swap_s < recompute_s else (recompute_s, recompute_s)
+        if swap_s >= victim.recompute_s:
+            return victim
+        return victim._replace(restore_s=swap_s, stall_s=out_s + rest_s)
 
     def load_s(self, num_tokens: int) -> float:
         """Return the time to load the KV of so many tokens."""

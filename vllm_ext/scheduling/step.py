@@ -172,7 +172,8 @@ class SchedulerStep:
         scheduler = self._scheduler
         for request in scheduler.running_order.worst_first():
             blocks = scheduler.kv_space.blocks_freed_by(request)
-            yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
+            view = scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
+            yield view if scheduler.residence is None else scheduler.residence.priced(view)
 
     def running_best(self) -> RequestView | None:
         """The running request of the best rank."""

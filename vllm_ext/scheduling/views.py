@@ -90,7 +90,8 @@ class RequestView(NamedTuple):
     """The same for the whole prompt, computed or not."""
     pace: Pace = NO_PACE
     restore_s: float = 0.0
-    """Estimated time until a preempted request has its KV back: computed again, or with a KV tier copied out and in."""
+    """Estimated time until a preempted request has its KV back: computed again, or with a KV tier copied out and in,
+    which is looked at in `StepView.running_worst_first` only."""
     stall_s: float = 0.0
     """The part of it in which nobody else is served; all of it where KV is computed again."""
 

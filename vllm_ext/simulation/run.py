@@ -155,7 +155,7 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
             scheduling_policy=upstream or "fcfs",
             watermark=engine.watermark,
             log_stats=False,
-            **connector_options(engine, hardware),
+            **connector_options(engine, hardware, options),
         )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 
 from vllm_ext.config import parse
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import BETWEEN, LOSSLESS, KvTierConfig
+from vllm_ext.config_kv import BETWEEN, KvTierConfig
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.simulation.harness import KvShape
-from vllm_ext.systems import resolve
+from vllm_ext.systems import build
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.cost.spec import HardwareSpec
@@ -21,8 +22,13 @@ TIER_KEY = "kv_tier"
 _DTYPES = {1: "fp8", 2: "bfloat16", 4: "float32"}
 
 
-def connector_options(engine: EngineSpec, hardware: HardwareSpec | None) -> dict[str, Any]:
+def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `make_scheduler` is told of a connector: nothing, vLLM's with ``kv_offload``, ours with ``kv_tier``.
+
+    Args:
+        engine: The settings.
+        hardware: Says how large a block is.
+        options: The engine's, with its system: which form of KV that wants.
 
     Raises:
         ValueError: (ConfigError included) both are asked for, the hardware is not known, or the host's memory is
@@ -38,7 +44,7 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None) -> dict
     if hardware is None:
         raise ValueError(f"hardware=None: needed for {asked}, to know the size of a block")
     if tier is not None:
-        config = transfer_config(tier, _default_bits(engine))
+        config = transfer_config(tier, build(parse(options)).tier_bits)
         config.engine_id = "simulated"  # vLLM's default is a random number
         return {"kv_transfer_config": config, "kv_shape": _tier_shape(hardware, engine.block_size)}
     block_bytes = kv_bytes_per_block(hardware, engine.block_size)
@@ -46,16 +52,6 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None) -> dict
         "kv_transfer_config": upstream_config(engine.kv_offload, block_bytes),
         "kv_shape": KvShape(block_bytes),
     }
-
-
-def _default_bits(engine: EngineSpec) -> int:
-    """Return the form of KV that the system wants where the options do not say."""
-    if engine.system.startswith("upstream-"):
-        return LOSSLESS
-    policy, parameters = resolve(engine.system).axis("residency")
-    given = {**parameters, **engine.options.get("residency", {})}
-    bits: int = given.get("tier_bits", getattr(policy, "tier_bits", LOSSLESS))
-    return bits
 
 
 def tier_config(engine: EngineSpec) -> KvTierConfig | None:
