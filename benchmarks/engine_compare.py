@@ -17,11 +17,17 @@ prompts, with an empty memory (it learns while it serves), ``NAME@warm`` one tha
 that are not measured, as `vllm-ext predictor train` does it. Both wait until the predictor is ready before the clock
 starts.
 
+With ``--workload swapping``, more answers want to grow than KV memory has room for, of a model large enough that
+computing KV again costs something; rows differ in what becomes of a preempted request's KV (ALISE, figure 8). With
+``--workload unused-tier`` nothing is preempted and no prompt shared: what does a host tier cost that nobody needs?
+
     python benchmarks/engine_compare.py --quick
     python benchmarks/engine_compare.py --dataset alpaca.jsonl.gz --dataset-where src=random9k,subset5k \\
         --max-foreign-cores 0.1 --out benchmarks/results/engine_compare.json
     python benchmarks/engine_compare.py --workload mixed-slo --repeats 2 --max-foreign-cores 0.1
     python benchmarks/engine_compare.py --workload memory-bound --repeats 2 --max-foreign-cores 0.1
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine_compare.py --workload swapping
+    OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/engine_compare.py --workload unused-tier
 
 Output: a table on stderr; the last line on stdout is the result as JSON (see benchmarks/README.md).
 """
@@ -42,6 +48,7 @@ import engine_requests
 import engine_rows as rows
 import engine_slo as slo
 import engine_slo_report as slo_report
+import engine_variant_goals
 
 from vllm_ext import systems, tiny_model
 from vllm_ext.config import ConfigError
@@ -108,7 +115,7 @@ class _Run:
             slo_report.add_gains(cells, self.reduced)
             goals = slo_report.goals(cells, self.reduced, args.workload, args.note)
         else:
-            goals = report.goals(self.reduced, args.note)
+            goals = report.goals(self.reduced, args.note) + engine_variant_goals.goals(cells, args.note)
         metrics, baselines = report.flatten(self.reduced)
         dataset = self._requests.dataset
         return results.Result(
@@ -203,17 +210,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         for system in args.systems:
             if system not in rows.UPSTREAM:
                 systems.resolve(engine_predictor.system_of(system))
+    except (ConfigError, ValueError) as error:
+        options.error(f"--systems: {error}; upstream's own are {', '.join(rows.UPSTREAM)}")
+    try:
         if args.calibration is not None:
             args.calibration = slo.Calibration(**args.calibration)
-    except ConfigError as error:
-        options.error(f"--systems: {error}; upstream's own are {', '.join(rows.UPSTREAM)}")
     except (TypeError, ValueError) as error:
         options.error(f"--calibration: {error}")
-    if args.workload == rows.LENGTHS and (args.calibration or args.priority_by == "ttft-slo"):
-        options.error("--calibration and --priority-by=ttft-slo: the requests of --workload=lengths have no objectives")
+    if not args.tier_gib > 0:
+        options.error(f"--tier-gib={args.tier_gib:g}: must be greater than 0")
+    if args.workload not in rows.WITH_OBJECTIVES and (args.calibration or args.priority_by == "ttft-slo"):
+        options.error(
+            f"--calibration and --priority-by=ttft-slo: the requests of --workload={args.workload} have no objectives"
+        )
     if not args.slo_scale > 0:
         options.error(f"--slo-scale={args.slo_scale:g}: must be greater than 0")
-    if args.workload != rows.LENGTHS and args.dataset is not None:
+    if args.workload in rows.WITH_OBJECTIVES and args.dataset is not None:
         options.error(f"--dataset: --workload={args.workload} makes its own requests; leave it out")
     if args.max_output_tokens >= args.max_model_len:
         options.error("--max-output-tokens: must leave room for a prompt within --max-model-len")

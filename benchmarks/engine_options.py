@@ -44,13 +44,15 @@ def _add_comparison(group: Any) -> None:
         choices=engine_rows.WORKLOADS,
         default=engine_rows.LENGTHS,
         help="lengths: the recorded or synthetic requests below, without objectives. mixed-slo: short and long "
-        "prompts, objectives of their own, overload. memory-bound: long outputs in a small KV pool "
+        "prompts, objectives of their own, overload. memory-bound: long outputs in a small KV pool. swapping: the same "
+        "without objectives, and what becomes of preempted KV. unused-tier: a host tier that nobody needs "
         "(default: %(default)s)",
     )
     group.add_argument(
         "--systems",
         help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls; NAME predicts from the length "
-        "history, NAME@cold also from prompts, with nothing learned before, NAME@warm with --warm-requests learned "
+        "history, NAME@cold also from prompts, with nothing learned before, NAME@warm with --warm-requests learned; "
+        "NAME:VARIANT has the options of engine_variants.py "
         "(default: by workload)",
     )
     group.add_argument(
@@ -91,6 +93,9 @@ def _add_comparison(group: Any) -> None:
         default={},
         metavar="JSON",
         help="options of vllm_ext for our systems, as in --additional-config",
+    )
+    group.add_argument(
+        "--tier-gib", type=float, default=1.0, help="host memory of variants that have a KV tier (default: 1)"
     )
     group.add_argument(
         "--record",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import engine_variants
 import engine_workload as workload
 import numpy as np
 
@@ -26,8 +27,17 @@ _WITH_PROMPTS = ["hint", "retrieval", "history"]
 
 
 def system_of(label: str) -> str:
-    """Return the system's name in ``NAME`` or ``NAME@STATE``."""
-    return label.partition("@")[0]
+    """Return the system's name in ``NAME``, ``NAME:VARIANT``, ``NAME@STATE`` or ``NAME:VARIANT@STATE``."""
+    return engine_variants.split(label.partition("@")[0])[0]
+
+
+def variant_of(label: str) -> str | None:
+    """Return the variant in a label, if there is one.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    return engine_variants.split(label.partition("@")[0])[1]
 
 
 def state_of(label: str) -> str | None:

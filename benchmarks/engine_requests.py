@@ -52,7 +52,7 @@ class Cells:
     @property
     def have_objectives(self) -> bool:
         """Whether clients tell objectives."""
-        return str(self._args.workload) != rows.LENGTHS
+        return self._args.workload in rows.WITH_OBJECTIVES
 
     @property
     def to_calibrate(self) -> bool:
@@ -185,7 +185,7 @@ def load(args: argparse.Namespace) -> datasets.Dataset:
     """Read or make the rows that requests are drawn from."""
     needed = WARMUP_REQUESTS + args.history_requests + args.num_requests
     spare = needed // 4 + 16  # short made-up prompts come out alike now and then, and each is used once
-    if args.workload != rows.LENGTHS:
+    if args.workload in rows.WITH_OBJECTIVES:
         return slo.dataset(args.workload, needed + spare, args.seed)
     if args.dataset is None:
         return synthetic.generate(args.synthetic, rows=needed + spare, seed=args.seed)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import engine_predictor
+import engine_variants
 
 from vllm_ext import systems
 
@@ -26,6 +27,9 @@ UPSTREAM: Mapping[str, Mapping[str, Any]] = {
 small prefill chunks, which is what it offers for the time between tokens."""
 
 LENGTHS, MIXED_SLO, MEMORY_BOUND = "lengths", "mixed-slo", "memory-bound"
+SWAPPING, UNUSED_TIER = "swapping", "unused-tier"
+WITH_OBJECTIVES = (MIXED_SLO, MEMORY_BOUND)
+"""Workloads whose clients tell objectives; they make their own requests."""
 _OPTIONAL = "auto"
 _ROWS = {
     LENGTHS: (BASELINE, PRIORITY, "fcfs", "alise", "alise@cold", "alise@warm", "oracle-alise"),
@@ -57,11 +61,15 @@ _ROWS = {
         "conservative",
         _OPTIONAL,
     ),
+    SWAPPING: (BASELINE, *engine_variants.SWAPPING_ROWS),
+    UNUSED_TIER: (BASELINE, *engine_variants.UNUSED_ROWS),
 }
 _QUICK_ROWS = {
     LENGTHS: (BASELINE, "oracle-alise"),
     MIXED_SLO: (BASELINE, "sarathi", "accelgen"),
     MEMORY_BOUND: (BASELINE, "aggressive", "past-future"),
+    SWAPPING: (BASELINE, "alise:recompute", "alise:swap-8"),
+    UNUSED_TIER: ("fcfs", "fcfs:tier-early"),
 }
 WORKLOADS = tuple(_ROWS)
 
@@ -98,6 +106,7 @@ def system_args(system: str, args: argparse.Namespace) -> dict[str, Any]:
     name = engine_predictor.system_of(system)
     if systems.resolve(name).oracle:
         options["allow_oracle"] = True
+    engine_variants.add_options(engine_predictor.variant_of(system), options, args.tier_gib)
     engine_predictor.choose_sources(system, options)
     return {"scheduler_cls": name, "additional_config": {"vllm_ext": options}}
 

@@ -88,8 +88,29 @@ TIERS: Mapping[str, Mapping[str, Tier]] = {
 }
 """By workload and name."""
 
+_LARGER: Mapping[str, Any] = {
+    "hf_overrides": {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+    },
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "synthetic": "sharegpt-like",
+    "length_scale": 1.0,
+    "max_model_len": 1024,
+    "max_output_tokens": 512,
+}
+"""A model whose prefill takes time, so that KV is worth something."""
+
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     engine_rows.LENGTHS: {},
+    engine_rows.SWAPPING: _LARGER | {"loads": "1.3", "num_requests": 200, "max_num_seqs": 48, "num_gpu_blocks": 193},
+    engine_rows.UNUSED_TIER: _LARGER | {"loads": "2", "num_requests": 200, "max_num_seqs": 24, "num_gpu_blocks": 513},
     engine_rows.MIXED_SLO: {
         "loads": "1.2",
         "num_requests": 400,

@@ -9,8 +9,9 @@ words, times ``--length-scale``; the tokens are made up. A conversation ends whe
 Every row (see multi_turn_rows.py) gets a fresh engine in a fresh process, the same conversations, and as many blocks on
 the device; all host tiers get the same number of bytes. ``stateless`` computes every history again, ``prefix-cache`` is
 upstream with what the device still holds, ``tier-lru`` and ``tier-arc`` are vLLM's offloading policies over our copies
-(its own refuse the CPU), the others are ours. All rows are measured at one rate before the next, so that the machine's
-drift falls on all of them.
+(its own refuse the CPU), the others are ours. Rows take turns, so that the machine's drift falls on all of them: each
+is measured at the middle one of the rates, and then at higher ones until it is beyond the target, or else at lower ones
+until it is not.
 
 The result is the rate of conversations that a row sustains at a P90 normalised latency (a turn's time from its arrival
 to its last token, per token of its answer) of ``--target-ms``, interpolated between the rates measured; beside it,
@@ -30,12 +31,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import engine_process
+import multi_turn_curve as curve
 import multi_turn_options
 import multi_turn_report as report
 import multi_turn_rows as rows
@@ -86,14 +88,9 @@ class _Run:
         calibration = {} if args.rates is not None and args.target_ms is not None else self._calibrate()
         rates = args.rates or [load * calibration["stateless_conversations_per_s"] for load in args.loads]
         target_ms = args.target_ms or TARGET_OVER_UNLOADED * calibration["unloaded_p90_ms_per_token"]
-        cells = []
-        for repeat in range(args.repeats):
-            for turn, rate in enumerate(rates):
-                first = (repeat + turn) % len(args.rows)
-                cells += [self._cell(row, rate, repeat) for row in args.rows[first:] + args.rows[:first]]
-        order = {(row, rate): None for rate in rates for row in args.rows}
+        cells = [cell for repeat in range(args.repeats) for cell in self._repeat(sorted(rates), target_ms, repeat)]
         found = report.reduce(cells)
-        reduced = {key: found[key] for key in order}
+        reduced = {(row, rate): found[row, rate] for rate in rates for row in args.rows if (row, rate) in found}
         sustained = report.sustained(cells, target_ms)
         sustained = {row: sustained[row] for row in args.rows}
         metrics, baselines = report.flatten(reduced, report.summary(sustained))
@@ -108,6 +105,21 @@ class _Run:
             baselines=baselines,
             goals=report.goals(reduced, sustained, self._tier_tokens, args.note),
         )
+
+    def _repeat(self, rates: Sequence[float], target_ms: float, repeat: int) -> Iterator[report.Cell]:
+        """Measure every row at the middle rate, and then in rounds at the next that says where it crosses the target.
+
+        Another row is first each time.
+        """
+        climbs = {row: curve.Climb(rates, target_ms) for row in self._args.rows}
+        order = list(climbs)
+        while any(climb.next_rate is not None for climb in climbs.values()):
+            order = order[1:] + order[:1]
+            for row in order:
+                if (rate := climbs[row].next_rate) is not None:
+                    cell = self._cell(row, rate, repeat)
+                    climbs[row].note(cell.metrics[report.P90])
+                    yield cell
 
     def _extent(self, repeat: int) -> workload.Extent:
         return workload.extent(workload.load(workload.spec(self._args, repeat, _ANY_RATE)))

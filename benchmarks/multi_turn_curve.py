@@ -33,6 +33,35 @@ class Known:
         return f"{'' if self.bound is Bound.EXACT else self.bound.value + ' '}{self.value:.3g}"
 
 
+class Climb:
+    """Which rates to measure in turn to find where latency passes a target: from the middle up, or else down.
+
+    Latency is taken to grow with the rate, so that no other rate would say more.
+
+    Args:
+        rates: That may be measured, at least one.
+        target: Latency, in the unit that `note` is told.
+    """
+
+    def __init__(self, rates: Sequence[float], target: float) -> None:
+        self._rates = sorted(rates)
+        self._target = target
+        self._at = len(self._rates) // 2
+        self._direction = 0
+
+    @property
+    def next_rate(self) -> float | None:
+        """The rate to measure now; None when enough is known, or all is."""
+        return self._rates[self._at] if 0 <= self._at < len(self._rates) else None
+
+    def note(self, latency: float) -> None:
+        """Take note of what was measured at `next_rate`."""
+        direction = -1 if latency > self._target else 1
+        turned = self._direction not in (0, direction)
+        self._direction = direction
+        self._at = -1 if turned else self._at + direction
+
+
 def crossing(points: Sequence[tuple[float, float]], target: float) -> Known:
     """Return the rate at which latency first grows beyond a target, interpolated linearly between two rates.
 

@@ -207,10 +207,11 @@ def goals(
     if sparse and dense:
         facts = f"{sparse} and {dense} tokens in equal bytes"
         judged.append(_goal(DENSITY, dense / sparse, DENSITY_GOAL, f"{note} {facts}"))
-    again, less = (_all_rates(reduced, row, "recomputed_share") for row in (rows.RETENTION, rows.RETENTION_8))
-    if again and less:
-        facts = f"computed again, mean over rates: {mean(again):.3f} and {mean(less):.3f} of all histories"
-        judged.append(_goal(FOUND, mean(again) - mean(less), 0.0, f"{note} {facts}", op=">"))
+    shares = [_by_rate(reduced, row, "recomputed_share") for row in (rows.RETENTION, rows.RETENTION_8)]
+    if common := shares[0].keys() & shares[1].keys():
+        again, less = (mean(own[rate] for rate in common) for own in shares)
+        facts = f"computed again, mean over rates: {again:.3f} and {less:.3f} of all histories"
+        judged.append(_goal(FOUND, again - less, 0.0, f"{note} {facts}", op=">"))
     return judged
 
 
@@ -218,8 +219,8 @@ def _goal(metric: str, value: float, goal: float, note: str, op: str = ">=") -> 
     return Goal(metric=metric, value=value, op=op, goal=goal, note=note.strip())
 
 
-def _all_rates(reduced: Mapping[tuple[str, float], Mapping[str, float]], row: str, metric: str) -> list[float]:
-    return [values[metric] for (name, _), values in reduced.items() if name == row and metric in values]
+def _by_rate(reduced: Mapping[tuple[str, float], Mapping[str, float]], row: str, metric: str) -> dict[float, float]:
+    return {rate: values[metric] for (name, rate), values in reduced.items() if name == row and metric in values}
 
 
 def flatten(

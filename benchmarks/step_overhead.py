@@ -51,6 +51,7 @@ from vllm_ext.config import ConfigError
 from vllm_ext.observability.results import Result, Workload, add_arguments, command, emit, format_table
 
 COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
+TIERS = ("fcfs:tier-early", "fcfs:tier-late", "fcfs:tier-ahead")
 LONG_QUEUES = ("fcfs", "alise", "fastserve", "accelgen", "past-future", "auto")
 """Systems measured with 100,000 waiting by default, where they are registered."""
 QUICK_SYSTEMS = ("fcfs", "alise", "sarathi", "accelgen", "past-future", "past-future+sarathi")
@@ -120,14 +121,18 @@ def cells(group: Sequence[str], args: argparse.Namespace) -> Iterator[Cell]:
 def default_systems(quick: bool) -> list[str]:
     """Return every system of the table that may serve, and some compositions; a few of them for a quick run."""
     names = [row.name for row in systems.table() if not row.oracle] + list(COMPOSITIONS)
-    return [name for name in names if name in QUICK_SYSTEMS] if quick else names
+    return [name for name in names if name in QUICK_SYSTEMS] if quick else [*names, *TIERS]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; ends the process with a message if it is not usable."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--systems", help="comma list (default: every system that may serve, and some compositions)")
+    parser.add_argument(
+        "--systems",
+        help="comma list; SYSTEM:tier-early, -late or -ahead has a KV tier, to be compared with SYSTEM in its group "
+        "(default: every system that may serve, some compositions, and the tiers under fcfs)",
+    )
     parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while steps are timed")
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
     parser.add_argument("--running", type=_count, nargs="+", help="running requests (default: 64 256; quick: 256)")
@@ -150,10 +155,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.waiting = [0, 1000]
     try:
         for name in args.systems:
-            if systems.resolve(name).oracle:
+            if systems.resolve(subject.split(name)[0]).oracle:
                 raise ConfigError("--systems", name, "a system that may serve: oracles are for offline benchmarks")
-    except ConfigError as error:
-        parser.error(str(error))
+    except (ConfigError, ValueError) as error:
+        parser.error(f"--systems: {error}")
     if min([*(args.waiting or [0]), args.memory_waiting]) < 0:
         parser.error("--waiting and --memory-waiting: must be 0 or more")
     return args

@@ -16,8 +16,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from vllm_ext.config_kv import STORES, KvTierConfig
+from vllm_ext.kv.options import transfer_config
+from vllm_ext.simulation.cost.link import TransferLink
 from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import block_hasher, make_requests, make_scheduler
+from vllm_ext.simulation.simulated_copies import SimulatedCopies
+from vllm_ext.simulation.tier import Tier, worker_side
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
@@ -38,6 +43,10 @@ TTFT_SLO_MS = 60_000.0
 TBT_SLO_MS = (50.0, 100.0, 200.0, 400.0)
 """Objectives of the requests, in turn."""
 WARMUP_STEPS = 20
+TIER_OPTIONS: Mapping[str, Mapping[str, Any]] = {f"tier-{store}": {"gib": 1.0, "store": store} for store in STORES}
+"""`kv_tier` by what follows the colon of ``SYSTEM:TIER``. With ``early`` all that is computed is copied, at a speed
+beyond any machine's, outside the timing; the others copy nothing here, as nobody is preempted or ends."""
+_COPIES_BYTES_PER_S = 1e15
 _MOST_ADMISSION_STEPS = 64
 _FREE_SEATS = 64
 _FREE_BLOCKS = LONG_PROMPT_TOKENS // BLOCK // 2
@@ -79,6 +88,18 @@ class Times:
         return both
 
 
+def split(name: str) -> tuple[str, str | None]:
+    """Return system and tier of ``SYSTEM`` or ``SYSTEM:TIER``.
+
+    Raises:
+        ValueError: there is no such tier.
+    """
+    system, colon, tier = name.partition(":")
+    if colon and tier not in TIER_OPTIONS:
+        raise ValueError(f"{name}: what follows : must be one of {', '.join(TIER_OPTIONS)}")
+    return system, tier or None
+
+
 class Subject:
     """A scheduler in a steady state: N requests decode, M wait, and nobody can join.
 
@@ -99,7 +120,12 @@ class Subject:
         self._timer = timer
         self._cell = cell
         self._ballast: list[Any] = []
-        system = None if name == BASELINE else name
+        system, kind = (None, None) if name == BASELINE else split(name)
+        options: dict[str, Any] = {"system": system} if system else {}
+        connector: dict[str, Any] = {}
+        if kind:
+            options["kv_tier"] = TIER_OPTIONS[kind]
+            connector["kv_transfer_config"] = transfer_config(KvTierConfig(**TIER_OPTIONS[kind]))
         # Room for everybody's longest output, so that policies that reserve it let all requests in at the start.
         blocks = cell.running * (-(-(PROMPT_TOKENS + BLOCK + MAX_TOKENS) // BLOCK) + 1) + 64
         self.scheduler: Any = make_scheduler(
@@ -109,8 +135,10 @@ class Subject:
             max_num_batched_tokens=8192,
             max_model_len=16384,
             async_scheduling=True,
-            additional_config={"vllm_ext": {"system": system}} if system else {},
+            additional_config={"vllm_ext": options} if options else {},
+            **connector,
         )
+        self._tier = _tier(self.scheduler) if connector else None
         if system:
             self.scheduler.clock = self.clock
             self._fill_history()
@@ -176,7 +204,7 @@ class Subject:
             output = self.scheduler.schedule()
             schedule_s += self._timer() - start
             self.preempted += len(output.preempted_req_ids or ())
-            self._in_flight.append((output, self.runner.execute(output)))
+            self._in_flight.append((output, self._execute(output)))
             if len(self._in_flight) >= 2:
                 done, result = self._in_flight.popleft()
                 start = self._timer()
@@ -186,6 +214,14 @@ class Subject:
                 break
         self.running.append(len(self.scheduler.running))
         return schedule_s, update_s
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result: ModelRunnerOutput = self.runner.execute(output)
+        if self._tier is None:
+            return result
+        now = self.clock()
+        self._tier.before_forward(output, now, now)
+        return self._tier.after_forward(output, result, now)
 
     def block(self, steps: int) -> None:
         """Take one block of timed steps."""
@@ -215,9 +251,15 @@ class Subject:
         if self.name != BASELINE:
             counters = self.scheduler.observer.counters
             self.fallbacks = counters.fallbacks + counters.stalls
-        del self.scheduler, self.runner
+        del self.scheduler, self.runner, self._tier
         self._in_flight.clear()
         self._ballast.clear()
+
+
+def _tier(scheduler: Any) -> Tier:
+    """Return the worker's side of a scheduler's tier, whose copies are through by the next step."""
+    copies = SimulatedCopies(TransferLink(_COPIES_BYTES_PER_S), block_bytes=BLOCK)
+    return Tier(scheduler, worker_side(scheduler), copies)
 
 
 def _requests(prefix: str, counts: Mapping[int, int]) -> Iterator[Request]:

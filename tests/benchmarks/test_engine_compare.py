@@ -75,6 +75,49 @@ def test_a_label_names_a_system_and_what_its_predictor_knows(label: str, system:
     assert given["prediction"] == {"sources": ["hint"]}, "what was asked for stays"
 
 
+def test_a_variant_has_options_of_its_own_and_those_given_stay() -> None:
+    rows = script("engine_rows")
+    args = script("engine_compare").parse(["--workload", "swapping", "--tier-gib", "2"])
+    args.ext_config = {"admission": {"gain_ratio": 3.0}, "kv_tier": {"policy": "lru"}}
+    found = rows.system_args("alise:swap-8-late@cold", args)
+    assert found["scheduler_cls"] == "alise"
+    options = found["additional_config"]["vllm_ext"]
+    assert options["kv_tier"] == {"bits": 8, "store": "late", "policy": "lru", "gib": 2.0}
+    assert options["admission"] == {"priced": False, "gain_ratio": 3.0}
+    assert options["residency"] == {"choose": "swap"}
+    args.ext_config = {}
+    assert "kv_tier" not in rows.system_args("alise:defer", args)["additional_config"]["vllm_ext"]
+
+
+@pytest.mark.parametrize("label", ["alise:", "alise:swap-4", "alise:swap-4@cold"])
+def test_a_label_with_another_variant_is_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="must be one of defer, recompute"):
+        script("engine_predictor").system_of(label)
+
+
+def test_variants_are_options_that_their_systems_take() -> None:
+    from vllm_ext.config import parse
+    from vllm_ext.systems import build
+
+    rows = script("engine_rows")
+    for workload in (rows.SWAPPING, rows.UNUSED_TIER):
+        args = script("engine_compare").parse(["--workload", workload])
+        for system in set(args.systems) - {"upstream-fcfs"}:
+            found = rows.system_args(system, args)
+            config = parse({"system": found["scheduler_cls"], **found["additional_config"]["vllm_ext"]})
+            assert build(config).tier_bits == (8 if found["scheduler_cls"] == "alise" else 16)
+            assert bool(config.kv_tier.gib) == (":swap" in system or ":tier" in system or ":cost" in system)
+
+
+def test_variants_are_judged_against_another_row_of_the_same_repeat() -> None:
+    cells = [cell(f"alise:{name}", ms, repeat=r) for r, name, ms in [(0, "swap-8", 8), (0, "defer", 10)]]
+    cells += [cell("alise:swap-8", 30.0, repeat=1), cell("alise:defer", 40.0, repeat=1), cell("fcfs", 1.0)]
+    (judged,) = script("engine_variant_goals").goals(cells, "tiny model.")
+    assert judged.metric == "alise:swap-8.load_0.9.normalised_latency_mean_ms_per_token_over_alise_defer"
+    assert (judged.value, judged.met) == (pytest.approx(0.775), True)
+    assert judged.note == "tiny model. ratio over repeats 0.750 to 0.800"
+
+
 @pytest.mark.parametrize("label", ["alise@", "alise@hot"])
 def test_a_label_with_another_state_is_refused(label: str) -> None:
     with pytest.raises(ValueError, match="must be cold or warm"):

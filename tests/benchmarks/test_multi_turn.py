@@ -205,6 +205,19 @@ def test_a_rate_at_the_target_is_interpolated_or_bounded(
     assert (found.value, found.bound.value) == (pytest.approx(rate), bound)
 
 
+@pytest.mark.parametrize(
+    ("crosses_at", "measured"),
+    [(0.5, [3.0, 2.0, 1.0]), (1.5, [3.0, 2.0, 1.0]), (2.5, [3.0, 2.0]), (3.5, [3.0, 4.0]), (9.0, [3.0, 4.0, 5.0])],
+)
+def test_rates_are_measured_from_the_middle_to_where_latency_crosses(crosses_at: float, measured: list[float]) -> None:
+    climb = script("multi_turn_curve").Climb([5.0, 1.0, 2.0, 4.0, 3.0], target=20.0)
+    asked = []
+    while (rate := climb.next_rate) is not None:
+        asked.append(rate)
+        climb.note(30.0 if rate > crosses_at else 10.0)
+    assert asked == measured
+
+
 def test_a_curve_needs_points_of_different_rates() -> None:
     crossing = script("multi_turn_curve").crossing
     for points in ([], [(1.0, 2.0), (1.0, 3.0)]):

@@ -42,7 +42,26 @@ def test_every_system_that_may_serve_is_measured_and_no_other() -> None:
     names = script("step_overhead").default_systems(quick=False)
     assert {row.name for row in systems.table() if not row.oracle} <= set(names)
     assert [name for name in names if "+" in name], "compositions too"
-    assert not [name for name in names if systems.resolve(name).oracle]
+    split = script("step_overhead_subject").split
+    assert not [name for name in names if systems.resolve(split(name)[0]).oracle]
+
+
+@pytest.mark.parametrize(("tier", "copies"), [("tier-early", True), ("tier-late", False), ("tier-ahead", False)])
+def test_a_tier_copies_what_it_stores_early_and_holds_nobody_up(tier: str, *, copies: bool) -> None:
+    one = subject(f"fcfs:{tier}")
+    for _ in range(8):
+        one.block(5)
+    assert (one._tier.copies.stored_blocks > 0) == copies
+    assert one.mean_running == RUNNING
+    assert one.preempted == 0
+    one.drop()
+    assert one.fallbacks == 0
+
+
+def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script("step_overhead").parse(["--systems", "fcfs,fcfs:tier-soon"])
+    assert "fcfs:tier-soon: what follows : must be one of tier-early, tier-late, tier-ahead" in capsys.readouterr().err
 
 
 def test_each_system_is_in_one_group_and_only_the_groups_of_long_queues_have_long_queues() -> None:

@@ -4,7 +4,7 @@
 
 A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
 "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
-``"odd_loads"``: see there. The engine core lives
+``"odd_loads"``: see there; or ``"naps"``: {step: level of sleep}. The engine core lives
 in this process, so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible
 up to what the scheduler does with the clock.
 
@@ -78,17 +78,33 @@ def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
     return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
 
 
-def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
-    """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id."""
+def nap(engine: Any, level: int) -> None:
+    """Put the engine to sleep, with requests waiting and running, and wake it up again."""
+    engine.sleep(level=level, mode="keep")
+    for _ in range(3):
+        if engine.step():
+            raise RuntimeError("the engine answered in its sleep")
+    if not engine.wake_up():
+        raise RuntimeError("the engine did not wake up")
+
+
+def drive(engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int]) -> dict[str, Any]:
+    """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id.
+
+    ``naps`` are levels of sleep by the step before which they come.
+    """
     finished: dict[str, Any] = {}
     waiting = sorted(arrivals, key=lambda a: a["step"])
     step = 0
+    naps = dict(naps)
     while waiting or engine.has_unfinished_requests():
         while arrival := due(waiting, step, finished, idle=not engine.has_unfinished_requests()):
             waiting.remove(arrival)
             prompt = {"prompt_token_ids": prompt_of(arrival, finished)}
             params = sampling_params(arrival["sampling"])
             engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
+        if step in naps:
+            nap(engine, naps.pop(step))
         outputs = engine.step()
         for output in outputs:
             if output.finished:
@@ -99,6 +115,8 @@ def drive(engine: Any, arrivals: list[dict[str, Any]]) -> dict[str, Any]:
         if step > MAX_STEPS:
             missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))
             raise RuntimeError(f"not finished after {MAX_STEPS} steps: {missing}")
+    if naps:
+        raise RuntimeError(f"finished after {step} steps, before the naps at {sorted(naps)}")
     return finished
 
 
@@ -118,6 +136,12 @@ def steered_state(scheduler: Any) -> dict[str, Any]:
     return scheduler.vllm_ext_state() if hasattr(scheduler, "vllm_ext_state") else {}
 
 
+def runner(executor: Any) -> str:
+    """The module of the model runner; nothing where workers are processes of their own."""
+    worker = getattr(executor, "driver_worker", None)
+    return "" if worker is None else type(worker.worker.model_runner).__module__
+
+
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """One engine, one request script; tears the engine down again."""
     from vllm import LLM
@@ -131,7 +155,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_loads
 
         odd_loads.install(spec["odd_loads"])
-    outputs = drive(llm.llm_engine, spec["arrivals"])
+    naps = {int(step): level for step, level in spec.get("naps", {}).items()}
+    outputs = drive(llm.llm_engine, spec["arrivals"], naps)
     result = {
         "tokens": {key: list(output.outputs[0].token_ids) for key, output in outputs.items()},
         "texts": {key: output.outputs[0].text for key, output in outputs.items()},
@@ -145,7 +170,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "host_bytes_loaded": counter(llm, "vllm:kv_offload_load_bytes"),
         "scheduler": type(core.scheduler).__name__,
         "batch_queue": core.batch_queue_size,
-        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "runner": runner(core.model_executor),
         "blocks_missing": free_before - pool.get_num_free_blocks(),
         "left_running": len(core.scheduler.running),
         "left_waiting": len(core.scheduler.waiting),

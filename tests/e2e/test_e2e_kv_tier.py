@@ -15,6 +15,8 @@ FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len":
 PRESSED: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_seqs": 3}
 ROOM: Mapping[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
 TURNS = conversations(seed=5)
+PAUSES = (5, 130, 131, 220, 330)
+"""Steps of the conversations before which the engine sleeps."""
 MIB = 1 / 1024
 """In GiB."""
 
@@ -50,7 +52,12 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
     ]
-    return runs
+    naps = [
+        {**spec("turns-paused", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 0)},
+        {**spec("turns-slept", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 1)},
+        {**spec("longs-slept", llama, longs, **tier("alise", store="late"), **PRESSED), "naps": {20: 1, 21: 1, 40: 1}},
+    ]
+    return runs + naps
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +112,18 @@ def test_most_of_the_history_is_found(runs: dict[str, Outcome]) -> None:
 def test_a_tier_that_is_much_too_small_costs_hits_only(runs: dict[str, Outcome]) -> None:
     assert_same(runs["turns-tiny"], runs["turns"])
     assert runs["turns-tiny"].host_hit_tokens < runs["turns-16"].host_hit_tokens
+
+
+def test_4_an_engine_that_was_paused_finds_what_it_kept(runs: dict[str, Outcome]) -> None:
+    assert_same(runs["turns-paused"], runs["turns"])
+    assert runs["turns-paused"].host_hit_tokens > 200
+
+
+def test_4_an_engine_that_slept_has_forgotten_all_kv_and_lost_no_request(runs: dict[str, Outcome]) -> None:
+    """Level 1 discards the device's KV; what the host keeps goes too, since weights may be replaced meanwhile."""
+    assert_same(runs["turns-slept"], runs["turns"])
+    assert_same(runs["longs-slept"], runs["longs"])
+    assert runs["turns-slept"].host_hit_tokens < runs["turns-paused"].host_hit_tokens
 
 
 @pytest.mark.parametrize("name", ["longs-16", "longs-late", "longs-ahead"])

@@ -116,7 +116,7 @@ def test_a_walk_through_all_that_can_happen(load: str) -> None:
     dice, seen, engine = random.Random(17), Walked(), 0
     loads = failed = spoilt = 0
     while seen.steps < STEPS:
-        setup = draw_setup(dice, engine, load=load, policy="lru", failing_loads=dice.choice([0.0, 0.1, 0.5]))
+        setup = draw_setup(dice, engine, load=load, failing_loads=dice.choice([0.0, 0.1, 0.5]))
         rig = StepRig(setup)
         try:
             live(rig, dice, STEPS_PER_ENGINE // 2, seen)

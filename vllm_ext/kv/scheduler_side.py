@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -177,30 +177,46 @@ class TierScheduler(StepLoadingScheduler):
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         fates, self._fates = self._fates, {}
         if self.stores_early:
-            return super()._build_store_jobs(scheduler_output)
-        finished = scheduler_output.finished_req_ids or set()
+            shown: Any = SimpleNamespace(
+                num_scheduled_tokens=self._with_new_chunks(scheduler_output.num_scheduled_tokens),
+                finished_req_ids=scheduler_output.finished_req_ids,
+            )
+            return super()._build_store_jobs(shown)
+        finished = sorted(scheduler_output.finished_req_ids or ())  # in an order that no hash of a process decides
         given_up = self._given_up(scheduler_output)
-        for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            self._computed[req_id] = self._req_status[req_id].req.num_computed_tokens + num_tokens
+        statuses, scheduled = self._req_status, scheduler_output.num_scheduled_tokens
+        self._computed.update({r: statuses[r].req.num_computed_tokens + n for r, n in scheduled.items()})
         for req_id in finished:
             self._computed.pop(req_id, None)
-        scheduled = scheduler_output.num_scheduled_tokens
         leaving = {req_id: scheduled[req_id] for req_id in self.leaving & scheduled.keys()}
         if self._store == LATE:
             swapped = {r: n for r, n in given_up.items() if fates.get(r, Fate.SWAP) is Fate.SWAP}
             # A preempted request's own count of computed tokens is 0 by now.
-            shown: Any = SimpleNamespace(num_scheduled_tokens=swapped | leaving, finished_req_ids=finished)
+            shown = SimpleNamespace(num_scheduled_tokens=swapped | leaving, finished_req_ids=finished)
             jobs = super()._build_store_jobs(shown)
             self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
             return jobs
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, fates)
 
+    def _with_new_chunks(self, scheduled: Mapping[str, int]) -> dict[str, int]:
+        """Return those of a step's requests that may fill a chunk in it; vLLM looks at each for ten times as long."""
+        statuses, sizes = self._req_status, [config.tokens_per_chunk for config in self.config.kv_group_configs]
+        found = {}
+        for req_id, num_tokens in scheduled.items():
+            if (status := statuses.get(req_id)) is not None:
+                total = status.req.num_computed_tokens + num_tokens
+                for size, state in zip(sizes, status.group_states, strict=True):
+                    if total // size > state.next_stored_chunk_idx:
+                        found[req_id] = num_tokens
+                        break
+        return found
+
     def _given_up(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """Return the tokens whose KV is there, of requests that this step preempts and does not resume."""
         found = {}
         preempted = scheduler_output.preempted_req_ids or set()
-        for req_id in preempted - scheduler_output.num_scheduled_tokens.keys():
+        for req_id in sorted(preempted - scheduler_output.num_scheduled_tokens.keys()):
             if (status := self._req_status.get(req_id)) is not None:
                 status.update_offload_keys()
                 found[req_id] = min(status.req.num_tokens - 1, self._computed.pop(req_id, 0))
