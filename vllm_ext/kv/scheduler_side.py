@@ -174,6 +174,24 @@ class TierScheduler(StepLoadingScheduler):
 
     # --- stores -----------------------------------------------------------------------------------------------------
 
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow requests that got blocks; of the others nothing changes but keys, which are looked up when needed."""
+        if not self._is_simple():
+            super()._update_req_states(scheduler_output)
+            return
+        cached = scheduler_output.scheduled_cached_reqs
+        given = [(r, blocks) for r, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True) if blocks]
+        shown: Any = SimpleNamespace(
+            scheduled_new_reqs=scheduler_output.scheduled_new_reqs,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[req_id for req_id, _ in given],
+                new_block_ids=[blocks for _, blocks in given],
+                resumed_req_ids=cached.resumed_req_ids,
+            ),
+            kv_cache_block_copies=scheduler_output.kv_cache_block_copies,
+        )
+        super()._update_req_states(shown)
+
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         fates, self._fates = self._fates, {}
         if self.stores_early:
@@ -188,7 +206,9 @@ class TierScheduler(StepLoadingScheduler):
         self._computed.update({r: statuses[r].req.num_computed_tokens + n for r, n in scheduled.items()})
         for req_id in finished:
             self._computed.pop(req_id, None)
-        leaving = {req_id: scheduled[req_id] for req_id in self.leaving & scheduled.keys()}
+        leaving = {req_id: scheduled[req_id] for req_id in sorted(self.leaving & scheduled.keys())}
+        for req_id in leaving:
+            statuses[req_id].update_offload_keys()
         if self._store == LATE:
             swapped = {r: n for r, n in given_up.items() if fates.get(r, Fate.SWAP) is Fate.SWAP}
             # A preempted request's own count of computed tokens is 0 by now.
@@ -208,6 +228,7 @@ class TierScheduler(StepLoadingScheduler):
                 total = status.req.num_computed_tokens + num_tokens
                 for size, state in zip(sizes, status.group_states, strict=True):
                     if total // size > state.next_stored_chunk_idx:
+                        status.update_offload_keys()
                         found[req_id] = num_tokens
                         break
         return found
