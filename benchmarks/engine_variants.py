@@ -7,7 +7,7 @@ engine_compare.py: it is run from there. A new variant is one line of `VARIANTS`
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _PREEMPTING: Mapping[str, Any] = {"admission": {"priced": False}}
@@ -44,15 +44,15 @@ SWAPPING_ROWS = (
 UNUSED_ROWS = ("fcfs", "fcfs:tier-early", "fcfs:tier-late", "fcfs:tier-ahead")
 
 
-def split(label: str) -> tuple[str, str | None]:
+def split(label: str, variants: Collection[str] = VARIANTS) -> tuple[str, str | None]:
     """Return system and variant of a label without its predictor's state.
 
     Raises:
         ValueError: there is no such variant.
     """
     system, colon, variant = label.partition(":")
-    if colon and variant not in VARIANTS:
-        raise ValueError(f"{label}: what follows : must be one of {', '.join(VARIANTS)}")
+    if colon and variant not in variants:
+        raise ValueError(f"{label}: what follows : must be one of {', '.join(variants)}")
     return system, variant or None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
+import engine_variants
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -88,18 +89,6 @@ class Times:
         return both
 
 
-def split(name: str) -> tuple[str, str | None]:
-    """Return system and tier of ``SYSTEM`` or ``SYSTEM:TIER``.
-
-    Raises:
-        ValueError: there is no such tier.
-    """
-    system, colon, tier = name.partition(":")
-    if colon and tier not in TIER_OPTIONS:
-        raise ValueError(f"{name}: what follows : must be one of {', '.join(TIER_OPTIONS)}")
-    return system, tier or None
-
-
 class Subject:
     """A scheduler in a steady state: N requests decode, M wait, and nobody can join.
 
@@ -120,7 +109,7 @@ class Subject:
         self._timer = timer
         self._cell = cell
         self._ballast: list[Any] = []
-        system, kind = (None, None) if name == BASELINE else split(name)
+        system, kind = (None, None) if name == BASELINE else engine_variants.split(name, TIER_OPTIONS)
         options: dict[str, Any] = {"system": system} if system else {}
         connector: dict[str, Any] = {}
         if kind:
