@@ -51,7 +51,6 @@ import engine_slo_report as slo_report
 import engine_variant_goals
 
 from vllm_ext import systems, tiny_model
-from vllm_ext.config import ConfigError
 from vllm_ext.observability import results
 from vllm_ext.simulation import latency, recording
 
@@ -210,7 +209,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         for system in args.systems:
             if system not in rows.UPSTREAM:
                 systems.resolve(engine_predictor.system_of(system))
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
         options.error(f"--systems: {error}; upstream's own are {', '.join(rows.UPSTREAM)}")
     try:
         if args.calibration is not None:

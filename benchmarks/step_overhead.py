@@ -158,7 +158,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         for name in args.systems:
             if systems.resolve(engine_variants.split(name, subject.TIER_OPTIONS)[0]).oracle:
                 raise ConfigError("--systems", name, "a system that may serve: oracles are for offline benchmarks")
-    except (ConfigError, ValueError) as error:
+    except ValueError as error:
         parser.error(f"--systems: {error}")
     if min([*(args.waiting or [0]), args.memory_waiting]) < 0:
         parser.error("--waiting and --memory-waiting: must be 0 or more")

@@ -55,10 +55,7 @@ class DiskIndex:
                 self._sizes[name] = num_bytes
                 self._sizes.move_to_end(name, last=False)
                 self._used_bytes += num_bytes
-            chosen = self._oldest(self._used_bytes - self.max_bytes) or []
-            for victim in chosen:
-                self._remove(victim)
-            return chosen
+            return self._make_room(0) or []
 
     def begin_write(self, name: Name, num_bytes: int) -> list[Name] | None:
         """Make room for a file.
@@ -70,11 +67,9 @@ class DiskIndex:
         with self._lock:
             if name in self._sizes or name in self._writing:
                 return None
-            chosen = self._oldest(self._used_bytes + num_bytes - self.max_bytes)
+            chosen = self._make_room(num_bytes)
             if chosen is None:
                 return None
-            for victim in chosen:
-                self._remove(victim)
             self._writing[name] = num_bytes
             self._used_bytes += num_bytes
             return chosen
@@ -152,13 +147,18 @@ class DiskIndex:
         self._touched.pop(name, None)
         return True
 
-    def _oldest(self, num_bytes: int) -> list[Name] | None:
-        """Return the files that go for so many bytes; ``None`` if those that are not read are too few."""
+    def _make_room(self, num_bytes: int) -> list[Name] | None:
+        """Forget the oldest files until so many bytes fit; ``None`` if those that are not read are too few."""
+        missing = self._used_bytes + num_bytes - self.max_bytes
         chosen: list[Name] = []
         for name, size in self._sizes.items():
-            if num_bytes <= 0:
+            if missing <= 0:
                 break
             if name not in self._pins:
                 chosen.append(name)
-                num_bytes -= size
-        return chosen if num_bytes <= 0 else None
+                missing -= size
+        if missing > 0:
+            return None
+        for name in chosen:
+            self._remove(name)
+        return chosen
