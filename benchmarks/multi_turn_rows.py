@@ -18,6 +18,7 @@ from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.geometry import TierGeometry
 
 STATELESS, LRU, RETENTION, RETENTION_8 = "stateless", "tier-lru", "tier-retention", "tier-retention-8"
+PENSIEVE, PENSIEVE_8 = "pensieve", "pensieve-8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class Row:
     one_block_chunks: bool = False
     """Whether a chunk is a single block of the device, as in vLLM's connector, instead of our default."""
 
+    system: str = "fcfs"
+    """Of a row with a tier."""
+
     baseline: bool = False
     """Whether it is upstream's: its scheduler, or its eviction policy over our copies."""
 
@@ -44,6 +48,8 @@ ROWS: Mapping[str, Row] = {
     "tier-arc": Row(tier={"policy": "arc", "bits": 16}, one_block_chunks=True, baseline=True),
     RETENTION: Row(tier={"policy": "retention", "bits": 16}),
     RETENTION_8: Row(tier={"policy": "retention", "bits": 8}),
+    PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
+    PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
 }
 """All tiers get the same number of bytes, and all rows the same blocks on the device."""
 
@@ -55,7 +61,7 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
     row = ROWS[name]
     found = {**engine_rows.engine_args(args), "enable_prefix_caching": row.prefix_caching}
     if row.tier is not None:
-        found["scheduler_cls"] = "fcfs"
+        found["scheduler_cls"] = row.system
         found["additional_config"] = {"vllm_ext": {"kv_tier": tier_options(row, args)}}
     return found
 

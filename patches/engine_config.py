@@ -14,15 +14,19 @@ It does nothing unless a feature is chosen: a scheduler name without dots, or th
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_ext import config as ext_config
 from vllm_ext.config import KEY, ConfigError, ExtConfig
+from vllm_ext.config_kv import OFF
 from vllm_ext.patches import registry
 from vllm_ext.patches.additional_config import with_options
+from vllm_ext.patches.errors import HookError
 from vllm_ext.patches.patch import Patch
 
+logger = logging.getLogger("vllm.vllm_ext")
 SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 _SERVERS = ("OPENAI_API_SERVER", "API_SERVER")
 _HTTP = (*_SERVERS, "OPENAI_BATCH_RUNNER")
@@ -54,6 +58,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
         from vllm_ext.kv.disk_identity import note_model
 
         note_model(vllm_config, config.kv_tier.disk_dir)
+    let_gaps_be_crossed(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     for name in needed_groups(config, usage):
         registry.install(name)
@@ -136,7 +141,30 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
     from vllm_ext import systems
     from vllm_ext.kv.options import transfer_config
 
-    return transfer_config(config.kv_tier, systems.build(config).tier_bits)
+    return transfer_config(systems.build(config).tier(config.kv_tier))
+
+
+def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> None:
+    """Have the workers compute across gaps in kept KV, if that is wanted and they can; say so if they can't."""
+    from vllm_ext import systems
+    from vllm_ext.kv.gap_support import GROUPS, WORKERS, obstacle
+
+    if systems.build(config).tier(config.kv_tier).gaps == OFF:
+        return
+    reason = obstacle(vllm_config)
+    if reason is None:
+        try:
+            registry.verify(*GROUPS[vllm_config.use_v2_model_runner])
+        except HookError as error:
+            reason = str(error)
+    if reason is None:
+        vllm_config.parallel_config.worker_extension_cls = WORKERS[vllm_config.use_v2_model_runner]
+    else:
+        logger.warning("conversations are computed again from their first missing block on: %s", reason)
+        if config.kv_tier.gib:
+            from vllm_ext.kv.options import keep_from_the_front
+
+            keep_from_the_front(vllm_config.kv_transfer_config)
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:

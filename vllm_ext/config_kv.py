@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vllm_ext.config_checks import ConfigError, boolean, choice, integer, number
 
 LOSSLESS, QUANTISED = 16, 8
-RETENTION, TAIL = "retention", "tail"
-POLICIES = (RETENTION, TAIL, "lru", "arc")
+RETENTION, TAIL, LEADING = "retention", "tail", "leading"
+POLICIES = (RETENTION, TAIL, LEADING, "lru", "arc")
 EARLY, LATE, AHEAD = "early", "late", "ahead"
 STORES = (EARLY, LATE, AHEAD)
 BETWEEN, IN_STEP, AUTO = "between", "in-step", "auto"
 LOADS = (BETWEEN, IN_STEP, AUTO)
+FUSED, OFF = "fused", "off"
+GAPS = (FUSED, OFF)
 _CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
+_CHOICES = {"policy": POLICIES, "store": STORES, "load": LOADS, "gaps": GAPS}
+_DEFAULTS = {"bits": LOSSLESS, "policy": RETENTION, "store": EARLY, "load": BETWEEN, "gaps": OFF}
+"""Of the options that are a system's to choose where the user does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +39,11 @@ class KvTierConfig:
     """Tokens moved, kept and evicted together, a multiple of vLLM's block; with 8 bits also those that share their
     scales. By default 32 tokens at 16 bits and 64 at 8, or one block where that is more."""
 
-    policy: str = RETENTION
+    policy: str | None = None
     """Which chunks are evicted first: ends of conversations of least ``retention`` value, or those that were not used
-    longest (``tail``); or by ``lru`` or ``arc``, vLLM's own, which know no conversations."""
+    longest (``tail``); any chunk of least retention value, which is a ``leading`` end, where ``gaps`` are computed; or
+    by ``lru`` or ``arc``, vLLM's own, which know no conversations. By default what the system wants, else
+    ``retention``."""
 
     learn_returns: bool = True
     """Whether ``retention`` weighs how likely conversations return after so many turns, learned while serving."""
@@ -48,16 +57,18 @@ class KvTierConfig:
     salt_share: float = 1.0
     """Most of the tier that the chunks of one ``cache_salt`` may hold."""
 
-    store: str = EARLY
+    store: str | None = None
     """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends; or
-    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss."""
+    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss. By default
+    what the system wants, else ``early``."""
 
     free_fraction: float = 0.25
     """Share of the device's blocks that ``ahead`` keeps free, or copied."""
 
-    load: str = BETWEEN
+    load: str | None = None
     """When KV is brought back: ``between`` steps, while others compute and the request waits; ``in-step``, layer by
-    layer in the step that computes the request, for which all in that step wait; or ``auto``, what costs less."""
+    layer in the step that computes the request, for which all in that step wait; or ``auto``, what costs less. By
+    default what the system wants, else ``between``."""
 
     prompt_only: bool = False
     """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
@@ -67,6 +78,11 @@ class KvTierConfig:
 
     disk_gib: float = 0.0
     """Most that lies there, in GiB, of all replicas together."""
+
+    gaps: str | None = None
+    """What is done about a conversation that comes back and of which a part was dropped in front of what was kept:
+    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``off`` computes
+    all from the first missing block on, as vLLM does. By default what the system wants. Needs no host tier."""
 
     admin: bool = False
     """Whether a server answers under ``/v1/vllm-ext/kv-tier``: statistics; conversations listed, pinned, dropped."""
@@ -79,9 +95,9 @@ class KvTierConfig:
             raise ConfigError("kv_tier.bits", self.bits, "must be 16 or 8")
         if self.chunk_tokens is not None:
             integer("kv_tier.chunk_tokens", self.chunk_tokens, minimum=1)
-        choice("kv_tier.policy", self.policy, POLICIES)
-        choice("kv_tier.store", self.store, STORES)
-        choice("kv_tier.load", self.load, LOADS)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) is not None:
+                choice(f"kv_tier.{name}", getattr(self, name), allowed)
         number("kv_tier.free_fraction", self.free_fraction)
         if not 0 < self.free_fraction < 1:
             raise ConfigError("kv_tier.free_fraction", self.free_fraction, "must be a fraction between 0 and 1")
@@ -89,6 +105,14 @@ class KvTierConfig:
         boolean("kv_tier.admin", self.admin)
         if self.admin and not self.gib:
             raise ConfigError("kv_tier.admin", self.admin, "needs kv_tier.gib: without a tier there is nothing to see")
+        if self.policy == LEADING and self.gaps == OFF:
+            allowed = "needs gaps: without them a conversation whose first chunk is gone is lost to vLLM's lookup"
+            raise ConfigError("kv_tier.policy", self.policy, allowed)
+        if self.gaps == FUSED and self.gib and self.load == BETWEEN:
+            allowed = (
+                f"must be {IN_STEP} or {AUTO} with gaps: what lies behind one comes within the step that computes it"
+            )
+            raise ConfigError("kv_tier.load", self.load, allowed)
         self._check_conversations()
         self._check_disk()
 
@@ -104,9 +128,9 @@ class KvTierConfig:
             raise ConfigError("kv_tier.salt_share", self.salt_share, "must be a fraction greater than 0 and at most 1")
         if self.ttl_s and self.disk_dir:
             raise ConfigError("kv_tier.ttl_s", self.ttl_s, "must be 0 with a disk_dir: what is on disk has no such end")
-        if self.policy not in (RETENTION, TAIL) and (self.ttl_s or self.salt_share < 1):
+        if self.policy in ("lru", "arc") and (self.ttl_s or self.salt_share < 1):
             name = "ttl_s" if self.ttl_s else "salt_share"
-            allowed = f"needs policy {RETENTION} or {TAIL}: {self.policy} knows no conversations"
+            allowed = f"needs policy {RETENTION}, {TAIL} or {LEADING}: {self.policy} knows no conversations"
             raise ConfigError(f"kv_tier.{name}", getattr(self, name), allowed)
 
     def _check_disk(self) -> None:
@@ -132,9 +156,17 @@ class KvTierConfig:
         """Bytes on disk."""
         return int(self.disk_gib * 2**30)
 
-    def bits_or(self, default: int) -> int:
-        """Return the form of KV in host memory, where the system wants ``default``."""
-        return default if self.bits is None else self.bits
+    def resolved(self, wanted: Mapping[str, Any]) -> KvTierConfig:
+        """Return these options with all that is left open as the system wants it, or else as it is by default.
+
+        Args:
+            wanted: Of ``bits``, ``policy``, ``store``, ``load`` and ``gaps``, those that the system cares for.
+
+        Raises:
+            ConfigError: what comes out does not fit together.
+        """
+        left_open = [name for name in _DEFAULTS if getattr(self, name) is None]
+        return replace(self, **{name: wanted.get(name, _DEFAULTS[name]) for name in left_open})
 
     def blocks_per_chunk(self, block_size: int) -> int:
         """Return how many of vLLM's blocks make a chunk.
@@ -143,7 +175,7 @@ class KvTierConfig:
             ConfigError: ``chunk_tokens`` was given and is no multiple of ``block_size``.
         """
         if self.chunk_tokens is None:
-            return max(1, _CHUNK_TOKENS[self.bits_or(LOSSLESS)] // block_size)
+            return max(1, _CHUNK_TOKENS[self.bits or LOSSLESS] // block_size)
         if self.chunk_tokens % block_size:
             allowed = f"must be a multiple of vLLM's KV block, {block_size} tokens here"
             raise ConfigError("kv_tier.chunk_tokens", self.chunk_tokens, allowed)

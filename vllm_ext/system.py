@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext.config import AXES
-from vllm_ext.config_kv import LOSSLESS
+from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.policies.admission.fits_now import FitsNow
 from vllm_ext.policies.budget.static import StaticBudget
 from vllm_ext.policies.ordering.arrival import Arrival
@@ -63,10 +63,13 @@ class Policies:
         """Whether any policy looks at predicted lengths; one that does not say so is taken to do."""
         return any(getattr(getattr(self, axis), "uses_predictions", True) for axis in AXES)
 
-    @property
-    def tier_bits(self) -> int:
-        """Form of KV in host memory where the user leaves it to the system."""
-        return getattr(self.residency, "tier_bits", LOSSLESS)
+    def tier(self, given: KvTierConfig) -> KvTierConfig:
+        """Return the options of the KV tier, as the system wants them where the user left them open.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
+        return given.resolved(getattr(self.residency, "tier_options", {}))
 
     def describe(self) -> str:
         """Return one line: the system and its policies with their parameters."""

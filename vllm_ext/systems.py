@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
+from vllm_ext.policies.residency.estimated_wait import EstimatedWait
+from vllm_ext.policies.residency.retention import Retention, RetentionWithSwaps
 from vllm_ext.system import Policies, System
 from vllm_ext.systems_table import ROWS
 
@@ -63,9 +65,11 @@ def resolve(name: str) -> System:
             if setting == base.axis(axis):
                 continue
             if axis in chosen and chosen[axis][1] != setting:
-                raise ConfigError(
-                    "system", name, f"systems that differ in their axes; {chosen[axis][0]} and {part} both set {axis}"
-                )
+                both = _with_conversations(chosen[axis][1], setting)
+                if both is None:
+                    allowed = f"systems that differ in their axes; {chosen[axis][0]} and {part} both set {axis}"
+                    raise ConfigError("system", name, allowed)
+                setting = both
             chosen[axis] = (part, setting)
     return dataclasses.replace(
         base,
@@ -76,6 +80,14 @@ def resolve(name: str) -> System:
         parameters={axis: parameters for axis, (_, (_, parameters)) in chosen.items() if parameters},
         **{axis: factory for axis, (_, (factory, _)) in chosen.items()},
     )
+
+
+def _with_conversations(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any] | None:
+    """Return both settings in one if one is about preempted requests and the other about conversations, else None."""
+    for (jobs, swapped), (talks, kept) in ((one, other), (other, one)):
+        if jobs is EstimatedWait and talks is Retention:
+            return RetentionWithSwaps, {**kept, **swapped}
+    return None
 
 
 def build(config: ExtConfig) -> Policies:

@@ -20,6 +20,7 @@ from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
+from vllm_ext.policies.residency.retention import Retention
 from vllm_ext.system import System
 
 _ALISE = "ALISE (arXiv 2410.23537)"
@@ -138,6 +139,12 @@ ROWS = (
         oracle=True,
         paper=f"{_PAST_FUTURE}, theoretical optimum",
         summary=f"past-future with true output lengths; {_OFFLINE}",
+    ),
+    System(
+        name="pensieve",
+        residency=Retention,
+        paper="Pensieve (EuroSys '25)",
+        summary="conversations keep their KV between turns, and compute again what was dropped in front of it",
     ),
     System(
         name="auto",

@@ -123,9 +123,15 @@ SYSTEMS = (
         aging_bound_s=AGE_LIMIT_S,
         examples=_MANY,
     ),
+    Row(name="pensieve", options={"system": "pensieve"}, examples=_MANY),
     Row(name="oracle-past-future", options={"system": "oracle-past-future", "allow_oracle": True}, reads_truth=True),
     Row(name="aggressive", options={"system": "aggressive", "admission": {"watermark": 0.9}}),
     Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}),
+    Row(
+        name="alise+pensieve",
+        options={"system": "alise+pensieve", "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
+        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+    ),
     Row(name="sarathi+past-future", options={"system": "sarathi+past-future", "budget": _TIGHT_BUDGET}),
     Row(
         name="alise+sarathi",

@@ -164,6 +164,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "preemptions": counter(llm, "vllm:num_preemptions"),
         "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
         "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
+        "gaps": steered_state(core.scheduler).get("kv_gaps", {}),
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
         "host_hit_tokens": counter(llm, "vllm:external_prefix_cache_hits"),
         "host_bytes_stored": counter(llm, "vllm:kv_offload_store_bytes"),

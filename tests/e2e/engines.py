@@ -65,6 +65,8 @@ class Outcome:
     preemptions: float
     preemption_reasons: dict[str, int]
     fallbacks: int
+    gaps: dict[str, int]
+    """What was done about gaps in kept KV; empty where they are not crossed."""
     drafts: float
     host_hit_tokens: float
     """Prompt tokens whose KV came from host memory; vLLM does not count those of preempted requests."""

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from vllm_ext.kv.retention import Chain, RetentionCachePolicy, default_cost
+from vllm_ext.kv.retention import Chain, LeadingCachePolicy, RetentionCachePolicy, default_cost
 
 CHUNK = 32
 
@@ -175,3 +175,22 @@ def test_it_evicts_what_a_search_over_all_chunks_would(seed: int) -> None:
             assert value[gone] <= min(value.values()) * 1.42, "within a class costs differ by less than half an octave"
             del used[gone]
     assert len(tier.policy._tails) < 4 * len(ends) + 64 * 12
+
+
+def test_where_gaps_are_crossed_leading_ends_go_first() -> None:
+    tier = Tier(policy=LeadingCachePolicy(1000))
+    tier.store("s", "a2", "a3", "a4", at=0.0)
+    tier.store("s", "b2", "b3", at=50.0, first=1)
+    tier.use("s", "b2", "b3", at=50.0)
+    assert tier.evict(2, at=60.0) == ["a2", "a3"], "what both share was used with the second one"
+    assert tier.evict(4, at=70.0) == ["a4", "s", "b2", "b3"]
+
+
+def test_a_chunk_that_is_gone_takes_nothing_along_where_gaps_are_crossed() -> None:
+    tier = Tier(policy=LeadingCachePolicy(1000))
+    tier.store("a1", "a2", "a3", at=0.0)
+    tier.store("b1", at=5.0)
+    tier.policy.remove(key("a1"))
+    tier.use("a2", "a3", at=10.0)
+    assert tier.evict(1, at=11.0) == ["b1"]
+    assert tier.evict(2, at=12.0) == ["a2", "a3"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ext.config_kv import LOSSLESS, KvTierConfig
+from vllm_ext.config_kv import LEADING, RETENTION, KvTierConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -26,17 +26,18 @@ MODEL_KEY = "vllm_ext_kv_tier_model"
 """Keys of ``kv_connector_extra_config`` that carry the options that vLLM does not know."""
 
 
-def transfer_config(tier: KvTierConfig, default_bits: int = LOSSLESS) -> KVTransferConfig:
+def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
     """Return what ``--kv-transfer-config`` would have to say.
 
     Args:
-        default_bits: What the system wants where the user did not choose.
+        tier: The options; what they leave open is as it is by default.
 
     Raises:
         ConfigError: the directory on disk can't be written.
     """
     from vllm.config import KVTransferConfig
 
+    tier = tier.resolved({})
     if tier.disk_dir:
         from vllm_ext.kv.disk_folder import check_writable
 
@@ -52,7 +53,7 @@ def transfer_config(tier: KvTierConfig, default_bits: int = LOSSLESS) -> KVTrans
             "cpu_bytes_to_use": tier.host_bytes,
             "eviction_policy": tier.policy,
             "offload_prompt_only": tier.prompt_only,
-            BITS_KEY: tier.bits_or(default_bits),
+            BITS_KEY: tier.bits,
             CHUNK_KEY: tier.chunk_tokens,
             STORE_KEY: tier.store,
             LOAD_KEY: tier.load,
@@ -67,3 +68,10 @@ def transfer_config(tier: KvTierConfig, default_bits: int = LOSSLESS) -> KVTrans
             DISK_BYTES_KEY: tier.disk_bytes,
         },
     )
+
+
+def keep_from_the_front(transfer: KVTransferConfig) -> None:
+    """Let conversations shrink from their tails where gaps can't be crossed: without its front all of one is lost."""
+    extra = transfer.kv_connector_extra_config
+    if extra["eviction_policy"] == LEADING:
+        extra["eviction_policy"] = RETENTION

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-from vllm_ext.config_kv import RETENTION, TAIL
+from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.returns import ReturnModel, turn_class
 from vllm_ext.kv.tails import Tails
@@ -40,6 +40,8 @@ _LINEAR_TOKENS = 8192.0
 """Context at which attention costs as much as everything else, where nothing was measured."""
 
 Evicted = list[tuple[OffloadKey, ChunkStatus]]
+_Entry = tuple[int, OffloadKey]
+"""A chunk with the tokens up to its end: of those used at the same time the first one in its sequence goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,8 @@ class RetentionCachePolicy(CachePolicy):
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
-        self._tails: Tails[tuple[int, int], OffloadKey] = Tails(self._used_s)
-        self._tails_of: dict[str, Tails[int, OffloadKey]] = {}
+        self._tails: Tails[tuple[int, int], _Entry] = Tails(self._used_s)
+        self._tails_of: dict[str, Tails[int, _Entry]] = {}
         """By salt, where there is a quota."""
         self._announced: tuple[dict[OffloadKey, Link], Conversation | None] = ({}, None)
 
@@ -182,7 +184,7 @@ class RetentionCachePolicy(CachePolicy):
         def oldest() -> OffloadKey | None:
             if tails is None or not any(True for _ in tails.oldest()):
                 return None
-            return tails.pop(0)
+            return tails.pop(0)[1]
 
         return self._evict(oldest, n, protected)
 
@@ -236,13 +238,18 @@ class RetentionCachePolicy(CachePolicy):
             self._push(key)
         return [(key, node.chunk) for key, node in chosen] if enough else None
 
-    def _used_s(self, key: OffloadKey) -> float | None:
+    def _used_s(self, entry: _Entry) -> float | None:
         """Return when a tail was used; None if the chunk is no tail, or may not go."""
+        _, key = entry
         node = self._nodes.get(key)
-        if node is None or node.chunk.ref_cnt or self._followers.get(key):
+        if node is None or node.chunk.ref_cnt or self._must_follow(key):
             return None
         conversation = node.conversation
         return None if conversation is not None and conversation.pinned else node.used_s
+
+    def _must_follow(self, key: OffloadKey) -> bool:
+        """Whether resident chunks that follow a chunk would be lost with it."""
+        return bool(self._followers.get(key))
 
     def _push(self, key: OffloadKey) -> None:
         node = self._nodes.get(key)
@@ -250,9 +257,10 @@ class RetentionCachePolicy(CachePolicy):
             return
         conversation = node.conversation
         turns = 0 if conversation is None else turn_class(conversation.turns)
-        self._tails.push((_class_of(node.link.end), turns), key, len(self._nodes))
+        entry = node.link.end, key
+        self._tails.push((_class_of(node.link.end), turns), entry, len(self._nodes))
         if self.quota is not None and conversation is not None:
-            self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, key, len(self._nodes))
+            self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, entry, len(self._nodes))
 
     def _least(self, now: float) -> OffloadKey | None:
         """Take the tail of least value out of its class; None if there is none."""
@@ -264,7 +272,7 @@ class RetentionCachePolicy(CachePolicy):
             value = worth / max(now - used_s, _LEAST_AGE_S)
             if best is None or value < best[0]:
                 best = value, number
-        return None if best is None else self._tails.pop(best[1])
+        return None if best is None else self._tails.pop(best[1])[1]
 
     def _add(self, key: OffloadKey, node: _Node) -> None:
         self._nodes[key] = node
@@ -303,7 +311,34 @@ class TailCachePolicy(RetentionCachePolicy):
 
     def _least(self, now: float) -> OffloadKey | None:
         found = min(self._tails.oldest(), key=lambda entry: entry[1], default=None)
-        return None if found is None else self._tails.pop(found[0])
+        return None if found is None else self._tails.pop(found[0])[1]
+
+
+class LeadingCachePolicy(RetentionCachePolicy):
+    """Any chunk of least retention value goes: the leading one of a conversation, which is the cheapest to lose.
+
+    Only where gaps are crossed; what many share stays since it is used more often (Pensieve, section 4.3.1).
+    """
+
+    def remove(self, key: OffloadKey) -> None:
+        """Forget a chunk; those that follow it are found without it."""
+        self._forget(key)
+
+    def take(self, conversation: Conversation) -> Evicted:
+        """Forget the chunks of a conversation but those that copies use."""
+        taken: Evicted = []
+        for key in sorted(conversation.keys):
+            node = self._nodes[key]
+            if node.chunk.ref_cnt == 0:
+                self._forget(key)
+                taken.append((key, node.chunk))
+            else:
+                node.used_s = -math.inf
+                self._push(key)
+        return taken
+
+    def _must_follow(self, key: OffloadKey) -> bool:
+        return False
 
 
 def _class_of(end: int) -> int:
@@ -314,5 +349,5 @@ def _middle_of(number: int) -> int:
     return int(2 ** ((number + 0.5) / _CLASSES_PER_OCTAVE))
 
 
-for _name, _policy in ((RETENTION, RetentionCachePolicy), (TAIL, TailCachePolicy)):
+for _name, _policy in ((RETENTION, RetentionCachePolicy), (TAIL, TailCachePolicy), (LEADING, LeadingCachePolicy)):
     CachePolicyFactory.register_cache_policy(_name, __name__, _policy.__name__)

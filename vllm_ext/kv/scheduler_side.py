@@ -18,11 +18,12 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import AHEAD, BETWEEN, EARLY, LATE
 from vllm_ext.kv.conversations import Turn
+from vllm_ext.kv.gap_loads import GapLoadingScheduler
 from vllm_ext.kv.idle import IdleChunk, IdleChunks
 from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.retention import Chain
-from vllm_ext.kv.step_loads import StepLoadingScheduler, ended_owner
+from vllm_ext.kv.step_loads import ended_owner
 from vllm_ext.policies.residency.fate import Fate
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _MAX_AHEAD_JOBS = 8
 """Copies under way above which none is made ahead of time: the link is behind already."""
 
 
-class TierScheduler(StepLoadingScheduler):
+class TierScheduler(GapLoadingScheduler):
     """vLLM's side, with three ways to store.
 
     ``early``, vLLM's own: a chunk as soon as it is full. Nothing waits for a copy, and much is copied that nobody asks
@@ -203,10 +204,10 @@ class TierScheduler(StepLoadingScheduler):
         finished = sorted(scheduler_output.finished_req_ids or ())  # in an order that no hash of a process decides
         given_up = self._given_up(scheduler_output)
         statuses, scheduled = self._req_status, scheduler_output.num_scheduled_tokens
-        self._computed.update({r: statuses[r].req.num_computed_tokens + n for r, n in scheduled.items()})
+        self._computed.update({r: self._front(r, n) for r, n in scheduled.items()})
         for req_id in finished:
             self._computed.pop(req_id, None)
-        leaving = {req_id: scheduled[req_id] for req_id in sorted(self.leaving & scheduled.keys())}
+        leaving = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if self._is_whole(r)}
         for req_id in leaving:
             statuses[req_id].update_offload_keys()
         if self._store == LATE:
@@ -227,11 +228,20 @@ class TierScheduler(StepLoadingScheduler):
             if (status := statuses.get(req_id)) is not None:
                 total = status.req.num_computed_tokens + num_tokens
                 for size, state in zip(sizes, status.group_states, strict=True):
-                    if total // size > state.next_stored_chunk_idx:
+                    if total // size > state.next_stored_chunk_idx and self._is_whole(req_id):
                         status.update_offload_keys()
                         found[req_id] = num_tokens
                         break
         return found
+
+    def _front(self, req_id: str, num_tokens: int) -> int:
+        """Return how many tokens of a request, from the first one on, have their KV after a step of so many."""
+        total = self._req_status[req_id].req.num_computed_tokens + num_tokens
+        return total if self.gaps is None else self.gaps.front(req_id, total)
+
+    def _is_whole(self, req_id: str) -> bool:
+        """Whether a request's KV is there from the first token on, without a gap."""
+        return self.gaps is None or not self.gaps.is_within(req_id, self._req_status[req_id].req.num_computed_tokens)
 
     def _given_up(self, scheduler_output: SchedulerOutput) -> dict[str, int]:
         """Return the tokens whose KV is there, of requests that this step preempts and does not resume."""

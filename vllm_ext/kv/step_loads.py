@@ -14,7 +14,7 @@ stores chunks that were computed from what was not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,6 +159,7 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         starting, self._starting, self._planned_s = frozenset(self._starting), set(), 0.0
         if starting and isinstance(meta, OffloadingConnectorMetadata):
+            scheduler_output.has_sync_kv_loads = True  # which vLLM says only of loads from the front of a sequence
             return TierMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, starting)
         return meta
 
@@ -239,9 +240,13 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         self._jobs[job_id].req_id = owner
         job = self._current_batch_load_jobs[job_id]
         job.req_id = owner
-        self._starting.add(job_id)
         blocks: Any = job.dst_spec
-        self._step_loads[job_id] = _StepLoad(frozenset(blocks.block_ids.tolist()))
+        self._note_step_load(job_id, blocks.block_ids.tolist())
+
+    def _note_step_load(self, job_id: int, block_ids: Iterable[int]) -> None:
+        """Book a load of the step that is being scheduled, which its workers wait for."""
+        self._starting.add(job_id)
+        self._step_loads[job_id] = _StepLoad(frozenset(block_ids))
 
 
 def _as_if_new(blocks: KVCacheBlocks) -> Any:

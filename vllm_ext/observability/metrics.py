@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_ext.observability import gap_metrics
 from vllm_ext.observability.engine_metrics import new_counter, new_gauge, new_histogram
 from vllm_ext.observability.kv_metrics import TierFeed
 from vllm_ext.observability.records import OWN_ENDS
@@ -89,6 +90,8 @@ class EngineFeed:
         if "kv_tier" in state:
             self._tier = self._tier or TierFeed(labels, self._increment)
             self._tier.update(state)
+        if "kv_gaps" in state:
+            gap_metrics.update(labels, state["kv_gaps"], self._increment)
         for record in state["records"]:
             self._observe(record)
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 class KvSpace:
     """Counts KV blocks for one scheduler. Exact for full attention; other groups hold fewer blocks than counted."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, reserve: float = 0.0) -> None:
+        """Take the scheduler, and the share of the blocks that admissions leave to what runs, if vLLM has no larger."""
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
+        reserved = int(reserve * self._manager.block_pool.num_gpu_blocks)
+        self._manager.watermark_blocks = max(self._manager.watermark_blocks, reserved)
         groups = scheduler.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.only_full_attention = all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -24,6 +23,7 @@ from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.profile import engine_key, load_runtime_model
 from vllm_ext.scheduling.failed_loads import take_back
+from vllm_ext.scheduling.gap_scheduler import GapScheduler
 from vllm_ext.scheduling.kv_space import KvSpace
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.moves import applied
@@ -33,6 +33,7 @@ from vllm_ext.scheduling.progress import stalled
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.residence import Residence
 from vllm_ext.scheduling.running_order import REFRESH_STEPS, RunningOrder
+from vllm_ext.scheduling.state import state_of
 from vllm_ext.scheduling.step import SchedulerStep
 from vllm_ext.scheduling.upstream import return_parked
 from vllm_ext.systems import build
@@ -48,7 +49,7 @@ _MAX_EXPIRED_PER_STEP = 16
 _WAITING_REFRESHED_PER_STEP = 1
 
 
-class SteeredScheduler(AsyncScheduler):
+class SteeredScheduler(GapScheduler):
     """vLLM's scheduler, steered by the policies of a system.
 
     Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
@@ -85,7 +86,7 @@ class SteeredScheduler(AsyncScheduler):
         self.rng = np.random.default_rng(config.seed)
         self.policy_notes: dict[str, Any] = {}
         self.observer = Observer(self.ledger, config.record_capacity)
-        self.kv_space = KvSpace(self)
+        self.kv_space = KvSpace(self, getattr(self.policies.residency, "reserve", 0.0))
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._orders_by_arrival = type(self.policies.ordering) is Arrival
@@ -99,6 +100,10 @@ class SteeredScheduler(AsyncScheduler):
         if self.tier is not None:  # the runtime model may be replaced, and simulations replace the clock
             self.tier.use(lambda: self.clock(), lambda new, context: self.ledger.runtime.prefill_s(new, context))
             self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
+        if self.gaps is not None:
+            self.gaps.compute_s = lambda new, context: self.ledger.runtime.prefill_s(new, context)
+            if self.tier is not None:
+                self.tier.cross_gaps(self.gaps)
         if self._steers:
             self._check_model()
             self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
@@ -360,20 +365,7 @@ class SteeredScheduler(AsyncScheduler):
 
     def vllm_ext_state(self, since: int = 0) -> dict[str, Any]:
         """Return the state for metrics, with the records of requests finished from number ``since`` on."""
-        waiting = self.waiting
-        levels = dict(self.ranked.levels) if self._steers else {0: len(waiting)}
-        oldest = self.ranked.oldest() if self._steers else next(iter(waiting), None)
-        state = self.observer.state(since)
-        state.update(
-            system=self.policies.system.name,
-            policies=self.policies.describe(),
-            running=len(self.running),
-            waiting_by_level={str(level): count for level, count in levels.items()},
-            oldest_wait_s=self._wait_s(oldest) if oldest is not None else 0.0,
-        )
-        if self.tier_account is not None:
-            state["kv_tier"] = self.tier_account.state()
-        return state
+        return state_of(self, since)
 
     @functools.cached_property
     def tier_admin(self) -> TierAdmin:
@@ -387,9 +379,3 @@ class SteeredScheduler(AsyncScheduler):
         if self.tier_account is None:
             raise ValueError("kv_tier.gib=0: there is no KV tier")
         return TierAdmin(self.tier_account)
-
-    def _wait_s(self, request: Request) -> float:
-        job = self.ledger.get(request.request_id)
-        if job is None or job.waiting_since is None:
-            return 0.0
-        return self.clock() - job.waiting_since

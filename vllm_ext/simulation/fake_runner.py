@@ -11,11 +11,13 @@ carries resumed requests as new ones, the V2 runner (``v1/worker/gpu/model_runne
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_ext.kv.gap_layout import ATTRIBUTE, GapLayout
 
 EOS_TOKEN_ID = 2
 """The token that ends a request at its hidden length."""
@@ -49,24 +51,29 @@ class KVLedger:
     """Mixed into every hash; raised when the weights (and so all KV) are declared stale."""
     slots: dict[int, int] = field(default_factory=dict)
 
-    def check_and_write(self, req_id: str, row: _Row, start: int, end: int) -> None:
-        """Verify that [0, start) holds this request's own prefix, then write [start, end).
+    def check_and_write(self, req_id: str, row: _Row, spans: Sequence[tuple[int, int]]) -> None:
+        """Write the positions of ``spans``, and verify that all others before them hold this request's own prefix.
+
+        Args:
+            spans: Positions ``[start, end)`` that the step computes, in order; several where there are gaps.
 
         Raises:
             RunnerError: The block table is too short, or a slot holds another prefix (or nothing).
         """
+        end = spans[-1][1]
         if end > len(row.block_ids) * self.block_size:
             raise RunnerError(f"{req_id}: computes up to {end} with {len(row.block_ids)} blocks of {self.block_size}")
-        chain = self.epoch
+        chain, current = self.epoch, 0
         for position in range(end):
             chain = hash((chain, row.token_ids[position]))
             slot = row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
-            if position >= start:
+            current += position >= spans[current][1]
+            if position >= spans[current][0]:
                 self.slots[slot] = chain
             elif self.slots.get(slot) != chain:
                 raise RunnerError(
                     f"{req_id}: KV of position {position} (block {row.block_ids[position // self.block_size]}) "
-                    f"is not that of its own prefix; {start} tokens are claimed as computed"
+                    f"is not that of its own prefix; {list(spans)} is computed, all else claimed to be there"
                 )
 
 
@@ -146,7 +153,8 @@ class FakeRunner:
             raise RunnerError(f"scheduled {sorted(scheduled)}, but data came for {sorted(starts)}")
         self._batch = set(scheduled)
         req_ids = list(scheduled)
-        sampled = [self._run_one(req_id, starts[req_id], scheduled[req_id]) for req_id in req_ids]
+        gaps = getattr(output, ATTRIBUTE, {})
+        sampled = [self._run_one(r, starts[r], scheduled[r], gaps.get(r)) for r in req_ids]
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
@@ -189,13 +197,14 @@ class FakeRunner:
             )
         row.token_ids[row.prompt_len :] = known[-num_output_tokens:]
 
-    def _run_one(self, req_id: str, start: int, num_tokens: int) -> list[int]:
+    def _run_one(self, req_id: str, start: int, num_tokens: int, layout: GapLayout | None) -> list[int]:
         row = self._rows[req_id]
         end = start + num_tokens
         if end > len(row.token_ids):
             raise RunnerError(f"{req_id}: computes up to position {end} but only {len(row.token_ids)} tokens exist")
         if self.ledger is not None:
-            self.ledger.check_and_write(req_id, row, start, end)
+            spans = [(start, end)] if layout is None else list(layout.spans(start, num_tokens))
+            self.ledger.check_and_write(req_id, row, spans)
         if end < len(row.token_ids):
             return []
         token = self._sample(req_id, row.salt, end - row.prompt_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.residency.fate import Fate, Parting
@@ -56,6 +57,11 @@ class EstimatedWait:
     def uses_predictions(self) -> bool:
         """Whether predicted lengths are looked at: waits are made of them."""
         return self.choose == PRICED
+
+    @property
+    def tier_options(self) -> dict[str, Any]:
+        """Options of the KV tier that this policy wants where the user leaves them open."""
+        return {"bits": self.tier_bits}
 
     def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
         """Return what becomes of a preempted request's KV."""

@@ -1,0 +1,245 @@
+"""Conversations whose leading KV was dropped, through the real scheduler and block manager.
+
+The runner keeps what every slot of the KV pool holds and checks each position that a step reads, see `KVLedger`: a
+block that was reused although it holds something else, or read before it was computed, fails there.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from vllm_ext.kv.gap_manager import GapManager
+from vllm_ext.simulation.audit import audit
+from vllm_ext.simulation.engine_loop import EngineLoop
+from vllm_ext.simulation.fake_runner import FakeRunner, RunnerError
+from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.virtual_clock import VirtualClock
+
+BLOCK = 16
+STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+
+
+class Talks:
+    """Conversations over one scheduler; each turn's prompt is what was said before and something new."""
+
+    def __init__(self, *, system: str = "fcfs", gaps: str = "fused", depth: int = 1, v2: bool = False, **kwargs: Any):
+        self.clock = VirtualClock(100.0)
+        self.scheduler: Any = make_scheduler(
+            STEERED,
+            async_scheduling=depth == 2,
+            v2_model_runner=v2,
+            additional_config={"vllm_ext": {"system": system, "kv_tier": {"gaps": gaps}}},
+            **kwargs,
+        )
+        self.scheduler.clock = self.clock
+        if self.scheduler.gaps is not None:  # a virtual clock teaches that tokens cost nothing
+            self.scheduler.gaps.compute_s = lambda new, context: new * 1e-4 * (1 + context / 1000)
+        self.lengths: dict[str, int] = {}
+        self.runner = FakeRunner(output_lengths=self.lengths, pipelined=depth == 2, v2=v2)
+        self.loop = EngineLoop(self.scheduler, self.runner, depth=depth)
+        self.history: dict[str, list[int]] = {}
+        self.turns: dict[str, int] = {}
+        self.prompts: dict[str, list[int]] = {}
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def manager(self) -> GapManager:
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(manager, GapManager)
+        return manager
+
+    def say(self, name: str, tokens: list[int], *, answer: int = 4, max_tokens: int = 400) -> str:
+        number = self.turns[name] = self.turns.get(name, 0) + 1
+        req_id = f"{name}{number}"
+        prompt = self.history.get(name, []) + tokens
+        self.lengths[req_id] = answer
+        self.prompts[req_id] = prompt
+        self.loop.add(make_request(req_id, prompt, max_tokens=max_tokens, hasher=block_hasher(BLOCK)))
+        return req_id
+
+    def answered(self, name: str) -> None:
+        req_id = f"{name}{self.turns[name]}"
+        self.history[name] = self.prompts[req_id] + self.loop.outcomes[req_id].token_ids
+
+    def step(self) -> dict[str, int]:
+        decision = self.loop.step()
+        self.clock.advance(0.01)
+        audit(self.scheduler)
+        return {} if decision is None else dict(decision.scheduled)
+
+    def drain(self) -> list[dict[str, int]]:
+        steps = []
+        for _ in range(5000):
+            if not self.loop.has_work:
+                return steps
+            steps.append(self.step())
+        raise AssertionError(f"stalled with {sorted(self.scheduler.requests)}")
+
+    def drop(self, name: str, numbers: range) -> None:
+        """Evict blocks of a conversation that nobody holds, and let something else be written there."""
+        request = make_request("probe", self.history[name], hasher=block_hasher(BLOCK))
+        for number in numbers:
+            found = self.pool.get_cached_block(request.block_hashes[number], [0])
+            assert found is not None, f"block {number} is not there"
+            assert found[0].ref_cnt == 0, f"block {number} is in use"
+            self.pool.evict_blocks({found[0].block_id})
+            for slot in range(found[0].block_id * BLOCK, (found[0].block_id + 1) * BLOCK):
+                self.runner.ledger.slots[slot] = -1  # type: ignore[union-attr]
+
+    def talk(self, name: str, tokens: list[int], **more: Any) -> list[dict[str, int]]:
+        self.say(name, tokens, **more)
+        steps = self.drain()
+        self.answered(name)
+        return steps
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(100, 3000) for _ in range(count)]
+
+
+@DEPTHS
+def test_a_dropped_leading_end_is_computed_with_the_new_prompt_in_one_step(depth: int) -> None:
+    talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    first, *later = talks.talk("a", words(2, 40))
+    # 5 blocks of the gap, the block of the answer that was not full, and the new prompt
+    assert first == {"a2": 5 * BLOCK + 4 + 40}
+    assert all(step in ({"a2": 1}, {}) for step in later)
+    assert talks.scheduler.gaps.counts.state() == {
+        "requests": 1, "gaps": 1, "tokens_kept": 7 * BLOCK, "tokens_loaded": 0, "tokens_computed": 5 * BLOCK,
+    }  # fmt: skip
+    third, *_ = talks.talk("a", words(3, 10))
+    assert third["a3"] <= 10 + BLOCK + 4, "an ordinary hit: the whole conversation is in the prefix cache again"
+    assert talks.scheduler.gaps.counts.requests == 1
+
+
+@DEPTHS
+@pytest.mark.parametrize("budget", [2, 7, 16, 33, 100])
+def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
+    talks = Talks(depth=depth, num_blocks=64, max_num_seqs=2, max_num_batched_tokens=budget)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(2, 5))
+    talks.drop("a", range(7, 8))
+    steps = talks.talk("a", words(2, 40))
+    decoded = 3 + (depth - 1)  # of 4 tokens, and with async scheduling one that is not wanted any more
+    assert sum(step.get("a2", 0) for step in steps) - decoded == 4 * BLOCK + 4 + 40
+    assert talks.scheduler.gaps.counts.gaps == 2
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == 63
+
+
+def test_without_it_all_from_the_first_missing_block_on_is_computed() -> None:
+    talks = Talks(gaps="off", num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    first, *_ = talks.talk("a", words(2, 40))
+    assert first == {"a2": 12 * BLOCK + 4 + 40}
+    assert talks.scheduler.gaps is None
+
+
+def test_the_device_drops_leading_ends_first() -> None:
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.talk("b", words(2, 17 * BLOCK))  # 18 blocks: 5 of the 13 of the first one go
+    request = make_request("probe", talks.history["a"], hasher=block_hasher(BLOCK))
+    there = [talks.pool.get_cached_block(h, [0]) is not None for h in request.block_hashes]
+    assert there == [False] * 5 + [True] * 7
+    first, *_ = talks.talk("a", words(3, 20))
+    assert first["a2"] == 5 * BLOCK + 4 + 20
+
+
+def test_a_twin_reuses_what_the_first_one_computes() -> None:
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.history["b"] = talks.history["a"]
+    talks.say("a", words(2, 20))
+    talks.say("b", words(3, 20))
+    first, *_ = talks.drain()
+    assert first == {"a2": 5 * BLOCK + 4 + 20, "b1": 4 + 20}, "in one step, as vLLM's prefix cache does"
+
+
+@DEPTHS
+@pytest.mark.parametrize("after", range(1, 8))
+def test_an_abort_within_a_gap_leaves_nothing_behind(after: int, depth: int) -> None:
+    talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=32)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(8))
+    req_id = talks.say("a", words(2, 40))
+    for _ in range(after):
+        talks.step()
+    talks.loop.abort(req_id)
+    talks.drain()
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == 63
+    talks.say("a", words(3, 8))  # what it did enter into the prefix cache is checked when it is read
+    talks.drain()
+
+
+@DEPTHS
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("system", ["fcfs", "alise", "auto"])
+def test_walk(system: str, seed: int, depth: int) -> None:
+    """Random turns in a pool that is too small, random drops, aborts; every read is checked."""
+    rng = random.Random(seed)
+    budget = rng.choice([24, 48, 96, 512])
+    talks = Talks(
+        system=system, depth=depth, num_blocks=rng.randint(34, 48), max_num_batched_tokens=budget, max_model_len=448
+    )
+    shared = words(99, rng.choice([0, 24, 48]))
+    busy: dict[str, str] = {}
+    served = 0
+    while served < 60:
+        name = rng.choice("abcdef")
+        if name not in busy and len(busy) < 3:
+            if not talks.history.get(name) or len(talks.history[name]) > 300:
+                talks.history[name] = list(shared)
+            busy[name] = talks.say(name, words(rng.randint(0, 10**6), rng.randint(1, 70)), answer=rng.randint(1, 40))
+        for _ in range(rng.randint(1, 8)):
+            talks.step()
+        if busy and rng.random() < 0.05:
+            victim = rng.choice(sorted(busy))
+            talks.loop.abort(busy.pop(victim))
+            talks.history[victim] = list(shared)
+        if rng.random() < 0.3:
+            idle = [b for b in talks.pool.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+            for block in rng.sample(idle, min(len(idle), rng.randint(0, 3))):
+                talks.pool.evict_blocks({block.block_id})
+        for name in [n for n, req_id in busy.items() if req_id not in talks.scheduler.requests]:
+            talks.answered(name)
+            del busy[name]
+            served += 1
+    talks.drain()
+    counts = talks.scheduler.gaps.counts
+    assert counts.requests > 3, "the walk went past what it is for"
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1
+    assert talks.scheduler.vllm_ext_state()["fallbacks"] == 0
+
+
+def test_the_runner_would_see_a_block_that_is_not_what_it_is_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a kept block of another conversation, and a jump over a gap that was not computed."""
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    probe = make_request("probe", talks.history["a"], hasher=block_hasher(BLOCK))
+    kept = talks.pool.get_cached_block(probe.block_hashes[8], [0])
+    talks.runner.ledger.slots[kept[0].block_id * BLOCK] = -1  # type: ignore[union-attr]
+    with pytest.raises(RunnerError, match="is not that of its own prefix"):
+        talks.talk("a", words(2, 40))
+
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    monkeypatch.setattr(talks.scheduler.gaps, "layouts", lambda *_: {})
+    with pytest.raises(RunnerError, match="is not that of its own prefix"):
+        talks.talk("a", words(2, 40))

@@ -1,0 +1,152 @@
+"""Which engines compute across gaps, who is told, and what is evicted where they do not."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from vllm_ext.config import ConfigError, parse
+from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING, OFF, RETENTION, KvTierConfig
+from vllm_ext.kv.gap_manager import can_have_gaps, with_gap_manager
+from vllm_ext.kv.gap_support import WORKERS, crosses_gaps, obstacle
+from vllm_ext.patches import engine_config, registry
+from vllm_ext.patches.errors import UpstreamChanged
+from vllm_ext.simulation.harness import make_kv_cache_config
+from vllm_ext.systems import build
+
+
+def engine(**changes: Any) -> Any:
+    """An engine in whose way nothing is, but for the changes: names of parts, then of fields."""
+    mode = SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=changes.get("graphs", "PIECEWISE")))
+    found = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None, uses_mrope=False, enable_prompt_embeds=False),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
+            pipeline_parallel_size=1, worker_extension_cls="",
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_match_unit=None),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+        speculative_config=None,
+        use_v2_model_runner=changes.get("v2", False),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"eviction_policy": LEADING}),
+    )  # fmt: skip
+    for part in ("model_config", "parallel_config", "cache_config"):
+        for name, value in changes.get(part, {}).items():
+            assert hasattr(getattr(found, part), name)
+            setattr(getattr(found, part), name, value)
+    found.speculative_config = changes.get("speculative_config")
+    return found
+
+
+def config(**tier: Any) -> Any:
+    return parse({"system": "pensieve", "kv_tier": tier})
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
+    found = engine(v2=v2)
+    assert not crosses_gaps(found)
+    engine_config.let_gaps_be_crossed(config(gib=1), found)
+    assert found.parallel_config.worker_extension_cls == WORKERS[v2]
+    assert crosses_gaps(found)
+    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
+    assert obstacle(found) is None, "asked again of the same engine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cache_config": {"enable_prefix_caching": False}}, "without prefix caching"),
+        ({"cache_config": {"prefix_match_unit": 8}}, "hashes are finer"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
+        ({"model_config": {"multimodal_config": SimpleNamespace(language_model_only=False)}}, "multimodal"),
+        ({"model_config": {"enable_prompt_embeds": True}}, "prompt embeddings"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
+        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "context parallelism"),
+        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
+        ({"graphs": "FULL"}, "full CUDA graphs"),
+    ],
+)
+def test_what_is_in_the_way_is_said_and_conversations_shrink_from_their_tails(
+    changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
+    found = engine(**changes)
+    before = found.parallel_config.worker_extension_cls
+    engine_config.let_gaps_be_crossed(config(gib=1), found)
+    assert said in caplog.text
+    assert found.parallel_config.worker_extension_cls == before
+    assert not crosses_gaps(found)
+    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == RETENTION
+
+
+def test_a_vllm_that_was_not_verified_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*names: str) -> None:
+        raise UpstreamChanged(f"{names[0]} is not the verified one")
+
+    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
+    monkeypatch.setattr(registry, "verify", refuse)
+    found = engine()
+    engine_config.let_gaps_be_crossed(config(), found)
+    assert "kv-gaps is not the verified one" in caplog.text
+    assert not crosses_gaps(found)
+
+
+def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
+    def tier(system: str, **given: Any) -> KvTierConfig:
+        options = parse({"system": system, "kv_tier": given})
+        return build(options).tier(options.kv_tier)
+
+    found = tier("pensieve", gib=1)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, LEADING, AHEAD, AUTO, FUSED)
+    found = tier("pensieve", gib=1, gaps="off", policy="lru", load="between", bits=8)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (8, "lru", AHEAD, "between", OFF)
+    found = tier("alise+pensieve", gib=1)
+    assert (found.bits, found.policy, found.gaps) == (8, LEADING, FUSED)
+    assert tier("fcfs", gib=1) == tier("sarathi", gib=1)
+    assert tier("fcfs", gib=1).gaps == OFF
+
+
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ({"gaps": "fill"}, "kv_tier.gaps='fill': must be one of fused, off"),
+        ({"policy": "leading"}, "kv_tier.policy='leading': needs gaps"),
+        ({"gib": 1, "gaps": "fused"}, "kv_tier.load='between': must be in-step or auto with gaps"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(tier: dict[str, Any], message: str) -> None:
+    def resolve() -> KvTierConfig:
+        options = parse({"system": "fcfs", "kv_tier": tier})
+        return build(options).tier(options.kv_tier)
+
+    with pytest.raises(ConfigError, match=message):
+        resolve()
+
+
+def test_models_that_forget_tokens_are_refused() -> None:
+    plain = make_kv_cache_config(8, 16)
+    assert can_have_gaps(plain)
+    found = with_gap_manager(plain)
+    (group,) = found.kv_cache_groups
+    assert isinstance(group.kv_cache_spec, FullAttentionSpec)
+    assert group.kv_cache_spec.page_size_bytes == plain.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    spec = plain.kv_cache_groups[0].kv_cache_spec
+    window = SlidingWindowSpec(
+        block_size=16, num_kv_heads=1, head_size=32, dtype=spec.dtype, sliding_window=64
+    )  # fmt: skip
+    for specs in ([window], [spec, window]):
+        groups = [KVCacheGroupSpec([f"layer.{n}"], one) for n, one in enumerate(specs)]
+        hybrid = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+        assert not can_have_gaps(hybrid)
+        with pytest.raises(ValueError, match="one group of full attention"):
+            with_gap_manager(hybrid)

@@ -1,0 +1,120 @@
+"""Which free block of the device is taken first: of least retention value, which is a conversation's leading end.
+
+vLLM takes blocks in the order in which they were freed, and of one request the last ones first, since a prefix with a
+hole in it is lost to it. Where gaps are crossed the leading ones are the cheapest to lose, for they are the cheapest to
+compute again (Pensieve, section 4.3.1):
+
+    V = Cost(l) / T     Cost(l): time to compute a block again with l tokens before it
+                        T: time since the block was freed
+
+Values change at different rates, so blocks can't be kept in their order. But those with about as many tokens before
+them have about the same cost, and among those the oldest is worth least. So blocks are kept in classes by their place
+in the sequence, and taking one compares the oldest of each class: two classes for each doubling of the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+_CLASSES_PER_OCTAVE = 2
+_LEAST_AGE_S = 1e-6
+
+
+class RetentionQueue(FreeKVCacheBlockQueue):
+    """vLLM's list of free blocks, which gives away those of least value; blocks that hold nothing go before all.
+
+    The list itself stays as it was, so that a block can be taken out of the middle, and others can walk it.
+
+    Args:
+        blocks: Free ones, which hold nothing.
+        clock: Returns the time, in seconds.
+        cost_s: Seconds to compute a block again that ends after so many tokens.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
+        super().__init__(blocks)
+        self.clock = clock
+        self.cost_s = cost_s
+        self._classes: dict[int, dict[int, tuple[KVCacheBlock, float]]] = {}
+        """By class and block id: blocks with what they hold, and when they were freed, the oldest first."""
+        self._class_of: dict[int, int] = {}
+
+    @classmethod
+    def replace(
+        cls, queue: FreeKVCacheBlockQueue, clock: Callable[[], float], cost_s: Callable[[int], float]
+    ) -> RetentionQueue:
+        """Return a queue with the blocks of another one, in which nothing is cached yet."""
+        blocks = queue.get_all_free_blocks()
+        for block in blocks:
+            block.prev_free_block = block.next_free_block = None
+        return cls(blocks, clock, cost_s)
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Add blocks that may be found again; of one place those that stand first in their sequence are the older."""
+        super().append_n(blocks)
+        now = self.clock()
+        for block in sorted(blocks, key=_end):
+            if block.block_hash is not None:
+                number = _class(_end(block))
+                self._classes.setdefault(number, {})[block.block_id] = (block, now)
+                self._class_of[block.block_id] = number
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Add one block."""
+        self.append_n([block])
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take out a block that is used again."""
+        super().remove(block)
+        self._forget(block)
+
+    def popleft(self) -> KVCacheBlock:
+        """Take the block of least value.
+
+        Raises:
+            ValueError: there is none.
+        """
+        first = self._least()
+        if first is None:
+            block: KVCacheBlock = super().popleft()
+            self._forget(block)
+            return block
+        self.remove(first)
+        return first
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the ``n`` blocks of least value; there must be so many."""
+        return [self.popleft() for _ in range(n)]
+
+    def _least(self) -> KVCacheBlock | None:
+        """Return the block that goes next; None: the first one of the list, which holds nothing."""
+        head = self.fake_free_list_head.next_free_block
+        if not self._class_of or (head is not None and head.block_hash is None):
+            return None
+        now, best, least = self.clock(), None, math.inf
+        for members in self._classes.values():
+            for block, freed in members.values():
+                value = -1.0 if block.block_hash is None else self.cost_s(_end(block)) / max(now - freed, _LEAST_AGE_S)
+                if value < least:
+                    best, least = block, value
+                break
+        return best
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        number = self._class_of.pop(block.block_id, None)
+        if number is not None:
+            members = self._classes[number]
+            del members[block.block_id]
+            if not members:
+                del self._classes[number]
+
+
+def _end(block: KVCacheBlock) -> int:
+    return block.block_hash_num_tokens or 0
+
+
+def _class(end: int) -> int:
+    return int(_CLASSES_PER_OCTAVE * math.log2(max(end, 1)))

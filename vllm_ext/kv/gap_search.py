@@ -1,0 +1,152 @@
+"""Finds what is kept of a request behind gaps, decides what is done about it, and keeps account of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.kv.gap_layout import GapLayout, kept_ranges
+from vllm_ext.kv.gap_manager import GapManager, Placement
+from vllm_ext.kv.gap_plan import Action, Costs, Place, plan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_ext.kv.gap_loads import GapLoadingScheduler
+
+_GAP_S = 1e-4
+"""What a gap costs besides its tokens: one row more in the tables of the attention kernels."""
+_MAX_GAPS = 4
+
+
+@dataclass
+class GapCounts:
+    """What became of lookups behind gaps, counted when a request gets its blocks."""
+
+    requests: int = 0
+    """Requests that were continued across gaps."""
+    gaps: int = 0
+    tokens_kept: int = 0
+    """Tokens whose KV was found on the device behind the prefix hit, and used."""
+    tokens_loaded: int = 0
+    """Tokens whose KV was brought back from the host."""
+    tokens_computed: int = 0
+    """Tokens of gaps, which were computed again."""
+
+    def state(self) -> dict[str, int]:
+        """Return the counts, fit for JSON."""
+        return asdict(self)
+
+
+class GapSearch:
+    """Lookups behind gaps for one scheduler.
+
+    Attributes:
+        host: Finds chunks in host memory, and brings them back; None: nothing is loaded behind gaps.
+        compute_s: Seconds to compute so many tokens after so many others.
+        counts: What became of them.
+    """
+
+    def __init__(self, manager: GapManager, compute_s: Callable[[int, int], float]) -> None:
+        """Take the block manager, and what tokens cost."""
+        self._manager = manager
+        self.host: GapLoadingScheduler | None = None
+        self.compute_s = compute_s
+        self.counts = GapCounts()
+
+    def block_cost_s(self, end: int) -> float:
+        """Return the time to compute a block again that ends after so many tokens, in seconds."""
+        size = self._manager.block_size
+        return self.compute_s(size, max(0, end - size))
+
+    def kept_tokens(self, request: Request, num_hit_tokens: int) -> int:
+        """Place a request whose prefix hit has so many tokens.
+
+        Returns:
+            How many tokens are kept in all: the virtual number of computed tokens; the hit alone if nothing else is.
+        """
+        placements = self._manager.placements
+        placements.pop(request.request_id, None)  # of an earlier try to admit it
+        placement = self._placement(request, num_hit_tokens // self._manager.block_size)
+        if placement is None:
+            return num_hit_tokens
+        placements[request.request_id] = placement
+        return placement.layout.num_kept
+
+    def is_within(self, req_id: str, index: int) -> bool:
+        """Return whether tokens of a gap are still to be computed, from a virtual index on."""
+        placement = self._manager.placements.get(req_id)
+        return placement is not None and index < placement.layout.end
+
+    def placement(self, req_id: str) -> Placement | None:
+        """Return what is done about a request's blocks, if it has gaps."""
+        return self._manager.placements.get(req_id)
+
+    def front(self, req_id: str, index: int) -> int:
+        """Return how many tokens of a request have their KV, from the first one on, before a virtual index."""
+        placement = self._manager.placements.get(req_id)
+        return index if placement is None else placement.front(index)
+
+    def layouts(self, output: SchedulerOutput, computed: Callable[[str], int]) -> dict[str, GapLayout]:
+        """Return where the tokens of a step's requests lie that are not beyond their gaps, by request.
+
+        Args:
+            output: The step.
+            computed: The virtual number of a request's computed tokens, with those of the step.
+        """
+        placements, scheduled = self._manager.placements, output.num_scheduled_tokens
+        found = {}
+        for req_id in placements.keys() & scheduled.keys() if placements else ():
+            layout = placements[req_id].layout
+            first = computed(req_id) - scheduled[req_id]
+            if first < layout.end:
+                found[req_id] = layout
+                if first == layout.num_kept:
+                    self._count(placements[req_id])
+        return found
+
+    def _placement(self, request: Request, num_hit: int) -> Placement | None:
+        if request.skip_reading_prefix_cache or request.has_encoder_inputs or request.prompt_embeds is not None:
+            return None
+        kept = self._kept_blocks(request, num_hit)
+        if not kept:
+            return None
+        end = max(kept) + 1
+        places = [Place.DEVICE] * num_hit
+        places += (kept[n][0] if n in kept else Place.NOWHERE for n in range(num_hit, end))
+        load_s = 0.0 if self.host is None else self.host.load_s_per_block
+        costs = Costs(compute_s=self.compute_s, load_s_per_block=load_s, gap_s=_GAP_S)
+        size = self._manager.block_size
+        runs = plan(places, size, costs, max_gaps=_MAX_GAPS).runs
+        while runs and runs[-1].action is Action.COMPUTE:
+            runs = runs[:-1]
+        behind = tuple(run for run in runs if run.start >= num_hit)
+        if not any(run.action is Action.COMPUTE for run in behind):
+            return None  # no gap: vLLM's own way, and the connector's, does as well
+        used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
+        reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
+        return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused)
+
+    def _kept_blocks(self, request: Request, num_hit: int) -> dict[int, tuple[Place, Any]]:
+        """Return where blocks behind the prefix hit are, by number, and those of the device; not the last token's."""
+        lookup, hashes = self._manager.block_pool.get_cached_block, request.block_hashes
+        numbers = range(num_hit, min((request.num_tokens - 1) // self._manager.block_size, len(hashes)))
+        kept: dict[int, tuple[Place, Any]] = {}
+        for number in numbers:
+            if (found := lookup(hashes[number], [0])) is not None:
+                kept[number] = (Place.DEVICE, found[0])
+        if self.host is not None:
+            for number in self.host.held_blocks(request, (n for n in numbers if n not in kept)):
+                kept[number] = (Place.HOST, None)
+        return kept
+
+    def _count(self, placement: Placement) -> None:
+        size, counts = self._manager.block_size, self.counts
+        computed = [run for run in placement.runs if run.action is Action.COMPUTE]
+        counts.requests += 1
+        counts.gaps += len(computed)
+        counts.tokens_kept += len(placement.reused) * size
+        counts.tokens_loaded += sum(run.num_blocks for run in placement.runs if run.action is Action.LOAD) * size
+        counts.tokens_computed += sum(run.num_blocks for run in computed) * size

@@ -1,0 +1,72 @@
+"""Pensieve's cache of conversations: KV survives the turn, and leaves from its leading end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING
+from vllm_ext.policies.checks import require
+from vllm_ext.policies.residency.estimated_wait import EstimatedWait
+from vllm_ext.policies.residency.fate import Fate, Parting
+from vllm_ext.scheduling.views import RequestView, StepView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Keep the KV of finished turns on the device and in host memory, and drop what is cheapest to compute again.
+
+    Blocks on the device stay until they are needed, and are copied to the host before that, when less than a quarter
+    of them could be taken without loss. Chunks of least retention value go first, there and here, which are the leading
+    ones of conversations that were not active for long. A conversation that comes back computes those again in one
+    forward pass with its new prompt, while the others come back layer by layer.
+
+    What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
+    (``--kv-tier-gib``) conversations live on the device only.
+
+    Source: Pensieve, sections 4.3 and 4.4. Ours: how likely a conversation is to return weighs in (``learn_returns``).
+    """
+
+    uses_predictions: ClassVar[bool] = False
+
+    reserve: float = 0.1
+    """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
+    tier_bits: int = 16
+    """Form of KV in host memory unless the user asks for another: 16, as published, or 8."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.reserve < 1, "residency.reserve", self.reserve, "at least 0 and less than 1")
+        require(self.tier_bits in (8, 16), "residency.tier_bits", self.tier_bits, "8 or 16")
+
+    @property
+    def tier_options(self) -> dict[str, Any]:
+        """Options of the KV tier that this policy wants where the user leaves them open."""
+        return {"bits": self.tier_bits, "policy": LEADING, "store": AHEAD, "load": AUTO, "gaps": FUSED}
+
+    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+        """Suspend: the KV stays where it is until its blocks are needed, and is copied before that."""
+        return Fate.KEEP
+
+    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
+        """Return nobody: what is copied ahead is what nobody uses."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionWithSwaps(EstimatedWait, Retention):
+    """Conversations as `Retention` keeps them, and preempted requests as `EstimatedWait` has it, in one tier.
+
+    Both kinds of KV have one scale of value: a preempted request's chunks are those of a conversation that was active
+    just now, and so the last to go.
+    """
+
+    tier_bits: int = 8
+
+    def __post_init__(self) -> None:
+        EstimatedWait.__post_init__(self)
+        Retention.__post_init__(self)
+
+    @property
+    def tier_options(self) -> dict[str, Any]:
+        """Options of the KV tier that this policy wants where the user leaves them open."""
+        return Retention.tier_options.fget(self)  # type: ignore[attr-defined, no-any-return]

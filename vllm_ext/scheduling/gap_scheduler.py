@@ -1,0 +1,92 @@
+"""GapScheduler: vLLM's scheduler, which continues a conversation although KV in front of what was kept is gone.
+
+vLLM's lookup ends at the first block that is missing. Here it goes on: what lies behind a gap is kept, the gap is
+computed again together with the new prompt, in one forward pass (Pensieve, section 4.4). The number of computed tokens
+that vLLM is told is virtual, see `kv.gap_layout`; the workers are told where the tokens of a step really lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_ext.kv.free_queue import RetentionQueue
+from vllm_ext.kv.gap_layout import ATTRIBUTE
+from vllm_ext.kv.gap_manager import GapManager, can_have_gaps, with_gap_manager
+from vllm_ext.kv.gap_search import GapSearch
+from vllm_ext.kv.gap_support import crosses_gaps
+from vllm_ext.kv.options import keep_from_the_front
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.vllm_ext.gaps")
+
+_LINEAR_TOKENS = 8192.0
+"""Context at which attention costs as much as everything else, where nothing was measured."""
+
+
+class GapScheduler(AsyncScheduler):
+    """vLLM's scheduler with lookups that go on behind gaps, where the workers can compute across them.
+
+    Attributes:
+        gaps: Finds and counts them; None where lookups end at the first one.
+        clock: Returns the time, in seconds.
+    """
+
+    clock: Callable[[], float]
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments."""
+        wanted = crosses_gaps(vllm_config)
+        if wanted and not can_have_gaps(kv_cache_config):
+            logger.warning(
+                "conversations are computed again from their first missing block on: not all layers of this model keep "
+                "the KV of all tokens"
+            )
+            wanted = False
+            if vllm_config.kv_transfer_config is not None:
+                keep_from_the_front(vllm_config.kv_transfer_config)
+        super().__init__(vllm_config, with_gap_manager(kv_cache_config) if wanted else kv_cache_config, *args, **kwargs)
+        self.gaps: GapSearch | None = None
+        if wanted:
+            (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+            assert isinstance(manager, GapManager)
+            self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / _LINEAR_TOKENS))
+            pool = self.kv_cache_manager.block_pool
+            pool.free_block_queue = RetentionQueue.replace(
+                pool.free_block_queue, lambda: self.clock(), self.gaps.block_cost_s
+            )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """As vLLM's; says where the tokens of requests with gaps lie."""
+        output = super().schedule(throttle_prefills)
+        if self.gaps is not None:
+            layouts = self.gaps.layouts(output, lambda req_id: self.requests[req_id].num_computed_tokens)
+            if layouts:
+                setattr(output, ATTRIBUTE, layouts)
+        return output
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        if self.gaps is not None:
+            num_tokens = self.gaps.kept_tokens(request, num_tokens)
+        return blocks, num_tokens, boundary, diverged
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if num_tokens == 1 and self.gaps is not None and self.gaps.is_within(request.request_id, num_computed_tokens):
+            return 0  # it would look like a decode, for which a graph may be replayed that knows nothing of pieces
+        return num_tokens
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.gaps is not None:  # whoever looks at the count from here on takes it for that of the first tokens
+            request.num_computed_tokens = self.gaps.front(request.request_id, request.num_computed_tokens)
+        return super()._free_request(request, *args, **kwargs)
