@@ -95,9 +95,9 @@ class KvTierConfig:
             raise ConfigError("kv_tier.bits", self.bits, "must be 16 or 8")
         if self.chunk_tokens is not None:
             integer("kv_tier.chunk_tokens", self.chunk_tokens, minimum=1)
-        for name, allowed in _CHOICES.items():
+        for name, known in _CHOICES.items():
             if getattr(self, name) is not None:
-                choice(f"kv_tier.{name}", getattr(self, name), allowed)
+                choice(f"kv_tier.{name}", getattr(self, name), known)
         number("kv_tier.free_fraction", self.free_fraction)
         if not 0 < self.free_fraction < 1:
             raise ConfigError("kv_tier.free_fraction", self.free_fraction, "must be a fraction between 0 and 1")

@@ -4,7 +4,7 @@
 
 A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
 "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
-``"odd_loads"``: see there; or ``"naps"``: {step: level of sleep}. The engine core lives
+``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. The engine core lives
 in this process, so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible
 up to what the scheduler does with the clock.
 
@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def nap(engine: Any, level: int) -> None:
         raise RuntimeError("the engine did not wake up")
 
 
-def drive(engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int]) -> dict[str, Any]:
+def drive(
+    engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int], before_step: Callable[[], None] | None
+) -> dict[str, Any]:
     """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id.
 
     ``naps`` are levels of sleep by the step before which they come.
@@ -105,6 +108,8 @@ def drive(engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int]) -> 
             engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
         if step in naps:
             nap(engine, naps.pop(step))
+        if before_step is not None:
+            before_step()
         outputs = engine.step()
         for output in outputs:
             if output.finished:
@@ -155,8 +160,13 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_loads
 
         odd_loads.install(spec["odd_loads"])
+    before_step: Callable[[], None] | None = None
+    if "odd_gaps" in spec:
+        import odd_gaps
+
+        before_step = odd_gaps.install(spec["odd_gaps"], core)
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
-    outputs = drive(llm.llm_engine, spec["arrivals"], naps)
+    outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {
         "tokens": {key: list(output.outputs[0].token_ids) for key, output in outputs.items()},
         "texts": {key: output.outputs[0].text for key, output in outputs.items()},

@@ -7,6 +7,7 @@ give other tokens. Pools are so small that the conversations push each other's l
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,57 +19,113 @@ SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "num_gpu_block
 NO_CACHE: dict[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
 
 
+MIB = 1 / 1024
+
+
 def steered(system: str, **tier: Any) -> dict[str, Any]:
     options = {"kv_tier": tier, "prediction": {"sources": ["hint", "history"]}}
     return {"scheduler_cls": system, "additional_config": {"vllm_ext": options}}
 
 
 def talks(seed: int, *, turns: int = 4, num: int = 4) -> list[dict[str, Any]]:
-    """Conversations with a system prompt that all share, in turns, and now and then two at a time."""
+    """Conversations with a system prompt that all share, two or three of them at a time."""
     rng = random.Random(seed)
     shared = [rng.randrange(32, 127) for _ in range(40)]
     made = conversations(seed, num=num, turns=turns, user_tokens=50, answer_tokens=30)
     for request in made:
         if "after" not in request:
             request["prompt_token_ids"] = [*shared, *request["prompt_token_ids"]]
-        request["step"] -= rng.choice([0, 0, 30])
+        request["step"] = request["step"] // 3 - rng.choice([0, 0, 10])
     return [*made, arrival("other", 95, shared + [40] * 120, 20)]
 
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "device": {**SMALL, **steered("fcfs", gaps="fused")},
     "chunked": {**SMALL, **steered("fcfs", gaps="fused"), "max_num_batched_tokens": 40},
-    "pensieve": {**SMALL, **steered("pensieve", gib=0.004)},
-    "pensieve-chunked": {**SMALL, **steered("pensieve", gib=0.004), "max_num_batched_tokens": 40},
-    "alise+pensieve": {**SMALL, "max_num_seqs": 2, **steered("alise+pensieve", gib=0.004, bits=16)},
-    "off": {**SMALL, **steered("fcfs", gaps="off")},
+    "pensieve": {**SMALL, **steered("pensieve", gib=0.7 * MIB)},
+    "pensieve-chunked": {**SMALL, **steered("pensieve", gib=0.7 * MIB), "max_num_batched_tokens": 40},
+    "alise+pensieve": {**SMALL, "num_gpu_blocks_override": 20, **steered("alise+pensieve", gib=0.7 * MIB, bits=16)},
 }
+POISONED = ("device", "chunked", "pensieve")
+"""Runs in which what holds nothing is overwritten before each step."""
+SPOILT = ("whole-rows", "first-positions", "garbage")
+SEEDS = {"llama": (1, 2), "opt": (1,)}
+CASES = [(model, seed, name) for model, seeds in SEEDS.items() for seed in seeds for name in RUNS]
 
 
-@pytest.fixture(scope="module", params=["llama", "opt"])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Outcome]]:
-    """By run and seed; rotary positions, and learned ones."""
-    model = str(request.getfixturevalue(request.param))
-    runs = []
-    for seed in (1, 2):
-        for name, engine in {"none": NO_CACHE, **RUNS}.items():
-            whole = {**BASE_ENGINE, "model": model, **engine}
-            runs.append({"name": f"{name}-{seed}", "engine": whole, "arrivals": talks(seed)})
-    return run_engines(tmp_path_factory.mktemp("run"), runs, timeout_s=800)
+def spec(name: str, model: Path, seed: int, engine: dict[str, Any], **more: Any) -> dict[str, Any]:
+    whole = {**BASE_ENGINE, "model": str(model), **engine}
+    return {"name": f"{name}-{seed}", "engine": whole, "arrivals": talks(seed), **more}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -> dict[tuple[str, str], Outcome]:
+    """By model and run: rotary positions, and learned ones."""
+    found: dict[tuple[str, str], Outcome] = {}
+    for model, folder in (("llama", llama), ("opt", opt)):
+        runs = []
+        for seed in SEEDS[model]:
+            runs.append(spec("none", folder, seed, NO_CACHE))
+            for name, engine in RUNS.items():
+                odd = {"odd_gaps": "poison"} if name in POISONED else {}
+                runs.append(spec(name, folder, seed, engine, **odd))
+        if model == "llama":
+            runs.append(spec("off", folder, 1, {**SMALL, **steered("fcfs", gaps="off")}))
+        found |= {(model, name): run for name, run in run_engines(tmp_path_factory.mktemp("run"), runs).items()}
+    return found
+
+
+def assert_cleaned_up(outcome: Outcome) -> None:
+    assert (outcome.blocks_missing, outcome.left_running, outcome.left_waiting, outcome.fallbacks) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("model", "seed", "name"), CASES)
+def test_4_the_tokens_are_those_without_a_cache(
+    outcomes: dict[tuple[str, str], Outcome], model: str, seed: int, name: str
+) -> None:
+    found = outcomes[model, f"{name}-{seed}"]
+    assert_cleaned_up(found)
+    assert found.tokens == outcomes[model, f"none-{seed}"].tokens
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_4_the_tokens_are_those_without_a_cache(outcomes: dict[str, Outcome], name: str, seed: int) -> None:
-    found = outcomes[f"{name}-{seed}"]
-    assert found.tokens == outcomes[f"none-{seed}"].tokens
-    assert (found.blocks_missing, found.left_running, found.left_waiting, found.fallbacks) == (0, 0, 0, 0)
-    if name == "off":
-        assert found.gaps == {}
+def test_each_kind_of_engine_crossed_gaps(outcomes: dict[tuple[str, str], Outcome], name: str) -> None:
+    found = [outcomes[model, f"{run}-{seed}"].gaps for model, seed, run in CASES if run == name]
+    assert sum(gaps["requests"] for gaps in found) > 0
+    assert sum(gaps["tokens_kept"] + gaps["tokens_loaded"] for gaps in found) > 0
+
+
+def test_host_memory_fills_gaps(outcomes: dict[tuple[str, str], Outcome]) -> None:
+    assert sum(outcomes["llama", f"pensieve-{seed}"].gaps["tokens_loaded"] for seed in (1, 2)) > 0
+
+
+def test_without_it_there_are_no_gaps(outcomes: dict[tuple[str, str], Outcome]) -> None:
+    assert outcomes["llama", "off-1"].gaps == {}
+    assert outcomes["llama", "off-1"].tokens == outcomes["llama", "none-1"].tokens
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_what_would_be_wrong_is_seen(
+    outcomes: dict[tuple[str, str], Outcome], kind: str, tmp_path: Path, llama: Path
+) -> None:
+    """Negative controls: half of what a worker does about gaps left out, and a kept block overwritten."""
+    spoilt = run_engines(tmp_path, [spec("device", llama, 1, RUNS["device"], odd_gaps=kind)])["device-1"]
+    assert spoilt.gaps["requests"] > 0
+    assert spoilt.tokens != outcomes["llama", "none-1"].tokens
+
+
+@pytest.mark.parametrize("boot", ["v2", "async"])
+def test_10_other_runners_give_the_same_tokens(
+    outcomes: dict[tuple[str, str], Outcome], boot: str, tmp_path: Path, llama: Path
+) -> None:
+    """vLLM's V2 model runner, and two steps under way at a time."""
+    names = {"v2": ["device"], "async": ["device", "chunked", "pensieve"]}[boot]
+    found = run_engines(tmp_path, [spec(name, llama, 1, RUNS[name]) for name in names], boot=boot, timeout_s=400)
+    for name in names:
+        assert_cleaned_up(found[f"{name}-1"])
+        assert found[f"{name}-1"].tokens == outcomes["llama", "none-1"].tokens
+    assert sum(run.gaps["requests"] for run in found.values()) > 0, "no gap was crossed, so nothing was shown"
+    if boot == "v2":
+        assert found["device-1"].runner == "vllm.v1.worker.cpu.model_runner"
     else:
-        assert found.gaps["requests"] > 0, "no gap was crossed, so nothing was shown"
-        assert found.gaps["tokens_kept"] + found.gaps["tokens_loaded"] > 0
-
-
-def test_host_memory_fills_gaps(outcomes: dict[str, Outcome]) -> None:
-    assert sum(outcomes[f"pensieve-{seed}"].gaps["tokens_loaded"] for seed in (1, 2)) > 0
+        assert found["device-1"].batch_queue == 2

@@ -221,6 +221,8 @@ def test_walk(system: str, seed: int, depth: int) -> None:
     talks.drain()
     counts = talks.scheduler.gaps.counts
     assert counts.requests > 3, "the walk went past what it is for"
+    if seed == 0:
+        assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
     assert talks.manager.placements == {}
     assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1
     assert talks.scheduler.vllm_ext_state()["fallbacks"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING
 from vllm_ext.policies.checks import require
@@ -27,8 +27,6 @@ class Retention:
     Source: Pensieve, sections 4.3 and 4.4. Ours: how likely a conversation is to return weighs in (``learn_returns``).
     """
 
-    uses_predictions: ClassVar[bool] = False
-
     reserve: float = 0.1
     """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
     tier_bits: int = 16
@@ -37,6 +35,11 @@ class Retention:
     def __post_init__(self) -> None:
         require(0 <= self.reserve < 1, "residency.reserve", self.reserve, "at least 0 and less than 1")
         require(self.tier_bits in (8, 16), "residency.tier_bits", self.tier_bits, "8 or 16")
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether predicted lengths are looked at: they are not."""
+        return False
 
     @property
     def tier_options(self) -> dict[str, Any]:
