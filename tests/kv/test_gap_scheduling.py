@@ -185,6 +185,21 @@ def test_an_abort_within_a_gap_leaves_nothing_behind(after: int, depth: int) -> 
     talks.drain()
 
 
+def test_one_that_is_aborted_before_it_gets_its_blocks_leaves_nothing_behind() -> None:
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.say("b", words(2, 14 * BLOCK), answer=30)
+    talks.step()
+    req_id = talks.say("a", words(3, 40))  # 15 blocks, of which 10 are free
+    talks.step()
+    assert not talks.manager.placements[req_id].placed
+    talks.loop.abort(req_id)
+    talks.drain()
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == 25
+
+
 @DEPTHS
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("system", ["fcfs", "alise", "auto"])
@@ -221,7 +236,7 @@ def test_walk(system: str, seed: int, depth: int) -> None:
     talks.drain()
     counts = talks.scheduler.gaps.counts
     assert counts.requests > 3, "the walk went past what it is for"
-    if seed == 0:
+    if (system, seed) == ("alise", 0):
         assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
     assert talks.manager.placements == {}
     assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1

@@ -21,6 +21,11 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 _CLASSES_PER_OCTAVE = 2
 _LEAST_AGE_S = 1e-6
+_PRICED_FOR = 1024
+"""Comparisons until the cost of each class is asked for again: it is learned, and changes slowly."""
+_COMPARED_FOR_S = 0.01
+"""For so long a class is taken to be that of the least value, as long as its oldest is below what was second then."""
+_NOT_COMPARED = (0, math.inf, -math.inf)
 
 
 class RetentionQueue(FreeKVCacheBlockQueue):
@@ -41,6 +46,10 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         self._classes: dict[int, dict[int, tuple[KVCacheBlock, float]]] = {}
         """By class and block id: blocks with what they hold, and when they were freed, the oldest first."""
         self._class_of: dict[int, int] = {}
+        self._costs: dict[int, float] = {}
+        self._compared = 0
+        self._chosen = _NOT_COMPARED
+        """Class of least value, value of the second least when they were compared, and until when to go by that."""
 
     @classmethod
     def replace(
@@ -55,7 +64,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Add blocks that may be found again; of one place those that stand first in their sequence are the older."""
         super().append_n(blocks)
-        now = self.clock()
+        now, self._chosen = self.clock(), _NOT_COMPARED
         for block in sorted(blocks, key=_end):
             if block.block_hash is not None:
                 number = _class(_end(block))
@@ -94,14 +103,38 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         head = self.fake_free_list_head.next_free_block
         if not self._class_of or (head is not None and head.block_hash is None):
             return None
-        now, best, least = self.clock(), None, math.inf
-        for members in self._classes.values():
-            for block, freed in members.values():
-                value = -1.0 if block.block_hash is None else self.cost_s(_end(block)) / max(now - freed, _LEAST_AGE_S)
-                if value < least:
-                    best, least = block, value
-                break
+        now, (number, second, until) = self.clock(), self._chosen
+        members = self._classes.get(number)
+        if members and now < until:
+            block, freed = next(iter(members.values()))
+            if self._value(number, block, now - freed) <= second:
+                return block
+        return self._compare(now)
+
+    def _compare(self, now: float) -> KVCacheBlock | None:
+        """Compare the oldest of all classes; the class of the least is looked at first for some time."""
+        self._compared += 1
+        if self._compared % _PRICED_FOR == 0:
+            self._costs.clear()
+        best, chosen, least, second = None, 0, math.inf, math.inf
+        for number, members in self._classes.items():
+            block, freed = next(iter(members.values()))
+            value = self._value(number, block, now - freed)
+            if value < least:
+                best, chosen, least, second = block, number, value, least
+            elif value < second:
+                second = value
+        self._chosen = chosen, second, now + _COMPARED_FOR_S
         return best
+
+    def _value(self, number: int, block: KVCacheBlock, age_s: float) -> float:
+        return -1.0 if block.block_hash is None else self._cost(number) / max(age_s, _LEAST_AGE_S)
+
+    def _cost(self, number: int) -> float:
+        cost = self._costs.get(number)
+        if cost is None:
+            cost = self._costs[number] = self.cost_s(int(2 ** ((number + 0.5) / _CLASSES_PER_OCTAVE)))
+        return cost
 
     def _forget(self, block: KVCacheBlock) -> None:
         number = self._class_of.pop(block.block_id, None)

@@ -87,7 +87,7 @@ class GapSearch:
     def front(self, req_id: str, index: int) -> int:
         """Return how many tokens of a request have their KV, from the first one on, before a virtual index."""
         placement = self._manager.placements.get(req_id)
-        return index if placement is None else placement.front(index)
+        return index if placement is None or not placement.placed else placement.front(index)
 
     def layouts(self, output: SchedulerOutput, computed: Callable[[str], int]) -> dict[str, GapLayout]:
         """Return where the tokens of a step's requests lie that are not beyond their gaps, by request.

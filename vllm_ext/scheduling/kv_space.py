@@ -21,6 +21,7 @@ class KvSpace:
         self._manager = scheduler.kv_cache_manager
         reserved = int(reserve * self._manager.block_pool.num_gpu_blocks)
         self._manager.watermark_blocks = max(self._manager.watermark_blocks, reserved)
+        self._crosses_gaps = getattr(scheduler, "gaps", None) is not None
         groups = scheduler.kv_cache_config.kv_cache_groups
         self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
         self.only_full_attention = all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups)
@@ -89,6 +90,9 @@ class KvSpace:
         """Return the blocks that would be free after preempting ``request``; shared prefix blocks stay held."""
         freed = 0
         for blocks in self._manager.get_blocks(request.request_id).blocks:
+            if self._crosses_gaps:
+                freed += sum(block.ref_cnt <= 1 for block in blocks)
+                continue
             shared = 0
             for block in blocks:  # what is shared is shared from the front
                 if block.ref_cnt <= 1:
