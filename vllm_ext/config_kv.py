@@ -11,7 +11,9 @@ from vllm_ext.config_checks import ConfigError, boolean, choice, integer, number
 
 LOSSLESS, QUANTISED = 16, 8
 RETENTION, TAIL, LEADING = "retention", "tail", "leading"
-POLICIES = (RETENTION, TAIL, LEADING, "lru", "arc")
+PREFIX_POLICIES = (RETENTION, TAIL, "lru", "arc")
+"""Those that leave what vLLM's lookup from the front finds."""
+POLICIES = (*PREFIX_POLICIES, LEADING)
 EARLY, LATE, AHEAD = "early", "late", "ahead"
 STORES = (EARLY, LATE, AHEAD)
 BETWEEN, IN_STEP, AUTO = "between", "in-step", "auto"

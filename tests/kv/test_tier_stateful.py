@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from vllm_ext.config_kv import AHEAD, POLICIES, STORES
+from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_driver import walk
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
@@ -40,7 +40,7 @@ def setups(draw: st.DrawFn) -> Setup:
         prefix_caching=store == AHEAD or draw(st.booleans()),
         bits=draw(st.sampled_from([16, 8])),
         store=store,
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=draw(st.sampled_from(PREFIX_POLICIES)),
         blocks_per_chunk=draw(st.integers(1, 3)),
         host_chunks=draw(st.sampled_from([1, 3, 8, 30])),
         num_blocks=draw(st.sampled_from([MIN_BLOCKS, MIN_BLOCKS + 4, 2 * MIN_BLOCKS])),

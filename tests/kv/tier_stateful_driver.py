@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from vllm_ext.config_kv import AHEAD, POLICIES, STORES
+from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 
@@ -59,11 +59,11 @@ def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
     """Return engine ``number``: in turn all kinds of scheduling, stores, policies and bits; the rest by dice."""
     number, asynchronous = divmod(number, 2)
     number, store = divmod(number, len(STORES))
-    number, policy = divmod(number, len(POLICIES))
+    number, policy = divmod(number, len(PREFIX_POLICIES))
     drawn: dict[str, object] = {
         "async_scheduling": bool(asynchronous),
         "store": STORES[store],
-        "policy": POLICIES[policy],
+        "policy": PREFIX_POLICIES[policy],
         "bits": (16, 8)[number % 2],
         "blocks_per_chunk": dice.choice([1, 1, 2, 3]),
         "prefix_caching": dice.random() < 0.8 or STORES[store] == AHEAD,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import POLICIES
+from vllm_ext.config_kv import PREFIX_POLICIES
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.kv.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
@@ -135,7 +135,7 @@ def test_at_16_bits_and_chunks_of_a_block_it_decides_as_vllms_own(
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PREFIX_POLICIES)
 @_STORES
 @_DEPTHS
 def test_same_seed_same_bytes(async_scheduling: bool, store: str, policy: str) -> None:
@@ -172,7 +172,7 @@ def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None
     options = own_tier(
         dice.choice([5, 10, 40, 200]),
         bits=dice.choice([16, 8]),
-        policy=POLICIES[seed % 3],
+        policy=PREFIX_POLICIES[seed % 3],
         store=("early", "late")[seed // 2 % 2],
         chunk_tokens=dice.choice([16, 16, 32, 48]),
     )
