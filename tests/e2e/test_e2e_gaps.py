@@ -129,3 +129,14 @@ def test_10_other_runners_give_the_same_tokens(
         assert found["device-1"].runner == "vllm.v1.worker.cpu.model_runner"
     else:
         assert found["device-1"].batch_queue == 2
+
+
+def test_two_workers_compute_across_gaps(tmp_path: Path, llama: Path) -> None:
+    """Tensor parallel: processes of their own, which are told of gaps with each step."""
+    wanted = {"none": NO_CACHE, "device": RUNS["device"], "pensieve": RUNS["pensieve"]}
+    runs = [spec(name, llama, 1, {**engine, "tensor_parallel_size": 2}) for name, engine in wanted.items()]
+    found = run_engines(tmp_path, runs)
+    for name in ("device", "pensieve"):
+        assert_cleaned_up(found[f"{name}-1"])
+        assert found[f"{name}-1"].gaps["requests"] > 0
+        assert found[f"{name}-1"].tokens == found["none-1"].tokens
