@@ -44,9 +44,13 @@ TTFT_SLO_MS = 60_000.0
 TBT_SLO_MS = (50.0, 100.0, 200.0, 400.0)
 """Objectives of the requests, in turn."""
 WARMUP_STEPS = 20
-TIER_OPTIONS: Mapping[str, Mapping[str, Any]] = {f"tier-{store}": {"gib": 1.0, "store": store} for store in STORES}
+TIER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{f"tier-{store}": {"gib": 1.0, "store": store} for store in STORES},
+    "gaps": {"gaps": "fused"},
+}
 """`kv_tier` by what follows the colon of ``SYSTEM:TIER``. With ``early`` all that is computed is copied, at a speed
-beyond any machine's, outside the timing; the others copy nothing here, as nobody is preempted or ends."""
+beyond any machine's, outside the timing; the others copy nothing here, as nobody is preempted or ends. ``gaps`` has
+no tier: lookups go on behind missing blocks, of which there are none here, and free blocks are taken by their value."""
 _COPIES_BYTES_PER_S = 1e15
 _MOST_ADMISSION_STEPS = 64
 _FREE_SEATS = 64
@@ -114,7 +118,9 @@ class Subject:
         connector: dict[str, Any] = {}
         if kind:
             options["kv_tier"] = TIER_OPTIONS[kind]
-            connector["kv_transfer_config"] = transfer_config(KvTierConfig(**TIER_OPTIONS[kind]))
+            tier = KvTierConfig(**TIER_OPTIONS[kind])
+            if tier.gib:
+                connector["kv_transfer_config"] = transfer_config(tier)
         # Room for everybody's longest output, so that policies that reserve it let all requests in at the start.
         blocks = cell.running * (-(-(PROMPT_TOKENS + BLOCK + MAX_TOKENS) // BLOCK) + 1) + 64
         self.scheduler: Any = make_scheduler(

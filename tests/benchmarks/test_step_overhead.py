@@ -57,10 +57,22 @@ def test_a_tier_copies_what_it_stores_early_and_holds_nobody_up(tier: str, *, co
     assert one.fallbacks == 0
 
 
+def test_gaps_are_crossed_without_a_tier_and_only_where_that_is_asked_for() -> None:
+    one = subject("fcfs:gaps")
+    for _ in range(8):
+        one.block(5)
+    assert one.scheduler.gaps is not None
+    assert one._tier is None
+    assert one.mean_running == RUNNING
+    one.drop()
+    assert subject("fcfs").scheduler.gaps is None
+
+
 def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script("step_overhead").parse(["--systems", "fcfs,fcfs:tier-soon"])
-    assert "fcfs:tier-soon: what follows : must be one of tier-early, tier-late, tier-ahead" in capsys.readouterr().err
+    known = "tier-early, tier-late, tier-ahead, gaps"
+    assert f"fcfs:tier-soon: what follows : must be one of {known}" in capsys.readouterr().err
 
 
 def test_each_system_is_in_one_group_and_only_the_groups_of_long_queues_have_long_queues() -> None:
