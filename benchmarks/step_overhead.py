@@ -132,7 +132,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--systems",
         help="comma list; SYSTEM:tier-early, -late or -ahead has a KV tier, SYSTEM:gaps crosses gaps in kept KV, to be "
-        "compared with SYSTEM in its group (default: all systems that may serve, some compositions, and these under fcfs)",
+        "compared with SYSTEM in its group (default: all that may serve, some compositions, and these under fcfs)",
     )
     parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while steps are timed")
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
