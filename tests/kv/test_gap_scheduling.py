@@ -137,6 +137,17 @@ def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
     assert talks.pool.get_num_free_blocks() == 63
 
 
+@DEPTHS
+def test_where_tokens_are_said_to_cost_nothing_a_prefix_hit_is_still_one(depth: int) -> None:
+    talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(3, 5))
+    talks.scheduler.gaps.compute_s = lambda new, context: 0.0
+    first, *_ = talks.talk("a", words(2, 40))
+    assert first == {"a2": 9 * BLOCK + 4 + 40}
+    assert talks.scheduler.gaps.counts.requests == 0
+
+
 def test_without_it_all_from_the_first_missing_block_on_is_computed() -> None:
     talks = Talks(gaps="off", num_blocks=64, max_num_batched_tokens=512)
     talks.talk("a", words(1, 12 * BLOCK))

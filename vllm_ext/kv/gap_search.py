@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.kv.gap_layout import GapLayout, kept_ranges
 from vllm_ext.kv.gap_manager import GapManager, Placement
-from vllm_ext.kv.gap_plan import Action, Costs, Place, plan
+from vllm_ext.kv.gap_plan import Action, Costs, Place, Run, plan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -123,6 +123,8 @@ class GapSearch:
         while runs and runs[-1].action is Action.COMPUTE:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
+        if num_hit and (not runs or runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
+            return None  # where tokens are said to cost nothing, all is computed; vLLM's hit is not for us to give up
         if not any(run.action is Action.COMPUTE for run in behind):
             return None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
