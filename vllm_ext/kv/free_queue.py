@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-_CLASSES_PER_OCTAVE = 2
-_LEAST_AGE_S = 1e-6
+from vllm_ext.kv.worth import LEAST_AGE_S, class_of, middle_of
+
 _PRICED_FOR = 1024
 """Comparisons until the cost of each class is asked for again: it is learned, and changes slowly."""
 _COMPARED_FOR_S = 0.01
@@ -67,7 +67,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         now, self._chosen = self.clock(), _NOT_COMPARED
         for block in sorted(blocks, key=_end):
             if block.block_hash is not None:
-                number = _class(_end(block))
+                number = class_of(_end(block))
                 self._classes.setdefault(number, {})[block.block_id] = (block, now)
                 self._class_of[block.block_id] = number
 
@@ -128,12 +128,12 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         return best
 
     def _value(self, number: int, block: KVCacheBlock, age_s: float) -> float:
-        return -1.0 if block.block_hash is None else self._cost(number) / max(age_s, _LEAST_AGE_S)
+        return -1.0 if block.block_hash is None else self._cost(number) / max(age_s, LEAST_AGE_S)
 
     def _cost(self, number: int) -> float:
         cost = self._costs.get(number)
         if cost is None:
-            cost = self._costs[number] = self.cost_s(int(2 ** ((number + 0.5) / _CLASSES_PER_OCTAVE)))
+            cost = self._costs[number] = self.cost_s(middle_of(number))
         return cost
 
     def _forget(self, block: KVCacheBlock) -> None:
@@ -147,7 +147,3 @@ class RetentionQueue(FreeKVCacheBlockQueue):
 
 def _end(block: KVCacheBlock) -> int:
     return block.block_hash_num_tokens or 0
-
-
-def _class(end: int) -> int:
-    return int(_CLASSES_PER_OCTAVE * math.log2(max(end, 1)))

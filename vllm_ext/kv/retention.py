@@ -33,11 +33,7 @@ from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.returns import ReturnModel, turn_class
 from vllm_ext.kv.tails import Tails
-
-_CLASSES_PER_OCTAVE = 2
-_LEAST_AGE_S = 1e-6
-_LINEAR_TOKENS = 8192.0
-"""Context at which attention costs as much as everything else, where nothing was measured."""
+from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, class_of, middle_of
 
 Evicted = list[tuple[OffloadKey, ChunkStatus]]
 _Entry = tuple[int, OffloadKey]
@@ -85,7 +81,7 @@ class _Node:
 
 def default_cost(end: int) -> float:
     """Return the relative cost of a chunk that ends after so many tokens, where no runtime model says it."""
-    return 1.0 + end / _LINEAR_TOKENS
+    return 1.0 + end / LINEAR_TOKENS
 
 
 class RetentionCachePolicy(CachePolicy):
@@ -197,7 +193,7 @@ class RetentionCachePolicy(CachePolicy):
         taken: Evicted = []
         for key in sorted(conversation.keys, key=lambda key: self._nodes[key].link.end, reverse=True):
             node = self._nodes[key]
-            if node.chunk.ref_cnt == 0 and not self._followers.get(key):
+            if node.chunk.ref_cnt == 0 and not self._must_follow(key):
                 self._forget(key)
                 taken.append((key, node.chunk))
                 if node.link.before is not None:
@@ -258,7 +254,7 @@ class RetentionCachePolicy(CachePolicy):
         conversation = node.conversation
         turns = 0 if conversation is None else turn_class(conversation.turns)
         entry = node.link.end, key
-        self._tails.push((_class_of(node.link.end), turns), entry, len(self._nodes))
+        self._tails.push((class_of(node.link.end), turns), entry, len(self._nodes))
         if self.quota is not None and conversation is not None:
             self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, entry, len(self._nodes))
 
@@ -266,10 +262,10 @@ class RetentionCachePolicy(CachePolicy):
         """Take the tail of least value out of its class; None if there is none."""
         best: tuple[float, tuple[int, int]] | None = None
         for number, used_s in self._tails.oldest():
-            worth = self.cost(_middle_of(number[0]))
+            worth = self.cost(middle_of(number[0]))
             if self.returns is not None:
                 worth *= self.returns.factor(number[1])
-            value = worth / max(now - used_s, _LEAST_AGE_S)
+            value = worth / max(now - used_s, LEAST_AGE_S)
             if best is None or value < best[0]:
                 best = value, number
         return None if best is None else self._tails.pop(best[1])[1]
@@ -324,29 +320,8 @@ class LeadingCachePolicy(RetentionCachePolicy):
         """Forget a chunk; those that follow it are found without it."""
         self._forget(key)
 
-    def take(self, conversation: Conversation) -> Evicted:
-        """Forget the chunks of a conversation but those that copies use."""
-        taken: Evicted = []
-        for key in sorted(conversation.keys):
-            node = self._nodes[key]
-            if node.chunk.ref_cnt == 0:
-                self._forget(key)
-                taken.append((key, node.chunk))
-            else:
-                node.used_s = -math.inf
-                self._push(key)
-        return taken
-
     def _must_follow(self, key: OffloadKey) -> bool:
         return False
-
-
-def _class_of(end: int) -> int:
-    return int(_CLASSES_PER_OCTAVE * math.log2(max(end, 1)))
-
-
-def _middle_of(number: int) -> int:
-    return int(2 ** ((number + 0.5) / _CLASSES_PER_OCTAVE))
 
 
 for _name, _policy in ((RETENTION, RetentionCachePolicy), (TAIL, TailCachePolicy), (LEADING, LeadingCachePolicy)):

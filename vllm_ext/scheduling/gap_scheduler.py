@@ -21,6 +21,7 @@ from vllm_ext.kv.gap_manager import GapManager, can_have_gaps, with_gap_manager
 from vllm_ext.kv.gap_search import GapSearch
 from vllm_ext.kv.gap_support import crosses_gaps
 from vllm_ext.kv.options import keep_from_the_front
+from vllm_ext.kv.worth import LINEAR_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.vllm_ext.gaps")
-
-_LINEAR_TOKENS = 8192.0
-"""Context at which attention costs as much as everything else, where nothing was measured."""
 
 
 class GapScheduler(AsyncScheduler):
@@ -59,7 +57,7 @@ class GapScheduler(AsyncScheduler):
         if wanted:
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             assert isinstance(manager, GapManager)
-            self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / _LINEAR_TOKENS))
+            self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
             pool = self.kv_cache_manager.block_pool
             pool.free_block_queue = RetentionQueue.replace(
                 pool.free_block_queue, lambda: self.clock(), self.gaps.block_cost_s
