@@ -217,9 +217,8 @@ def test_an_engine_has_one_connector() -> None:
         (own_tier(policy="fifo"), "kv_tier.policy='fifo'"),
         ({"kv_tier": {"gibs": 1}}, "kv_tier.gibs=1: unknown option"),
         (own_tier(disk_dir="/nowhere", disk_gib=1.0), "must be left out in a simulation, which has no disk"),
-        (own_tier(load="in-step"), "kv_tier.load='in-step': must be between in a simulation"),
     ],
-    ids=["less than a chunk", "bits", "chunk", "policy", "unknown", "disk", "load"],
+    ids=["less than a chunk", "bits", "chunk", "policy", "unknown", "disk"],
 )
 def test_bad_options_are_refused_as_by_the_server(options: dict[str, Any], says: str) -> None:
     assert says in str(refused(options=options))

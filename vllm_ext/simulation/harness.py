@@ -159,8 +159,6 @@ def _crosses_gaps(additional_config: Mapping[str, Any] | None) -> bool:
     if not given:
         return False
     options = parse(given)
-    if options.kv_tier.gib:
-        return False  # what is simulated of a tier brings KV back from the front of a sequence only
     return build(options).tier(options.kv_tier).gaps != OFF
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
+from vllm_ext.kv.layer_loads import LayerJob, LayerLoads
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 
 
@@ -65,6 +66,8 @@ class SimulatedCopies(OffloadingWorker):
         """Blocks of transfers that are through."""
         self.waited_s = 0.0
         """Time the host waited for stores before it could launch a step."""
+        self.exposed_s = 0.0
+        """Time by which loads within steps made these longer."""
         self.auditor: Auditor | None = None
         self._copies_per_block = copies_per_block
         self._copies_per_chunk = copies_per_chunk
@@ -72,6 +75,10 @@ class SimulatedCopies(OffloadingWorker):
         self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
         self._begun: dict[int, _Transfer] = {}  # by the link's id
         self._results: list[TransferResult] = []
+        self._layers: tuple[float, float] | None = None
+        """When the loads of the step that is being launched begin and end; None: it has none."""
+        self._busy_s = 0.0
+        """Until when the worker's host thread waits for such loads."""
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
         """Copy blocks to the host once the device is through with what was launched."""
@@ -80,6 +87,44 @@ class SimulatedCopies(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Copy blocks to the device once it is through with what was launched."""
         return self._submit(job_id, Direction.TO_DEVICE, dst_spec, src_spec)
+
+    def step_begins(self, host_s: float, device_free_s: float) -> None:
+        """Take when the engine core hands a step over, and when the device is through with those before; in seconds."""
+        self.host_s, self.stream_s = max(host_s, self._busy_s), device_free_s
+
+    def load_by_layer(self, jobs: Sequence[LayerJob]) -> LayerLoads:
+        """Load for the step that is being launched, while it computes; see `forward_end_s`."""
+        for job in jobs:
+            self.submit_load(job.job_id, job.host, job.device)
+        begin_s = max(self.host_s, self.stream_s)
+        self._layers = begin_s, self._end_s({job.job_id for job in jobs}, begin_s)
+        return LayerLoads((), (), 1)
+
+    def forward_end_s(self, start_s: float, compute_s: float, num_layers: int) -> float:
+        """Return when a forward ends, each of whose layers waits for its own share of the step's loads, in seconds.
+
+        Layer l of L can begin when l + 1 shares are there, and L - l layers are still to be computed then: the latest
+        of these is that of the first or of the last layer.
+
+        Args:
+            start_s: When the device can begin.
+            compute_s: What it takes without waiting.
+            num_layers: Of the model.
+        """
+        if self._layers is None:
+            return start_s + compute_s
+        begin_s, end_s = self._layers
+        first_s = begin_s + (end_s - begin_s) / num_layers
+        found = max(start_s + compute_s, first_s + compute_s, end_s + compute_s / num_layers)
+        self.exposed_s += found - start_s - compute_s
+        return found
+
+    def step_ends(self) -> None:
+        """Let the host wait for the step's loads, as the worker does before it reports."""
+        if self._layers is not None:
+            self._busy_s = self._layers[1]
+            self.host_s = max(self.host_s, self._busy_s)
+            self._layers = None
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that are through by ``host_s``, each once; their times are those of an idle link."""
@@ -91,12 +136,7 @@ class SimulatedCopies(OffloadingWorker):
         """Let the host wait until none of these jobs is under way."""
         self._run_until(self.host_s)
         before = self.host_s
-        while any(transfer.job_id in job_ids for transfer in (*self._begun.values(), *self._queued)):
-            end_s = self.next_end_s()
-            if end_s is None:
-                raise RuntimeError(f"jobs {sorted(job_ids)} were submitted and never end")
-            self._run_until(max(end_s, self.host_s))
-            self.host_s = max(end_s, self.host_s)
+        self.host_s = self._end_s(job_ids, self.host_s)
         self.waited_s += self.host_s - before
 
     def next_end_s(self) -> float | None:
@@ -106,6 +146,16 @@ class SimulatedCopies(OffloadingWorker):
             if not self._queued or (end_s is not None and end_s <= self._queued[0].start_s):
                 return end_s
             self._begin(self._queued.popleft())
+
+    def _end_s(self, job_ids: set[int], now: float) -> float:
+        """Run until none of these jobs is under way and return when that is, or ``now`` if it is later."""
+        while any(transfer.job_id in job_ids for transfer in (*self._begun.values(), *self._queued)):
+            end_s = self.next_end_s()
+            if end_s is None:
+                raise RuntimeError(f"jobs {sorted(job_ids)} were submitted and never end")
+            now = max(end_s, now)
+            self._run_until(now)
+        return now
 
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
         num_blocks, num_chunks = len(device.block_ids), len(host.block_ids)

@@ -158,7 +158,9 @@ class SimulatedEngine:
         if shape.num_requests:
             self._empty_in_a_row = 0
             start = max(ready, self._device_free_s)
-            end = self._device_free_s = start + self._cost.device_s(shape)
+            device_s = self._cost.device_s(shape)
+            end = start + device_s if self._tier is None else self._tier.forward_end_s(start, device_s)
+            self._device_free_s = end
             self._collector.executed(shape, start, end)
         else:
             self._empty_step()

@@ -7,6 +7,7 @@ looked for where vLLM's model runners do it (``kv_connector_model_runner_mixin.p
 
     host       | launch k: submit stores of step k - 1, wait for those whose blocks step k takes, launch the forward,
                |           submit loads of step k, look which copies are through by now: reported with step k's output
+               |           (loads within step k are submitted before its forward, and waited for before the report)
     device     |      forward k - 1      |      forward k      |
     to host    |                         | stores of step k - 1      a store begins when forwards launched before it end
     to device  |                                               | loads of step k       and so does a load
@@ -52,7 +53,7 @@ def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> 
         )
     else:
         copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=layers)
-    return Tier(scheduler, connector, copies, num_devices=hardware.tensor_parallel)
+    return Tier(scheduler, connector, copies, num_devices=hardware.tensor_parallel, num_layers=layers)
 
 
 def worker_side(scheduler: Scheduler) -> Any:
@@ -68,14 +69,26 @@ class Tier:
         connector: The worker's side of it.
         copies: What it copies with.
         num_devices: Devices that hold a share of each block; their copies go side by side.
+        num_layers: Of the model: in so many parts the forward waits for loads within its step.
     """
 
-    def __init__(self, scheduler: Scheduler, connector: Any, copies: SimulatedCopies, *, num_devices: int = 1) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        connector: Any,
+        copies: SimulatedCopies,
+        *,
+        num_devices: int = 1,
+        num_layers: int = 1,
+    ) -> None:
         self.copies = copies
         self.hit_tokens = 0
         """Tokens whose KV was asked for from the host, and not computed again."""
         self._block_bytes = copies.block_bytes * num_devices
         self._block_size = scheduler.cache_config.block_size
+        self._num_layers = num_layers
+        self._loads_in_step = False
+        """Whether the step that is being launched has begun its loads already."""
         self._manager: Any = scheduler.connector.connector_scheduler.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
@@ -92,7 +105,7 @@ class Tier:
     # --- the model runner's calls -----------------------------------------------------------------------------------
 
     def before_forward(self, output: SchedulerOutput, host_s: float, device_free_s: float) -> float:
-        """Submit the last step's stores, and wait for those whose blocks this step takes.
+        """Submit the last step's stores, wait for those whose blocks this step takes, and begin loads within it.
 
         Args:
             output: What ``schedule()`` returned.
@@ -103,16 +116,26 @@ class Tier:
             When the host can launch the step, in seconds.
         """
         copies = self.copies
-        copies.host_s, copies.stream_s = host_s, device_free_s
-        self._connector.handle_preemptions(output.kv_connector_metadata)
+        copies.step_begins(host_s, device_free_s)
+        metadata = output.kv_connector_metadata
+        self._connector.handle_preemptions(metadata)
+        ready_s = copies.host_s
+        self._loads_in_step = bool(getattr(metadata, "in_step", ()))
+        if self._loads_in_step:
+            self._connector.bind_connector_metadata(metadata)
+            self._connector.start_load_kv(None)
         if copies.auditor is not None:
             copies.auditor.launched(output)
-        return copies.host_s
+        return ready_s
+
+    def forward_end_s(self, start_s: float, compute_s: float) -> float:
+        """Return when a forward ends that begins at a moment, and waits for what is loaded within its step."""
+        return self.copies.forward_end_s(start_s, compute_s, self._num_layers)
 
     def after_forward(
         self, output: SchedulerOutput, model_output: ModelRunnerOutput, device_free_s: float
     ) -> ModelRunnerOutput:
-        """Submit this step's loads behind its forward, and report what is through at its launch.
+        """Submit the step's other loads behind its forward, and report what is through at its launch.
 
         Returns:
             The model's output with the report, which reaches the scheduler when the step ends.
@@ -121,8 +144,10 @@ class Tier:
         self.copies.stream_s = device_free_s
         for job in metadata.load_jobs.values():
             self.hit_tokens += len(job.dst_spec.block_ids) * self._block_size
-        connector.bind_connector_metadata(metadata)
-        connector.start_load_kv(None)
+        if not self._loads_in_step:
+            connector.bind_connector_metadata(metadata)
+            connector.start_load_kv(None)
+        self.copies.step_ends()
         connector.wait_for_save()
         results = connector.get_transfer_results(output.finished_req_ids)
         invalid_blocks = connector.get_block_ids_with_load_errors()
@@ -171,6 +196,7 @@ class Tier:
             "transfer_load_bytes": copies.loaded_blocks * self._block_bytes,
             "transfer_store_bytes": copies.stored_blocks * self._block_bytes,
             "transfer_waited_s": copies.waited_s,
+            "transfer_exposed_s": copies.exposed_s,
             "tier_hit_tokens": self.hit_tokens,
             "tier_evicted_chunks": self._evicted_chunks,
             "tier_failed_stores": self._failed_stores,

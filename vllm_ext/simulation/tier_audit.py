@@ -8,7 +8,7 @@ it is known to the copies, which is stricter than the device's own order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.request import Request
 
+from vllm_ext.kv.gap_layout import ATTRIBUTE
 from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
@@ -115,24 +116,34 @@ class TransferAuditor:
             self.checked_steps += 1
             request = requests[req_id]
             hashes = self._hashes.setdefault(req_id, _PrefixHashes(request))
-            start = request.num_computed_tokens - num_tokens
+            first = request.num_computed_tokens - num_tokens
             (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(req_id)
-            for number, end in self._ends(start):
-                held = self._device.get(blocks[number])
-                # A block that was found whole holds more than is read of it, if its last token is computed again.
-                if held != hashes.up_to(end) and held != hashes.up_to((number + 1) * self._block_size):
-                    raise AuditError(f"{req_id} reads block {blocks[number]} (its number {number}): another prefix")
-            for number, end in self._ends(request.num_computed_tokens):
-                if end <= start or self._device.get(blocks[number]) == hashes.up_to(end):
-                    continue  # not written, or with what it holds
-                if (reader := self._reader(blocks[number], on_host=False)) is not None:
-                    raise AuditError(f"{req_id} writes block {blocks[number]}, which job {reader} reads")
-                self._device[blocks[number]] = hashes.up_to(end)
+            layout = getattr(output, ATTRIBUTE, {}).get(req_id)
+            written = 0
+            for start, behind in [(first, first + num_tokens)] if layout is None else layout.spans(first, num_tokens):
+                self._read(req_id, blocks, hashes, written, start)
+                self._write(req_id, blocks, hashes, start, behind)
+                written = behind
 
-    def _ends(self, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """(number of a block, end of what is written of it) for the blocks of so many tokens."""
+    def _read(self, req_id: str, blocks: Sequence[int], hashes: _PrefixHashes, start: int, behind: int) -> None:
+        for number, end in self._ends(start, behind):
+            held = self._device.get(blocks[number])
+            # A block that was found whole holds more than is read of it, if its last token is computed again.
+            if held != hashes.up_to(end) and held != hashes.up_to((number + 1) * self._block_size):
+                raise AuditError(f"{req_id} reads block {blocks[number]} (its number {number}): another prefix")
+
+    def _write(self, req_id: str, blocks: Sequence[int], hashes: _PrefixHashes, start: int, behind: int) -> None:
+        for number, end in self._ends(start, behind):
+            if self._device.get(blocks[number]) == hashes.up_to(end):
+                continue  # with what it holds
+            if (reader := self._reader(blocks[number], on_host=False)) is not None:
+                raise AuditError(f"{req_id} writes block {blocks[number]}, which job {reader} reads")
+            self._device[blocks[number]] = hashes.up_to(end)
+
+    def _ends(self, start: int, behind: int) -> Iterator[tuple[int, int]]:
+        """(number of a block, end of what is meant of it) for the blocks of the positions from ``start`` on."""
         size = self._block_size
-        return ((number, min(num_tokens, (number + 1) * size)) for number in range(-(-num_tokens // size)))
+        return ((number, min(behind, (number + 1) * size)) for number in range(start // size, -(-behind // size)))
 
     def _reader(self, block: int, *, on_host: bool) -> int | None:
         for job_id, job in self._jobs.items():

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 
 from vllm_ext.config import parse
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import BETWEEN, LEADING, OFF, RETENTION, KvTierConfig
+from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.simulation.harness import KvShape
 from vllm_ext.systems import build
@@ -45,7 +44,7 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
     if hardware is None:
         raise ValueError(f"hardware=None: needed for {asked}, to know the size of a block")
     if tier is not None:
-        config = transfer_config(_as_simulated(build(parse(options)).tier(tier)))
+        config = transfer_config(build(parse(options)).tier(tier))
         config.engine_id = "simulated"  # vLLM's default is a random number
         return {"kv_transfer_config": config, "kv_shape": _tier_shape(hardware, engine.block_size)}
     block_bytes = kv_bytes_per_block(hardware, engine.block_size)
@@ -67,17 +66,7 @@ def tier_config(engine: EngineSpec) -> KvTierConfig | None:
     tier: KvTierConfig = parse({TIER_KEY: given}).kv_tier
     if tier.disk_dir:
         raise ConfigError("kv_tier.disk_dir", tier.disk_dir, "must be left out in a simulation, which has no disk")
-    if tier.load not in (None, BETWEEN):
-        raise ConfigError(
-            "kv_tier.load", tier.load, "must be between in a simulation, whose copies begin behind a forward"
-        )
     return tier if tier.gib else None
-
-
-def _as_simulated(tier: KvTierConfig) -> KvTierConfig:
-    """Return what a simulation can have of a tier: loads between steps, and so from the front of a sequence only."""
-    policy = RETENTION if tier.policy == LEADING else tier.policy
-    return replace(tier, load=BETWEEN, gaps=OFF, policy=policy)
 
 
 def upstream_config(offload: KvOffloadSpec, block_bytes: int) -> KVTransferConfig:

@@ -1,0 +1,100 @@
+"""Loads within a step, and gaps that are computed again, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from vllm_ext.kv.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.gap_search import GapCounts
+from vllm_ext.simulation.audit import AuditError
+
+from .parts import PerTokenCost, SteadyCost, rows
+from .tier_parts import Server, conversation, drained, mixed, own_tier, serve
+
+_DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+_LAYERS = 40
+"""Of OPT-13B."""
+
+
+def turn_2(server: Server) -> dict[str, Any]:
+    return rows(server.collector.table)["turn-2"]
+
+
+# --- the pipeline ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks_per_s", [5.0, 40.0, 4e5], ids=["copy", "both", "computation"])
+def test_the_step_takes_as_long_as_the_slower_of_its_copies_and_its_computation(blocks_per_s: float) -> None:
+    """80 tokens come back; the first layer waits for a 40th of them, and a 40th is computed behind the last copy."""
+    compute_s = 0.1
+    options = own_tier(chunk_tokens=16, load="in-step")
+    server = drained(
+        serve(conversation(), SteadyCost(device=compute_s), system="fcfs", options=options, blocks_per_s=blocks_per_s)
+    )
+    copy_s = 5 / blocks_per_s
+    longer_s = max(copy_s / _LAYERS, copy_s - compute_s * (_LAYERS - 1) / _LAYERS)
+    assert turn_2(server)["cached_prompt_tokens"] == server.counters["tier_hit_tokens"] == 80
+    assert server.counters["transfer_exposed_s"] == pytest.approx(longer_s)
+    assert turn_2(server)["first_token_s"] - turn_2(server)["arrival_s"] == pytest.approx(compute_s + longer_s)
+
+
+@_DEPTHS
+def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: bool) -> None:
+    def wait_s(load: str) -> float:
+        options = own_tier(chunk_tokens=16, load=load)
+        settings = {"system": "fcfs", "options": options, "async_scheduling": async_scheduling, "blocks_per_s": 100.0}
+        turn = turn_2(drained(serve(conversation(), SteadyCost(device=0.1), **settings)))
+        return float(turn["first_token_s"] - turn["arrival_s"])
+
+    assert wait_s("in-step") < wait_s("between")
+
+
+# --- gaps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("async_scheduling", "chunks", "kept"), [(False, 15, 64), (True, 19, 48)])
+def test_a_dropped_beginning_is_computed_with_the_new_prompt(async_scheduling: bool, chunks: int, kept: int) -> None:
+    """The tier has lost the first of the five chunks that turn 1 had; what it still holds is not computed again."""
+    options = own_tier(chunks, chunk_tokens=16)
+    server = drained(serve(conversation(), system="pensieve", options=options, async_scheduling=async_scheduling))
+    gaps = server.scheduler.gaps
+    assert gaps is not None
+    assert gaps.counts == GapCounts(requests=1, gaps=1, tokens_loaded=kept, tokens_computed=16)
+    assert turn_2(server)["cached_prompt_tokens"] == server.counters["tier_hit_tokens"] == kept
+    assert server.collector.prefill_tokens == 64 + 4 * 90 + (81 + 20 - kept)
+
+
+def test_kv_that_was_not_loaded_into_a_gap_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that the tests above rely on."""
+    monkeypatch.setattr(GapLoadingScheduler, "_load_run", lambda *_: None)
+    with pytest.raises(AuditError, match="turn-2 reads block"):
+        serve(conversation(), system="pensieve", options=own_tier(15, chunk_tokens=16))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None:
+    dice = random.Random(seed)
+    workload = mixed(dice)
+    server = serve(
+        workload,
+        dice.choice([PerTokenCost(), SteadyCost(device=0.01, host=0.002), SteadyCost(device=0.002, host=0.01)]),
+        options=own_tier(
+            dice.choice([5, 10, 40, 200]),
+            bits=dice.choice([16, 8]),
+            load=("in-step", "auto")[seed // 2 % 2],
+            gaps="fused",
+            chunk_tokens=dice.choice([16, 16, 32, 48]),
+        ),
+        blocks_per_s=dice.choice([8.0, 80.0, 2000.0, 1e5]),
+        num_blocks=dice.choice([12, 16, 24]),
+        async_scheduling=bool(seed % 2),
+        system=("pensieve", "alise+pensieve", "auto")[seed // 2 % 3],
+    )
+    drained(server)
+    assert server.scheduler.gaps is not None
+    assert sorted(server.collector.table.texts("req_id")) == sorted(req_id for req_id, _, _ in workload.ended)
+    finished = [row for row in server.collector.table.rows() if row["finish_reason"] != "abort"]
+    assert all(row["output_tokens"] == row["true_output_tokens"] for row in finished)
