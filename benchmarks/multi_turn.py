@@ -4,7 +4,8 @@ Method: `AsyncLLM` on the CPU serves recorded conversations (public ShareGPT-lik
 begin as a Poisson process; each turn's prompt is the whole history, with the tokens that the engine really generated,
 and a new message; it comes an exponential think time after the last answer has ended. An answer ends at the length of
 the recorded one, which no policy can see (`vllm_ext.observability.forced_length`). Recorded lengths are 4/3 of the
-words, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the context.
+words, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the context,
+or after ``--max-turns``.
 
 Every row (see multi_turn_rows.py) gets a fresh engine in a fresh process, the same conversations, and as many blocks on
 the device; all host tiers get the same number of bytes. ``stateless`` computes every history again, ``prefix-cache`` is
@@ -172,6 +173,7 @@ class _Run:
             "repeats": args.repeats,
             "conversations": [asdict(extent) for extent in self._extents],
             "min_turns": args.min_turns,
+            "max_turns": args.max_turns,
             "length_scale": args.length_scale,
             "think_s": args.think_s,
             "tier_gib": args.tier_gib,

@@ -60,6 +60,8 @@ def parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
         options.error(str(error))
     if args.min_turns < 2:
         options.error(f"--min-turns={args.min_turns}: must be at least 2, or nothing is said twice")
+    if args.max_turns < args.min_turns:
+        options.error(f"--max-turns={args.max_turns}: must be at least --min-turns={args.min_turns}")
     if args.think_s < 0:
         options.error(f"--think-s={args.think_s:g}: must be 0 or more")
     if not args.length_scale > 0:
@@ -116,6 +118,12 @@ def _add_conversations(group: Any) -> None:
         "--num-conversations", type=engine_options.positive, default=64, help="of every cell (default: %(default)s)"
     )
     group.add_argument("--min-turns", type=int, default=2, help="leave out shorter ones (default: %(default)s)")
+    group.add_argument(
+        "--max-turns",
+        type=int,
+        default=12,
+        help="end longer ones, which would make a cell's tail (default: %(default)s)",
+    )
     group.add_argument(
         "--length-scale", type=float, default=0.5, help="factor on recorded lengths (default: %(default)s)"
     )

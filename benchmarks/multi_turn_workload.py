@@ -149,6 +149,7 @@ def _spec(args: argparse.Namespace, repeat: int, count: int, **more: Any) -> Wor
         **source,
         **more,
         min_turns=args.min_turns,
+        max_turns=args.max_turns,
         num_requests=count,
         scale_prompt=args.length_scale,
         scale_output=args.length_scale,

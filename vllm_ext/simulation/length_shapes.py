@@ -132,12 +132,19 @@ class Turns:
         extra = rng.negative_binomial(self.shape, self.shape / (self.shape + further), size=count)
         return [1 + int(n) for n in extra]
 
-    def mean_of_at_least(self, least: int) -> float:
-        """Return the mean number of turns of the conversations that have at least ``least``."""
+    def mean_of_at_least(self, least: int, most: int | None = None) -> float:
+        """Return the mean number of turns of the conversations that have at least ``least``, cut after ``most``."""
         first, ratio = self.shape / (self.shape + self.mean - 1), (self.mean - 1) / (self.shape + self.mean - 1)
         probability, below, below_total = first**self.shape, 0.0, 0.0
         for further in range(least - 1):
             below += probability
             below_total += probability * (1 + further)
             probability *= ratio * (self.shape + further) / (1 + further)
-        return (self.mean - below_total) / (1 - below)
+        if most is None:
+            return (self.mean - below_total) / (1 - below)
+        short, total = below, 0.0
+        for further in range(least - 1, most - 1):
+            short += probability
+            total += probability * (1 + further)
+            probability *= ratio * (self.shape + further) / (1 + further)
+        return (total + (1 - short) * most) / (1 - below)

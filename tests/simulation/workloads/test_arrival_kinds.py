@@ -155,7 +155,7 @@ def test_empty_workload_yields_nothing(arrivals: str) -> None:
         ({"source": "no-such"}, r"source='no-such': must be a file, or one of the presets alpaca-like, .*fixed:PROMPT"),
         ({"sample": "with-replacement", "num_requests": 1}, r"sample='with-replacement': must be left out; .*a preset"),
         ({"max_model_len": 30, "system_prompt_tokens": 29}, r"system_prompt_tokens=29: must leave at least 2"),
-        ({"min_turns": 2, "num_requests": 1}, r"min_turns=2: must be 1, fixed:10:20 has no conversations"),
+        ({"min_turns": 2, "num_requests": 1}, r"min_turns=2: must be left out; .* a preset without conversations"),
         ({"max_prompt_tokens": 9, "num_requests": 1}, r"'fixed:10:20': 100000 requests in a row were left out; widen"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,28 @@ def test_min_turns_filters_recorded_conversations(tmp_path: Path) -> None:
     assert workload(source=source, conversations=True, think_s=1, min_turns=2).rows == 1
     with pytest.raises(ValueError, match=r"no row is left after the filters on lengths and turns"):
         workload(source=source, conversations=True, think_s=1, min_turns=3)
-    with pytest.raises(ValueError, match=r"min_turns=2: needs conversations=true"):
+    with pytest.raises(ValueError, match=r"min_turns=2: must be left out; .* conversations=true"):
         workload(source=source, min_turns=2)
+
+
+def test_max_turns_ends_recorded_conversations(tmp_path: Path) -> None:
+    source = chat(tmp_path, (8, 8), (8, 8), (8, 8))
+    served = run(workload(source=source, conversations=True, think_s=1, min_turns=3, max_turns=2 + 1))
+    assert len(served) == 3
+    assert len(run(workload(source=source, conversations=True, think_s=1, max_turns=2))) == 2
+    with pytest.raises(ValueError, match=r"max_turns=2: must be at least min_turns=3"):
+        workload(source=source, conversations=True, think_s=1, min_turns=3, max_turns=2)
+    with pytest.raises(ValueError, match=r"max_turns=2: must be left out; .* conversations=true"):
+        workload(source=source, max_turns=2)
+
+
+def test_a_rate_that_counts_all_turns_counts_those_that_are_left() -> None:
+    fields: dict[str, Any] = {"source": "pensieve-sharegpt", "max_turns": 4, "rate_per_s": 2, "num_requests": 1500}
+    by_session, by_request = (workload(**fields, rate_counts=counts) for counts in ("sessions", "requests"))
+    slow, fast = list(by_request.start())[-1].arrival_s, list(by_session.start())[-1].arrival_s
+    served = run(by_session)
+    assert len(served) / 1500 == pytest.approx(slow / fast, rel=0.03)
+    assert max(Counter(r.req_id.split(".")[0] for r in served).values()) == 4
 
 
 def test_text_of_a_turn_is_what_the_user_adds(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import vllm_ext
 from vllm_ext.config import ConfigError
 from vllm_ext.simulation.repro.study import Study
 
-_DECISIVE = ("*.py", "policies/**/*.py", "prediction/*.py", "scheduling/*.py", "simulation/*.py",
+_DECISIVE = ("*.py", "kv/*.py", "policies/**/*.py", "prediction/*.py", "scheduling/*.py", "simulation/*.py",
              "simulation/cost/*.py", "simulation/workloads/*.py")  # fmt: skip
 FOLDER = Path("benchmarks", "repro")
 

@@ -21,6 +21,7 @@ from vllm_ext.simulation.workloads.spec import SourceSpec
 TOKENS_PER_WORD = 4 / 3
 """For texts, where no tokenizer is named: English texts have about 4 tokens to 3 words between white space."""
 _OF_FILES_ONLY = ("format", "where", "sample", "conversations", "prompts_from", "tokenizer", "keep_text")
+_TURNS = ("min_turns", "max_turns")
 _OF_CONVERSATIONS = ("format", "prompts_from")
 
 TokenCounter = Callable[[str], int]
@@ -41,8 +42,8 @@ def read(spec: SourceSpec, fitting: Fitting, *, seed: int, part: int) -> PresetS
     preset = synthetic.preset(spec.source)
     if preset is not None:
         _refuse(spec, _OF_FILES_ONLY, "a preset")
-        if spec.min_turns > 1 and preset.turns is None:
-            raise ValueError(f"min_turns={spec.min_turns}: must be 1, {spec.source} has no conversations")
+        if preset.turns is None:
+            _refuse(spec, _TURNS, "a preset without conversations")
         digest = hashlib.sha256(f"{spec.source} {preset!r} seed {seed}".encode()).hexdigest()
         return PresetSource(spec.source, preset, fitting, seed=seed, part=part, sha256=digest)
     path = _existing(spec.source, "source")
@@ -61,10 +62,9 @@ def _recorded(
         _refuse(spec, _OF_CONVERSATIONS, "conversations, which are in the sharegpt format")
         conversations = datasets.load_conversations(path, where)
         long_enough = (turns for turns in conversations.turns if len(turns) >= spec.min_turns)
-        made = (_conversation(turns, fitting, count) for turns in long_enough)
+        made = (_conversation(turns[: spec.max_turns], fitting, count) for turns in long_enough)
         return conversations.name, conversations.sha256, [session for session in made if session is not None]
-    if spec.min_turns > 1:
-        raise ValueError(f"min_turns={spec.min_turns}: needs conversations=true, or a preset of conversations")
+    _refuse(spec, _TURNS, "a file; turns are counted with conversations=true")
     dataset = datasets.load(path, spec.format, where, outputs_only=spec.prompts_from is not None)
     other_prompts: Iterator[int] | None = None
     if spec.prompts_from is not None:

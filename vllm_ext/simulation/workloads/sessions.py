@@ -112,7 +112,8 @@ class PresetSource(Source):
         self.sha256 = sha256
         self.rows = 0
         self.size = None
-        self.mean_turns = 1.0 if preset.turns is None else preset.turns.mean_of_at_least(fitting.spec.min_turns)
+        spec, turns = fitting.spec, preset.turns
+        self.mean_turns = 1.0 if turns is None else turns.mean_of_at_least(spec.min_turns, spec.max_turns)
         self.think_s = preset.think_s
         self.conversations = preset.turns is not None
         self._preset = preset
@@ -130,7 +131,7 @@ class PresetSource(Source):
             first = self._fitting.fitted(*lengths[0])
             if first is not None and len(lengths) >= self._fitting.spec.min_turns:
                 refused = 0
-                later = (self._fitting.scaled(*pair) for pair in lengths[1:])
+                later = (self._fitting.scaled(*pair) for pair in lengths[1 : self._fitting.spec.max_turns])
                 yield Session((Exchange(*first), *(Exchange(*pair) for pair in later)))
             elif (refused := refused + 1) == _MOST_REFUSALS:
                 raise ValueError(

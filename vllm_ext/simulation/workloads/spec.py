@@ -27,6 +27,8 @@ class SourceSpec(BaseModel):
     """Of a ``sharegpt`` file: serve all turns of a conversation, not only the first."""
     min_turns: int = Field(default=1, ge=1)
     """Of conversations: leave out those with fewer turns."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Of conversations: end them after so many turns."""
     prompts_from: str | None = None
     """Of a file without prompts (``lmsys``): a preset or file whose prompt lengths are drawn at random instead."""
     tokenizer: str | None = None
@@ -54,6 +56,8 @@ class SourceSpec(BaseModel):
             low, high = getattr(self, f"min_{kind}_tokens"), getattr(self, f"max_{kind}_tokens")
             if high is not None and low > high:
                 raise ValueError(f"min_{kind}_tokens={low}: must be at most max_{kind}_tokens={high}")
+        if self.max_turns is not None and self.max_turns < self.min_turns:
+            raise ValueError(f"max_turns={self.max_turns}: must be at least min_turns={self.min_turns}")
         return self
 
 
