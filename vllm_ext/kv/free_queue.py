@@ -19,10 +19,8 @@ from collections.abc import Callable
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from vllm_ext.kv.worth import LEAST_AGE_S, class_of, middle_of
+from vllm_ext.kv.worth import LEAST_AGE_S, ClassCosts, class_of
 
-_PRICED_FOR = 1024
-"""Comparisons until the cost of each class is asked for again: it is learned, and changes slowly."""
 _COMPARED_FOR_S = 0.01
 """For so long a class is taken to be that of the least value, as long as its oldest is below what was second then."""
 _NOT_COMPARED = (0, math.inf, -math.inf)
@@ -42,12 +40,10 @@ class RetentionQueue(FreeKVCacheBlockQueue):
     def __init__(self, blocks: list[KVCacheBlock], clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
         super().__init__(blocks)
         self.clock = clock
-        self.cost_s = cost_s
         self._classes: dict[int, dict[int, tuple[KVCacheBlock, float]]] = {}
         """By class and block id: blocks with what they hold, and when they were freed, the oldest first."""
         self._class_of: dict[int, int] = {}
-        self._costs: dict[int, float] = {}
-        self._compared = 0
+        self._costs = ClassCosts(cost_s)
         self._chosen = _NOT_COMPARED
         """Class of least value, value of the second least when they were compared, and until when to go by that."""
 
@@ -113,9 +109,6 @@ class RetentionQueue(FreeKVCacheBlockQueue):
 
     def _compare(self, now: float) -> KVCacheBlock | None:
         """Compare the oldest of all classes; the class of the least is looked at first for some time."""
-        self._compared += 1
-        if self._compared % _PRICED_FOR == 0:
-            self._costs.clear()
         best, chosen, least, second = None, 0, math.inf, math.inf
         for number, members in self._classes.items():
             block, freed = next(iter(members.values()))
@@ -128,13 +121,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         return best
 
     def _value(self, number: int, block: KVCacheBlock, age_s: float) -> float:
-        return -1.0 if block.block_hash is None else self._cost(number) / max(age_s, LEAST_AGE_S)
-
-    def _cost(self, number: int) -> float:
-        cost = self._costs.get(number)
-        if cost is None:
-            cost = self._costs[number] = self.cost_s(middle_of(number))
-        return cost
+        return -1.0 if block.block_hash is None else self._costs.of(number) / max(age_s, LEAST_AGE_S)
 
     def _forget(self, block: KVCacheBlock) -> None:
         number = self._class_of.pop(block.block_id, None)

@@ -10,7 +10,8 @@ that many share stays while any of them does. Among those tails the one with the
 
 Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and the
 same number of turns have about the same p * Cost, and among those the order is that of last use. So tails are kept in
-classes, oldest first; an eviction compares the oldest of each class: some eighty, however many conversations there are.
+classes, oldest first; an eviction compares the oldest of each class: some eighty, however many conversations there
+are, and however many chunks it takes.
 
 Source: Pensieve, section 4.3.1, where leading chunks go first and are computed again in the middle of a sequence. p is
 ours. Without p and Cost what is left is the least recently used tail: policy ``tail``.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,9 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
-from vllm_ext.kv.returns import ReturnModel, turn_class
+from vllm_ext.kv.returns import NUM_TURN_CLASSES, ReturnModel, turn_class
 from vllm_ext.kv.tails import Tails
-from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, class_of, middle_of
+from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, ClassCosts, class_of
 
 Evicted = list[tuple[OffloadKey, ChunkStatus]]
 _Entry = tuple[int, OffloadKey]
@@ -98,7 +99,7 @@ class RetentionCachePolicy(CachePolicy):
         """Take vLLM's argument: the number of chunks."""
         super().__init__(cache_capacity)
         self.clock: Callable[[], float] = time.monotonic
-        self.cost: Callable[[int], float] = default_cost
+        self._costs = ClassCosts(default_cost)
         self.returns: ReturnModel | None = None
         self.quota: int | None = None
         self.per_salt: Counter[str] = Counter()
@@ -112,6 +113,15 @@ class RetentionCachePolicy(CachePolicy):
         self._tails_of: dict[str, Tails[int, _Entry]] = {}
         """By salt, where there is a quota."""
         self._announced: tuple[dict[OffloadKey, Link], Conversation | None] = ({}, None)
+
+    @property
+    def cost(self) -> Callable[[int], float]:
+        """What a chunk costs to compute again."""
+        return self._costs.cost
+
+    @cost.setter
+    def cost(self, cost: Callable[[int], float]) -> None:
+        self._costs = ClassCosts(cost)
 
     def announce(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Note where chunks stand, and whose they are, that will be inserted now, which `insert` is not told."""
@@ -168,21 +178,14 @@ class RetentionCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks, or none."""
-        now = self.clock()
-        return self._evict(lambda: self._least(now), n, protected)
+        return self._evict(self._tails.take(self._value_at(self.clock())), n, protected)
 
     # --- beyond vLLM's interface ------------------------------------------------------------------------------------
 
     def evict_of(self, salt: str, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks of one salt, the least recently used tails first, or none."""
-        tails = self._tails_of.get(salt)
-
-        def oldest() -> OffloadKey | None:
-            if tails is None or not any(True for _ in tails.oldest()):
-                return None
-            return tails.pop(0)[1]
-
-        return self._evict(oldest, n, protected)
+        tails = self._tails_of.get(salt) or Tails(self._used_s)
+        return self._evict(tails.take(_by_age), n, protected)
 
     def over_quota(self, salt: str, n: int) -> int:
         """Return by how many chunks a salt would exceed its quota with so many more."""
@@ -214,10 +217,11 @@ class RetentionCachePolicy(CachePolicy):
 
     # --- tails ------------------------------------------------------------------------------------------------------
 
-    def _evict(self, least: Callable[[], OffloadKey | None], n: int, protected: set[OffloadKey]) -> Evicted | None:
+    def _evict(self, least: Generator[_Entry, None, None], n: int, protected: set[OffloadKey]) -> Evicted | None:
         chosen: list[tuple[OffloadKey, _Node]] = []
         aside: list[OffloadKey] = []
-        while len(chosen) < n and (key := least()) is not None:
+        while len(chosen) < n and (entry := next(least, None)) is not None:
+            _, key = entry
             if key in protected:
                 aside.append(key)
                 continue
@@ -225,6 +229,7 @@ class RetentionCachePolicy(CachePolicy):
             chosen.append((key, node))
             if node.link.before is not None:
                 self._push(node.link.before)
+        least.close()  # nothing takes part any more that is pushed from here on
         enough = len(chosen) == n
         if not enough:
             for key, node in reversed(chosen):
@@ -258,17 +263,11 @@ class RetentionCachePolicy(CachePolicy):
         if self.quota is not None and conversation is not None:
             self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, entry, len(self._nodes))
 
-    def _least(self, now: float) -> OffloadKey | None:
-        """Take the tail of least value out of its class; None if there is none."""
-        best: tuple[float, tuple[int, int]] | None = None
-        for number, used_s in self._tails.oldest():
-            worth = self.cost(middle_of(number[0]))
-            if self.returns is not None:
-                worth *= self.returns.factor(number[1])
-            value = worth / max(now - used_s, LEAST_AGE_S)
-            if best is None or value < best[0]:
-                best = value, number
-        return None if best is None else self._tails.pop(best[1])[1]
+    def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
+        """Return what the tails of a class are worth that were used at a time."""
+        of, returns = self._costs.of, self.returns
+        factors = [1.0 if returns is None else returns.factor(turns) for turns in range(NUM_TURN_CLASSES)]
+        return lambda number, used_s: of(number[0]) * factors[number[1]] / max(now - used_s, LEAST_AGE_S)
 
     def _add(self, key: OffloadKey, node: _Node) -> None:
         self._nodes[key] = node
@@ -305,9 +304,8 @@ class RetentionCachePolicy(CachePolicy):
 class TailCachePolicy(RetentionCachePolicy):
     """The tail that was not used longest goes first, whatever it costs to compute again."""
 
-    def _least(self, now: float) -> OffloadKey | None:
-        found = min(self._tails.oldest(), key=lambda entry: entry[1], default=None)
-        return None if found is None else self._tails.pop(found[0])[1]
+    def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
+        return _by_age
 
 
 class LeadingCachePolicy(RetentionCachePolicy):
@@ -322,6 +320,10 @@ class LeadingCachePolicy(RetentionCachePolicy):
 
     def _must_follow(self, key: OffloadKey) -> bool:
         return False
+
+
+def _by_age(_: Any, used_s: float) -> float:
+    return used_s
 
 
 for _name, _policy in ((RETENTION, RetentionCachePolicy), (TAIL, TailCachePolicy), (LEADING, LeadingCachePolicy)):
