@@ -32,6 +32,7 @@ class Row:
     predicted_tokens: int = 0
     preemptions: int = 0
     tier: str = ""
+    session_id: str = ""
     slo_ttft_s: float = math.nan
     slo_tbt_s: float = math.nan
     slo_e2e_s: float = math.nan
@@ -48,7 +49,6 @@ def make_run(rows: Sequence[Row], *, series: TimeSeries | None = None, **counter
             {
                 **fields,
                 "req_id": f"r{index}",
-                "session_id": "",
                 "finish_reason": "stop" if row.tokens_s else "abort",
                 "output_tokens": len(row.tokens_s),
                 "true_output_tokens": max(len(row.tokens_s), 1),
@@ -175,6 +175,22 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
         },
         rel=1e-3,  # the width of a bin of gaps
     )
+
+
+def test_what_later_turns_found_of_their_histories_worked_by_hand() -> None:
+    """The second turn begins with 100 + 2 tokens, of which 90 are found; the third with 122 of 150, all found."""
+    rows = [
+        Row(arrival_s=5.0, tokens_s=(6.0,), session_id="a", prompt_tokens=150, cached_prompt_tokens=144),
+        Row(arrival_s=0.0, tokens_s=(1.0, 2.0), session_id="a", prompt_tokens=100, cached_prompt_tokens=16),
+        Row(arrival_s=3.0, tokens_s=(4.0, 4.5), session_id="a", prompt_tokens=120, cached_prompt_tokens=90),
+        Row(arrival_s=3.0, tokens_s=(4.0, 4.5), prompt_tokens=120, cached_prompt_tokens=90),
+        Row(arrival_s=9.0, end_s=9.5, session_id="a", prompt_tokens=200),
+    ]
+    metrics = summarise(make_run(rows))
+    assert metrics["history_tokens"] == 102 + 122
+    assert metrics["history_computed_tokens"] == 12
+    assert metrics["history_found_fraction"] == 212 / 224
+    assert "history_tokens" not in summarise(make_run(rows[3:4]))
 
 
 def test_rank_correlation_of_predictions_worked_by_hand() -> None:

@@ -43,6 +43,7 @@ def summarise(run: RunData) -> dict[str, float]:
         metrics.update(_latencies(run, finished))
         metrics.update(_objectives(table, finished, metrics["duration_s"]))
         metrics.update(_prediction(table, finished))
+        metrics.update(_histories(table, finished))
     return metrics
 
 
@@ -141,6 +142,31 @@ def _prediction(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, f
         if math.isfinite(tau):  # all predictions, or all lengths, may be equal
             metrics["prediction_kendall_tau"] = tau
     return metrics
+
+
+def _histories(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, float]:
+    """What later turns found of what earlier ones said; nothing where no conversation went on.
+
+    Each turn's prompt begins with the turn before and its answer, or where the context is full with a part of them.
+    """
+    columns = [table.ints(name) for name in ("prompt_tokens", "output_tokens", "cached_prompt_tokens")]
+    arrivals, sessions = table.floats("arrival_s"), table.texts("session_id")
+    said: dict[str, int] = {}
+    history = found = 0
+    for row in np.argsort(arrivals, kind="stable"):
+        if (session := sessions[row]) and finished[row]:
+            prompt, output, cached = (int(column[row]) for column in columns)
+            before = min(said.get(session, 0), prompt)
+            history += before
+            found += min(cached, before)
+            said[session] = prompt + output
+    if not history:
+        return {}
+    return {
+        "history_tokens": float(history),
+        "history_computed_tokens": float(history - found),
+        "history_found_fraction": found / history,
+    }
 
 
 def _server(run: RunData) -> dict[str, float]:
