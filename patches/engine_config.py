@@ -16,11 +16,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_ext import config as ext_config
 from vllm_ext.config import KEY, ConfigError, ExtConfig
-from vllm_ext.config_kv import OFF
+from vllm_ext.config_kv import FUSED, LEADING, OFF, PHASED
 from vllm_ext.patches import registry
 from vllm_ext.patches.additional_config import with_options
 from vllm_ext.patches.errors import HookError
@@ -58,7 +59,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
         from vllm_ext.kv.disk_identity import note_model
 
         note_model(vllm_config, config.kv_tier.disk_dir)
-    let_gaps_be_crossed(config, vllm_config)
+    config = let_gaps_be_crossed(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     for name in needed_groups(config, usage):
         registry.install(name)
@@ -144,27 +145,45 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
     return transfer_config(systems.build(config).tier(config.kv_tier))
 
 
-def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> None:
-    """Have the workers compute across gaps in kept KV, if that is wanted and they can; say so if they can't."""
+def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
+    """Have gaps in kept KV computed as is wanted, or else as it can be; say so where that is not the same.
+
+    Returns:
+        The configuration with what will be done.
+    """
     from vllm_ext import systems
-    from vllm_ext.kv.gap_support import GROUPS, WORKERS, obstacle
+    from vllm_ext.kv import gap_support
 
-    if systems.build(config).tier(config.kv_tier).gaps == OFF:
-        return
-    reason = obstacle(vllm_config)
-    if reason is None:
-        try:
-            registry.verify(*GROUPS[vllm_config.use_v2_model_runner])
-        except HookError as error:
-            reason = str(error)
-    if reason is None:
-        vllm_config.parallel_config.worker_extension_cls = WORKERS[vllm_config.use_v2_model_runner]
-    else:
-        logger.warning("conversations are computed again from their first missing block on: %s", reason)
-        if config.kv_tier.gib:
-            from vllm_ext.kv.options import keep_from_the_front
+    wanted = systems.build(config).tier(config.kv_tier).gaps
+    if wanted == OFF:
+        return config
+    v2 = vllm_config.use_v2_model_runner
+    reason = None
+    if wanted == FUSED:
+        reason = gap_support.obstacle(vllm_config) or _not_verified(gap_support.GROUPS[v2])
+        if reason is None:
+            vllm_config.parallel_config.worker_extension_cls = gap_support.WORKERS[v2]
+            return config
+    phases = gap_support.obstacle_to_phases(vllm_config) or _not_verified(gap_support.PHASE_GROUPS[v2])
+    if phases is None:
+        if reason is not None:
+            logger.warning("what was dropped of conversations is computed in steps of its own: %s", reason)
+        return replace(config, kv_tier=replace(config.kv_tier, gaps=PHASED))
+    logger.warning("conversations are computed again from their first missing block on: %s", phases)
+    if config.kv_tier.gib:
+        from vllm_ext.kv.options import keep_from_the_front
 
-            keep_from_the_front(vllm_config.kv_transfer_config)
+        keep_from_the_front(vllm_config.kv_transfer_config)
+    policy = None if config.kv_tier.policy == LEADING else config.kv_tier.policy
+    return replace(config, kv_tier=replace(config.kv_tier, gaps=OFF, policy=policy))
+
+
+def _not_verified(groups: tuple[str, ...]) -> str | None:
+    try:
+        registry.verify(*groups)
+    except HookError as error:
+        return str(error)
+    return None
 
 
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:

@@ -23,9 +23,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "kv-tier": ("kv_tier_reliances",),
     "kv-disk": ("kv_disk_reliances",),
     "kv-admin": ("kv_admin",),
-    "kv-gaps": ("gap_reliances", "gap_attention"),
+    "kv-gaps": ("gap_reliances",),
+    "kv-gaps-fused": ("gap_attention",),
     "kv-gaps-v1": ("gap_rows_v1",),
     "kv-gaps-v2": ("gap_rows_v2",),
+    "kv-phases-v1": ("phase_reliances_v1",),
+    "kv-phases-v2": ("phase_reliances_v2",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

@@ -18,8 +18,8 @@ EARLY, LATE, AHEAD = "early", "late", "ahead"
 STORES = (EARLY, LATE, AHEAD)
 BETWEEN, IN_STEP, AUTO = "between", "in-step", "auto"
 LOADS = (BETWEEN, IN_STEP, AUTO)
-FUSED, OFF = "fused", "off"
-GAPS = (FUSED, OFF)
+FUSED, PHASED, OFF = "fused", "phased", "off"
+GAPS = (FUSED, PHASED, OFF)
 _CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
 _CHOICES = {"policy": POLICIES, "store": STORES, "load": LOADS, "gaps": GAPS}
 _DEFAULTS = {"bits": LOSSLESS, "policy": RETENTION, "store": EARLY, "load": BETWEEN, "gaps": OFF}
@@ -83,8 +83,9 @@ class KvTierConfig:
 
     gaps: str | None = None
     """What is done about a conversation that comes back and of which a part was dropped in front of what was kept:
-    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``off`` computes
-    all from the first missing block on, as vLLM does. By default what the system wants. Needs no host tier."""
+    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``phased``
+    computes it in steps of its own before, which any worker can; ``off`` computes all from the first missing block on,
+    as vLLM does. By default what the system wants. Needs no host tier."""
 
     admin: bool = False
     """Whether a server answers under ``/v1/vllm-ext/kv-tier``: statistics; conversations listed, pinned, dropped."""
@@ -110,7 +111,7 @@ class KvTierConfig:
         if self.policy == LEADING and self.gaps == OFF:
             allowed = "needs gaps: without them a conversation whose first chunk is gone is lost to vLLM's lookup"
             raise ConfigError("kv_tier.policy", self.policy, allowed)
-        if self.gaps == FUSED and self.gib and self.load == BETWEEN:
+        if self.gaps in (FUSED, PHASED) and self.gib and self.load == BETWEEN:
             allowed = (
                 f"must be {IN_STEP} or {AUTO} with gaps: what lies behind one comes within the step that computes it"
             )

@@ -14,14 +14,21 @@ def install(kind: str, core: Any) -> Callable[[], None]:
 
     Args:
         kind: ``poison``: blocks that hold nothing, or that nobody can find, are overwritten before each step.
-            ``whole-rows`` and ``first-positions`` leave out one half each of what a worker does about gaps, and
-            ``garbage`` spoils a kept block: the output must show these.
+            ``whole-rows`` and ``first-positions`` leave out one half each of what a worker does about gaps,
+            ``virtual-counts`` sends a worker that does nothing about them what the scheduler counts, and ``garbage``
+            spoils a kept block: the output must show these.
         core: The engine core.
 
     Raises:
         KeyError: for an unknown kind.
     """
-    kinds = {"poison": _poison, "whole-rows": _whole_rows, "first-positions": _first_positions, "garbage": _garbage}
+    kinds = {
+        "poison": _poison,
+        "whole-rows": _whole_rows,
+        "first-positions": _first_positions,
+        "virtual-counts": _virtual_counts,
+        "garbage": _garbage,
+    }
     return kinds[kind](core)
 
 
@@ -58,6 +65,13 @@ def _whole_rows(core: Any) -> Callable[[], None]:
     import vllm_ext.patches.gap_attention as module
 
     module.split_rows = lambda metadata, rows: metadata
+    return lambda: None
+
+
+def _virtual_counts(core: Any) -> Callable[[], None]:
+    import vllm_ext.scheduling.gap_scheduler as module
+
+    module.send_positions = lambda *_: None
     return lambda: None
 
 

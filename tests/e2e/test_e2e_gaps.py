@@ -44,11 +44,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "chunked": {**SMALL, **steered("fcfs", gaps="fused"), "max_num_batched_tokens": 40},
     "pensieve": {**SMALL, **steered("pensieve", gib=0.7 * MIB)},
     "pensieve-chunked": {**SMALL, **steered("pensieve", gib=0.7 * MIB), "max_num_batched_tokens": 40},
+    "phased": {**SMALL, **steered("fcfs", gaps="phased")},
+    "phased-pensieve": {**SMALL, **steered("pensieve", gib=0.7 * MIB, gaps="phased")},
     "alise+pensieve": {**SMALL, "num_gpu_blocks_override": 20, **steered("alise+pensieve", gib=0.7 * MIB, bits=16)},
 }
-POISONED = ("device", "chunked", "pensieve")
+POISONED = ("device", "chunked", "pensieve", "phased", "phased-pensieve")
 """Runs in which what holds nothing is overwritten before each step."""
-SPOILT = ("whole-rows", "first-positions", "garbage")
+SPOILT = {"whole-rows": "device", "first-positions": "device", "garbage": "device", "virtual-counts": "phased"}
+"""What is spoilt -> the run."""
+FAILING = ("pensieve", "phased-pensieve")
+"""Runs with loads that fail, behind gaps too."""
 SEEDS = {"llama": (1, 2), "opt": (1,)}
 CASES = [(model, seed, name) for model, seeds in SEEDS.items() for seed in seeds for name in RUNS]
 
@@ -70,6 +75,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -
                 odd = {"odd_gaps": "poison"} if name in POISONED else {}
                 runs.append(spec(name, folder, seed, engine, **odd))
         if model == "llama":
+            runs += [spec(f"fails-{name}", folder, 1, RUNS[name], odd_loads="fail") for name in FAILING]
             runs.append(spec("off", folder, 1, {**SMALL, **steered("fcfs", gaps="off")}))
         found |= {(model, name): run for name, run in run_engines(tmp_path_factory.mktemp("run"), runs).items()}
     return found
@@ -99,6 +105,15 @@ def test_host_memory_fills_gaps(outcomes: dict[tuple[str, str], Outcome]) -> Non
     assert sum(outcomes["llama", f"pensieve-{seed}"].gaps["tokens_loaded"] for seed in (1, 2)) > 0
 
 
+@pytest.mark.parametrize("name", FAILING)
+def test_loads_that_fail_behind_gaps_are_computed(outcomes: dict[tuple[str, str], Outcome], name: str) -> None:
+    """Every second load spoils the blocks it was to fill; what had read them is computed again."""
+    found = outcomes["llama", f"fails-{name}-1"]
+    assert_cleaned_up(found)
+    assert found.gaps["tokens_loaded"] > 0
+    assert found.tokens == outcomes["llama", "none-1"].tokens
+
+
 def test_without_it_there_are_no_gaps(outcomes: dict[tuple[str, str], Outcome]) -> None:
     assert outcomes["llama", "off-1"].gaps == {}
     assert outcomes["llama", "off-1"].tokens == outcomes["llama", "none-1"].tokens
@@ -109,7 +124,7 @@ def test_what_would_be_wrong_is_seen(
     outcomes: dict[tuple[str, str], Outcome], kind: str, tmp_path: Path, llama: Path
 ) -> None:
     """Negative controls: half of what a worker does about gaps left out, and a kept block overwritten."""
-    spoilt = run_engines(tmp_path, [spec("device", llama, 1, RUNS["device"], odd_gaps=kind)])["device-1"]
+    spoilt = run_engines(tmp_path, [spec("spoilt", llama, 1, RUNS[SPOILT[kind]], odd_gaps=kind)])["spoilt-1"]
     assert spoilt.gaps["requests"] > 0
     assert spoilt.tokens != outcomes["llama", "none-1"].tokens
 
@@ -119,7 +134,8 @@ def test_10_other_runners_give_the_same_tokens(
     outcomes: dict[tuple[str, str], Outcome], boot: str, tmp_path: Path, llama: Path
 ) -> None:
     """vLLM's V2 model runner, and two steps under way at a time."""
-    names = {"v2": ["device"], "async": ["device", "chunked", "pensieve"]}[boot]
+    both = ["device", "phased", "phased-pensieve"]
+    names = {"v2": both[:2], "async": [*both, "chunked", "pensieve"]}[boot]
     found = run_engines(tmp_path, [spec(name, llama, 1, RUNS[name]) for name in names], boot=boot, timeout_s=400)
     for name in names:
         assert_cleaned_up(found[f"{name}-1"])

@@ -54,11 +54,11 @@ class ForgivingAuditor(TransferAuditor):
         """Let a step write garbage, if it read some; False if it did not."""
         computed = self._scheduler.requests[req_id].num_computed_tokens
         (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(req_id)
-        read = [blocks[number] for number, _ in self._ends(computed - num_tokens)]
+        read = [blocks[number] for number, _ in self._ends(0, computed - num_tokens)]
         if all(self._device.get(block) != _GARBAGE for block in read):
             return False
         self.spoilt_requests += 1
-        for number, end in self._ends(computed):
+        for number, end in self._ends(0, computed):
             if end > computed - num_tokens:
                 self._device[blocks[number]] = _GARBAGE
         return True

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.kv.gap_manager import GapManager
+from vllm_ext.kv.gap_phases import send_positions
+from vllm_ext.scheduling import gap_scheduler
 from vllm_ext.simulation.audit import audit
 from vllm_ext.simulation.engine_loop import EngineLoop
 from vllm_ext.simulation.fake_runner import FakeRunner, RunnerError
@@ -21,6 +23,7 @@ from vllm_ext.simulation.virtual_clock import VirtualClock
 BLOCK = 16
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 
 
 class Talks:
@@ -55,13 +58,16 @@ class Talks:
         assert isinstance(manager, GapManager)
         return manager
 
-    def say(self, name: str, tokens: list[int], *, answer: int = 4, max_tokens: int = 400) -> str:
+    def say(
+        self, name: str, tokens: list[int], *, answer: int = 4, max_tokens: int = 400, salt: str | None = None
+    ) -> str:
         number = self.turns[name] = self.turns.get(name, 0) + 1
         req_id = f"{name}{number}"
         prompt = self.history.get(name, []) + tokens
         self.lengths[req_id] = answer
         self.prompts[req_id] = prompt
-        self.loop.add(make_request(req_id, prompt, max_tokens=max_tokens, hasher=block_hasher(BLOCK)))
+        hasher = block_hasher(BLOCK)
+        self.loop.add(make_request(req_id, prompt, max_tokens=max_tokens, cache_salt=salt, hasher=hasher))
         return req_id
 
     def answered(self, name: str) -> None:
@@ -82,9 +88,9 @@ class Talks:
             steps.append(self.step())
         raise AssertionError(f"stalled with {sorted(self.scheduler.requests)}")
 
-    def drop(self, name: str, numbers: range) -> None:
+    def drop(self, name: str, numbers: range, salt: str | None = None) -> None:
         """Evict blocks of a conversation that nobody holds, and let something else be written there."""
-        request = make_request("probe", self.history[name], hasher=block_hasher(BLOCK))
+        request = make_request("probe", self.history[name], cache_salt=salt, hasher=block_hasher(BLOCK))
         for number in numbers:
             found = self.pool.get_cached_block(request.block_hashes[number], [0])
             assert found is not None, f"block {number} is not there"
@@ -211,15 +217,115 @@ def test_one_that_is_aborted_before_it_gets_its_blocks_leaves_nothing_behind() -
     assert talks.pool.get_num_free_blocks() == 25
 
 
+@pytest.mark.parametrize("gaps", ["fused", "phased"])
+def test_what_is_kept_under_another_salt_is_nobodys(gaps: str) -> None:
+    talks = Talks(gaps=gaps, num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK), salt="mine")
+    talks.drop("a", range(5), salt="mine")
+    talks.history["b"] = talks.history["a"]
+    (first, *_), tokens = talks.talk("b", words(2, 20), salt="yours"), 12 * BLOCK + 4 + 20
+    assert first == {"b1": tokens}
+    assert talks.scheduler.gaps.counts.requests == 0
+    talks.talk("a", words(2, 20), salt="mine")
+    assert talks.scheduler.gaps.counts.requests == 1
+
+
+# --- gaps in steps of their own -------------------------------------------------------------------------------------
+
+
+@DEPTHS
+@RUNNERS
+def test_a_dropped_leading_end_is_computed_in_a_step_before_the_new_prompt(v2: bool, depth: int) -> None:
+    talks = Talks(gaps="phased", v2=v2, depth=depth, num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    first, second, *later = talks.talk("a", words(2, 40))
+    assert (first, second) == ({"a2": 5 * BLOCK}, {"a2": 4 + 40})
+    assert all(step in ({"a2": 1}, {}) for step in later)
+    assert talks.scheduler.gaps.counts.state() == {
+        "requests": 1, "gaps": 1, "tokens_kept": 7 * BLOCK, "tokens_loaded": 0, "tokens_computed": 5 * BLOCK,
+    }  # fmt: skip
+    third, *_ = talks.talk("a", words(3, 10))
+    assert third["a3"] <= 10 + BLOCK + 4, "an ordinary hit: the whole conversation is in the prefix cache again"
+
+
+@DEPTHS
+@RUNNERS
+@pytest.mark.parametrize("budget", [2, 7, 16, 33, 100])
+def test_several_gaps_are_computed_one_after_the_other_in_chunks(budget: int, v2: bool, depth: int) -> None:
+    talks = Talks(gaps="phased", v2=v2, depth=depth, num_blocks=64, max_num_seqs=2, max_num_batched_tokens=budget)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(2, 5))
+    talks.drop("a", range(7, 8))
+    steps = [step["a2"] for step in talks.talk("a", words(2, 40)) if "a2" in step]
+    prefill = steps[: len(steps) - 3 - (depth - 1)]
+    pieces = [-(-tokens // budget) for tokens in (3 * BLOCK, BLOCK, 44)]
+    assert len(prefill) == sum(pieces)
+    assert sum(prefill) == 4 * BLOCK + 44
+    assert sum(prefill[: pieces[0]]) == 3 * BLOCK, "no piece goes beyond a kept range"
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == 63
+
+
+@DEPTHS
+@RUNNERS
+@pytest.mark.parametrize("after", range(1, 6))
+def test_an_abort_between_two_gaps_leaves_nothing_behind(after: int, v2: bool, depth: int) -> None:
+    talks = Talks(gaps="phased", v2=v2, depth=depth, num_blocks=64, max_num_batched_tokens=32)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(2, 4))
+    talks.drop("a", range(6, 9))
+    req_id = talks.say("a", words(2, 40))
+    for _ in range(after):
+        talks.step()
+    talks.loop.abort(req_id)
+    talks.drain()
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == 63
+    talks.say("a", words(3, 8))
+    talks.drain()
+
+
+def test_runners_that_are_not_told_where_a_piece_stands_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls of the tests above: virtual counts are sent as they are; V2 is not sent the request anew."""
+
+    def talk(v2: bool) -> None:
+        talks = Talks(gaps="phased", v2=v2, num_blocks=64, max_num_batched_tokens=512)
+        talks.talk("a", words(1, 12 * BLOCK))
+        talks.drop("a", range(5))
+        talks.talk("a", words(2, 40))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gap_scheduler, "send_positions", lambda *_: None)
+        with pytest.raises(RunnerError, match="is not that of its own prefix"):
+            talk(v2=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            gap_scheduler, "send_positions", lambda output, placements, _: send_positions(output, placements, None)
+        )
+        with pytest.raises(RunnerError, match="this runner counts by itself: 80"):
+            talk(v2=True)
+
+
+# --- walks ----------------------------------------------------------------------------------------------------------
+
+
 @DEPTHS
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("system", ["fcfs", "alise", "auto"])
-def test_walk(system: str, seed: int, depth: int) -> None:
+@pytest.mark.parametrize(("system", "gaps"), [("fcfs", "fused"), ("alise", "fused"), ("auto", "fused"),
+                                              ("fcfs", "phased"), ("alise", "phased")])  # fmt: skip
+def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
     """Random turns in a pool that is too small, random drops, aborts; every read is checked."""
     rng = random.Random(seed)
     budget = rng.choice([24, 48, 96, 512])
     talks = Talks(
-        system=system, depth=depth, num_blocks=rng.randint(34, 48), max_num_batched_tokens=budget, max_model_len=448
+        system=system,
+        gaps=gaps,
+        v2=gaps == "phased" and seed % 2 == 0,
+        depth=depth,
+        num_blocks=rng.randint(34, 48),
+        max_num_batched_tokens=budget,
+        max_model_len=448,
     )
     shared = words(99, rng.choice([0, 24, 48]))
     busy: dict[str, str] = {}
@@ -247,7 +353,7 @@ def test_walk(system: str, seed: int, depth: int) -> None:
     talks.drain()
     counts = talks.scheduler.gaps.counts
     assert counts.requests > 3, "the walk went past what it is for"
-    if (system, seed) == ("alise", 0):
+    if (system, gaps, seed) == ("alise", "fused", 0):
         assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
     assert talks.manager.placements == {}
     assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from vllm_ext.config import ConfigError, parse
-from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING, OFF, RETENTION, KvTierConfig
+from vllm_ext.config import KEY, ConfigError, parse, to_dict
+from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
 from vllm_ext.kv.gap_manager import can_have_gaps, with_gap_manager
-from vllm_ext.kv.gap_support import WORKERS, crosses_gaps, obstacle
+from vllm_ext.kv.gap_support import WORKERS, gaps_mode, obstacle
 from vllm_ext.patches import engine_config, registry
 from vllm_ext.patches.errors import UpstreamChanged
 from vllm_ext.simulation.harness import make_kv_cache_config
@@ -33,6 +33,7 @@ def engine(**changes: Any) -> Any:
         speculative_config=None,
         use_v2_model_runner=changes.get("v2", False),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"eviction_policy": LEADING}),
+        additional_config={},
     )  # fmt: skip
     for part in ("model_config", "parallel_config", "cache_config"):
         for name, value in changes.get(part, {}).items():
@@ -46,17 +47,58 @@ def config(**tier: Any) -> Any:
     return parse({"system": "pensieve", "kv_tier": tier})
 
 
+def start(found: Any, **tier: Any) -> str:
+    """What is done about gaps, as the scheduler of an engine finds it that was started with such options."""
+    chosen = engine_config.let_gaps_be_crossed(config(**tier), found)
+    found.additional_config = {KEY: to_dict(chosen)}
+    return gaps_mode(found)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
+    return caplog
+
+
 @pytest.mark.parametrize("v2", [False, True])
 def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
     found = engine(v2=v2)
-    assert not crosses_gaps(found)
-    engine_config.let_gaps_be_crossed(config(gib=1), found)
+    assert gaps_mode(found) == OFF
+    assert start(found, gib=1) == FUSED
     assert found.parallel_config.worker_extension_cls == WORKERS[v2]
-    assert crosses_gaps(found)
     assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
     assert obstacle(found) is None, "asked again of the same engine"
 
 
+@pytest.mark.parametrize("v2", [False, True])
+def test_who_wants_phases_has_no_worker_told(v2: bool, told: pytest.LogCaptureFixture) -> None:
+    found = engine(v2=v2)
+    assert start(found, gib=1, gaps="phased") == PHASED
+    assert found.parallel_config.worker_extension_cls == ""
+    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
+    assert told.text == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
+        ({"graphs": "FULL"}, "full CUDA graphs"),
+    ],
+)
+def test_what_is_in_the_way_of_one_step_is_said_and_gaps_are_computed_in_steps_of_their_own(
+    changes: dict[str, Any], said: str, told: pytest.LogCaptureFixture
+) -> None:
+    found = engine(**changes)
+    before = found.parallel_config.worker_extension_cls
+    assert start(found, gib=1) == PHASED
+    assert f"in steps of its own: {said}" in told.text or said in told.text
+    assert found.parallel_config.worker_extension_cls == before
+    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
+
+
+@pytest.mark.parametrize("gaps", [FUSED, PHASED])
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -68,37 +110,44 @@ def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
         ({"model_config": {"enable_prompt_embeds": True}}, "prompt embeddings"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "context parallelism"),
-        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
-        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
-        ({"graphs": "FULL"}, "full CUDA graphs"),
     ],
 )
-def test_what_is_in_the_way_is_said_and_conversations_shrink_from_their_tails(
-    changes: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_what_is_in_the_way_of_both_is_said_and_conversations_shrink_from_their_tails(
+    changes: dict[str, Any], said: str, gaps: str, told: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
     found = engine(**changes)
-    before = found.parallel_config.worker_extension_cls
-    engine_config.let_gaps_be_crossed(config(gib=1), found)
-    assert said in caplog.text
-    assert found.parallel_config.worker_extension_cls == before
-    assert not crosses_gaps(found)
+    assert start(found, gib=1, gaps=gaps, policy=LEADING) == OFF
+    assert said in told.text
+    assert found.parallel_config.worker_extension_cls == ""
     assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == RETENTION
 
 
+def test_a_vllm_whose_workers_were_not_verified_computes_gaps_in_steps_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*names: str) -> None:
+        if "kv-gaps-fused" in names:
+            raise UpstreamChanged("kv-gaps-fused is not the verified one")
+
+    monkeypatch.setattr(registry, "verify", refuse)
+    found = engine()
+    assert start(found) == PHASED
+    assert "in steps of its own: kv-gaps-fused is not the verified one" in told.text
+    assert found.parallel_config.worker_extension_cls == ""
+
+
 def test_a_vllm_that_was_not_verified_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*names: str) -> None:
         raise UpstreamChanged(f"{names[0]} is not the verified one")
 
-    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
     monkeypatch.setattr(registry, "verify", refuse)
     found = engine()
-    engine_config.let_gaps_be_crossed(config(), found)
-    assert "kv-gaps is not the verified one" in caplog.text
-    assert not crosses_gaps(found)
+    assert start(found) == OFF
+    assert "kv-gaps is not the verified one" in told.text
+    assert found.parallel_config.worker_extension_cls == ""
 
 
 def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
@@ -119,9 +168,10 @@ def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
 @pytest.mark.parametrize(
     ("tier", "message"),
     [
-        ({"gaps": "fill"}, "kv_tier.gaps='fill': must be one of fused, off"),
+        ({"gaps": "fill"}, "kv_tier.gaps='fill': must be one of fused, phased, off"),
         ({"policy": "leading"}, "kv_tier.policy='leading': needs gaps"),
         ({"gib": 1, "gaps": "fused"}, "kv_tier.load='between': must be in-step or auto with gaps"),
+        ({"gib": 1, "gaps": "phased"}, "kv_tier.load='between': must be in-step or auto with gaps"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tier: dict[str, Any], message: str) -> None:

@@ -10,12 +10,14 @@ and real positions are the same, and so is everything that vLLM derives from the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ATTRIBUTE = "vllm_ext_gaps"
 """Of a step's scheduler output: the layouts of its requests that are not beyond their gaps, by request."""
+PHASES = "vllm_ext_phases"
+"""The same, where workers need not know: what the step says of these requests is true as it stands."""
 
 
 class Span(NamedTuple):
@@ -80,6 +82,15 @@ class GapLayout:
         after = self.kept[number - 1][1] if number else 0
         return after + index - self._virtual_starts[number]
 
+    def room(self, index: int) -> int | None:
+        """Return how many tokens are computed from a virtual index on before a kept range; None: none is ahead.
+
+        Raises:
+            ValueError: as `position`.
+        """
+        start = self.position(index)
+        return next((kept - start for kept, _ in self.kept if kept > start), None)
+
     def spans(self, index: int, num_tokens: int) -> Iterator[Span]:
         """Yield where so many tokens lie that are computed from a virtual index on.
 
@@ -88,11 +99,16 @@ class GapLayout:
         """
         while num_tokens > 0:
             start = self.position(index)
-            room = next((kept - start for kept, _ in self.kept if kept > start), num_tokens)
-            length = min(room, num_tokens)
+            room = self.room(index)
+            length = num_tokens if room is None else min(room, num_tokens)
             yield Span(start, start + length)
             index += length
             num_tokens -= length
+
+
+def layouts_of(output: Any) -> Mapping[str, GapLayout]:
+    """Return the layouts that a step carries, whoever they are for."""
+    return getattr(output, ATTRIBUTE, None) or getattr(output, PHASES, None) or {}
 
 
 def kept_ranges(kept_blocks: Sequence[tuple[int, int]], block_size: int) -> tuple[tuple[int, int], ...]:

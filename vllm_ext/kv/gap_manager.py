@@ -35,11 +35,18 @@ class Placement:
     reused: dict[int, KVCacheBlock]
     """Kept blocks behind the hit, by number."""
     placed: bool = field(default=False, init=False)
+    sent_up_to: int | None = field(default=None, init=False)
+    """Position up to which workers were told to compute, where gaps are computed one after the other."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks from the start of the sequence to the end of what is kept."""
         return self.runs[-1].end
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether workers were told of tokens behind all that is kept."""
+        return self.sent_up_to is not None and self.sent_up_to > self.layout.end
 
     def front(self, index: int) -> int:
         """Return how many tokens from the first on have their KV once those before a virtual index are computed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,19 @@ class GapSearch:
         """Return whether tokens of a gap are still to be computed, from a virtual index on."""
         placement = self._manager.placements.get(req_id)
         return placement is not None and index < placement.layout.end
+
+    def room(self, req_id: str, index: int, num_tokens: int) -> int:
+        """Return how many of so many tokens stand before the next kept range, from a virtual index on."""
+        placement = self._manager.placements.get(req_id)
+        if placement is None or index >= placement.layout.end:
+            return num_tokens
+        room = placement.layout.room(index)
+        return num_tokens if room is None else min(num_tokens, room)
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        """What is done about blocks, by request that has gaps, from its lookup until its blocks are given back."""
+        return self._manager.placements
 
     def placement(self, req_id: str) -> Placement | None:
         """Return what is done about a request's blocks, if it has gaps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_ext.patches import registry
 
-registry.install("kv-gaps")
+registry.install("kv-gaps-fused")
 registry.install("kv-gaps-v1")
 
 

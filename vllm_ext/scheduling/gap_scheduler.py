@@ -2,7 +2,8 @@
 
 vLLM's lookup ends at the first block that is missing. Here it goes on: what lies behind a gap is kept, the gap is
 computed again together with the new prompt, in one forward pass (Pensieve, section 4.4). The number of computed tokens
-that vLLM is told is virtual, see `kv.gap_layout`; the workers are told where the tokens of a step really lie.
+that vLLM is told is virtual, see `kv.gap_layout`; the workers are told where the tokens of a step really lie. Where
+they can't make use of that, gaps are computed one after the other, see `kv.gap_phases`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
+from vllm_ext.config_kv import OFF, PHASED
 from vllm_ext.kv.free_queue import RetentionQueue
-from vllm_ext.kv.gap_layout import ATTRIBUTE
+from vllm_ext.kv.gap_layout import ATTRIBUTE, PHASES
 from vllm_ext.kv.gap_manager import GapManager, can_have_gaps, with_gap_manager
+from vllm_ext.kv.gap_phases import send_positions
 from vllm_ext.kv.gap_search import GapSearch
-from vllm_ext.kv.gap_support import crosses_gaps
+from vllm_ext.kv.gap_support import gaps_mode
 from vllm_ext.kv.options import keep_from_the_front
 from vllm_ext.kv.worth import LINEAR_TOKENS
 
@@ -43,7 +46,8 @@ class GapScheduler(AsyncScheduler):
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Take vLLM's arguments."""
-        wanted = crosses_gaps(vllm_config)
+        mode = gaps_mode(vllm_config)
+        wanted = mode != OFF
         if wanted and not can_have_gaps(kv_cache_config):
             logger.warning(
                 "conversations are computed again from their first missing block on: not all layers of this model keep "
@@ -54,6 +58,7 @@ class GapScheduler(AsyncScheduler):
                 keep_from_the_front(vllm_config.kv_transfer_config)
         super().__init__(vllm_config, with_gap_manager(kv_cache_config) if wanted else kv_cache_config, *args, **kwargs)
         self.gaps: GapSearch | None = None
+        self._in_phases = mode == PHASED
         if wanted:
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             assert isinstance(manager, GapManager)
@@ -69,7 +74,9 @@ class GapScheduler(AsyncScheduler):
         if self.gaps is not None:
             layouts = self.gaps.layouts(output, lambda req_id: self.requests[req_id].num_computed_tokens)
             if layouts:
-                setattr(output, ATTRIBUTE, layouts)
+                setattr(output, PHASES if self._in_phases else ATTRIBUTE, layouts)
+            if self._in_phases and self.gaps.placements:
+                send_positions(output, self.gaps.placements, self._as_new if self.use_v2_model_runner else None)
         return output
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
@@ -80,9 +87,17 @@ class GapScheduler(AsyncScheduler):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        if self._in_phases and self.gaps is not None:
+            return self.gaps.room(request.request_id, num_computed_tokens, num_tokens)
         if num_tokens == 1 and self.gaps is not None and self.gaps.is_within(request.request_id, num_computed_tokens):
             return 0  # it would look like a decode, for which a graph may be replayed that knows nothing of pieces
         return num_tokens
+
+    def _as_new(self, req_id: str) -> NewRequestData:
+        request = self.requests[req_id]
+        return NewRequestData.from_request(
+            request, self.kv_cache_manager.get_block_ids(req_id), list(request._all_token_ids)
+        )
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.gaps is not None:  # whoever looks at the count from here on takes it for that of the first tokens

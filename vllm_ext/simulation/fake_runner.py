@@ -40,6 +40,7 @@ class _Row:
     token_ids: list[int]  # prompt and sampled tokens, including those the scheduler has not seen yet
     block_ids: list[int]
     salt: int
+    computed: int = 0  # tokens, as a runner counts that does so by itself
 
 
 @dataclass
@@ -162,7 +163,7 @@ class FakeRunner:
         )
 
     def _add(self, new: NewRequestData) -> int:
-        if new.req_id in self._rows:
+        if new.req_id in self._rows and not (self.v2 and new.prefill_token_ids == self._rows[new.req_id].token_ids):
             raise RunnerError(f"{new.req_id}: announced as new while the runner still has it")
         if self.v2 != (new.prefill_token_ids is not None):
             raise RunnerError(f"{new.req_id}: output made for the other runner; v2 is {self.v2} here")
@@ -186,7 +187,10 @@ class FakeRunner:
             row.block_ids.extend(new_block_ids[0])
         if self.recovers_tokens and num_output_tokens and req_id not in self._batch:
             self._recover_tokens(row, cached, req_id, num_output_tokens)
-        return cached.num_computed_tokens[index]
+        computed = cached.num_computed_tokens[index]
+        if self.v2 and computed != row.computed:
+            raise RunnerError(f"{req_id}: is to go on at {computed}, but this runner counts by itself: {row.computed}")
+        return computed
 
     def _recover_tokens(self, row: _Row, cached: CachedRequestData, req_id: str, num_output_tokens: int) -> None:
         known = cached.all_token_ids.get(req_id)
@@ -200,6 +204,7 @@ class FakeRunner:
     def _run_one(self, req_id: str, start: int, num_tokens: int, layout: GapLayout | None) -> list[int]:
         row = self._rows[req_id]
         end = start + num_tokens
+        row.computed = end
         if end > len(row.token_ids):
             raise RunnerError(f"{req_id}: computes up to position {end} but only {len(row.token_ids)} tokens exist")
         if self.ledger is not None:

@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.config import KEY, parse
-from vllm_ext.config_kv import OFF
+from vllm_ext.config_kv import FUSED
 from vllm_ext.kv.gap_support import WORKERS
 from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build
@@ -142,7 +142,7 @@ def make_config(
         model_config=model,
         scheduler_config=scheduler,
         cache_config=cache,
-        parallel_config=ParallelConfig(worker_extension_cls=WORKERS[False] if _crosses_gaps(additional_config) else ""),
+        parallel_config=ParallelConfig(worker_extension_cls=WORKERS[False] if _fuses_gaps(additional_config) else ""),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=kv_transfer_config,
         additional_config=dict(additional_config or {}),
@@ -153,13 +153,13 @@ def make_config(
     return config
 
 
-def _crosses_gaps(additional_config: Mapping[str, Any] | None) -> bool:
+def _fuses_gaps(additional_config: Mapping[str, Any] | None) -> bool:
     """Whether the options ask for it; what is in an engine's way is not in that of a model that is not there."""
     given = (additional_config or {}).get(KEY)
     if not given:
         return False
     options = parse(given)
-    return build(options).tier(options.kv_tier).gaps != OFF
+    return build(options).tier(options.kv_tier).gaps == FUSED
 
 
 def make_kv_cache_config(num_blocks: int, block_size: int, kv_shape: KvShape | None = None) -> KVCacheConfig:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.request import Request
 
-from vllm_ext.kv.gap_layout import ATTRIBUTE
+from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
@@ -112,13 +112,14 @@ class TransferAuditor:
         requests = self._scheduler.requests
         for req_id in [known for known in self._hashes if known not in requests]:
             del self._hashes[req_id]
+        gaps = layouts_of(output)
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             self.checked_steps += 1
             request = requests[req_id]
             hashes = self._hashes.setdefault(req_id, _PrefixHashes(request))
             first = request.num_computed_tokens - num_tokens
             (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(req_id)
-            layout = getattr(output, ATTRIBUTE, {}).get(req_id)
+            layout = gaps.get(req_id)
             written = 0
             for start, behind in [(first, first + num_tokens)] if layout is None else layout.spans(first, num_tokens):
                 self._read(req_id, blocks, hashes, written, start)

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.kv.gap_layout import ATTRIBUTE
+from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.step_shape import StepShape
 
@@ -53,7 +53,7 @@ class TokenRunner:
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT, EMPTY_SHAPE
         lengths = self._output_lengths
-        gaps = getattr(output, ATTRIBUTE, None)
+        gaps = layouts_of(output)
         sampled: list[list[int]] = []
         num_decodes = num_sampled = decode_context = prefill_context = 0
         pairs = 0.0
@@ -63,7 +63,7 @@ class TokenRunner:
             if num_tokens == 1:
                 num_decodes += 1
                 decode_context += end
-            elif gaps is not None and req_id in gaps:
+            elif req_id in gaps:
                 for start, behind in gaps[req_id].spans(end - num_tokens, num_tokens):
                     prefill_context += behind
                     pairs += (behind - start) * (behind - (behind - start - 1) / 2)

@@ -1,0 +1,21 @@
+"""What computing gaps in steps of their own relies on in vLLM's V2 runner, without replacing it.
+
+The runner counts computed tokens by itself. A request that goes on elsewhere is sent to it as a new one.
+"""
+
+from __future__ import annotations
+
+from vllm_ext.patches.phase_reliances_v1 import phase_reliance
+
+HOOKS = (
+    phase_reliance(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+        "replaces what it knows of a request that is sent as a new one",
+        "067603094af2c4a3",
+    ),
+    phase_reliance(
+        "vllm.v1.core.sched.output:NewRequestData.from_request",
+        "makes what is sent of a new request",
+        "0874865d89590f6b",
+    ),
+)
