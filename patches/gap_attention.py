@@ -47,6 +47,7 @@ def gap_patch(target: str, why: str, replacement: Callable[..., Any], verified: 
         breaks_without="conversations are computed again from the first block that is missing",
         remove_when="vLLM's schedulers can say of a step which positions of a request it computes",
         leave_out="kv_tier.gaps",
+        optional=True,
         verified=verified,
         replacement=replacement,
     )

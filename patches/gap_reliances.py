@@ -23,6 +23,7 @@ def _reliance(target: str, why: str, fingerprint: str) -> Reliance:
         breaks_without="conversations are computed again from the first block that is missing",
         remove_when="vLLM's block manager finds blocks behind a missing one",
         leave_out="kv_tier.gaps",
+        optional=True,
         verified={"0.32.0": fingerprint},
     )
 

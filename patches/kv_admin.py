@@ -38,5 +38,6 @@ HOOKS = (
         verified=dict.fromkeys(("0.31.0", "0.32.0"), "ef0c4a390c0388dd"),
         replacement=_load_endpoint_plugins,
         leave_out="--kv-tier-admin",
+        optional=True,
     ),
 )

@@ -25,6 +25,7 @@ def _reliance(target: str, why: str, fingerprint: str) -> Reliance:
         breaks_without="KV can't be kept on disk",
         remove_when="vLLM declares the classes of its tiered offloading stable",
         leave_out="kv_tier.disk_dir",
+        optional=True,
         verified={_VERSION: fingerprint},
     )
 

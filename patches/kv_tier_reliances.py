@@ -23,6 +23,7 @@ def _reliance(target: str, why: str, *fingerprints: str) -> Reliance:
         breaks_without="KV can't be kept in host memory",
         remove_when="vLLM declares the classes of its offloading connector stable",
         leave_out="--kv-tier-gib",
+        optional=True,
         verified=dict(zip(_VERSIONS, fingerprints * (len(_VERSIONS) // len(fingerprints)), strict=True)),
     )
 

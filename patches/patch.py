@@ -56,6 +56,9 @@ class Hook:
     leave_out: str = "--scheduler-cls and the vllm_ext options"
     """What a user leaves out to run without this hook."""
 
+    optional: bool = False
+    """Whether no system needs it: only who asks for what would be left out."""
+
     @property
     def kind(self) -> str:
         """Name of the kind, in lower case."""

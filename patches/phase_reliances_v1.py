@@ -18,6 +18,7 @@ def phase_reliance(target: str, why: str, fingerprint: str) -> Reliance:
         breaks_without="conversations are computed again from the first block that is missing",
         remove_when="vLLM's schedulers can say of a step which positions of a request it computes",
         leave_out="kv_tier.gaps",
+        optional=True,
         verified={"0.32.0": fingerprint},
     )
 

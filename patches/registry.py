@@ -46,6 +46,8 @@ class HookStatus:
     status: Status
     detail: str
     remedy: str
+    optional: bool = False
+    """Whether no system needs it."""
 
 
 def group(name: str) -> tuple[Hook, ...]:
@@ -139,5 +141,11 @@ def _status(hook: Hook, vllm_there: bool) -> HookStatus:
             status = "missing" if isinstance(error, UpstreamMissing) else "changed"
             detail, _, remedy = str(error).partition("; ")
     return HookStatus(
-        target=hook.target, kind=hook.kind, feature=hook.feature, status=status, detail=detail, remedy=remedy
+        target=hook.target,
+        kind=hook.kind,
+        feature=hook.feature,
+        status=status,
+        detail=detail,
+        remedy=remedy,
+        optional=hook.optional,
     )

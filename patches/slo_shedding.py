@@ -80,6 +80,7 @@ HOOKS = (
         verified=dict.fromkeys(_VERSIONS, "87180477123d2169"),
         replacement=_log_inputs,
         leave_out="--ext-shed",
+        optional=True,
     ),
     Patch(
         target=f"{_SERVE}.exception_handling.handlers.exception:exception_handler",
@@ -94,5 +95,6 @@ HOOKS = (
             f"{_SERVE}.exception_handling.register:exception_handler",
         ),
         leave_out="--ext-shed",
+        optional=True,
     ),
 )

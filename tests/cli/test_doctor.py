@@ -23,9 +23,15 @@ def point(value: str = "vllm_ext.plugin:register", name: str = "vllm_ext") -> im
     return importlib.metadata.EntryPoint(name, value, diagnosis.PLUGIN_GROUP)
 
 
-def hook(status: str, feature: str = "scheduling") -> SimpleNamespace:
+def hook(status: str, feature: str = "scheduling", *, optional: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        target="vllm.x:y", kind="patch", feature=feature, status=status, detail="found 12", remedy="install vLLM 0.32"
+        target="vllm.x:y",
+        kind="patch",
+        feature=feature,
+        status=status,
+        detail="found 12",
+        remedy="install vLLM 0.32",
+        optional=optional,
     )
 
 
@@ -113,6 +119,13 @@ def test_system_needs_every_hook() -> None:
     findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="hints")])
     assert not doctor.judge("alise", findings).works
     assert not doctor.judge("fcfs+alise", findings).works
+
+
+def test_system_works_without_what_somebody_has_to_ask_for() -> None:
+    findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="KV tier", optional=True)])
+    verdict = doctor.judge("alise", findings)
+    assert (verdict.works, verdict.reason) == (True, "without KV tier")
+    assert not doctor.judge("KV tier", findings).works
 
 
 def test_group_of_hooks_needs_only_its_own() -> None:

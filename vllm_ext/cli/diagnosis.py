@@ -49,6 +49,8 @@ class Finding:
     """What to do about it; empty when there is nothing to do."""
     feature: str = ""
     """What does not work when this failed; empty means everything."""
+    optional: bool = False
+    """Whether every system works without that feature."""
 
 
 def version_of(distribution: str) -> str | None:
@@ -177,6 +179,7 @@ def check_hooks(report: Iterable[Any]) -> list[Finding]:
             state=states.get(hook.status, State.FAIL),
             remedy="" if hook.status == "verified" else hook.remedy,
             feature=hook.feature,
+            optional=hook.optional,
         )
         for hook in report
     ]

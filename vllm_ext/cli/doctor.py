@@ -99,7 +99,8 @@ def judge(feature: str, findings: Sequence[Finding]) -> Verdict:
     """Say whether a feature can work.
 
     Args:
-        feature: A system's name, for which every hook has to be as verified, or the name of a group of hooks.
+        feature: A system's name, for which every hook that is not optional has to be as verified, or the name of a
+            group of hooks.
         findings: All of them.
     """
     from vllm_ext import systems
@@ -115,9 +116,12 @@ def judge(feature: str, findings: Sequence[Finding]) -> Verdict:
             return Verdict(feature=feature, works=False, reason=f"{error}, or a group of hooks: {_names(groups)}")
     needed = {"", feature} if feature in groups else {"", *groups}
     failed = [finding for finding in findings if finding.state is State.FAIL and finding.feature in needed]
-    if failed:
-        return Verdict(feature=feature, works=False, reason=_names(f"{f.area}: {f.name}" for f in failed))
-    return Verdict(feature=feature, works=True, reason=note)
+    missed = [finding for finding in failed if finding.optional and finding.feature != feature]
+    if len(missed) < len(failed):
+        reasons = (f"{f.area}: {f.name}" for f in failed if f not in missed)
+        return Verdict(feature=feature, works=False, reason=_names(reasons))
+    without = f"without {_names({f.feature for f in missed})}" if missed else ""
+    return Verdict(feature=feature, works=True, reason=", ".join(filter(None, [without, note])))
 
 
 def as_json(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
