@@ -230,6 +230,27 @@ def test_what_is_kept_under_another_salt_is_nobodys(gaps: str) -> None:
     assert talks.scheduler.gaps.counts.requests == 1
 
 
+def test_who_waits_for_blocks_is_not_looked_up_in_full_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.say("b", words(2, 14 * BLOCK), answer=60)
+    talks.step()
+    looked_for: list[Any] = []
+    real = talks.pool.get_cached_block
+    monkeypatch.setattr(talks.pool, "get_cached_block", lambda *args: looked_for.append(args) or real(*args))
+    talks.say("a", words(3, 40))  # 15 blocks, of which 10 are free
+    talks.step()
+    at_first = len(looked_for)
+    for _ in range(10):
+        talks.step()
+    assert at_first == 1 + 14, "vLLM's own lookup ends at the first"
+    assert len(looked_for) - at_first == 10 * (1 + 7), "those that were kept"
+    talks.drain()
+    assert talks.scheduler.gaps.counts.requests == 1
+    assert talks.manager.searches == {}
+
+
 # --- gaps in steps of their own -------------------------------------------------------------------------------------
 
 

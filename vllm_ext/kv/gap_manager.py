@@ -24,6 +24,15 @@ from vllm_ext.kv.gap_plan import Action, Run
 
 
 @dataclass
+class Search:
+    """What was found of a request that may have to wait for its blocks, and be looked up again in each step."""
+
+    tries: int = 0
+    numbers: Sequence[int] = ()
+    """Blocks behind the prefix hit that were kept somewhere when all were looked for."""
+
+
+@dataclass
 class Placement:
     """What is done about the blocks of one request up to the end of what is kept."""
 
@@ -58,12 +67,14 @@ class GapManager(FullAttentionManager):
 
     Attributes:
         placements: By request, from its lookup until its blocks are given back.
+        searches: Likewise.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take vLLM's arguments."""
         super().__init__(*args, **kwargs)
         self.placements: dict[str, Placement] = {}
+        self.searches: dict[str, Search] = {}
 
     def get_num_blocks_to_allocate(
         self,
@@ -108,8 +119,9 @@ class GapManager(FullAttentionManager):
         super().cache_blocks(request, front, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """As vLLM's; the request's placement goes with its blocks."""
+        """As vLLM's; what is known of the request goes with its blocks."""
         self.placements.pop(request_id, None)
+        self.searches.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.kv.gap_layout import GapLayout, kept_ranges
-from vllm_ext.kv.gap_manager import GapManager, Placement
+from vllm_ext.kv.gap_manager import GapManager, Placement, Search
 from vllm_ext.kv.gap_plan import Action, Costs, Place, Run, plan
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _GAP_S = 1e-4
 """What a gap costs besides its tokens: one row more in the tables of the attention kernels."""
 _MAX_GAPS = 4
+_TRIES = 16
+"""Attempts to admit a request of which one looks for all its blocks, and the others for those that the first found."""
 
 
 @dataclass
@@ -147,7 +149,12 @@ class GapSearch:
     def _kept_blocks(self, request: Request, num_hit: int) -> dict[int, tuple[Place, Any]]:
         """Return where blocks behind the prefix hit are, by number, and those of the device; not the last token's."""
         lookup, hashes = self._manager.block_pool.get_cached_block, request.block_hashes
-        numbers = range(num_hit, min((request.num_tokens - 1) // self._manager.block_size, len(hashes)))
+        search = self._manager.searches.setdefault(request.request_id, Search())
+        numbers: Sequence[int] = range(num_hit, min((request.num_tokens - 1) // self._manager.block_size, len(hashes)))
+        looks_for_all = search.tries % _TRIES == 0
+        if not looks_for_all:  # what was nowhere is hardly anywhere now, and who waits is asked for in each step
+            numbers = [number for number in search.numbers if number in numbers]
+        search.tries += 1
         kept: dict[int, tuple[Place, Any]] = {}
         for number in numbers:
             if (found := lookup(hashes[number], [0])) is not None:
@@ -155,6 +162,8 @@ class GapSearch:
         if self.host is not None:
             for number in self.host.held_blocks(request, (n for n in numbers if n not in kept)):
                 kept[number] = (Place.HOST, None)
+        if looks_for_all:
+            search.numbers = sorted(kept)
         return kept
 
     def _count(self, placement: Placement) -> None:
