@@ -108,7 +108,7 @@ class ConversationBook:
         """
         conversation = self._named(name, salt) if name is not None else self._inferred(salt, keys)
         if conversation.turns and not conversation.running:
-            self.returns.returned(conversation.turns)
+            self.returns.returned(conversation.turns, now - conversation.last_used_s)
         conversation.running += 1
         conversation.last_used_s = now
         if ttl_s is not None:

@@ -33,7 +33,7 @@ class Keeper:
         ttl_s: Seconds after its last use at which a conversation is dropped, unless its client says so; 0: never.
         pin_share: Most of the tier that pinned conversations may hold.
         salt_share: Most of it that chunks of one salt may hold.
-        learn_returns: Whether chunks are weighed by how likely their conversation returns.
+        learn_returns: Whether chunks are valued by the rate at which such conversations come back.
     """
 
     def __init__(

@@ -4,17 +4,17 @@ Chunks form trees: each follows the chunk that its prefix ends with. Only a chun
 since vLLM finds a prefix only up to its first missing chunk; so conversations shrink from their tails, and a prompt
 that many share stays while any of them does. Among those tails the one with the least value goes:
 
-    V = p * Cost(l) / T     Cost(l): time to compute the chunk again with l tokens before it
-                            T: time since a request last used the chunk
-                            p: how likely its conversation returns after so many turns, relative to others
+    V = Cost(l) * r(n, T)     Cost(l): time to compute the chunk again with l tokens before it
+                              T: time since a request last used the chunk
+                              r: rate at which conversations of n turns come back after such a time, learned; or 1 / T
 
-Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and the
-same number of turns have about the same p * Cost, and among those the order is that of last use. So tails are kept in
+Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and n
+have about the same Cost and one r, and among those the order is that of last use. So tails are kept in
 classes, oldest first; an eviction compares the oldest of each class: some eighty, however many conversations there
 are, and however many chunks it takes.
 
-Source: Pensieve, section 4.3.1, where leading chunks go first and are computed again in the middle of a sequence. p is
-ours. Without p and Cost what is left is the least recently used tail: policy ``tail``.
+Source: Pensieve, section 4.3.1: Cost / T, where leading chunks go first and are computed again in the middle of a
+sequence. r is ours. Without it and Cost what is left is the least recently used tail: policy ``tail``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
-from vllm_ext.kv.returns import NUM_TURN_CLASSES, ReturnModel, turn_class
+from vllm_ext.kv.returns import ReturnModel, turn_class
 from vllm_ext.kv.tails import Tails
 from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, ClassCosts, class_of
 
@@ -91,7 +91,7 @@ class RetentionCachePolicy(CachePolicy):
     Attributes:
         clock: Returns the time, in seconds.
         cost: Cost of computing a chunk again, by the tokens up to its end; in any unit.
-        returns: How likely conversations return; None: all alike.
+        returns: At which rate conversations come back; None: as 1 / T, all alike.
         quota: Most chunks of one ``cache_salt``; None: no bound.
     """
 
@@ -265,9 +265,11 @@ class RetentionCachePolicy(CachePolicy):
 
     def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
         """Return what the tails of a class are worth that were used at a time."""
-        of, returns = self._costs.of, self.returns
-        factors = [1.0 if returns is None else returns.factor(turns) for turns in range(NUM_TURN_CLASSES)]
-        return lambda number, used_s: of(number[0]) * factors[number[1]] / max(now - used_s, LEAST_AGE_S)
+        of = self._costs.of
+        if self.returns is None:
+            return lambda number, used_s: of(number[0]) / max(now - used_s, LEAST_AGE_S)
+        rate = self.returns.rate
+        return lambda number, used_s: of(number[0]) * rate(number[1], now - used_s)
 
     def _add(self, key: OffloadKey, node: _Node) -> None:
         self._nodes[key] = node

@@ -24,7 +24,7 @@ class Retention:
     What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
     (``--kv-tier-gib``) conversations live on the device only.
 
-    Source: Pensieve, sections 4.3 and 4.4. Ours: how likely a conversation is to return weighs in (``learn_returns``).
+    Source: Pensieve, sections 4.3 and 4.4. Ours: rates of return are learned (``learn_returns``), not taken for 1 / T.
     """
 
     reserve: float = 0.1
