@@ -48,8 +48,8 @@ class KvTierConfig:
     ``retention``."""
 
     learn_returns: bool = True
-    """Whether ``retention`` goes by the rate at which conversations of so many turns come back after such a time, learned
-    while serving, instead of by 1 / time."""
+    """Whether ``retention`` goes by the rate at which conversations of so many turns come back after such a time,
+    learned while serving, instead of by 1 / time."""
 
     ttl_s: float = 0.0
     """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` goes before."""
