@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import lora_adapter
 import pytest
 from engines import BASE_ENGINE, Outcome, arrival, conversations, run_engines
 
@@ -145,6 +146,23 @@ def test_10_other_runners_give_the_same_tokens(
         assert found["device-1"].runner == "vllm.v1.worker.cpu.model_runner"
     else:
         assert found["device-1"].batch_queue == 2
+
+
+def test_conversations_with_an_adapter_keep_to_their_own_kv(tmp_path: Path, llama: Path) -> None:
+    """Every other conversation with a LoRA adapter; all share the system prompt's tokens, and no block of it."""
+    adapter = str(lora_adapter.build(llama, tmp_path / "adapter"))
+    arrivals = [{**a, "adapter": adapter} if a["id"].startswith(("c0", "c2")) else a for a in talks(1)]
+    lora = {"enable_lora": True, "max_lora_rank": lora_adapter.RANK, "num_gpu_blocks_override": 28}
+    wanted = {"none": NO_CACHE, "device": RUNS["device"], "phased": RUNS["phased"]}
+    runs = [
+        {**spec(name, llama, 1, {**engine, **lora}), "arrivals": arrivals, "odd_gaps": "poison"}
+        for name, engine in wanted.items()
+    ]
+    found = run_engines(tmp_path, runs)
+    for name in ("device", "phased"):
+        assert_cleaned_up(found[f"{name}-1"])
+        assert found[f"{name}-1"].gaps["requests"] > 0
+        assert found[f"{name}-1"].tokens == found["none-1"].tokens
 
 
 def test_two_workers_compute_across_gaps(tmp_path: Path, llama: Path) -> None:
