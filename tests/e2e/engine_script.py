@@ -55,13 +55,18 @@ def sampling_params(raw: dict[str, Any]) -> Any:
     return SamplingParams(temperature=0.0, **raw)
 
 
+_adapters: dict[str, int] = {}
+"""Numbers of adapters, by folder."""
+
+
 def adapter(folder: str | None) -> Any:
     """The LoRA adapter of a folder, or none."""
     if folder is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("adapter", 1, folder)
+    number = _adapters.setdefault(folder, len(_adapters) + 1)
+    return LoRARequest(f"adapter-{number}", number, folder)
 
 
 def due(waiting: list[dict[str, Any]], step: int, finished: dict[str, Any], *, idle: bool) -> dict[str, Any] | None:
