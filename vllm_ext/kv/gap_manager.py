@@ -9,7 +9,7 @@ the truth: a block is entered when it is really full, and one that was kept is i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +62,19 @@ class Placement:
         return self.layout.position(index) if index < self.layout.end else index
 
 
+_WITH_GAPS = "_with_gaps"
+
+
 class GapManager(FullAttentionManager):
     """The manager of the one group of a model that `with_gap_manager` names.
 
+    It is asked several times for each running request in each step. So three of vLLM's methods are replaced only while
+    somebody has gaps, by those of the same name that end in ``_with_gaps``.
+
     Attributes:
-        placements: By request, from its lookup until its blocks are given back.
+        placements: By request, from its lookup until its blocks are given back; changed by `hold` and `let_go`.
         searches: Likewise.
+        told: Called with whether anybody has gaps, when that changes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -75,8 +82,25 @@ class GapManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.placements: dict[str, Placement] = {}
         self.searches: dict[str, Search] = {}
+        self.told: Callable[[bool], None] = lambda anybody: None
 
-    def get_num_blocks_to_allocate(
+    def hold(self, request_id: str, placement: Placement) -> None:
+        """Note what will be done about a request's blocks."""
+        first = not self.placements
+        self.placements[request_id] = placement
+        if first:
+            for name in _REPLACED:
+                setattr(self, name, getattr(self, name + _WITH_GAPS))
+            self.told(True)
+
+    def let_go(self, request_id: str) -> None:
+        """Forget what would be done about a request's blocks, if anything."""
+        if self.placements.pop(request_id, None) is not None and not self.placements:
+            for name in _REPLACED:
+                delattr(self, name)
+            self.told(False)
+
+    def get_num_blocks_to_allocate_with_gaps(
         self,
         request_id: str,
         num_tokens: int,
@@ -95,7 +119,7 @@ class GapManager(FullAttentionManager):
         idle: int = self._get_num_evictable_blocks([*new_computed_blocks, *placement.reused.values()])
         return in_all - placement.num_hit - len(placement.reused) + idle
 
-    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+    def allocate_new_blocks_with_gaps(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """As vLLM's, behind the end of what is kept."""
         placement = self.placements.get(request_id)
         if placement is not None and not placement.placed:
@@ -103,7 +127,7 @@ class GapManager(FullAttentionManager):
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(request_id, *args, **kwargs)
         return blocks
 
-    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+    def cache_blocks_with_gaps(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, up to the first token that is not computed yet, without the blocks that were kept."""
         placement = self.placements.get(request.request_id)
         if placement is None:
@@ -120,7 +144,7 @@ class GapManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """As vLLM's; what is known of the request goes with its blocks."""
-        self.placements.pop(request_id, None)
+        self.let_go(request_id)
         self.searches.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
@@ -132,6 +156,9 @@ class GapManager(FullAttentionManager):
         for number in range(placement.num_hit, placement.num_blocks):
             table.append(placement.reused.get(number) or next(new))
         placement.placed = True
+
+
+_REPLACED = ("get_num_blocks_to_allocate", "allocate_new_blocks", "cache_blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,12 +69,11 @@ class GapSearch:
         Returns:
             How many tokens are kept in all: the virtual number of computed tokens; the hit alone if nothing else is.
         """
-        placements = self._manager.placements
-        placements.pop(request.request_id, None)  # of an earlier try to admit it
+        self._manager.let_go(request.request_id)  # of an earlier try to admit it
         placement = self._placement(request, num_hit_tokens // self._manager.block_size)
         if placement is None:
             return num_hit_tokens
-        placements[request.request_id] = placement
+        self._manager.hold(request.request_id, placement)
         return placement.layout.num_kept
 
     def is_within(self, req_id: str, index: int) -> bool:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.vllm_ext.gaps")
+_LAST_WORD = "_reserve_prefill_lookahead"
+"""Of vLLM's methods the one that has the last word about the size of a piece."""
 
 
 class GapScheduler(AsyncScheduler):
@@ -62,6 +64,7 @@ class GapScheduler(AsyncScheduler):
         if wanted:
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             assert isinstance(manager, GapManager)
+            manager.told = self._mind_gaps
             self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
             pool = self.kv_cache_manager.block_pool
             pool.free_block_queue = RetentionQueue.replace(
@@ -85,7 +88,14 @@ class GapScheduler(AsyncScheduler):
             num_tokens = self.gaps.kept_tokens(request, num_tokens)
         return blocks, num_tokens, boundary, diverged
 
-    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+    def _mind_gaps(self, anybody: bool) -> None:
+        """Ask for the size of pieces only while somebody has gaps: vLLM does for each request in each step."""
+        if anybody:
+            setattr(self, _LAST_WORD, self._up_to_a_gap)
+        else:
+            delattr(self, _LAST_WORD)
+
+    def _up_to_a_gap(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if self._in_phases and self.gaps is not None:
             return self.gaps.room(request.request_id, num_computed_tokens, num_tokens)
