@@ -76,7 +76,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -
                 odd = {"odd_gaps": "poison"} if name in POISONED else {}
                 runs.append(spec(name, folder, seed, engine, **odd))
         if model == "llama":
-            runs += [spec(f"fails-{name}", folder, 1, RUNS[name], odd_loads="fail") for name in FAILING]
+            failing = ((name, seed) for name in FAILING for seed in SEEDS[model])
+            runs += [spec(f"fails-{name}", folder, seed, RUNS[name], odd_loads="fail") for name, seed in failing]
             runs.append(spec("off", folder, 1, {**SMALL, **steered("fcfs", gaps="off")}))
         found |= {(model, name): run for name, run in run_engines(tmp_path_factory.mktemp("run"), runs).items()}
     return found
@@ -109,10 +110,13 @@ def test_host_memory_fills_gaps(outcomes: dict[tuple[str, str], Outcome]) -> Non
 @pytest.mark.parametrize("name", FAILING)
 def test_loads_that_fail_behind_gaps_are_computed(outcomes: dict[tuple[str, str], Outcome], name: str) -> None:
     """Every second load spoils the blocks it was to fill; what had read them is computed again."""
-    found = outcomes["llama", f"fails-{name}-1"]
-    assert_cleaned_up(found)
-    assert found.gaps["tokens_loaded"] > 0
-    assert found.tokens == outcomes["llama", "none-1"].tokens
+    loaded = 0
+    for seed in SEEDS["llama"]:
+        found = outcomes["llama", f"fails-{name}-{seed}"]
+        assert_cleaned_up(found)
+        assert found.tokens == outcomes["llama", f"none-{seed}"].tokens
+        loaded += found.gaps["tokens_loaded"]
+    assert loaded > 0
 
 
 def test_without_it_there_are_no_gaps(outcomes: dict[tuple[str, str], Outcome]) -> None:
@@ -125,9 +129,10 @@ def test_what_would_be_wrong_is_seen(
     outcomes: dict[tuple[str, str], Outcome], kind: str, tmp_path: Path, llama: Path
 ) -> None:
     """Negative controls: half of what a worker does about gaps left out, and a kept block overwritten."""
-    spoilt = run_engines(tmp_path, [spec("spoilt", llama, 1, RUNS[SPOILT[kind]], odd_gaps=kind)])["spoilt-1"]
-    assert spoilt.gaps["requests"] > 0
-    assert spoilt.tokens != outcomes["llama", "none-1"].tokens
+    runs = [spec("spoilt", llama, seed, RUNS[SPOILT[kind]], odd_gaps=kind) for seed in SEEDS["llama"]]
+    spoilt = run_engines(tmp_path, runs)
+    assert sum(run.gaps["requests"] for run in spoilt.values()) > 0
+    assert any(spoilt[f"spoilt-{seed}"].tokens != outcomes["llama", f"none-{seed}"].tokens for seed in SEEDS["llama"])
 
 
 @pytest.mark.parametrize("boot", ["v2", "async"])
@@ -165,16 +170,20 @@ def test_conversations_with_an_adapter_keep_to_their_own_kv(tmp_path: Path, llam
     found = run_engines(tmp_path, runs)
     for name in ("device", "phased"):
         assert_cleaned_up(found[f"{name}-1"])
-        assert found[f"{name}-1"].gaps["requests"] > 0
         assert found[f"{name}-1"].tokens == found["none-1"].tokens
+    assert sum(found[f"{name}-1"].gaps["requests"] for name in ("device", "phased")) > 0
 
 
 def test_two_workers_compute_across_gaps(tmp_path: Path, llama: Path) -> None:
     """Tensor parallel: processes of their own, which are told of gaps with each step."""
     wanted = {"none": NO_CACHE, "device": RUNS["device"], "pensieve": RUNS["pensieve"]}
-    runs = [spec(name, llama, 1, {**engine, "tensor_parallel_size": 2}) for name, engine in wanted.items()]
-    found = run_engines(tmp_path, runs)
-    for name in ("device", "pensieve"):
-        assert_cleaned_up(found[f"{name}-1"])
-        assert found[f"{name}-1"].gaps["requests"] > 0
-        assert found[f"{name}-1"].tokens == found["none-1"].tokens
+    cases = [(name, seed) for seed in (1, 2) for name in wanted]
+    runs = [spec(name, llama, seed, {**wanted[name], "tensor_parallel_size": 2}) for name, seed in cases]
+    found = run_engines(tmp_path, runs, timeout_s=500)
+    crossed = 0
+    for name, seed in cases:
+        outcome = found[f"{name}-{seed}"]
+        assert_cleaned_up(outcome)
+        assert outcome.tokens == found[f"none-{seed}"].tokens
+        crossed += outcome.gaps.get("requests", 0)
+    assert crossed > 0, "who pushes whom out goes by the clock, but hardly ever is there no gap"
