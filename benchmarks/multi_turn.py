@@ -20,7 +20,7 @@ where the tokens of the histories came from, and TTFT of first and later turns. 
 
     python benchmarks/multi_turn.py --quick
     OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind python benchmarks/multi_turn.py --repeats 2 \\
-        --out benchmarks/results/multi_turn.json
+        --keep /tmp/cells --out benchmarks/results/multi_turn.json
     python benchmarks/multi_turn.py --conversations chats.jsonl.gz --rates 0.5,1,2 --think-s 10
 
 Output: tables on stderr; the last line on stdout is the result as JSON (see benchmarks/README.md).
@@ -39,6 +39,7 @@ from typing import Any
 
 import engine_process
 import multi_turn_curve as curve
+import multi_turn_kept
 import multi_turn_options
 import multi_turn_report as report
 import multi_turn_rows as rows
@@ -80,6 +81,7 @@ class _Run:
         workload.set_sizes(args, self._extents[0], self._kv.bytes_per_token)
         held = {row: rows.tier_tokens(row, args, self._kv) for row in args.rows}
         self._tier_tokens = {row: tokens for row, tokens in held.items() if tokens is not None}
+        self._kept = multi_turn_kept.Kept(args.keep)
         self._settings: dict[str, Any] = {}
         self.tables: list[str] = []
 
@@ -128,7 +130,7 @@ class _Run:
     def _calibrate(self) -> dict[str, float]:
         """Measure stateless serving of one client at a time, and of as many as there are seats; nobody thinks."""
         label = "stateless, idle and saturated"
-        observed = self._serve(label, rows.STATELESS, workload.calibration(self._args))
+        observed = self._serve(label, self._spec(rows.STATELESS, workload.calibration(self._args)))
         lines = {name: report.timelines(label, phase["requests"]) for name, phase in observed["phases"].items()}
         saturated = lines[workload.SATURATED]
         tokens = sum(len(line.token_times_s) for line in saturated)
@@ -139,22 +141,29 @@ class _Run:
 
     def _cell(self, row: str, rate: float, repeat: int) -> report.Cell:
         label = f"{row} at {rate:.3g} conversations/s, repeat {repeat}"
-        observed = self._serve(label, row, {_MEASURED: workload.spec(self._args, repeat, rate)})
-        metrics = report.cell_metrics(label, observed["phases"][_MEASURED], self._extents[repeat].turns)
-        metrics["engine_start_s"] = observed["engine_start_s"]
-        self._settings[row] = observed["settings"]
+        spec = self._spec(row, {_MEASURED: workload.spec(self._args, repeat, rate)})
+        cell = self._kept.find(spec)
+        if cell is None:
+            observed = self._serve(label, spec)
+            metrics = report.cell_metrics(label, observed["phases"][_MEASURED], self._extents[repeat].turns)
+            metrics["engine_start_s"] = observed["engine_start_s"]
+            cell = {"metrics": metrics, "settings": observed["settings"]}
+            self._kept.keep(spec, cell)
+        metrics, self._settings[row] = cell["metrics"], cell["settings"]
         shares = "device_hit_share", "host_hit_share", "recomputed_share"
         where = ", ".join(f"{name.removesuffix('_share')} {metrics[name]:.0%}" for name in shares if name in metrics)
         _progress(f"{label}: P90 {metrics[report.P90]:.3g} ms/token, {where}")
         return report.Cell(row=row, rate=rate, repeat=repeat, metrics=metrics)
 
-    def _serve(self, label: str, row: str, phases: Mapping[str, WorkloadSpec]) -> dict[str, Any]:
-        """Start a fresh engine in a fresh process, serve the phases, and return what was observed."""
-        spec = {
+    def _spec(self, row: str, phases: Mapping[str, WorkloadSpec]) -> dict[str, Any]:
+        return {
             "engine_args": {"model": str(self._model), **rows.engine_args(row, self._args)},
             "warmup": workload.WARMUP.model_dump(),
-            "phases": {name: phase.model_dump() for name, phase in phases.items()},
+            "phases": {name: phase.model_dump(mode="json") for name, phase in phases.items()},
         }
+
+    def _serve(self, label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Start a fresh engine in a fresh process, serve the phases, and return what was observed."""
         with tempfile.TemporaryDirectory(prefix="multi_turn-") as folder:
             spec_file, out_file = Path(folder, "spec.json"), Path(folder, "out.json")
             spec_file.write_text(json.dumps(spec), encoding="utf-8")
@@ -181,6 +190,7 @@ class _Run:
             "kv_bytes_per_token": self._kv.bytes_per_token,
             "model": self._model.name,
             "quick": args.quick,
+            "cells_of_an_interrupted_run": self._kept.taken,
         }
 
 

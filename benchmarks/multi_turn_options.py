@@ -94,6 +94,13 @@ def _parser(description: str) -> argparse.ArgumentParser:
         default=1,
         help="runs of every cell, with other conversations each (default: 1)",
     )
+    group.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="write every cell there when it is measured, and take from there what the same command measured before it "
+        "was interrupted",
+    )
     group.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
     _add_conversations(options.add_argument_group("conversations"))
     group = options.add_argument_group("engine, the same for every row")
