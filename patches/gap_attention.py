@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext.kv.gap_rows import Rows, split_rows
-from vllm_ext.patches.patch import Patch
+from vllm_ext.patches.gap_hooks import gap_patch
 
 _building: Rows | None = None
 """The rows of the step whose metadata are being built; a worker builds those of one step at a time."""
@@ -38,26 +38,11 @@ def _build_metadata(
     return original(self, common_attn_metadata, *args, **kwargs)
 
 
-def gap_patch(target: str, why: str, replacement: Callable[..., Any], verified: dict[str, str]) -> Patch:
-    """Return a patch of a worker that computes across gaps."""
-    return Patch(
-        target=target,
-        feature="gaps in kept KV",
-        why=why,
-        breaks_without="conversations are computed again from the first block that is missing",
-        remove_when="vLLM's schedulers can say of a step which positions of a request it computes",
-        leave_out="kv_tier.gaps",
-        optional=True,
-        verified=verified,
-        replacement=replacement,
-    )
-
-
 HOOKS = (
     gap_patch(
         "vllm.v1.worker.utils:AttentionGroup.build_metadata",
         "hands the rows of a batch to any attention backend",
         _build_metadata,
-        {"0.32.0": "b20996d98411222c"},
+        "b20996d98411222c",
     ),
 )

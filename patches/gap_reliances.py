@@ -7,6 +7,7 @@ missing one.
 
 from __future__ import annotations
 
+from vllm_ext.patches.gap_hooks import gap_reliance
 from vllm_ext.patches.patch import Reliance
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
@@ -15,16 +16,9 @@ _QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 
 
-def _reliance(target: str, why: str, fingerprint: str) -> Reliance:
-    return Reliance(
-        target=target,
-        feature="gaps in kept KV",
-        why=why,
-        breaks_without="conversations are computed again from the first block that is missing",
-        remove_when="vLLM's block manager finds blocks behind a missing one",
-        leave_out="kv_tier.gaps",
-        optional=True,
-        verified={"0.32.0": fingerprint},
+def _reliance(target: str, why: str, *fingerprints: str) -> Reliance:
+    return gap_reliance(
+        target, why, *fingerprints, remove_when="vLLM's block manager finds blocks behind a missing one"
     )
 
 
@@ -32,7 +26,8 @@ HOOKS = (
     _reliance(
         f"{_SINGLE}.get_num_blocks_to_allocate",
         "counts blocks to admit a request; ours counts those that are kept behind gaps",
-        "d8469238774abc79",
+        "b999bb033c1b4f0e",
+        *["d8469238774abc79"] * 3,
     ),
     _reliance(
         f"{_SINGLE}.allocate_new_blocks",
@@ -41,20 +36,45 @@ HOOKS = (
     ),
     _reliance(f"{_FULL}.cache_blocks", "is called with a virtual number of tokens by us", "87cfe37550740a11"),
     _reliance(
-        f"{_SINGLE}.cache_blocks", "enters blocks from where it was the last time, which we set", "fcf41c88a9e59339"
+        f"{_SINGLE}.cache_blocks",
+        "enters blocks from where it was the last time, which we set",
+        "f015fe4f0a0db177",
+        *["fcf41c88a9e59339"] * 2,
+        "ecf5c5d305179769",
     ),
-    _reliance(f"{_SINGLE}.pop_blocks_for_free", "ends what is known of a request", "b7517a841242dfdf"),
+    _reliance(
+        f"{_SINGLE}.pop_blocks_for_free",
+        "ends what is known of a request",
+        *["b7517a841242dfdf"] * 3,
+        "6914fc6eeef94bf4",
+    ),
     _reliance(
         "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
         "is asked once for each attempt to admit a request; its number of tokens is ours",
-        "482bba5e0eb6143e",
+        *["482bba5e0eb6143e"] * 3,
+        "1bcc1b0a7b0646d0",
     ),
     _reliance(
         "vllm.v1.core.sched.scheduler:Scheduler._reserve_prefill_lookahead",
         "has the last word about the size of a chunk",
         "83426d8ee5ce4c3b",
     ),
-    _reliance(f"{_QUEUE}.popleft_n", "is the one choice of a victim", "b5558bf0ec6f359d"),
-    _reliance(f"{_QUEUE}.append_n", "is where blocks come back", "da40b12529c057ce"),
-    _reliance(f"{_POOL}.free_blocks", "tells blocks that hold something from others", "d2a858d46dacaa21"),
+    _reliance(
+        f"{_QUEUE}.popleft_n",
+        "is the one choice of a victim",
+        *["04d12ace9b2f8560"] * 2,
+        *["b5558bf0ec6f359d"] * 2,
+    ),
+    _reliance(
+        f"{_QUEUE}.append_n",
+        "is where blocks come back",
+        *["00e63b0dac240ae7"] * 2,
+        *["da40b12529c057ce"] * 2,
+    ),
+    _reliance(
+        f"{_POOL}.free_blocks",
+        "tells blocks that hold something from others",
+        *["d2a858d46dacaa21"] * 3,
+        "df7316205222b6d0",
+    ),
 )

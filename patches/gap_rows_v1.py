@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm_ext.kv.gap_layout import ATTRIBUTE
 from vllm_ext.kv.gap_rows import Rows, place_queries
-from vllm_ext.patches.gap_attention import gap_patch, splitting
+from vllm_ext.patches.gap_attention import splitting
+from vllm_ext.patches.gap_hooks import gap_patch
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _STEP = "_vllm_ext_gaps"
@@ -59,18 +60,19 @@ HOOKS = (
         f"{_RUNNER}._prepare_inputs",
         "is the first that is told of a step",
         _prepare_inputs,
-        {"0.32.0": "3d85c8a365d2e83f"},
+        "3d85c8a365d2e83f",
     ),
     gap_patch(
         f"{_RUNNER}._get_cumsum_and_arange",
         "makes the indices from which tokens, positions and the places of their KV follow",
         _get_cumsum_and_arange,
-        {"0.32.0": "9702e88d417ac253"},
+        "9702e88d417ac253",
     ),
     gap_patch(
         f"{_RUNNER}._build_attention_metadata",
         "knows whose metadata are built; a dummy run's must not be changed",
         _build_attention_metadata,
-        {"0.32.0": "871b29ad1c58f27f"},
+        "871b29ad1c58f27f",
+        "26d00b7aa64dfaf2",
     ),
 )

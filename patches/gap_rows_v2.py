@@ -13,7 +13,8 @@ from typing import Any
 
 from vllm_ext.kv.gap_layout import ATTRIBUTE
 from vllm_ext.kv.gap_rows import place_on_device
-from vllm_ext.patches.gap_attention import gap_patch, splitting
+from vllm_ext.patches.gap_attention import splitting
+from vllm_ext.patches.gap_hooks import gap_patch
 
 _ROWS = "_vllm_ext_rows"
 
@@ -39,12 +40,14 @@ HOOKS = (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
         "makes tokens and positions, from which the places of their KV follow",
         _prepare_inputs,
-        {"0.32.0": "5a81ab2f9c7d1e1b"},
+        "5a81ab2f9c7d1e1b",
+        "784a71ced3dfc30d",
     ),
     gap_patch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
         "knows for which batch metadata are built",
         _prepare_attn,
-        {"0.32.0": "73d65f8be5f95311"},
+        "73d65f8be5f95311",
+        "f30356a4ddd55ec8",
     ),
 )

@@ -5,17 +5,19 @@ The runner counts computed tokens by itself. A request that goes on elsewhere is
 
 from __future__ import annotations
 
-from vllm_ext.patches.phase_reliances_v1 import phase_reliance
+from vllm_ext.patches.gap_hooks import gap_reliance
 
 HOOKS = (
-    phase_reliance(
+    gap_reliance(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
         "replaces what it knows of a request that is sent as a new one",
-        "067603094af2c4a3",
+        "4f26b2e217bb6912",
+        *["067603094af2c4a3"] * 3,
     ),
-    phase_reliance(
+    gap_reliance(
         "vllm.v1.core.sched.output:NewRequestData.from_request",
         "makes what is sent of a new request",
-        "0874865d89590f6b",
+        "f80cc5fbe868be06",
+        *["0874865d89590f6b"] * 3,
     ),
 )

@@ -82,9 +82,9 @@ class GapScheduler(AsyncScheduler):
                 send_positions(output, self.gaps.placements, self._as_new if self.use_v2_model_runner else None)
         return output
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        if self.gaps is not None:
+    def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> tuple[KVCacheBlocks, int, int, bool]:
+        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limit)
+        if self.gaps is not None and limit in ((), (None,)):  # from 0.33 on; what is behind it is wanted computed
             num_tokens = self.gaps.kept_tokens(request, num_tokens)
         return blocks, num_tokens, boundary, diverged
 

@@ -1,0 +1,37 @@
+"""What all hooks for gaps in kept KV have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm_ext.patches.patch import Patch, Reliance
+
+POSITIONS = "vLLM's schedulers can say of a step which positions of a request it computes"
+"""What must come upstream before workers, and those who count for them, need no help."""
+VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""In which gaps can be computed one after the other."""
+FUSED_VERSIONS = VERSIONS[2:]
+"""In which one method hands the rows of a batch to all attention backends, so that gaps can be computed in one step."""
+
+
+def gap_reliance(target: str, why: str, *fingerprints: str, remove_when: str = POSITIONS) -> Reliance:
+    """Return a reliance on a function; one fingerprint if it is the same in all `VERSIONS`, else one each."""
+    return Reliance(target=target, why=why, remove_when=remove_when, **_common(VERSIONS, fingerprints))
+
+
+def gap_patch(target: str, why: str, replacement: Callable[..., Any], *fingerprints: str) -> Patch:
+    """Return a patch of a worker; one fingerprint if it is the same in all `FUSED_VERSIONS`, else one each."""
+    common = _common(FUSED_VERSIONS, fingerprints)
+    return Patch(target=target, why=why, replacement=replacement, remove_when=POSITIONS, **common)
+
+
+def _common(versions: Sequence[str], fingerprints: Sequence[str]) -> dict[str, Any]:
+    each = fingerprints * len(versions) if len(fingerprints) == 1 else fingerprints
+    return {
+        "feature": "gaps in kept KV",
+        "breaks_without": "conversations are computed again from the first block that is missing",
+        "leave_out": "kv_tier.gaps",
+        "optional": True,
+        "verified": dict(zip(versions, each, strict=True)),
+    }
