@@ -130,8 +130,6 @@ class KvTierConfig:
             raise ConfigError("kv_tier.pin_share", self.pin_share, "must be a fraction from 0 to 0.9")
         if not 0 < self.salt_share <= 1:
             raise ConfigError("kv_tier.salt_share", self.salt_share, "must be a fraction greater than 0 and at most 1")
-        if self.ttl_s and self.disk_dir:
-            raise ConfigError("kv_tier.ttl_s", self.ttl_s, "must be 0 with a disk_dir: what is on disk has no such end")
         if self.policy in ("lru", "arc") and (self.ttl_s or self.salt_share < 1):
             name = "ttl_s" if self.ttl_s else "salt_share"
             allowed = f"needs policy {RETENTION}, {TAIL} or {LEADING}: {self.policy} knows no conversations"

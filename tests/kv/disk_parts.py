@@ -55,11 +55,13 @@ class Clock:
 class Rig:
     """Both tiers, and a worker that copies at once."""
 
-    def __init__(self, root: Path, *, host: int = 4, files: int = 64, policy: str = RETENTION) -> None:
+    def __init__(
+        self, root: Path, *, host: int = 4, files: int = 64, policy: str = RETENTION, ttl_s: float = 0.0
+    ) -> None:
         self.memory = Memory(host)
         self.clock = Clock()
         tier: Any = HostTier(host, mmap_region=self.memory, cache_policy=policy)
-        folder = Folder(root, "kv-model-0", max_bytes=files * FILE_BYTES, facts={})
+        folder = Folder(root, "kv-model-0", max_bytes=files * FILE_BYTES, facts={}, ttl_s=ttl_s)
         spec: Any = None
         self.disk = DiskTier(spec, tier.get_kv_memoryview(), folder, PAYLOAD_BYTES)
         self.manager = DiskBackedManager(tier, self.disk, clock=self.clock)

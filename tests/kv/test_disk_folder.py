@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +31,9 @@ def payload(number: int) -> memoryview:
 
 
 @contextmanager
-def opened(root: Path, *, files: int = 10, name: str = "kv-model-0") -> Iterator[Folder]:
+def opened(root: Path, *, files: int = 10, name: str = "kv-model-0", ttl_s: float = 0.0) -> Iterator[Folder]:
     """A folder with room for so many chunks, as a server finds it."""
-    folder = Folder(root, name, max_bytes=files * FILE_BYTES, facts={"model": name})
+    folder = Folder(root, name, max_bytes=files * FILE_BYTES, facts={"model": name}, ttl_s=ttl_s)
     folder.scan()
     try:
         yield folder
@@ -101,6 +102,66 @@ def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
         write(folder, *range(8))
     with opened(tmp_path, files=3) as folder:
         assert len(known(folder)) == len(chunk_files(tmp_path)) == 3
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is, in the only element."""
+    now = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
+def test_what_was_not_used_for_its_time_is_deleted(tmp_path: Path, clock: list[float]) -> None:
+    with opened(tmp_path, ttl_s=100.0) as folder:
+        write(folder, 1, 2, 3)
+        clock[0] += 60
+        folder.index.touch([key(2)])
+        write(folder, 4)
+        folder.expire()
+        assert known(folder) == {1, 2, 3, 4}
+        clock[0] += 60
+        folder.index.pin([key(3)])
+        folder.expire()
+        assert known(folder) == {2, 3, 4}, "3 is being read"
+        folder.index.unpin(key(3))
+        folder.expire()
+        assert known(folder) == {2, 4}
+        assert len(chunk_files(tmp_path)) == 2
+        assert folder.index.used_bytes == 2 * FILE_BYTES
+        assert folder.take_counts() == FolderCounts(expired=2)
+
+
+def test_a_restart_finds_only_what_has_time_left(tmp_path: Path, clock: list[float]) -> None:
+    with opened(tmp_path) as folder:
+        write(folder, 1, 2, 3)
+        clock[0] += 60
+        folder.index.touch([key(2)])
+    clock[0] += 60
+    with opened(tmp_path, ttl_s=100.0) as folder:
+        assert known(folder) == {2}
+        assert len(chunk_files(tmp_path)) == 1
+        clock[0] += 60
+        folder.expire()
+        assert known(folder) == set()
+    with opened(tmp_path) as folder:
+        folder.expire()
+        assert known(folder) == set(), "and without a time to live nothing is deleted, or comes back"
+
+
+def test_times_to_live_reach_other_models_and_damaged_chunks(tmp_path: Path, clock: list[float]) -> None:
+    with opened(tmp_path, name="kv-model-1") as folder:
+        write(folder, 1)
+    with opened(tmp_path, name="kv-model-2", ttl_s=100.0) as folder:
+        write(folder, 2, 3)
+        next(path for path in chunk_files(tmp_path) if path.stem == key(2).hex()).write_bytes(b"rubbish")
+        assert read(folder, 2) is None
+        clock[0] += 60
+        write(folder, 4)
+        clock[0] += 60
+        folder.expire()
+        assert known(folder) == {4}, "although the damaged one stands before all others"
+        assert [path.stem for path in tmp_path.rglob(f"*{SUFFIX}")] == [key(4).hex()]
 
 
 def test_what_is_read_is_not_evicted(tmp_path: Path) -> None:

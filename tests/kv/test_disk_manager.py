@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,16 @@ def test_chunks_that_are_given_up_go_from_disk_too(tmp_path: Path) -> None:
         assert tiers.on_disk(1, 2) == [True, False]
         assert len(list(tmp_path.rglob("*.kv"))) == 1
         assert tiers.manager.host._get_num_free_chunks() == tiers.manager.num_chunks - 1
+
+
+def test_an_idle_server_deletes_what_was_not_used_for_its_time(tmp_path: Path) -> None:
+    with rig(tmp_path, ttl_s=0.3) as tiers:
+        fill(tiers, 1, 2)
+        deadline = time.monotonic() + 20
+        while len(tiers.disk.folder.index) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert tiers.on_disk(1, 2) == [False, False]
+        assert tiers.load(tiers.request(1, 2), 1, 2) == contents(1, 2), "host memory goes by the scheduler's own clock"
 
 
 def test_a_quota_that_leaves_no_place_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.kv.options import DISK_BYTES_KEY, DISK_DIR_KEY, transfer_config
+from vllm_ext.kv.options import DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, transfer_config
 
 
 def test_there_is_none_by_default() -> None:
@@ -32,6 +32,11 @@ def test_the_directory_is_made_when_a_server_starts(tmp_path: Path) -> None:
     extra = transfer_config(tier).kv_connector_extra_config
     assert (extra[DISK_DIR_KEY], extra[DISK_BYTES_KEY]) == (str(tmp_path / "a" / "b"), 2**29)
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_time_to_live_holds_for_both_tiers(tmp_path: Path) -> None:
+    tier = KvTierConfig(gib=1, disk_dir=str(tmp_path), disk_gib=1, ttl_s=60.0)
+    assert transfer_config(tier).kv_connector_extra_config[KEEPER_KEY]["ttl_s"] == 60.0
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ _ERRAND = -1
 _SCAN_S = 10.0
 """How long a start waits for what earlier servers left to be found. What is found later is a miss until then."""
 _LAST_WRITES_S, _POLL_S = 5.0, 0.01
+_SWEEPS_PER_TTL, _LEAST_SWEEP_S, _MOST_SWEEP_S = 20, 0.1, 60.0
+"""How often it is looked for files whose time is over."""
 _PINNED_SHARE = 4
 """At most one of so many chunks in host memory waits for its copy to disk."""
 
@@ -50,6 +52,7 @@ COUNTERS = {
     "unreadable": "Chunks of KV on disk that could not be read, and were computed again.",
     "unwritten": "Chunks of KV that could not be written to disk, and were not kept there.",
     "evicted": "Chunks of KV that were deleted from disk to make room for others.",
+    "expired": "Chunks of KV that were deleted from disk since they were not used for kv_tier.ttl_s.",
 }
 
 
@@ -115,6 +118,10 @@ class DiskTier(SecondaryTierManager):
         self._scan = threading.Thread(target=folder.scan, name="vllm-ext-kv-disk-scan", daemon=True)
         self._scan.start()
         self._scan.join(_SCAN_S)
+        self._closing = threading.Event()
+        self._sweeps = threading.Thread(target=self._sweep, name="vllm-ext-kv-disk-sweep", daemon=True)
+        if folder.ttl_s:
+            self._sweeps.start()
 
     # --- vLLM's interface, on the step path -------------------------------------------------------------------------
 
@@ -189,12 +196,15 @@ class DiskTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Write what waits, for a limited time; then end the threads, and let go of the folder."""
         self.folder.stop_scan()
+        self._closing.set()
         deadline = time.monotonic() + _LAST_WRITES_S
         while self._jobs and time.monotonic() < deadline:
             list(self.get_finished_jobs())
             time.sleep(_POLL_S)
         self._pool.shutdown(wait=True)
         self._scan.join()
+        if self._sweeps.is_alive():
+            self._sweeps.join()
         self.folder.close()
 
     # --- what the threads do ----------------------------------------------------------------------------------------
@@ -214,6 +224,12 @@ class DiskTier(SecondaryTierManager):
             raise
         finally:
             self.folder.index.unpin(key)
+
+    def _sweep(self) -> None:
+        """Delete files whose time is over, also while nobody asks the server anything."""
+        every_s = min(max(self.folder.ttl_s / _SWEEPS_PER_TTL, _LEAST_SWEEP_S), _MOST_SWEEP_S)
+        while not self._closing.wait(every_s):
+            self.folder.expire()
 
     def _payload(self, chunk: int) -> memoryview:
         """Return a chunk's bytes in host memory, shape [payload_bytes]."""

@@ -23,6 +23,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,8 @@ class FolderCounts(NamedTuple):
     """Chunks that the system could not write: a full disk, missing permissions."""
     evicted: int = 0
     """Files deleted to make room."""
+    expired: int = 0
+    """Files deleted since they were not used for so long."""
 
 
 def check_writable(directory: str) -> None:
@@ -84,13 +87,15 @@ class Folder:
         name: Of the folder of this model and format.
         max_bytes: Of all files below ``root`` together.
         facts: What ``name`` stands for, for whoever looks into the folder.
+        ttl_s: Seconds after its last use at which any file below ``root`` is deleted; 0: never.
 
     Raises:
         ConfigError: another server uses it, or it can't be written.
     """
 
-    def __init__(self, root: Path, name: str, *, max_bytes: int, facts: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, name: str, *, max_bytes: int, facts: Mapping[str, Any], ttl_s: float = 0.0) -> None:
         self.root = root
+        self.ttl_s = ttl_s
         self.index = DiskIndex(max_bytes)
         self._home = self._current = root / name
         self._counts = dict.fromkeys(FolderCounts._fields, 0)
@@ -178,10 +183,25 @@ class Folder:
                     found.append((status.st_mtime, status.st_size, path))
                 elif not path.name.startswith(PROCESS):
                     path.unlink()
-        for _, size, path in sorted(found, reverse=True):
-            victims = self.index.add_older(self._name_of(path), size)
+        for used_s, size, path in sorted(found, reverse=True):
+            if self.ttl_s and used_s < time.time() - self.ttl_s:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    self._count("expired")
+                continue
+            victims = self.index.add_older(self._name_of(path), size, used_s)
             with contextlib.suppress(OSError):
                 self._evict(victims)
+
+    def expire(self) -> None:
+        """Delete what was not used for `ttl_s`, if that is not 0."""
+        if not self.ttl_s:
+            return
+        for name in self.index.expire(time.time() - self.ttl_s):
+            if name not in self.index:  # nor written anew since
+                with contextlib.suppress(OSError):
+                    self._path(name).unlink(missing_ok=True)
+                self._count("expired")
 
     def start_afresh(self) -> Callable[[], None]:
         """Forget all chunks; what is kept from now on is found by this process only.

@@ -1,4 +1,4 @@
-"""Which chunks are on disk, how large they are, and which go first: least recently used. In memory, without any I/O.
+"""Which chunks are on disk, how large they are, when they were used, and which go first. In memory, without any I/O.
 
 The step path asks it, and the threads that read and write files change it, so each call holds a lock, and none for
 long.
@@ -10,10 +10,16 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Name: TypeAlias = bytes | str
 """A chunk's key; or the path, below the tier's folder, of a file that is no chunk of this server's."""
+
+
+class _File(NamedTuple):
+    num_bytes: int
+    used_s: float
+    """When it was used last, in seconds since the epoch."""
 
 
 class DiskIndex:
@@ -25,7 +31,7 @@ class DiskIndex:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._sizes: OrderedDict[Name, int] = OrderedDict()
+        self._files: OrderedDict[Name, _File] = OrderedDict()
         self._writing: dict[Name, int] = {}
         self._pins: Counter[Name] = Counter()
         self._used_bytes = 0
@@ -33,27 +39,27 @@ class DiskIndex:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._files)
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
-            return name in self._sizes
+            return name in self._files
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, those that are being written included."""
         return self._used_bytes
 
-    def add_older(self, name: Name, num_bytes: int) -> list[Name]:
+    def add_older(self, name: Name, num_bytes: int, used_s: float) -> list[Name]:
         """Note a file that was used before all that are known; one that is known stays as it is.
 
         Returns:
             Files for which there is no room, forgotten already, which must be deleted.
         """
         with self._lock:
-            if name not in self._sizes and name not in self._writing:
-                self._sizes[name] = num_bytes
-                self._sizes.move_to_end(name, last=False)
+            if name not in self._files and name not in self._writing:
+                self._files[name] = _File(num_bytes, used_s)
+                self._files.move_to_end(name, last=False)
                 self._used_bytes += num_bytes
             return self._make_room(0) or []
 
@@ -65,7 +71,7 @@ class DiskIndex:
             is there, or being written, or there is no room.
         """
         with self._lock:
-            if name in self._sizes or name in self._writing:
+            if name in self._files or name in self._writing:
                 return None
             chosen = self._make_room(num_bytes)
             if chosen is None:
@@ -81,10 +87,10 @@ class DiskIndex:
             Whether to go on: the file is known, and the new name is not being written.
         """
         with self._lock:
-            if name not in self._sizes or new_name in self._writing:
+            if name not in self._files or new_name in self._writing:
                 return False
             self._remove(new_name)  # it is overwritten
-            self._writing[new_name] = self._sizes.pop(name)
+            self._writing[new_name] = self._files.pop(name).num_bytes
             self._touched.pop(name, None)
             return True
 
@@ -93,8 +99,8 @@ class DiskIndex:
         with self._lock:
             num_bytes = self._writing.pop(name)
             if written:
-                self._sizes[name] = num_bytes
-                self._sizes.move_to_end(name, last=not oldest)
+                self._files[name] = _File(num_bytes, time.time())
+                self._files.move_to_end(name, last=not oldest)
             else:
                 self._used_bytes -= num_bytes
 
@@ -115,8 +121,9 @@ class DiskIndex:
         now = time.time()
         with self._lock:
             for name in reversed(names):
-                if name in self._sizes:
-                    self._sizes.move_to_end(name)
+                if (file := self._files.get(name)) is not None:
+                    self._files[name] = file._replace(used_s=now)
+                    self._files.move_to_end(name)
                     self._touched[name] = now
 
     def take_touched(self) -> dict[Name, float]:
@@ -130,20 +137,38 @@ class DiskIndex:
         with self._lock:
             return self._remove(name)
 
+    def expire(self, before_s: float) -> list[Name]:
+        """Forget files that were used last before a moment, in seconds since the epoch, but those that are read.
+
+        Returns:
+            Their names; they must be deleted.
+        """
+        with self._lock:
+            chosen: list[Name] = []
+            for name, file in self._files.items():
+                if file.used_s < before_s:
+                    if name not in self._pins:
+                        chosen.append(name)
+                elif isinstance(name, bytes):
+                    break  # later ones were used later; of other files the damaged ones are in front whatever their age
+            for name in chosen:
+                self._remove(name)
+            return chosen
+
     def rename_chunks(self, rename: Callable[[bytes], str]) -> list[str]:
         """Turn all chunks into files that nobody finds by a key; returns their new names."""
         with self._lock:
-            names = {name: rename(name) for name in self._sizes if isinstance(name, bytes)}
-            renamed = ((names[name] if isinstance(name, bytes) else name, size) for name, size in self._sizes.items())
-            self._sizes = OrderedDict(renamed)
+            names = {name: rename(name) for name in self._files if isinstance(name, bytes)}
+            renamed = ((names[name] if isinstance(name, bytes) else name, file) for name, file in self._files.items())
+            self._files = OrderedDict(renamed)
             self._touched.clear()
             return list(names.values())
 
     def _remove(self, name: Name) -> bool:
-        num_bytes = self._sizes.pop(name, None)
-        if num_bytes is None:
+        file = self._files.pop(name, None)
+        if file is None:
             return False
-        self._used_bytes -= num_bytes
+        self._used_bytes -= file.num_bytes
         self._touched.pop(name, None)
         return True
 
@@ -151,12 +176,12 @@ class DiskIndex:
         """Forget the oldest files until so many bytes fit; ``None`` if those that are not read are too few."""
         missing = self._used_bytes + num_bytes - self.max_bytes
         chosen: list[Name] = []
-        for name, size in self._sizes.items():
+        for name, file in self._files.items():
             if missing <= 0:
                 break
             if name not in self._pins:
                 chosen.append(name)
-                missing -= size
+                missing -= file.num_bytes
         if missing > 0:
             return None
         for name in chosen:

@@ -17,7 +17,7 @@ from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY
+from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY
 from vllm_ext.kv.worker import TierWorker
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class TierSpec(CPUOffloadingSpec):
             raise ConfigError("kv_tier.disk_gib", max_bytes / 2**30, allowed)
         facts = format_facts(self.config, self.geometry)
         root = Path(self.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
-        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts)
+        ttl_s = self.extra_config[KEEPER_KEY]["ttl_s"]
+        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts, ttl_s=ttl_s)
         try:
             region = scheduler_region(self.config, self.geometry, self.num_chunks)
         except BaseException:
