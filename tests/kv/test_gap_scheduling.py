@@ -122,6 +122,7 @@ def test_a_dropped_leading_end_is_computed_with_the_new_prompt_in_one_step(depth
     assert all(step in ({"a2": 1}, {}) for step in later)
     assert talks.scheduler.gaps.counts.state() == {
         "requests": 1, "gaps": 1, "tokens_kept": 7 * BLOCK, "tokens_loaded": 0, "tokens_computed": 5 * BLOCK,
+        "tokens_missing": 5 * BLOCK, "requests_by_gaps": {"1": 1}, "refused": {},
     }  # fmt: skip
     third, *_ = talks.talk("a", words(3, 10))
     assert third["a3"] <= 10 + BLOCK + 4, "an ordinary hit: the whole conversation is in the prefix cache again"
@@ -139,6 +140,7 @@ def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
     decoded = 3 + (depth - 1)  # of 4 tokens, and with async scheduling one that is not wanted any more
     assert sum(step.get("a2", 0) for step in steps) - decoded == 4 * BLOCK + 4 + 40
     assert talks.scheduler.gaps.counts.gaps == 2
+    assert talks.scheduler.gaps.counts.requests_by_gaps == {2: 1}
     assert talks.manager.placements == {}
     assert talks.pool.get_num_free_blocks() == 63
 
@@ -151,6 +153,33 @@ def test_where_tokens_are_said_to_cost_nothing_a_prefix_hit_is_still_one(depth: 
     talks.scheduler.gaps.compute_s = lambda new, context: 0.0
     first, *_ = talks.talk("a", words(2, 40))
     assert first == {"a2": 9 * BLOCK + 4 + 40}
+    assert talks.scheduler.gaps.counts.requests == 0
+    assert talks.scheduler.gaps.counts.refused == {"cheaper": 1}
+
+
+def test_a_short_piece_between_gaps_may_be_computed_with_them() -> None:
+    """It was kept, so it counts as what was cheaper to compute: a gap more would have cost more than its one block."""
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", [*range(3), *range(4, 7)])
+    talks.scheduler.gaps.compute_s = lambda new, context: new * 3e-6
+    talks.talk("a", words(2, 40))
+    counts = talks.scheduler.gaps.counts
+    assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({1: 1}, 7 * BLOCK, 6 * BLOCK)
+
+
+def test_a_request_that_does_not_read_what_is_kept_is_counted_once() -> None:
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.say("b", words(2, 14 * BLOCK), answer=30)
+    talks.step()
+    req_id = talks.say("a", words(3, 40))  # waits: 15 blocks, of which 10 are free
+    talks.scheduler.requests[req_id].skip_reading_prefix_cache = True
+    for _ in range(5):
+        talks.step()
+    assert talks.scheduler.gaps.counts.refused == {"unsupported": 1}
+    talks.drain()
     assert talks.scheduler.gaps.counts.requests == 0
 
 
@@ -265,6 +294,7 @@ def test_a_dropped_leading_end_is_computed_in_a_step_before_the_new_prompt(v2: b
     assert all(step in ({"a2": 1}, {}) for step in later)
     assert talks.scheduler.gaps.counts.state() == {
         "requests": 1, "gaps": 1, "tokens_kept": 7 * BLOCK, "tokens_loaded": 0, "tokens_computed": 5 * BLOCK,
+        "tokens_missing": 5 * BLOCK, "requests_by_gaps": {"1": 1}, "refused": {},
     }  # fmt: skip
     third, *_ = talks.talk("a", words(3, 10))
     assert third["a3"] <= 10 + BLOCK + 4, "an ordinary hit: the whole conversation is in the prefix cache again"

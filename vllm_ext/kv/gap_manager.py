@@ -43,6 +43,8 @@ class Placement:
     """Those behind the hit, up to the end of the layout."""
     reused: dict[int, KVCacheBlock]
     """Kept blocks behind the hit, by number."""
+    num_missing: int = 0
+    """Blocks of the gaps that are kept nowhere."""
     placed: bool = field(default=False, init=False)
     sent_up_to: int | None = field(default=None, init=False)
     """Position up to which workers were told to compute, where gaps are computed one after the other."""

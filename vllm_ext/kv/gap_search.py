@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.kv.gap_layout import GapLayout, kept_ranges
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 _GAP_S = 1e-4
 """What a gap costs besides its tokens: one row more in the tables of the attention kernels."""
 _MAX_GAPS = 4
+UNSUPPORTED, CHEAPER = "unsupported", "cheaper"
+REFUSALS = {
+    UNSUPPORTED: "the request's inputs are placed by more than a position, or it asked not to read what is kept",
+    CHEAPER: "computing all of it again is quicker than what is kept would save",
+}
+"""Why nothing behind a prefix hit is looked for, or used."""
 _TRIES = 16
 """Attempts to admit a request of which one looks for all its blocks, and the others for those that the first found."""
 
@@ -36,10 +43,17 @@ class GapCounts:
     """Tokens whose KV was brought back from the host."""
     tokens_computed: int = 0
     """Tokens of gaps, which were computed again."""
+    tokens_missing: int = 0
+    """Those of them that were kept nowhere; the others were, and computing them was cheaper."""
+    requests_by_gaps: Counter[int] = field(default_factory=Counter)
+    """How many requests had so many gaps."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """How many requests were not continued across gaps, by reason (`REFUSALS`)."""
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the counts, fit for JSON."""
-        return asdict(self)
+        by_gaps = {str(gaps): requests for gaps, requests in self.requests_by_gaps.items()}
+        return {**vars(self), "requests_by_gaps": by_gaps, "refused": dict(self.refused)}
 
 
 class GapSearch:
@@ -122,9 +136,11 @@ class GapSearch:
         return found
 
     def _placement(self, request: Request, num_hit: int) -> Placement | None:
+        search = self._manager.searches.setdefault(request.request_id, Search())
+        search.tries += 1
         if request.skip_reading_prefix_cache or request.has_encoder_inputs or request.prompt_embeds is not None:
-            return None
-        kept = self._kept_blocks(request, num_hit)
+            return self._refuse(search, UNSUPPORTED)
+        kept = self._kept_blocks(request, num_hit, search)
         if not kept:
             return None
         end = max(kept) + 1
@@ -138,22 +154,27 @@ class GapSearch:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
         if num_hit and (not runs or runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            return None  # where tokens are said to cost nothing, all is computed; vLLM's hit is not for us to give up
+            return self._refuse(search, CHEAPER)  # of all, even of vLLM's hit, which is not for us to give up
+        if not behind:
+            return self._refuse(search, CHEAPER)
         if not any(run.action is Action.COMPUTE for run in behind):
             return None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
         reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
-        return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused)
+        missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))
+        return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused, missing)
 
-    def _kept_blocks(self, request: Request, num_hit: int) -> dict[int, tuple[Place, Any]]:
+    def _refuse(self, search: Search, reason: str) -> None:
+        if search.tries == 1:  # who has to wait is looked up in each step, and counts once
+            self.counts.refused[reason] += 1
+
+    def _kept_blocks(self, request: Request, num_hit: int, search: Search) -> dict[int, tuple[Place, Any]]:
         """Return where blocks behind the prefix hit are, by number, and those of the device; not the last token's."""
         lookup, hashes = self._manager.block_pool.get_cached_block, request.block_hashes
-        search = self._manager.searches.setdefault(request.request_id, Search())
         numbers: Sequence[int] = range(num_hit, min((request.num_tokens - 1) // self._manager.block_size, len(hashes)))
-        looks_for_all = search.tries % _TRIES == 0
+        looks_for_all = search.tries % _TRIES == 1
         if not looks_for_all:  # what was nowhere is hardly anywhere now, and who waits is asked for in each step
             numbers = [number for number in search.numbers if number in numbers]
-        search.tries += 1
         kept: dict[int, tuple[Place, Any]] = {}
         for number in numbers:
             if (found := lookup(hashes[number], [0])) is not None:
@@ -167,9 +188,15 @@ class GapSearch:
 
     def _count(self, placement: Placement) -> None:
         size, counts = self._manager.block_size, self.counts
-        computed = [run for run in placement.runs if run.action is Action.COMPUTE]
+        computed = _computed(placement.runs)
         counts.requests += 1
         counts.gaps += len(computed)
+        counts.requests_by_gaps[len(computed)] += 1
         counts.tokens_kept += len(placement.reused) * size
         counts.tokens_loaded += sum(run.num_blocks for run in placement.runs if run.action is Action.LOAD) * size
         counts.tokens_computed += sum(run.num_blocks for run in computed) * size
+        counts.tokens_missing += placement.num_missing * size
+
+
+def _computed(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.action is Action.COMPUTE]
