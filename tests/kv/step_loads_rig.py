@@ -12,7 +12,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_ext.kv.layer_loads import LayerJob
 from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction
-from vllm_ext.simulation.tier import Tier
 from vllm_ext.simulation.tier_audit import TransferAuditor
 
 from .tier_stateful_copies import ChaosCopies
@@ -31,10 +30,15 @@ class ForgivingAuditor(TransferAuditor):
         super().__init__(scheduler)
         self.failed_outputs: list[SchedulerOutput] = []
         """Steps whose loads failed, until the scheduler has taken their output."""
+        self.load_failed = False
+        """Whether a load of the step that is being launched did."""
         self.spoilt_requests = 0
 
     def launched(self, output: SchedulerOutput) -> None:
         """Check request by request."""
+        if self.load_failed:
+            self.failed_outputs.append(output)
+            self.load_failed = False
         for req_id, num_tokens in output.num_scheduled_tokens.items():
             one: Any = SimpleNamespace(num_scheduled_tokens={req_id: num_tokens})
             try:
@@ -86,38 +90,12 @@ class SteppingCopies(ChaosCopies):
             self._end(job.job_id)
             self.loaded += len(job.device.block_ids)
         self.step_loads += len(jobs)
-        self.failed_step_loads += self.failed_jobs - failed_before
+        failed = self.failed_jobs - failed_before
+        self.failed_step_loads += failed
+        auditor: Any = self.auditor
+        auditor.load_failed |= failed > 0
         loads = [SimpleNamespace(job=job) for job in jobs]
         return SimpleNamespace(wait=lambda tensor=None: None, tensors=(), loads=loads)
-
-
-class SteppingTier(Tier):
-    """Begins the step's own loads before its forward, as vLLM's model runners do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._start, self._connector.start_load_kv = self._connector.start_load_kv, self._start_unless_begun
-        self._begun = False
-
-    def before_forward(self, output: SchedulerOutput, host_s: float, device_free_s: float) -> float:
-        """As the base's, with the step's own loads."""
-        copies: Any = self.copies
-        copies.host_s, copies.stream_s = host_s, device_free_s
-        self._connector.handle_preemptions(output.kv_connector_metadata)
-        failed_before = copies.failed_step_loads
-        if output.has_sync_kv_loads:
-            self._connector.bind_connector_metadata(output.kv_connector_metadata)
-            self._start(None)
-            self._begun = True
-        if copies.failed_step_loads > failed_before:
-            copies.auditor.failed_outputs.append(output)
-        copies.auditor.launched(output)
-        return float(copies.host_s)
-
-    def _start_unless_begun(self, context: Any) -> None:
-        if not self._begun:
-            self._start(context)
-        self._begun = False
 
 
 class StepRig(TierRig):
@@ -125,7 +103,6 @@ class StepRig(TierRig):
 
     copies_type = SteppingCopies
     auditor_type = ForgivingAuditor
-    tier_type = SteppingTier
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

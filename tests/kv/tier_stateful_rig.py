@@ -83,7 +83,6 @@ class TierRig:
 
     copies_type: type[ChaosCopies] = ChaosCopies
     auditor_type: type[TransferAuditor] = TransferAuditor
-    tier_type: type[Tier] = Tier
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -103,7 +102,7 @@ class TierRig:
         )
         self.auditor = self.auditor_type(self.scheduler)
         self.copies.auditor = self.auditor
-        self.tier = self.tier_type(self.scheduler, worker_side(self.scheduler), self.copies)
+        self.tier = Tier(self.scheduler, worker_side(self.scheduler), self.copies)
         self.tier.use_clock(self.clock)
         self.loop = EngineLoop(self.scheduler, _Runner(self), depth=2 if setup.async_scheduling else 1)
         self.steps = self.num_preemptions = 0

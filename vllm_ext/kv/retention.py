@@ -184,8 +184,8 @@ class RetentionCachePolicy(CachePolicy):
 
     def evict_of(self, salt: str, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks of one salt, the least recently used tails first, or none."""
-        tails = self._tails_of.get(salt) or Tails(self._used_s)
-        return self._evict(tails.take(_by_age), n, protected)
+        tails = self._tails_of.get(salt)
+        return None if tails is None else self._evict(tails.take(_by_age), n, protected)
 
     def over_quota(self, salt: str, n: int) -> int:
         """Return by how many chunks a salt would exceed its quota with so many more."""
