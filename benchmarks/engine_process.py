@@ -52,7 +52,11 @@ def run(label: str, command: list[str]) -> None:
 
 
 def _run(command: list[str], log: Any) -> str:
-    """Return the exit status of a command in a session of its own; the whole session ends with it."""
+    """Return the exit status of a command in a session of its own; the whole session ends with it.
+
+    It also ends if this process is told to: it would else go on, and disturb what is measured next.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return str(child.wait(TIMEOUT_S))
@@ -60,6 +64,7 @@ def _run(command: list[str], log: Any) -> str:
         return f"none after {TIMEOUT_S:.0f} s"
     finally:
         _end_session(child)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end_session(child: subprocess.Popen[bytes]) -> None:

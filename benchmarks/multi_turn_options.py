@@ -75,7 +75,13 @@ def _parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.add_arguments(options)
     group = options.add_argument_group("what is compared")
-    group.add_argument("--rows", default=",".join(rows.ROWS), help="comma list (default: %(default)s)")
+    group.add_argument(
+        "--rows",
+        default=",".join(rows.DEFAULT),
+        help="comma list (default: %(default)s; beside these: "
+        + ", ".join(name for name in rows.ROWS if name not in rows.DEFAULT)
+        + ")",
+    )
     group.add_argument("--rates", help="comma list of conversations that begin per second (default: see --loads)")
     group.add_argument(
         "--loads",

@@ -40,6 +40,9 @@ class Row:
     baseline: bool = False
     """Whether it is upstream's: its scheduler, or its eviction policy over our copies."""
 
+    by_default: bool = True
+    """Whether it is measured without being asked for."""
+
 
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
@@ -50,9 +53,15 @@ ROWS: Mapping[str, Row] = {
     RETENTION_8: Row(tier={"policy": "retention", "bits": 8}),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
+    **{
+        f"{RETENTION}-{mode}": Row(tier={"policy": "retention", "bits": 16, option: mode}, by_default=False)
+        for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
+        for mode in modes
+    },
 }
 """All tiers get the same number of bytes, and all rows the same blocks on the device."""
 
+DEFAULT = tuple(name for name, row in ROWS.items() if row.by_default)
 QUICK = (STATELESS, LRU, RETENTION_8)
 
 

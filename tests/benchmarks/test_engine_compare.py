@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +248,22 @@ def test_failing_engine_is_reported_with_its_last_lines(monkeypatch: pytest.Monk
     monkeypatch.setattr(process, "CELL", child)
     with pytest.raises(process.CellFailed, match=r"(?s)alise: the engine failed \(exit status 1\).*no memory left"):
         process.serve("alise", {})
+
+
+def test_an_engine_ends_with_the_benchmark_that_is_told_to(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    engine = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"import engine_process, sys; engine_process.run('x', [sys.executable, '-c', {engine!r}])"
+    folder = Path(script("engine_process").__file__).parent
+    with subprocess.Popen([sys.executable, "-c", code], cwd=folder) as benchmark:
+        deadline = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        engine_pid = int(pid.read_text())
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine_pid, 0)
 
 
 def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
