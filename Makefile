@@ -4,6 +4,7 @@ PYTHON ?= python3
 DEVICE ?= auto
 ARGS ?=
 STEPS ?= 1000000
+TURNS ?= 720
 SEED ?= 0
 BIN := .venv/bin
 
@@ -25,19 +26,21 @@ serve: setup ## Serve a small model with vllm-ext and keep serving
 demo: setup ## Serve a small model, show what vllm-ext does, stop
 	@$(BIN)/vllm-ext demo $(ARGS)
 
-# Engines and servers want the cores for themselves: the predictor beside them runs at idle priority.
+# Servers want the cores for themselves: the predictor beside them runs at idle priority. Engines take one core each.
 test: setup ## Run the tests; with ARGS, those that pytest chooses by them, one after the other
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
 	$(BIN)/pytest -m 'not e2e' -n auto --maxprocesses=4 --dist=loadfile || status=$$?; \
-	$(BIN)/pytest -m e2e || status=$$?; \
+	$(BIN)/pytest -m 'e2e and not server' -n 2 --dist=loadfile || status=$$?; \
+	$(BIN)/pytest -m 'e2e and server' || status=$$?; \
 	exit $$status
 else
 	@$(BIN)/pytest $(ARGS)
 endif
 
-soak: setup ## A million engine steps with a KV tier where all goes wrong that can; STEPS=, SEED=
+soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps; STEPS=, TURNS=, SEED=
 	PYTHONHASHSEED=0 SOAK_STEPS=$(STEPS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/kv/test_tier_stateful.py -k long_walk $(ARGS)
+	SOAK_TURNS=$(TURNS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/e2e/test_e2e_gap_walks.py $(ARGS)
 
 lint: setup ## Check style and types
 	$(BIN)/ruff check .

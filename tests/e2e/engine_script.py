@@ -4,9 +4,10 @@
 
 A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
 "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
-``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. The engine core lives
-in this process, so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible
-up to what the scheduler does with the clock.
+``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. An arrival may name the turn it
+comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives in this process,
+so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible up to what the
+scheduler does with the clock.
 
 A process of its own, because the boots must change torch and Triton before vLLM is imported.
 """
@@ -105,14 +106,20 @@ def drive(
     waiting = sorted(arrivals, key=lambda a: a["step"])
     step = 0
     naps = dict(naps)
+    aborts: dict[str, int] = {}
     while waiting or engine.has_unfinished_requests():
         while arrival := due(waiting, step, finished, idle=not engine.has_unfinished_requests()):
             waiting.remove(arrival)
             prompt = {"prompt_token_ids": prompt_of(arrival, finished)}
             params = sampling_params(arrival["sampling"])
             engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
+            if "abort_after" in arrival:
+                aborts[arrival["id"]] = step + arrival["abort_after"]
         if step in naps:
             nap(engine, naps.pop(step))
+        for req_id in [req_id for req_id, at in aborts.items() if at <= step]:
+            del aborts[req_id]
+            engine.abort_request([req_id])
         if before_step is not None:
             before_step()
         outputs = engine.step()
@@ -123,7 +130,7 @@ def drive(
             time.sleep(0.001)  # all may wait for a copy of KV, which another thread makes
         step += 1
         if step > MAX_STEPS:
-            missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))
+            missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))  # or aborted
             raise RuntimeError(f"not finished after {MAX_STEPS} steps: {missing}")
     if naps:
         raise RuntimeError(f"finished after {step} steps, before the naps at {sorted(naps)}")

@@ -122,7 +122,7 @@ def conversations(
 
 
 def run_engines(
-    folder: Path, runs: Sequence[Mapping[str, Any]], *, boot: str = "plain", timeout_s: float = 240
+    folder: Path, runs: Sequence[Mapping[str, Any]], *, boot: str = "plain", timeout_s: float = 400
 ) -> dict[str, Outcome]:
     """Run the runs in one fresh process, one engine after the other; returns their outcomes by name.
 

@@ -14,7 +14,7 @@ import pytest
 from engines import EAGER
 from servers import MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
 
 KEY = "secret-of-the-server"
 SALT = "secret-of-a-tenant"

@@ -16,7 +16,7 @@ import pytest
 from engines import ENVIRONMENT, end_group
 from servers import MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(400)]
 
 HERE = Path(__file__).parent
 LONG = 120

@@ -13,7 +13,7 @@ from servers import MAX_MODEL_LEN, MODEL, Served, wait_until
 
 from vllm_ext.serving import group_members
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
 
 BAD_HINTS = {
     "xargs-osl-negative": ("osl", {"vllm_xargs": {"osl": -1}}, {}),

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from servers import MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
 
 AGES_MS = 1e6
 NOTHING_MS = 1e-3

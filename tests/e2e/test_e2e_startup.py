@@ -14,7 +14,7 @@ import pytest
 from engines import ENVIRONMENT, end_group
 from servers import MODEL, SMALL_ENGINE, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
 
 REFUSED = {
     "unknown-system": (["--scheduler-cls", "alize"], ["alize", "alise", "fcfs"]),
