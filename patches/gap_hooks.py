@@ -17,21 +17,29 @@ FUSED_VERSIONS = VERSIONS[2:]
 
 def gap_reliance(target: str, why: str, *fingerprints: str, remove_when: str = POSITIONS) -> Reliance:
     """Return a reliance on a function; one fingerprint if it is the same in all `VERSIONS`, else one each."""
-    return Reliance(target=target, why=why, remove_when=remove_when, **_common(VERSIONS, fingerprints))
+    return Reliance(
+        target=target,
+        why=why,
+        feature="gaps in kept KV",
+        breaks_without="conversations are computed again from the first block that is missing",
+        remove_when=remove_when,
+        **_common(VERSIONS, fingerprints),
+    )
 
 
 def gap_patch(target: str, why: str, replacement: Callable[..., Any], *fingerprints: str) -> Patch:
     """Return a patch of a worker; one fingerprint if it is the same in all `FUSED_VERSIONS`, else one each."""
-    common = _common(FUSED_VERSIONS, fingerprints)
-    return Patch(target=target, why=why, replacement=replacement, remove_when=POSITIONS, **common)
+    return Patch(
+        target=target,
+        why=why,
+        feature="gaps in kept KV in one step",
+        breaks_without="gaps are computed in steps of their own",
+        remove_when=POSITIONS,
+        replacement=replacement,
+        **_common(FUSED_VERSIONS, fingerprints),
+    )
 
 
 def _common(versions: Sequence[str], fingerprints: Sequence[str]) -> dict[str, Any]:
     each = fingerprints * len(versions) if len(fingerprints) == 1 else fingerprints
-    return {
-        "feature": "gaps in kept KV",
-        "breaks_without": "conversations are computed again from the first block that is missing",
-        "leave_out": "kv_tier.gaps",
-        "optional": True,
-        "verified": dict(zip(versions, each, strict=True)),
-    }
+    return {"leave_out": "kv_tier.gaps", "optional": True, "verified": dict(zip(versions, each, strict=True))}
