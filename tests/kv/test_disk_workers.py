@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.config import (
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.kv.disk_region import row_bytes
-from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, MODEL_KEY
+from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, MODEL_KEY
 from vllm_ext.kv.spec import TierSpec
 
 from .disk_parts import key
@@ -101,6 +101,7 @@ def offloading(directory: Path, bits: int, world_size: int, **extra: Any) -> Off
             BITS_KEY: bits,
             DISK_DIR_KEY: str(directory),
             DISK_BYTES_KEY: 2**20,
+            KEEPER_KEY: {"ttl_s": 0.0},
             MODEL_KEY: {"models": [{"name": "some/model"}]},
             **extra,
         },
