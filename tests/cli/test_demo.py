@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(420)]
 
 DEMO = "import sys; from vllm_ext.cli.demo import main; sys.exit(main(sys.argv[1:]))"
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
