@@ -111,6 +111,16 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randint(100, 3000) for _ in range(count)]
 
 
+def crowded(*, answer: int) -> Talks:
+    """One conversation that has lost its leading end, and another that leaves 10 blocks free for so many tokens."""
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.say("b", words(2, 14 * BLOCK), answer=answer)
+    talks.step()
+    return talks
+
+
 @DEPTHS
 def test_a_dropped_leading_end_is_computed_with_the_new_prompt_in_one_step(depth: int) -> None:
     talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=512)
@@ -169,11 +179,7 @@ def test_a_short_piece_between_gaps_may_be_computed_with_them() -> None:
 
 
 def test_a_request_that_does_not_read_what_is_kept_is_counted_once() -> None:
-    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
-    talks.say("b", words(2, 14 * BLOCK), answer=30)
-    talks.step()
+    talks = crowded(answer=30)
     req_id = talks.say("a", words(3, 40))  # waits: 15 blocks, of which 10 are free
     talks.scheduler.requests[req_id].skip_reading_prefix_cache = True
     for _ in range(5):
@@ -232,11 +238,7 @@ def test_an_abort_within_a_gap_leaves_nothing_behind(after: int, depth: int) -> 
 
 
 def test_one_that_is_aborted_before_it_gets_its_blocks_leaves_nothing_behind() -> None:
-    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
-    talks.say("b", words(2, 14 * BLOCK), answer=30)
-    talks.step()
+    talks = crowded(answer=30)
     req_id = talks.say("a", words(3, 40))  # 15 blocks, of which 10 are free
     talks.step()
     assert not talks.manager.placements[req_id].placed
@@ -260,11 +262,7 @@ def test_what_is_kept_under_another_salt_is_nobodys(gaps: str) -> None:
 
 
 def test_who_waits_for_blocks_is_not_looked_up_in_full_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
-    talks.say("b", words(2, 14 * BLOCK), answer=60)
-    talks.step()
+    talks = crowded(answer=60)
     looked_for: list[Any] = []
     real = talks.pool.get_cached_block
     monkeypatch.setattr(talks.pool, "get_cached_block", lambda *args: looked_for.append(args) or real(*args))

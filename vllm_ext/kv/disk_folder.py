@@ -158,12 +158,12 @@ class Folder:
                     path.unlink()
         return False
 
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Delete the files of chunks that the index has forgotten, and was not told of again since."""
-        for key in keys:
-            if key not in self.index:
+    def delete(self, names: Iterable[Name]) -> None:
+        """Delete files that the index has forgotten, and was not told of again since."""
+        for name in names:
+            if name not in self.index:
                 with contextlib.suppress(OSError):
-                    self._path(key).unlink(missing_ok=True)
+                    self._path(name).unlink(missing_ok=True)
 
     def save_times(self) -> None:
         """Let files know when they were used, for the order after a restart."""
@@ -197,11 +197,9 @@ class Folder:
         """Delete what was not used for `ttl_s`, if that is not 0."""
         if not self.ttl_s:
             return
-        for name in self.index.expire(time.time() - self.ttl_s):
-            if name not in self.index:  # nor written anew since
-                with contextlib.suppress(OSError):
-                    self._path(name).unlink(missing_ok=True)
-                self._count("expired")
+        expired = self.index.expire(time.time() - self.ttl_s)
+        self.delete(expired)
+        self._count("expired", len(expired))
 
     def start_afresh(self) -> Callable[[], None]:
         """Forget all chunks; what is kept from now on is found by this process only.
@@ -306,9 +304,9 @@ class Folder:
         finally:
             self.index.end_write(name, written=moved, oldest=True)
 
-    def _count(self, field: str) -> None:
+    def _count(self, field: str, number: int = 1) -> None:
         with self._guard:
-            self._counts[field] += 1
+            self._counts[field] += number
 
     def _report(self, field: str, what: str, error: Exception) -> None:
         """Count, and log the first of a kind."""

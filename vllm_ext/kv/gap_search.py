@@ -34,9 +34,6 @@ _TRIES = 16
 class GapCounts:
     """What became of lookups behind gaps, counted when a request gets its blocks."""
 
-    requests: int = 0
-    """Requests that were continued across gaps."""
-    gaps: int = 0
     tokens_kept: int = 0
     """Tokens whose KV was found on the device behind the prefix hit, and used."""
     tokens_loaded: int = 0
@@ -46,14 +43,25 @@ class GapCounts:
     tokens_missing: int = 0
     """Those of them that were kept nowhere; the others were, and computing them was cheaper."""
     requests_by_gaps: Counter[int] = field(default_factory=Counter)
-    """How many requests had so many gaps."""
+    """How many requests were continued across so many gaps."""
     refused: Counter[str] = field(default_factory=Counter)
     """How many requests were not continued across gaps, by reason (`REFUSALS`)."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that were continued across gaps."""
+        return self.requests_by_gaps.total()
+
+    @property
+    def gaps(self) -> int:
+        """Gaps of these requests."""
+        return sum(gaps * requests for gaps, requests in self.requests_by_gaps.items())
 
     def state(self) -> dict[str, Any]:
         """Return the counts, fit for JSON."""
         by_gaps = {str(gaps): requests for gaps, requests in self.requests_by_gaps.items()}
-        return {**vars(self), "requests_by_gaps": by_gaps, "refused": dict(self.refused)}
+        counts = {**vars(self), "requests_by_gaps": by_gaps, "refused": dict(self.refused)}
+        return {"requests": self.requests, "gaps": self.gaps, **counts}
 
 
 class GapSearch:
@@ -153,10 +161,8 @@ class GapSearch:
         while runs and runs[-1].action is Action.COMPUTE:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
-        if num_hit and (not runs or runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            return self._refuse(search, CHEAPER)  # of all, even of vLLM's hit, which is not for us to give up
-        if not behind:
-            return self._refuse(search, CHEAPER)
+        if not behind or (num_hit and runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
+            return self._refuse(search, CHEAPER)  # perhaps even of vLLM's hit, which is not for us to give up
         if not any(run.action is Action.COMPUTE for run in behind):
             return None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
@@ -189,8 +195,6 @@ class GapSearch:
     def _count(self, placement: Placement) -> None:
         size, counts = self._manager.block_size, self.counts
         computed = _computed(placement.runs)
-        counts.requests += 1
-        counts.gaps += len(computed)
         counts.requests_by_gaps[len(computed)] += 1
         counts.tokens_kept += len(placement.reused) * size
         counts.tokens_loaded += sum(run.num_blocks for run in placement.runs if run.action is Action.LOAD) * size
