@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from vllm.v1.kv_offload.cpu import common
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.kv.disk_region import row_bytes
@@ -195,3 +196,15 @@ def test_rows_are_whole_pages_and_whole_records(tmp_path: Path, bits: int) -> No
     assert row % 4096 == 0
     assert row >= 3 * geometry.chunk_bytes
     assert not geometry.record_bytes or row % geometry.record_bytes == 0
+
+
+@pytest.mark.skipif(not hasattr(common, "CPUOffloadingInfo"), reason="vLLM publishes such facts from 0.33 on")
+@pytest.mark.parametrize("disk", [True, False])
+def test_facts_that_are_published_have_the_labels_that_were_promised(tmp_path: Path, disk: bool) -> None:
+    engine = Engine(tmp_path, 16, 1, **({} if disk else {DISK_DIR_KEY: ""}))
+    spec, facts = engine.scheduler, engine.manager.config_info()
+    promised = TierSpec.config_info_keys(engine.config.extra_config)
+    assert {label for series in facts for label in series} == set(promised)
+    assert facts[0]["cpu_num_chunks"] == spec.num_chunks
+    assert facts[0]["cpu_kv_cache_size_bytes"] == spec.num_chunks * spec.geometry.chunk_bytes
+    engine.close()

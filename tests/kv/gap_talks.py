@@ -1,0 +1,119 @@
+"""Conversations over the real scheduler and block manager, whose blocks can be lost between turns.
+
+The runner keeps what every slot of the KV pool holds and checks each position that a step reads, see `KVLedger`: a
+block that was reused although it holds something else, or read before it was computed, fails there.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from vllm_ext.kv.gap_manager import GapManager
+from vllm_ext.simulation.audit import audit
+from vllm_ext.simulation.engine_loop import EngineLoop
+from vllm_ext.simulation.fake_runner import FakeRunner
+from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.virtual_clock import VirtualClock
+
+BLOCK = 16
+STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+
+
+class Talks:
+    """Conversations over one scheduler; each turn's prompt is what was said before and something new."""
+
+    def __init__(self, *, system: str = "fcfs", gaps: str = "fused", depth: int = 1, v2: bool = False, **kwargs: Any):
+        self.clock = VirtualClock(100.0)
+        self.scheduler: Any = make_scheduler(
+            STEERED,
+            async_scheduling=depth == 2,
+            v2_model_runner=v2,
+            additional_config={"vllm_ext": {"system": system, "kv_tier": {"gaps": gaps}}},
+            **kwargs,
+        )
+        self.scheduler.clock = self.clock
+        if self.scheduler.gaps is not None:  # a virtual clock teaches that tokens cost nothing
+            self.scheduler.gaps.compute_s = lambda new, context: new * 1e-4 * (1 + context / 1000)
+        self.lengths: dict[str, int] = {}
+        self.runner = FakeRunner(output_lengths=self.lengths, pipelined=depth == 2, v2=v2)
+        self.loop = EngineLoop(self.scheduler, self.runner, depth=depth)
+        self.history: dict[str, list[int]] = {}
+        self.turns: dict[str, int] = {}
+        self.prompts: dict[str, list[int]] = {}
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def manager(self) -> GapManager:
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(manager, GapManager)
+        return manager
+
+    def say(
+        self, name: str, tokens: list[int], *, answer: int = 4, max_tokens: int = 400, salt: str | None = None
+    ) -> str:
+        number = self.turns[name] = self.turns.get(name, 0) + 1
+        req_id = f"{name}{number}"
+        prompt = self.history.get(name, []) + tokens
+        self.lengths[req_id] = answer
+        self.prompts[req_id] = prompt
+        hasher = block_hasher(BLOCK)
+        self.loop.add(make_request(req_id, prompt, max_tokens=max_tokens, cache_salt=salt, hasher=hasher))
+        return req_id
+
+    def answered(self, name: str) -> None:
+        req_id = f"{name}{self.turns[name]}"
+        self.history[name] = self.prompts[req_id] + self.loop.outcomes[req_id].token_ids
+
+    def step(self) -> dict[str, int]:
+        decision = self.loop.step()
+        self.clock.advance(0.01)
+        audit(self.scheduler)
+        return {} if decision is None else dict(decision.scheduled)
+
+    def drain(self) -> list[dict[str, int]]:
+        steps = []
+        for _ in range(5000):
+            if not self.loop.has_work:
+                return steps
+            steps.append(self.step())
+        raise AssertionError(f"stalled with {sorted(self.scheduler.requests)}")
+
+    def drop(self, name: str, numbers: range, salt: str | None = None) -> None:
+        """Evict blocks of a conversation that nobody holds, and let something else be written there."""
+        request = make_request("probe", self.history[name], cache_salt=salt, hasher=block_hasher(BLOCK))
+        for number in numbers:
+            found = self.pool.get_cached_block(request.block_hashes[number], [0])
+            assert found is not None, f"block {number} is not there"
+            assert found[0].ref_cnt == 0, f"block {number} is in use"
+            self.pool.evict_blocks({found[0].block_id})
+            for slot in range(found[0].block_id * BLOCK, (found[0].block_id + 1) * BLOCK):
+                self.runner.ledger.slots[slot] = -1  # type: ignore[union-attr]
+
+    def talk(self, name: str, tokens: list[int], **more: Any) -> list[dict[str, int]]:
+        self.say(name, tokens, **more)
+        steps = self.drain()
+        self.answered(name)
+        return steps
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randint(100, 3000) for _ in range(count)]
+
+
+def crowded(*, answer: int) -> Talks:
+    """One conversation that has lost its leading end, and another that leaves 10 blocks free for so many tokens."""
+    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    talks.say("b", words(2, 14 * BLOCK), answer=answer)
+    talks.step()
+    return talks

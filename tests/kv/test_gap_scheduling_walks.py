@@ -1,0 +1,59 @@
+"""Random walks over the real scheduler whose conversations lose blocks between turns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from .gap_talks import DEPTHS, Talks, words
+
+
+@DEPTHS
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("system", "gaps"), [("fcfs", "fused"), ("alise", "fused"), ("auto", "fused"),
+                                              ("fcfs", "phased"), ("alise", "phased")])  # fmt: skip
+def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
+    """Random turns in a pool that is too small, random drops, aborts; every read is checked."""
+    rng = random.Random(seed)
+    budget = rng.choice([24, 48, 96, 512])
+    talks = Talks(
+        system=system,
+        gaps=gaps,
+        v2=gaps == "phased" and seed % 2 == 0,
+        depth=depth,
+        num_blocks=rng.randint(34, 48),
+        max_num_batched_tokens=budget,
+        max_model_len=448,
+    )
+    shared = words(99, rng.choice([0, 24, 48]))
+    busy: dict[str, str] = {}
+    served = 0
+    while served < 60:
+        name = rng.choice("abcdef")
+        if name not in busy and len(busy) < 3:
+            if not talks.history.get(name) or len(talks.history[name]) > 300:
+                talks.history[name] = list(shared)
+            busy[name] = talks.say(name, words(rng.randint(0, 10**6), rng.randint(1, 70)), answer=rng.randint(1, 40))
+        for _ in range(rng.randint(1, 8)):
+            talks.step()
+        if busy and rng.random() < 0.05:
+            victim = rng.choice(sorted(busy))
+            talks.loop.abort(busy.pop(victim))
+            talks.history[victim] = list(shared)
+        if rng.random() < 0.3:
+            idle = [b for b in talks.pool.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+            for block in rng.sample(idle, min(len(idle), rng.randint(0, 3))):
+                talks.pool.evict_blocks({block.block_id})
+        for name in [n for n, req_id in busy.items() if req_id not in talks.scheduler.requests]:
+            talks.answered(name)
+            del busy[name]
+            served += 1
+    talks.drain()
+    counts = talks.scheduler.gaps.counts
+    assert counts.requests > 3, "the walk went past what it is for"
+    if (system, gaps, seed) == ("alise", "fused", 0):
+        assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1
+    assert talks.scheduler.vllm_ext_state()["fallbacks"] == 0
