@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu import common
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_ext.config_checks import ConfigError
@@ -55,6 +56,15 @@ class TierSpec(CPUOffloadingSpec):
         ours = DiskTier.build_metric_definitions(extra_config)
         return {**TieringOffloadingSpec.build_metric_definitions(extra_config), **ours}
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the labels of ``vllm:kv_offload_config_info``, which vLLM publishes from 0.33 on."""
+        if not extra_config.get(DISK_DIR_KEY):
+            return super().config_info_keys(extra_config)
+        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+        return TieringOffloadingSpec.config_info_keys(extra_config)
+
     def __init__(self, config: OffloadingConfig) -> None:
         """Take vLLM's configuration.
 
@@ -87,9 +97,18 @@ class TierSpec(CPUOffloadingSpec):
             options = {
                 "cache_policy": self.eviction_policy,
                 "enable_events": self.kv_events_config.enable_kv_cache_events,
+                **self._info(),
             }
             self._manager = self._with_disk(options) if self.disk_dir else TierManager(self.num_chunks, **options)
         return self._manager
+
+    def _info(self) -> dict[str, Any]:
+        """Return what vLLM's manager publishes of host memory, as an option of it; nothing before vLLM 0.33."""
+        kind = getattr(common, "CPUOffloadingInfo", None)
+        if kind is None:
+            return {}
+        chunk_bytes = self.geometry.chunk_bytes * self.config.parallel.world_size
+        return {"info": kind.from_config(self.config, self.num_chunks, chunk_bytes)}
 
     def _with_disk(self, options: dict[str, Any]) -> DiskBackedManager:
         """Return the books of both tiers, over the memory that the workers share."""
