@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module as script
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,6 @@ from vllm_ext.simulation.datasets import WorkloadRow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "engine_compare.py"
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 class Letters:

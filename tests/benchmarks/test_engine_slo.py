@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 from collections.abc import Sequence
+from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +18,6 @@ from vllm_ext.simulation.latency import RequestTimeline
 CALIBRATION = {"ttft_base_ms": 10.0, "ttft_ms_per_token": 0.1, "decode_step_ms": 5.0}
 GIVEN = '{"ttft_base_ms": 10, "ttft_ms_per_token": 0.1, "decode_step_ms": 5}'
 SMALL = ("--num-requests", "20", "--history-requests", "5", "--profile", "none")
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 class Letters:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+from importlib import import_module as script
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,6 @@ import torch
 from vllm_ext.kernels.kv_quant.format import PageLayout
 
 WORDS = "a block of a cache holds keys and values of some tokens\n"
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def tiny(**changes: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,6 @@ import pytest
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def options(*argv: str) -> Any:

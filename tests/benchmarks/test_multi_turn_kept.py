@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module as script
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def test_a_cell_that_was_kept_is_found_by_what_was_served(tmp_path: Path) -> None:

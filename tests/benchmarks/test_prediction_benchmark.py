@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +29,6 @@ def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def part(name: str, count: int, seed: int = 0) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from collections.abc import Iterator
+from importlib import import_module as script
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,6 @@ def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def rows(groups_and_turns: list[tuple[int, int]]) -> list[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 from collections.abc import Iterator
+from importlib import import_module as script
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,6 @@ def _vllm_logs_again_afterwards() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
-
-
-def script(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 def cell(*, waiting: int = 6, memory_bound: bool = False) -> Any:

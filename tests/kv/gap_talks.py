@@ -21,6 +21,11 @@ from vllm_ext.simulation.virtual_clock import VirtualClock
 BLOCK = 16
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+ONE_GAP_OF_FIVE_BLOCKS = {
+    "requests": 1, "gaps": 1, "tokens_kept": 7 * BLOCK, "tokens_loaded": 0, "tokens_computed": 5 * BLOCK,
+    "tokens_missing": 5 * BLOCK, "requests_by_gaps": {"1": 1}, "refused": {},
+}  # fmt: skip
+"""What is counted when a conversation of twelve blocks comes back without the first five."""
 RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 
 

@@ -77,7 +77,7 @@ class TierSpec(CPUOffloadingSpec):
         self.disk_dir = str(self.extra_config.get(DISK_DIR_KEY, ""))
         self._region: SharedOffloadRegion | None = None
         host_bytes = int(self.extra_config["cpu_bytes_to_use"])
-        per_chunk = self.geometry.chunk_bytes * config.parallel.world_size
+        per_chunk = self._chunk_bytes_of_all
         if self.disk_dir:
             from vllm_ext.kv.disk_region import row_bytes
 
@@ -86,6 +86,11 @@ class TierSpec(CPUOffloadingSpec):
         if not self.num_chunks:
             least = per_chunk / 2**30
             raise ConfigError("kv_tier.gib", host_bytes / 2**30, f"must be at least {least:.3g}, to hold one chunk")
+
+    @property
+    def _chunk_bytes_of_all(self) -> int:
+        """Bytes of a chunk in all workers together, without what fills a row up to whole pages."""
+        return self.geometry.chunk_bytes * self.config.parallel.world_size
 
     def get_manager(self) -> TierManager | DiskBackedManager:
         """Return the scheduler's side.
@@ -107,8 +112,7 @@ class TierSpec(CPUOffloadingSpec):
         kind = getattr(common, "CPUOffloadingInfo", None)
         if kind is None:
             return {}
-        chunk_bytes = self.geometry.chunk_bytes * self.config.parallel.world_size
-        return {"info": kind.from_config(self.config, self.num_chunks, chunk_bytes)}
+        return {"info": kind.from_config(self.config, self.num_chunks, self._chunk_bytes_of_all)}
 
     def _with_disk(self, options: dict[str, Any]) -> DiskBackedManager:
         """Return the books of both tiers, over the memory that the workers share."""
@@ -120,7 +124,7 @@ class TierSpec(CPUOffloadingSpec):
         from vllm_ext.kv.disk_region import scheduler_region
 
         parallel, max_bytes = self.config.parallel, int(self.extra_config[DISK_BYTES_KEY])
-        chunk_bytes = self.geometry.chunk_bytes * parallel.world_size
+        chunk_bytes = self._chunk_bytes_of_all
         max_bytes //= parallel.data_parallel_size
         if max_bytes < (least := file_bytes(bytes(_LONGEST_KEY), chunk_bytes)):
             allowed = f"must be at least {least / 2**30:.3g} for each replica, to hold one chunk"
