@@ -17,11 +17,12 @@ _SWAPPING: Mapping[str, Any] = {**_PREEMPTING, "residency": {"choose": "swap"}}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "defer": {"admission": {"preempt": False}},
     "recompute": _PREEMPTING,
-    "swap-16": {**_SWAPPING, "kv_tier": {"bits": 16}},
-    "swap-8": {**_SWAPPING, "kv_tier": {"bits": 8}},
+    "swap-16": {**_SWAPPING, "kv_tier": {"bits": 16, "store": "early"}},
+    "swap-8": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "early"}},
     "swap-8-late": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "late"}},
     "swap-8-ahead": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "ahead"}},
-    "cost-8": {"kv_tier": {"bits": 8}},
+    "cost-8": {"kv_tier": {"bits": 8, "store": "early"}},
+    "cost-8-ahead": {"kv_tier": {"bits": 8, "store": "ahead"}},
     "tier-early": {"kv_tier": {"bits": 16, "store": "early"}},
     "tier-late": {"kv_tier": {"bits": 16, "store": "late"}},
     "tier-ahead": {"kv_tier": {"bits": 16, "store": "ahead"}},
@@ -29,7 +30,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 """Options of ``vllm_ext`` by name; a tier gets its size from the command line.
 
 The first four are the strategies of ALISE's figure 8; ``cost-8`` chooses among keeping, swapping and recomputing.
-``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon.
+``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon, ``-ahead``
+when its blocks are about to be needed.
 """
 
 SWAPPING_ROWS = (
@@ -40,6 +42,7 @@ SWAPPING_ROWS = (
     "alise:swap-8-late",
     "alise:swap-8-ahead",
     "alise:cost-8",
+    "alise:cost-8-ahead",
 )
 UNUSED_ROWS = ("fcfs", "fcfs:tier-early", "fcfs:tier-late", "fcfs:tier-ahead")
 

@@ -47,14 +47,17 @@ class Row:
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
     "prefix-cache": Row(baseline=True),
-    LRU: Row(tier={"policy": "lru", "bits": 16}, one_block_chunks=True, baseline=True),
-    "tier-arc": Row(tier={"policy": "arc", "bits": 16}, one_block_chunks=True, baseline=True),
-    RETENTION: Row(tier={"policy": "retention", "bits": 16}),
-    RETENTION_8: Row(tier={"policy": "retention", "bits": 8}),
+    LRU: Row(tier={"policy": "lru", "bits": 16, "store": "early"}, one_block_chunks=True, baseline=True),
+    "tier-arc": Row(tier={"policy": "arc", "bits": 16, "store": "early"}, one_block_chunks=True, baseline=True),
+    RETENTION: Row(tier={"policy": "retention", "bits": 16, "store": "early"}),
+    RETENTION_8: Row(tier={"policy": "retention", "bits": 8, "store": "early"}),
+    f"{LRU}-ahead": Row(tier={"policy": "lru", "bits": 16, "store": "ahead"}, one_block_chunks=True, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
     **{
-        f"{RETENTION}-{mode}": Row(tier={"policy": "retention", "bits": 16, option: mode}, by_default=False)
+        f"{RETENTION}-{mode}": Row(
+            tier={"policy": "retention", "bits": 16, "store": "early", option: mode}, by_default=False
+        )
         for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
         for mode in modes
     },

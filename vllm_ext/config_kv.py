@@ -14,15 +14,16 @@ RETENTION, TAIL, LEADING = "retention", "tail", "leading"
 PREFIX_POLICIES = (RETENTION, TAIL, "lru", "arc")
 """Those that leave what vLLM's lookup from the front finds."""
 POLICIES = (*PREFIX_POLICIES, LEADING)
+AUTO = "auto"
 EARLY, LATE, AHEAD = "early", "late", "ahead"
 STORES = (EARLY, LATE, AHEAD)
-BETWEEN, IN_STEP, AUTO = "between", "in-step", "auto"
+BETWEEN, IN_STEP = "between", "in-step"
 LOADS = (BETWEEN, IN_STEP, AUTO)
 FUSED, PHASED, OFF = "fused", "phased", "off"
 GAPS = (FUSED, PHASED, OFF)
 _CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
-_CHOICES = {"policy": POLICIES, "store": STORES, "load": LOADS, "gaps": GAPS}
-_DEFAULTS = {"bits": LOSSLESS, "policy": RETENTION, "store": EARLY, "load": BETWEEN, "gaps": OFF}
+_CHOICES = {"policy": POLICIES, "store": (AUTO, *STORES), "load": LOADS, "gaps": GAPS}
+_DEFAULTS = {"bits": LOSSLESS, "policy": RETENTION, "store": AUTO, "load": BETWEEN, "gaps": OFF}
 """Of the options that are a system's to choose where the user does not."""
 
 
@@ -61,9 +62,10 @@ class KvTierConfig:
     """Most of the tier that the chunks of one ``cache_salt`` may hold."""
 
     store: str | None = None
-    """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends; or
-    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss. By default
-    what the system wants, else ``early``."""
+    """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends;
+    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss; or
+    ``auto``: ``ahead`` where that can be done, else ``early``. By default what the system wants, else ``auto``, and
+    with a disk ``early``."""
 
     free_fraction: float = 0.25
     """Share of the device's blocks that ``ahead`` keeps free, or copied."""
@@ -167,8 +169,9 @@ class KvTierConfig:
         Raises:
             ConfigError: what comes out does not fit together.
         """
-        left_open = [name for name in _DEFAULTS if getattr(self, name) is None]
-        return replace(self, **{name: wanted.get(name, _DEFAULTS[name]) for name in left_open})
+        # Only what was stored is found on disk after a restart, and what the device holds goes with the server.
+        defaults = {**_DEFAULTS, "store": EARLY} if self.disk_dir else _DEFAULTS
+        return replace(self, **{n: wanted.get(n, defaults[n]) for n in defaults if getattr(self, n) is None})
 
     def blocks_per_chunk(self, block_size: int) -> int:
         """Return how many of vLLM's blocks make a chunk.

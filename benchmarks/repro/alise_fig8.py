@@ -18,6 +18,7 @@ from typing import Any
 
 import _alise as base
 
+from vllm_ext.config_kv import EARLY
 from vllm_ext.simulation.repro.bench import Bench, Limit
 from vllm_ext.simulation.repro.study import Claim, Findings, Plot, Study
 from vllm_ext.simulation.spec import SimulationSpec
@@ -36,7 +37,7 @@ _FULL = 1024
 
 
 def _strategy(name: str, *, bits: int | None = None, **options: Mapping[str, Any]) -> base.Contender:
-    tier = {} if bits is None else {"kv_tier": {"gib": HOST_GIB, "bits": bits}}
+    tier = {} if bits is None else {"kv_tier": {"gib": HOST_GIB, "bits": bits, "store": EARLY}}
     return base.Contender(
         name=name,
         system="alise",

@@ -145,6 +145,17 @@ def test_rates_of_return_are_learned_by_turns_and_time() -> None:
     assert model.rate(1, 60.0) == pytest.approx(true_rate(0.6, 60.0), rel=0.35), "of others nothing was seen: as all"
 
 
+def test_the_share_that_comes_back_is_learned_by_turns() -> None:
+    model = ReturnModel()
+    assert [model.share(turns) for turns in (1, 2, 40)] == [1.0] * 3, "anybody may, until something was seen"
+    for number in range(4000):
+        model.ended(1)
+        if number % 4 == 0:
+            model.returned(1, 30.0)
+    assert model.share(1) == pytest.approx(0.25, abs=0.01)
+    assert model.share(2) == 1.0
+
+
 def test_what_is_learned_follows_a_change() -> None:
     model = ReturnModel()
     for _ in range(20_000):

@@ -16,6 +16,16 @@ def test_there_is_none_by_default() -> None:
     assert not extra[DISK_DIR_KEY]
 
 
+def test_with_a_disk_all_is_stored_early_unless_somebody_wants_it_otherwise(tmp_path: Path) -> None:
+    def store(wanted: dict[str, str], **options: object) -> str | None:
+        return KvTierConfig(gib=1, **options).resolved(wanted).store  # type: ignore[arg-type]
+
+    disk = {"disk_dir": str(tmp_path), "disk_gib": 1}
+    assert (store({}), store({}, **disk)) == ("auto", "early")
+    assert (store({"store": "late"}), store({"store": "late"}, **disk)) == ("late", "late")
+    assert (store({"store": "late"}, store="auto"), store({}, store="auto", **disk)) == ("auto", "auto")
+
+
 def test_the_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from vllm_ext.config import KEY, ConfigError, parse, to_dict
-from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
+from vllm_ext.config_kv import AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
 from vllm_ext.kv.gap_manager import can_have_gaps, with_gap_manager
 from vllm_ext.kv.gap_support import WORKERS, gaps_mode, obstacle
 from vllm_ext.patches import engine_config, registry
@@ -156,9 +156,9 @@ def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
         return build(options).tier(options.kv_tier)
 
     found = tier("pensieve", gib=1)
-    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, LEADING, AHEAD, AUTO, FUSED)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, LEADING, AUTO, AUTO, FUSED)
     found = tier("pensieve", gib=1, gaps="off", policy="lru", load="between", bits=8)
-    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (8, "lru", AHEAD, "between", OFF)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (8, "lru", AUTO, "between", OFF)
     found = tier("alise+pensieve", gib=1)
     assert (found.bits, found.policy, found.gaps) == (8, LEADING, FUSED)
     assert tier("fcfs", gib=1) == tier("sarathi", gib=1)

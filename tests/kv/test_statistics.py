@@ -37,6 +37,16 @@ def check(rig: TierRig) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.parametrize(
+    ("store", "prefix_caching", "meant"),
+    [("auto", True, "ahead"), ("auto", False, "early"), ("late", True, "late"), ("early", True, "early")],
+)
+def test_how_chunks_are_stored_is_told(store: str, prefix_caching: bool, meant: str) -> None:
+    rig = TierRig(Setup(store=store, prefix_caching=prefix_caching))
+    assert check(rig)["store"] == rig.side.store == meant
+    assert (rig.side.idle is not None) == (meant == "ahead")
+
+
 def settle(rig: TierRig) -> None:
     """Step until all is over; unlike `TierRig.drain` it leaves the tier as it is."""
     while rig.loop.has_work:

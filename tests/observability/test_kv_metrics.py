@@ -16,6 +16,7 @@ _numbers = itertools.count()
 
 TIER: dict[str, Any] = {
     "bits": 8,
+    "store": "ahead",
     "chunk_tokens": 64,
     "chunk_bytes": 1000,
     "num_workers": 1,
@@ -34,6 +35,7 @@ TIER: dict[str, Any] = {
     "stored_chunks": 8,
     "loaded_chunks": 5,
     "refused_chunks": 6,
+    "unsaved_chunks": 2,
     "gone_chunks": dict.fromkeys(REASONS, 0) | {"room": 5},
     "copied_bytes": {"store": 8000, "load": 5000},
     "copy_jobs": {"store": 3, "load": 2},
@@ -91,7 +93,7 @@ def test_sizes_follow_the_state() -> None:
 def test_totals_become_increments() -> None:
     read = Feed()
     later = copy.deepcopy(TIER)
-    later.update(stored_chunks=18, loaded_chunks=15, refused_chunks=16)
+    later.update(stored_chunks=18, loaded_chunks=15, refused_chunks=16, unsaved_chunks=3)
     later["gone_chunks"].update(room=7, dropped=2)
     later["exposed_s"].update(store=1.0)
     later["conversations"].update(expired=9)
@@ -100,6 +102,7 @@ def test_totals_become_increments() -> None:
         assert read("stored_chunks_total") == tier["stored_chunks"]
         assert read("loaded_chunks_total") == tier["loaded_chunks"]
         assert read("refused_chunks_total") == tier["refused_chunks"]
+        assert read("unsaved_chunks_total") == tier["unsaved_chunks"]
         assert {reason: read("gone_chunks_total", reason=reason) for reason in REASONS} == tier["gone_chunks"]
         for direction in ("store", "load"):
             assert read("copy_seconds_total", direction=direction) == tier["copy_s"][direction]

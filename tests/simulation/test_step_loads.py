@@ -31,7 +31,7 @@ def turn_2(server: Server) -> dict[str, Any]:
 def test_the_step_takes_as_long_as_the_slower_of_its_copies_and_its_computation(blocks_per_s: float) -> None:
     """80 tokens come back; the first layer waits for a 40th of them, and a 40th is computed behind the last copy."""
     compute_s = 0.1
-    options = own_tier(chunk_tokens=16, load="in-step")
+    options = own_tier(chunk_tokens=16, store="early", load="in-step")
     server = drained(
         serve(conversation(), SteadyCost(device=compute_s), system="fcfs", options=options, blocks_per_s=blocks_per_s)
     )
@@ -45,7 +45,7 @@ def test_the_step_takes_as_long_as_the_slower_of_its_copies_and_its_computation(
 @_DEPTHS
 def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: bool) -> None:
     def wait_s(load: str) -> float:
-        options = own_tier(chunk_tokens=16, load=load)
+        options = own_tier(chunk_tokens=16, store="early", load=load)
         settings = {"system": "fcfs", "options": options, "async_scheduling": async_scheduling, "blocks_per_s": 100.0}
         turn = turn_2(drained(serve(conversation(), SteadyCost(device=0.1), **settings)))
         return float(turn["first_token_s"] - turn["arrival_s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from vllm_ext.kernels.kv_quant.format import PageLayout
+
+logger = logging.getLogger("vllm.vllm_ext.kv")
 
 
 @dataclass
@@ -85,6 +88,7 @@ class TieredConnector(OffloadingConnector):
                 free_fraction=float(extra[FREE_KEY]),
                 keeper=Keeper(books, **extra[KEEPER_KEY]),
             )
+            logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
             self.connector_worker = LayerwiseWorker(spec, vllm_config, kv_cache_config)

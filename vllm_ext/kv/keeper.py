@@ -76,6 +76,10 @@ class Keeper:
         """Note that a request ended; ``keys`` are all its chunks."""
         self.book.leave(turn.conversation, keys, now)
 
+    def return_share(self, conversation: Conversation) -> float:
+        """Return the probability that a conversation's KV is asked for again: 1 while a request of it is there."""
+        return 1.0 if conversation.running else self.book.returns.share(conversation.turns)
+
     def sweep(self, now: float) -> None:
         """Drop conversations whose time is over, and pins that hold too much."""
         for conversation in self.book.expired(now):

@@ -68,6 +68,11 @@ class ReturnModel:
         """Note that a conversation came back that had had so many turns, the last of which ended so long before."""
         self._returned[turn_class(turns), min(int(_place(after_s)), _BINS - 1)] += 1
 
+    def share(self, turns: int) -> float:
+        """Return which share of conversations comes back that have had so many turns; all, until some were seen."""
+        number = turn_class(turns)
+        return float((self._returned[number].sum() + _PRIOR) / (self._ended[number] + _PRIOR))
+
     def rate(self, number: int, after_s: float) -> float:
         """Return the rate at which conversations of a class come back after a time, per second; it never rises."""
         if self._log_rates is None:

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import AHEAD, BETWEEN, EARLY, LATE
+from vllm_ext.config_kv import AHEAD, AUTO, BETWEEN, EARLY, LATE
 from vllm_ext.kv.conversations import Turn
-from vllm_ext.kv.gap_loads import GapLoadingScheduler
-from vllm_ext.kv.idle import IdleChunk, IdleChunks
+from vllm_ext.kv.idle import IdleChunks
+from vllm_ext.kv.idle_stores import IdleStoringScheduler
 from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.retention import Chain
-from vllm_ext.kv.step_loads import ended_owner
 from vllm_ext.policies.residency.fate import Fate
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_MAX_AHEAD_PER_STEP = 16
-"""Chunks copied ahead of time in one step at most, so that a step's cost has a bound and copies follow each other."""
-_MAX_AHEAD_JOBS = 8
-"""Copies under way above which none is made ahead of time: the link is behind already."""
 
-
-class TierScheduler(GapLoadingScheduler):
+class TierScheduler(IdleStoringScheduler):
     """vLLM's side, with three ways to store.
 
     ``early``, vLLM's own: a chunk as soon as it is full. Nothing waits for a copy, and much is copied that nobody asks
@@ -45,21 +36,21 @@ class TierScheduler(GapLoadingScheduler):
     waits for the copy, since it may write into those blocks.
 
     ``ahead``: when the device runs short of blocks that can be taken without loss, those first that vLLM would take
-    first; and at the last moment, before a step overwrites them, which that step waits for. What is used again before
-    is never copied (Pensieve, section 4.3.2). For full attention with a prefix cache.
+    first; and at the last moment, before a step overwrites them, which that step waits for, if that pays. What is used
+    again before is never copied. For full attention with a prefix cache.
+
+    ``auto`` is ``ahead`` where that can be done, else ``early``.
 
     Attributes:
         prices: What copies take.
-        keeper: Follows conversations; None: nobody does.
         clock: Returns the time, in seconds.
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
-        free_fraction: Share of the device's blocks that ``ahead`` keeps free or copied.
     """
 
     def __init__(
         self,
         *args: Any,
-        store: str = EARLY,
+        store: str = AUTO,
         load: str = BETWEEN,
         prices: TransferPrices,
         free_fraction: float = 0.25,
@@ -75,16 +66,23 @@ class TierScheduler(GapLoadingScheduler):
         self.clock: Callable[[], float] = time.monotonic
         self.leaving: frozenset[str] = frozenset()
         self.free_fraction = free_fraction
-        self.idle: IdleChunks | None = None
-        self._store = store
-        self._pool: BlockPool | None = None
+        self._store = self._resolved(store)
         self._computed: dict[str, int] = {}
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
         self._fates: dict[str, Fate] = {}
         """By request preempted in this step: what becomes of its KV, where that is not the tier's own way."""
-        if store == AHEAD and (self._chunks_being_loaded is None or not self._is_simple()):
-            allowed = "needs full attention in one group of layers, and vLLM's prefix cache; use early or late"
+
+    def _resolved(self, store: str) -> str:
+        can = self._chunks_being_loaded is not None and self._is_simple()
+        if store == AHEAD and not can:
+            allowed = "needs full attention in one group of layers, and vLLM's prefix cache; use auto, early or late"
             raise ConfigError("kv_tier.store", store, allowed)
+        return store if store != AUTO else AHEAD if can else EARLY
+
+    @property
+    def store(self) -> str:
+        """When chunks are copied, where ``auto`` was asked for what it stands for."""
+        return self._store
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Take vLLM's blocks, of which ``ahead`` asks what they hold."""
@@ -96,8 +94,13 @@ class TierScheduler(GapLoadingScheduler):
         """Take the scheduler's clock, and its estimate of the time to compute so many tokens after so many others."""
         self.clock = clock
         chunk = self.prices.chunk_tokens
+
+        def recompute_s(end: int) -> float:
+            return prefill_s(chunk, max(0, end - chunk))
+
+        self.price(recompute_s)
         if self.keeper is not None:
-            self.keeper.use(clock, lambda end: prefill_s(chunk, max(0, end - chunk)))
+            self.keeper.use(clock, recompute_s)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -252,124 +255,6 @@ class TierScheduler(GapLoadingScheduler):
                 status.update_offload_keys()
                 found[req_id] = min(status.req.num_tokens - 1, self._computed.pop(req_id, 0))
         return found
-
-    # --- chunks that nobody uses ------------------------------------------------------------------------------------
-
-    def _idle_jobs(
-        self, finished: Iterable[str], given_up: dict[str, int], fates: dict[str, Fate]
-    ) -> dict[int, TransferJob]:
-        """Queue what has become idle, and copy what this step takes, what is swapped, and what will be taken soon."""
-        idle, pool = self.idle, self._pool
-        if idle is None or pool is None:
-            raise RuntimeError("the connector was not given vLLM's blocks before the first step")
-        taken = self._current_batch_allocated_block_ids
-        last_moment = idle.taken(taken)
-        now: list[IdleChunk] = []
-        for req_id, num_tokens in self._became_idle(finished, given_up):
-            fate = fates.get(req_id, Fate.KEEP) if req_id in given_up else Fate.KEEP
-            if fate is Fate.RECOMPUTE:
-                continue
-            chunks = self._chunks(req_id, num_tokens)
-            last_moment += (c for c in chunks if not c.is_in(pool) and not taken.isdisjoint(c.blocks))
-            here = [c for c in chunks if c.is_in(pool)]
-            if fate is Fate.SWAP:
-                now += here
-            else:
-                idle.add(here)
-        now += self._taken_soon(idle, pool)
-        return self._store_idle(last_moment, at_once=True) | self._store_idle(now, at_once=False)
-
-    def _became_idle(self, finished: Iterable[str], given_up: dict[str, int]) -> Iterable[tuple[str, int]]:
-        """Yield requests that gave up their blocks, and how many tokens of KV were in them."""
-        yield from given_up.items()
-        for req_id in finished:
-            if (status := self._req_status.get(req_id)) is not None:
-                request = status.req
-                aborted = request.status is RequestStatus.FINISHED_ABORTED
-                # The last sampled token was never computed.
-                known = max(request.num_prompt_tokens, request.num_tokens - 1)
-                yield req_id, request.num_computed_tokens if aborted else known
-
-    def _chunks(self, req_id: str, num_tokens: int) -> list[IdleChunk]:
-        """Return a request's whole chunks, the last one first: so vLLM takes their blocks."""
-        status, group = self._req_status[req_id], self.config.kv_group_configs[0]
-        state, size = status.group_states[0], self.config.blocks_per_chunk
-        offloadable = self._calc_num_offloadable_tokens(status, num_tokens)
-        count = status.storable_chunks(group, state, offloadable)
-        return [
-            IdleChunk(
-                state.offload_keys[number],
-                tuple(state.block_ids[number * size : (number + 1) * size]),
-                tuple(status.req.block_hashes[number * size : (number + 1) * size]),
-                status.req_context,
-            )
-            for number in reversed(range(count))
-            if 0 not in state.block_ids[number * size : (number + 1) * size]
-        ]
-
-    def _taken_soon(self, idle: IdleChunks, pool: BlockPool) -> list[IdleChunk]:
-        """Return idle chunks to copy, until enough blocks can be taken without losing anything."""
-        wanted = int(self.free_fraction * pool.num_gpu_blocks)
-        chunks: list[IdleChunk] = []
-        if len(self._jobs) < _MAX_AHEAD_JOBS and pool.get_num_free_blocks() - idle.num_blocks < wanted:
-            for chunk in idle.oldest():
-                chunks.append(chunk)
-                enough = pool.get_num_free_blocks() - idle.num_blocks >= wanted
-                if enough or len(chunks) >= _MAX_AHEAD_PER_STEP:
-                    break
-        return chunks
-
-    def _store_idle(self, chunks: list[IdleChunk], *, at_once: bool) -> dict[int, TransferJob]:
-        """Make jobs that copy chunks whose requests are gone, one for each of them.
-
-        Args:
-            at_once: Whether the step must wait, since it overwrites the blocks; else whoever takes them waits.
-        """
-        jobs: dict[int, TransferJob] = {}
-        for _, group in groupby(chunks, key=lambda chunk: id(chunk.owner)):
-            job = self._store_job(list(group))
-            if job is not None:
-                job_id = self._generate_job_id()
-                jobs[job_id] = self._enter(job_id, *job)
-                if at_once:
-                    self._current_batch_jobs_to_flush.add(job_id)
-        return jobs
-
-    def _store_job(self, chunks: list[IdleChunk]) -> tuple[ReqContext, TransferJob, set[Any]] | None:
-        owner = chunks[0].owner
-        context = ReqContext(f"{owner.req_id}#idle-{self._job_counter}")
-        for kind in (Chain, Turn):  # what the manager noted of the request is closed when that ends
-            if (state := owner.get_state(kind)) is not None:
-                context.set_state(state)
-        for chunk in chunks:
-            end = owner.get_offload_key_position(chunk.key)
-            if end is not None:
-                context.set_offload_key_position(chunk.key, end)
-        self.manager.on_new_request(context)
-        first_to_last = chunks[::-1]
-        output = self.manager.prepare_store([chunk.key for chunk in first_to_last], context)
-        self.manager.on_request_finished(context)
-        if output is None or not output.keys_to_store:
-            return None
-        wanted = set(output.keys_to_store)
-        blocks = [block for chunk in first_to_last if chunk.key in wanted for block in chunk.blocks]
-        source = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
-        return context, TransferJob(context.req_id, source, output.store_spec), wanted
-
-    def _enter(self, job_id: int, context: ReqContext, job: TransferJob, keys: set[Any]) -> TransferJob:
-        """Book a job as that of a request of its own, which has ended: so vLLM fences its blocks, and cleans up."""
-        self._req_status[job.req_id] = ended_owner(self, job.req_id, context, job_id)
-        blocks = [int(block) for block in job.src_spec.block_ids]
-        self._jobs[job_id] = TransferJobStatus(
-            req_id=job.req_id,
-            pending_count=self.config.num_workers,
-            keys=keys,
-            is_store=True,
-            deferred_fence_block_ids=blocks,
-        )
-        for block in blocks:
-            self._block_id_to_pending_jobs.setdefault(block, set()).add(job_id)
-        return job
 
     # --- resets -----------------------------------------------------------------------------------------------------
 

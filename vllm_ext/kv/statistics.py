@@ -93,6 +93,7 @@ class TierAccount:
         quantised = self.geometry.bits == QUANTISED
         return {
             "bits": self.geometry.bits,
+            "store": self.tier.store,
             "chunk_tokens": prices.chunk_tokens,
             "chunk_bytes": self.chunk_bytes,
             "num_workers": self.num_workers,
@@ -103,6 +104,7 @@ class TierAccount:
             "stored_chunks": tally.stored,
             "loaded_chunks": tally.loaded,
             "refused_chunks": tally.refused,
+            "unsaved_chunks": self.tier.unsaved,
             "gone_chunks": dict(tally.gone),
             "copied_bytes": {"store": self.stores.num_bytes, "load": self.loads.num_bytes},
             "copy_jobs": {

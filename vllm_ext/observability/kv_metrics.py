@@ -48,6 +48,9 @@ class _Metrics:
             "stored_chunks": _counter("stored_chunks", "Chunks written to host memory."),
             "loaded_chunks": _counter("loaded_chunks", "Chunks read from host memory for requests."),
             "refused_chunks": _counter("refused_chunks", "Chunks that were not stored as there was no room."),
+            "unsaved_chunks": _counter(
+                "unsaved_chunks", "Chunks that left the device without a copy, which did not pay (store ahead)."
+            ),
         }
         self.gone = _counter("gone_chunks", "Chunks that left host memory, by reason.", "reason")
         self.by_direction = {

@@ -70,7 +70,7 @@ def test_policies_differ_in_what_they_evict_alone(base: ModuleType, fig14: Modul
         tiers.append(vars(build(options).tier(options.kv_tier)))
     assert [tier.pop("policy") for tier in tiers] == ["leading", "lru", "arc", "tail", "retention"]
     assert all(tier == tiers[0] for tier in tiers)
-    assert (tiers[0]["gaps"], tiers[0]["store"], tiers[0]["load"]) == ("fused", "ahead", "auto")
+    assert (tiers[0]["gaps"], tiers[0]["store"], tiers[0]["load"]) == ("fused", "auto", "auto")
 
 
 def test_separate_steps_are_pensieve_with_the_schedule_of_2023(base: ModuleType) -> None:

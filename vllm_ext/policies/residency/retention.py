@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.config_kv import AHEAD, AUTO, FUSED, LEADING
+from vllm_ext.config_kv import AUTO, FUSED, LEADING
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.fate import Fate, Parting
@@ -44,7 +44,7 @@ class Retention:
     @property
     def tier_options(self) -> dict[str, Any]:
         """Options of the KV tier that this policy wants where the user leaves them open."""
-        return {"bits": self.tier_bits, "policy": LEADING, "store": AHEAD, "load": AUTO, "gaps": FUSED}
+        return {"bits": self.tier_bits, "policy": LEADING, "store": AUTO, "load": AUTO, "gaps": FUSED}
 
     def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
         """Suspend: the KV stays where it is until its blocks are needed, and is copied before that."""

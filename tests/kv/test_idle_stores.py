@@ -1,0 +1,106 @@
+"""Which copies of idle chunks a step waits for: those that save more than they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+
+from vllm_ext.kv.conversations import Conversation, Turn
+from vllm_ext.kv.idle import IdleChunk
+
+from .tier_stateful_books import resident
+from .tier_stateful_rig import BLOCK_SIZE, MIN_BLOCKS, Setup, TierRig
+
+PROMPT = 8 * BLOCK_SIZE
+CROWDED = MIN_BLOCKS + 2
+"""Room for two requests, and nothing else."""
+ROOMY = 20 * MIN_BLOCKS
+
+
+def rig(*, num_blocks: int = CROWDED, recompute: float) -> TierRig:
+    """An engine that runs two requests; computing a chunk again takes so many times as long as copying it out."""
+    found = TierRig(Setup(store="ahead", slow=0.0, num_blocks=num_blocks, host_chunks=500, max_num_seqs=2))
+    found.side.price(lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
+    return found
+
+
+def nobody_comes_back(found: TierRig) -> None:
+    """Let the tier have seen a thousand first turns that no other followed."""
+    for _ in range(1000):
+        found.side.keeper.book.returns.ended(1)
+
+
+def ask(found: TierRig, number: int) -> str:
+    return found.add(range(1000 * number, 1000 * number + PROMPT), 2, session=f"s{number}")
+
+
+def idle(key: OffloadKey | str, running: int = 0) -> IdleChunk:
+    """A chunk of a conversation that had one turn, and of which so many requests are there."""
+    found_key = make_offload_key(key.encode(), 0) if isinstance(key, str) else key
+    owner = ReqContext("owner")
+    owner.set_offload_key_position(found_key, BLOCK_SIZE)
+    owner.set_state(Turn(Conversation("c", "", turns=1, running=running)))
+    return IdleChunk(found_key, (1,), (), owner)
+
+
+def state(found: TierRig) -> dict[str, Any]:
+    read: dict[str, Any] = found.scheduler.vllm_ext_state()["kv_tier"]
+    return read
+
+
+def serve(found: TierRig, questions: int) -> None:
+    for number in range(questions):
+        ask(found, number)
+    found.settle()
+
+
+def test_what_is_hardly_asked_for_again_is_not_waited_for() -> None:
+    found = rig(recompute=5.0)
+    nobody_comes_back(found)
+    serve(found, 60)
+    counts = state(found)
+    assert counts["unsaved_chunks"] > 2 * counts["stored_chunks"], "in steps with memory to spare"
+    found.drain()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "known"),
+    [(5.0, False), (1000.0, True)],
+    ids=["until-something-is-seen-all-may-come-back", "what-takes-long-to-compute-again"],
+)
+def test_what_pays_is_waited_for(recompute: float, known: bool) -> None:
+    found = rig(recompute=recompute)
+    if known:
+        nobody_comes_back(found)
+    serve(found, 60)
+    counts = state(found)
+    assert (counts["unsaved_chunks"], counts["stored_chunks"] > 50 * PROMPT // BLOCK_SIZE) == (0, True)
+    found.drain()
+
+
+def test_copies_that_nobody_waits_for_are_made_all_the_same() -> None:
+    found = rig(num_blocks=ROOMY, recompute=0.0)
+    nobody_comes_back(found)
+    serve(found, 60)
+    assert (state(found)["unsaved_chunks"], state(found)["stored_chunks"] > 50) == (0, True)
+    found.drain()
+
+
+def test_a_preempted_request_comes_back_for_certain() -> None:
+    found = rig(recompute=2.0)
+    nobody_comes_back(found)
+    waiting, ended = idle("waiting", running=1), idle("ended", running=0)
+    assert found.side._worth_a_wait([waiting, ended]) == [waiting]
+    found.side.price(lambda end: 0.0)
+    assert found.side._worth_a_wait([waiting, ended]) == []
+
+
+def test_what_host_memory_has_already_is_not_lost() -> None:
+    found = rig(recompute=1000.0)
+    serve(found, 8)
+    found.side.price(lambda end: 0.0)
+    held = next(iter(resident(found.side.manager.policy)))
+    assert found.side._worth_a_wait([idle(held), idle("elsewhere")]) == []
+    assert state(found)["unsaved_chunks"] == 1

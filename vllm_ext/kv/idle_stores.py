@@ -1,0 +1,195 @@
+"""The scheduler's side of stores ahead of time: chunks that nobody uses are copied before their blocks are reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
+from vllm.v1.request import RequestStatus
+
+from vllm_ext.kv.conversations import Turn
+from vllm_ext.kv.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.idle import IdleChunk, IdleChunks
+from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.retention import Chain
+from vllm_ext.kv.step_loads import ended_owner
+from vllm_ext.kv.worth import ClassCosts, class_of
+from vllm_ext.policies.residency.fate import Fate
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_MAX_AHEAD_PER_STEP = 16
+"""Chunks copied ahead of time in one step at most, so that a step's cost has a bound and copies follow each other."""
+_MAX_AHEAD_JOBS = 8
+"""Copies under way above which none is made ahead of time: the link is behind already."""
+
+
+class IdleStoringScheduler(GapLoadingScheduler):
+    """Copies what is idle on the device: the KV of requests that have left it (Pensieve, section 4.3.2).
+
+    Ours: a copy that a step has to wait for is made only where it saves more than it takes,
+
+        (share of such conversations that come back) * (time to compute the chunk again)  >  (time to copy it out)
+
+    and a preempted request comes back for certain. Waiting is what happens at the last moment, when a step overwrites
+    the chunk, and to copies ahead of time where running requests leave less of the device free than is to be kept
+    free: then the blocks are taken before the copy is through. A server of questions that nobody follows up, with a
+    device full of running requests, else stands still for copies of what is never asked for again.
+
+    Attributes:
+        idle: What could be copied; None: copies are made at other times.
+        free_fraction: Share of the device's blocks that is kept free or copied.
+        keeper: Follows conversations; None: nobody does, and all of them may come back.
+        unsaved: Chunks that were given up on the device without a copy.
+    """
+
+    idle: IdleChunks | None = None
+    free_fraction: float = 0.25
+    keeper: Keeper | None = None
+    unsaved: int = 0
+    _pool: BlockPool | None = None
+    _recompute_s: ClassCosts | None = None
+
+    def price(self, recompute_s: Callable[[int], float]) -> None:
+        """Take the time to compute a chunk again, s, by the tokens up to its end."""
+        self._recompute_s = ClassCosts(recompute_s)
+
+    def _idle_jobs(
+        self, finished: Iterable[str], given_up: dict[str, int], fates: dict[str, Fate]
+    ) -> dict[int, TransferJob]:
+        """Queue what has become idle, and copy what this step takes, what is swapped, and what will be taken soon."""
+        idle, pool = self.idle, self._pool
+        if idle is None or pool is None:
+            raise RuntimeError("the connector was not given vLLM's blocks before the first step")
+        taken = self._current_batch_allocated_block_ids
+        last_moment = idle.taken(taken)
+        now: list[IdleChunk] = []
+        for req_id, num_tokens in self._became_idle(finished, given_up):
+            fate = fates.get(req_id, Fate.KEEP) if req_id in given_up else Fate.KEEP
+            if fate is Fate.RECOMPUTE:
+                continue
+            chunks = self._chunks(req_id, num_tokens)
+            last_moment += (c for c in chunks if not c.is_in(pool) and not taken.isdisjoint(c.blocks))
+            here = [c for c in chunks if c.is_in(pool)]
+            if fate is Fate.SWAP:
+                now += here
+            else:
+                idle.add(here)
+        now += self._taken_soon(idle, pool)
+        saved = self._store_idle(self._worth_a_wait(last_moment), at_once=True)
+        return saved | self._store_idle(now, at_once=False)
+
+    def _worth_a_wait(self, chunks: list[IdleChunk]) -> list[IdleChunk]:
+        """Return the chunks whose copy saves more than it takes, and count those that are lost without."""
+        worth, held = [], self.manager.policy
+        for chunk in chunks:
+            if self._saves(chunk):
+                worth.append(chunk)
+            elif held.get(chunk.key) is None:
+                self.unsaved += 1
+        return worth
+
+    def _saves(self, chunk: IdleChunk) -> bool:
+        turn, end = chunk.owner.get_state(Turn), chunk.owner.get_offload_key_position(chunk.key)
+        if self.keeper is None or self._recompute_s is None or turn is None or end is None:
+            return True
+        returns = self.keeper.return_share(turn.conversation)
+        return returns * self._recompute_s.of(class_of(end)) > self.prices.store_s(self.prices.chunk_tokens)
+
+    def _became_idle(self, finished: Iterable[str], given_up: dict[str, int]) -> Iterable[tuple[str, int]]:
+        """Yield requests that gave up their blocks, and how many tokens of KV were in them."""
+        yield from given_up.items()
+        for req_id in finished:
+            if (status := self._req_status.get(req_id)) is not None:
+                request = status.req
+                aborted = request.status is RequestStatus.FINISHED_ABORTED
+                # The last sampled token was never computed.
+                known = max(request.num_prompt_tokens, request.num_tokens - 1)
+                yield req_id, request.num_computed_tokens if aborted else known
+
+    def _chunks(self, req_id: str, num_tokens: int) -> list[IdleChunk]:
+        """Return a request's whole chunks, the last one first: so vLLM takes their blocks."""
+        status, group = self._req_status[req_id], self.config.kv_group_configs[0]
+        state, size = status.group_states[0], self.config.blocks_per_chunk
+        offloadable = self._calc_num_offloadable_tokens(status, num_tokens)
+        count = status.storable_chunks(group, state, offloadable)
+        return [
+            IdleChunk(
+                state.offload_keys[number],
+                tuple(state.block_ids[number * size : (number + 1) * size]),
+                tuple(status.req.block_hashes[number * size : (number + 1) * size]),
+                status.req_context,
+            )
+            for number in reversed(range(count))
+            if 0 not in state.block_ids[number * size : (number + 1) * size]
+        ]
+
+    def _taken_soon(self, idle: IdleChunks, pool: BlockPool) -> list[IdleChunk]:
+        """Return idle chunks to copy, until enough blocks can be taken without losing anything."""
+        wanted = int(self.free_fraction * pool.num_gpu_blocks)
+        chunks: list[IdleChunk] = []
+        if len(self._jobs) < _MAX_AHEAD_JOBS and pool.get_num_free_blocks() - idle.num_blocks < wanted:
+            are_waited_for = pool.get_num_free_blocks() < wanted
+            for chunk in idle.oldest():
+                chunks += self._worth_a_wait([chunk]) if are_waited_for else [chunk]
+                enough = pool.get_num_free_blocks() - idle.num_blocks >= wanted
+                if enough or len(chunks) >= _MAX_AHEAD_PER_STEP:
+                    break
+        return chunks
+
+    def _store_idle(self, chunks: list[IdleChunk], *, at_once: bool) -> dict[int, TransferJob]:
+        """Make jobs that copy chunks whose requests are gone, one for each of them.
+
+        Args:
+            at_once: Whether the step must wait, since it overwrites the blocks; else whoever takes them waits.
+        """
+        jobs: dict[int, TransferJob] = {}
+        for _, group in groupby(chunks, key=lambda chunk: id(chunk.owner)):
+            job = self._store_job(list(group))
+            if job is not None:
+                job_id = self._generate_job_id()
+                jobs[job_id] = self._enter(job_id, *job)
+                if at_once:
+                    self._current_batch_jobs_to_flush.add(job_id)
+        return jobs
+
+    def _store_job(self, chunks: list[IdleChunk]) -> tuple[ReqContext, TransferJob, set[Any]] | None:
+        owner = chunks[0].owner
+        context = ReqContext(f"{owner.req_id}#idle-{self._job_counter}")
+        for kind in (Chain, Turn):  # what the manager noted of the request is closed when that ends
+            if (state := owner.get_state(kind)) is not None:
+                context.set_state(state)
+        for chunk in chunks:
+            end = owner.get_offload_key_position(chunk.key)
+            if end is not None:
+                context.set_offload_key_position(chunk.key, end)
+        self.manager.on_new_request(context)
+        first_to_last = chunks[::-1]
+        output = self.manager.prepare_store([chunk.key for chunk in first_to_last], context)
+        self.manager.on_request_finished(context)
+        if output is None or not output.keys_to_store:
+            return None
+        wanted = set(output.keys_to_store)
+        blocks = [block for chunk in first_to_last if chunk.key in wanted for block in chunk.blocks]
+        source = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        return context, TransferJob(context.req_id, source, output.store_spec), wanted
+
+    def _enter(self, job_id: int, context: ReqContext, job: TransferJob, keys: set[Any]) -> TransferJob:
+        """Book a job as that of a request of its own, which has ended: so vLLM fences its blocks, and cleans up."""
+        self._req_status[job.req_id] = ended_owner(self, job.req_id, context, job_id)
+        blocks = [int(block) for block in job.src_spec.block_ids]
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=job.req_id,
+            pending_count=self.config.num_workers,
+            keys=keys,
+            is_store=True,
+            deferred_fence_block_ids=blocks,
+        )
+        for block in blocks:
+            self._block_id_to_pending_jobs.setdefault(block, set()).add(job_id)
+        return job
