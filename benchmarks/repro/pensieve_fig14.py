@@ -61,7 +61,7 @@ def run(bench: Bench) -> Findings:
         claims=_claims(found, rates),
         metrics=_flat(found, rates, OURS),
         baselines={c.name: _flat(found, rates, c) for c in OTHERS},
-        config={**base.config(bench, SHOWN), "rates_per_s": list(rates), "host_share": share},
+        config={**base.config(SHOWN, duration_s=duration_s), "rates_per_s": list(rates), "host_share": share},
         plots=[Plot(suffix="", draw=partial(_draw, found, rates))],
         **base.workload(),
     )

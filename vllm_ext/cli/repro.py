@@ -73,10 +73,10 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         state = "kept from before" if stored else (outcome.error or "done")
         print(f"{study.id}: run {count}: {where}: {state}", file=sys.stderr, flush=True)
 
-    store = PointStore(args.cache / study.id / source_digest())
+    store = PointStore(args.cache / source_digest())
     pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
     try:
-        with store.locked(), pool:
+        with store.locked(study.id), pool:
             bench = Bench(
                 quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
             )

@@ -104,6 +104,13 @@ def test_metric_that_is_no_number_is_never_stored(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.json")) == []
 
 
+def test_sweeps_of_other_names_may_share_a_folder(tmp_path: Path) -> None:
+    with PointStore(tmp_path).locked("a"), PointStore(tmp_path).locked("b"):
+        with pytest.raises(StoreError, match=r"^b: another"), PointStore(tmp_path).locked("b"):
+            pytest.fail("two sweeps of one name")
+        assert PointStore(tmp_path).load("nothing") is None
+
+
 def test_second_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:
     with (
         PointStore(tmp_path).locked(),

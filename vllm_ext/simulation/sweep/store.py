@@ -79,20 +79,25 @@ class PointStore:
         self._checksums: dict[tuple[str, int, int], str] = {}
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, name: str = "") -> Iterator[None]:
         """Keep other sweeps out of the folder meanwhile.
+
+        Args:
+            name: Only sweeps of the same name are kept out. Others may share points; what two compute at the same time
+                is computed twice, and is the same.
 
         Raises:
             StoreError: another sweep is at work there.
             OSError: the folder cannot be made.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.folder, os.O_RDONLY)
+        place = self.folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError as error:
-            raise StoreError(f"{self.folder.name}: another sweep is at work in this folder") from error
+            raise StoreError(f"{place.name}: another sweep is at work in this folder") from error
         finally:
             os.close(descriptor)
 
