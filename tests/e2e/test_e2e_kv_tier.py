@@ -22,7 +22,7 @@ MIB = 1 / 1024
 
 
 def tier(system: str = "fcfs", **options: Any) -> dict[str, Any]:
-    ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, "bits": 16, **options}}
+    ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, "bits": 16, "store": "early", **options}}
     if system == "fcfs":
         del ours["admission"]
     else:
@@ -48,7 +48,7 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("longs-16", llama, longs, **tier("alise"), **PRESSED),
         spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
         spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
-        spec("turns-ahead", llama, TURNS, **tier(store="ahead"), **FEW_BLOCKS),
+        spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
     ]
@@ -72,7 +72,7 @@ def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[st
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
         spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
         spec("longs", llama, longs, **tier("alise"), **PRESSED),
-        spec("turns-ahead", llama, TURNS, **tier(store="ahead"), **FEW_BLOCKS),
+        spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
     ]
     return run_engines(tmp_path_factory.mktemp("tier-async"), wanted, boot="async")

@@ -88,13 +88,17 @@ def test_copies_that_nobody_waits_for_are_made_all_the_same() -> None:
     found.drain()
 
 
-def test_a_preempted_request_comes_back_for_certain() -> None:
+def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -> None:
     found = rig(recompute=2.0)
     nobody_comes_back(found)
     waiting, ended = idle("waiting", running=1), idle("ended", running=0)
     assert found.side._worth_a_wait([waiting, ended]) == [waiting]
     found.side.price(lambda end: 0.0)
     assert found.side._worth_a_wait([waiting, ended]) == []
+    turn = ended.owner.get_state(Turn)
+    assert turn is not None
+    found.side.keeper.pin(turn.conversation, wanted=True)
+    assert found.side._worth_a_wait([waiting, ended]) == [ended]
 
 
 def test_what_host_memory_has_already_is_not_lost() -> None:

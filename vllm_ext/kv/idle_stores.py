@@ -36,10 +36,11 @@ class IdleStoringScheduler(GapLoadingScheduler):
 
         (share of such conversations that come back) * (time to compute the chunk again)  >  (time to copy it out)
 
-    and a preempted request comes back for certain. Waiting is what happens at the last moment, when a step overwrites
-    the chunk, and to copies ahead of time where running requests leave less of the device free than is to be kept
-    free: then the blocks are taken before the copy is through. A server of questions that nobody follows up, with a
-    device full of running requests, else stands still for copies of what is never asked for again.
+    where a preempted request comes back for certain, and what a client has pinned is kept whatever it costs. Waiting
+    is what happens at the last moment, when a step overwrites the chunk, and to copies ahead of time where running
+    requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
+    through. A server of questions that nobody follows up, with a device full of running requests, else stands still
+    for copies of what is never asked for again.
 
     Attributes:
         idle: What could be copied; None: copies are made at other times.
@@ -97,6 +98,8 @@ class IdleStoringScheduler(GapLoadingScheduler):
     def _saves(self, chunk: IdleChunk) -> bool:
         turn, end = chunk.owner.get_state(Turn), chunk.owner.get_offload_key_position(chunk.key)
         if self.keeper is None or self._recompute_s is None or turn is None or end is None:
+            return True
+        if turn.conversation.pinned:
             return True
         returns = self.keeper.return_share(turn.conversation)
         return returns * self._recompute_s.of(class_of(end)) > self.prices.store_s(self.prices.chunk_tokens)
