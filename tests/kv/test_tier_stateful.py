@@ -49,6 +49,7 @@ def setups(draw: st.DrawFn) -> Setup:
         slow=draw(st.sampled_from([0.0, 0.5, 1.0])),
         failing_stores=draw(st.sampled_from([0.0, 0.3])),
         failing_loads=draw(st.sampled_from([0.0, 0.3])),
+        copies_pay=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 

@@ -30,6 +30,7 @@ class Walked:
     hit_tokens: int = 0
     evicted_chunks: int = 0
     dropped_chunks: int = 0
+    unsaved_chunks: int = 0
 
 
 def walk(num_steps: int, seed: int, **fixed: object) -> Walked:
@@ -56,10 +57,11 @@ def walk(num_steps: int, seed: int, **fixed: object) -> Walked:
 
 
 def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
-    """Return engine ``number``: in turn all kinds of scheduling, stores, policies and bits; the rest by dice."""
+    """Return engine ``number``: in turn all schedulings, stores, policies, bits and prices; the rest by dice."""
     number, asynchronous = divmod(number, 2)
     number, store = divmod(number, len(STORES))
     number, policy = divmod(number, len(PREFIX_POLICIES))
+    copies_pay = (number + policy) % 2 == 0
     drawn: dict[str, object] = {
         "async_scheduling": bool(asynchronous),
         "store": STORES[store],
@@ -74,6 +76,7 @@ def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
         "slow": dice.choice([0.0, 0.2, 0.5, 0.9]),
         "failing_stores": dice.choice([0.0, 0.0, 0.1, 0.5]),
         "failing_loads": dice.choice([0.0, 0.0, 0.1, 0.5]),
+        "copies_pay": copies_pay,
         "seed": dice.randrange(2**32),
     }
     return Setup(**{**drawn, **fixed})  # type: ignore[arg-type]
@@ -97,6 +100,7 @@ def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> Non
     seen.hit_tokens += int(counters["tier_hit_tokens"])
     seen.evicted_chunks += int(counters["tier_evicted_chunks"])
     seen.dropped_chunks += int(counters["tier_dropped_chunks"])
+    seen.unsaved_chunks += rig.side.unsaved
 
 
 class _Client:

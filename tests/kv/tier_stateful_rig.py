@@ -75,6 +75,8 @@ class Setup:
     failing_stores: float = 0.0
     failing_loads: float = 0.0
     system: str = "test-tier-preempts"
+    copies_pay: bool = True
+    """Whether a step ever waits for a copy ahead of time; else computing everything again is free."""
     seed: int = 0
 
 
@@ -104,6 +106,8 @@ class TierRig:
         self.copies.auditor = self.auditor
         self.tier = Tier(self.scheduler, worker_side(self.scheduler), self.copies)
         self.tier.use_clock(self.clock)
+        if not setup.copies_pay:
+            self.side.price(lambda end: 0.0)
         self.loop = EngineLoop(self.scheduler, _Runner(self), depth=2 if setup.async_scheduling else 1)
         self.steps = self.num_preemptions = 0
         self._waited = 0
