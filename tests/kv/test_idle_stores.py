@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.idle import IdleChunk
+from vllm_ext.kv.retention import Chain
 
 from .tier_stateful_books import resident
 from .tier_stateful_rig import BLOCK_SIZE, MIN_BLOCKS, Setup, TierRig
@@ -36,12 +37,12 @@ def ask(found: TierRig, number: int) -> str:
     return found.add(range(1000 * number, 1000 * number + PROMPT), 2, session=f"s{number}")
 
 
-def idle(key: OffloadKey | str, running: int = 0) -> IdleChunk:
-    """A chunk of a conversation that had one turn, and of which so many requests are there."""
+def idle(key: OffloadKey | str, running: int = 0, length: int = 1) -> IdleChunk:
+    """A chunk of so many of a conversation that had one turn, and of which so many requests are there."""
     found_key = make_offload_key(key.encode(), 0) if isinstance(key, str) else key
     owner = ReqContext("owner")
-    owner.set_offload_key_position(found_key, BLOCK_SIZE)
     owner.set_state(Turn(Conversation("c", "", turns=1, running=running)))
+    owner.set_state(Chain({0: [found_key] * length}, {0: BLOCK_SIZE}))
     return IdleChunk(found_key, (1,), (), owner)
 
 
@@ -99,6 +100,15 @@ def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -
     assert turn is not None
     found.side.keeper.pin(turn.conversation, wanted=True)
     assert found.side._worth_a_wait([waiting, ended]) == [ended]
+
+
+def test_all_of_a_sequence_is_copied_or_nothing() -> None:
+    """What costs more to compute again since it stands further behind is of no use without what stands before it."""
+    found = rig(recompute=0.0)
+    copy_s = found.side.prices.store_s(BLOCK_SIZE)
+    found.side.price(lambda end: copy_s * (0.5 + end / (20 * BLOCK_SIZE)))
+    short, long = idle("short", length=5), idle("long", length=40)
+    assert found.side._worth_a_wait([short, long]) == [long]
 
 
 def test_what_host_memory_has_already_is_not_lost() -> None:

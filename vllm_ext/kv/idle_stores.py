@@ -34,8 +34,9 @@ class IdleStoringScheduler(GapLoadingScheduler):
 
     Ours: a copy that a step has to wait for is made only where it saves more than it takes,
 
-        (share of such conversations that come back) * (time to compute the chunk again)  >  (time to copy it out)
+        (share of such conversations that come back) * (time to compute a chunk again)  >  (time to copy it out)
 
+    with the mean over the sequence's chunks, as what is kept of a sequence is of use only with what stands before it;
     where a preempted request comes back for certain, and what a client has pinned is kept whatever it costs. Waiting
     is what happens at the last moment, when a step overwrites the chunk, and to copies ahead of time where running
     requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
@@ -96,13 +97,14 @@ class IdleStoringScheduler(GapLoadingScheduler):
         return worth
 
     def _saves(self, chunk: IdleChunk) -> bool:
-        turn, end = chunk.owner.get_state(Turn), chunk.owner.get_offload_key_position(chunk.key)
-        if self.keeper is None or self._recompute_s is None or turn is None or end is None:
+        turn, chain = chunk.owner.get_state(Turn), chunk.owner.get_state(Chain)
+        if self.keeper is None or self._recompute_s is None or turn is None or chain is None:
             return True
         if turn.conversation.pinned:
             return True
-        returns = self.keeper.return_share(turn.conversation)
-        return returns * self._recompute_s.of(class_of(end)) > self.prices.store_s(self.prices.chunk_tokens)
+        size, (keys,) = self.prices.chunk_tokens, chain.keys.values()
+        recompute_s = self._recompute_s.of(class_of(size * (len(keys) + 1) // 2))
+        return self.keeper.return_share(turn.conversation) * recompute_s > self.prices.store_s(size)
 
     def _became_idle(self, finished: Iterable[str], given_up: dict[str, int]) -> Iterable[tuple[str, int]]:
         """Yield requests that gave up their blocks, and how many tokens of KV were in them."""
