@@ -22,7 +22,7 @@ def spec(name: str, model: Path, **engine: Any) -> dict[str, Any]:
 
 
 def tier(**options: Any) -> dict[str, Any]:
-    ours = {"kv_tier": {"gib": GIB, "bits": 16, **options}}
+    ours = {"kv_tier": {"gib": GIB, "bits": 16, "store": "early", **options}}
     return {"scheduler_cls": "fcfs", "additional_config": {"vllm_ext": ours}, **FEW}
 
 

@@ -102,6 +102,22 @@ def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -
     assert found.side._worth_a_wait([waiting, ended]) == [ended]
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_on_a_full_device_chunks_are_copied_while_their_requests_run(known: bool) -> None:
+    found = rig(recompute=5.0)
+    if known:
+        nobody_comes_back(found)
+    for number in range(2):
+        found.add(range(1000 * number, 1000 * number + PROMPT), BLOCK_SIZE)
+    pool = found.scheduler.kv_cache_manager.block_pool
+    while pool.get_num_free_blocks():
+        assert state(found)["placed_chunks"] == 0
+        found.step()
+    assert len(found.live()) == 2
+    assert (state(found)["placed_chunks"] == 0) == known
+    found.drain()
+
+
 def test_all_of_a_sequence_is_copied_or_nothing() -> None:
     """What costs more to compute again since it stands further behind is of no use without what stands before it."""
     found = rig(recompute=0.0)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _MAX_AHEAD_PER_STEP = 16
 """Chunks copied ahead of time in one step at most, so that a step's cost has a bound and copies follow each other."""
+_FULL = 0.2
+"""Share of what is to be kept free below which the device is full: what leaves is overwritten before it is copied."""
 _MAX_AHEAD_JOBS = 8
 """Copies under way above which none is made ahead of time: the link is behind already."""
 
@@ -42,6 +44,9 @@ class IdleStoringScheduler(GapLoadingScheduler):
     requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
     through. A server of questions that nobody follows up, with a device full of running requests, else stands still
     for copies of what is never asked for again.
+
+    And where running requests have filled the device, what they leave will be overwritten at once: then their chunks
+    are copied while they run, as soon as they are full, if that pays when their turn has ended.
 
     Attributes:
         idle: What could be copied; None: copies are made at other times.
@@ -90,21 +95,27 @@ class IdleStoringScheduler(GapLoadingScheduler):
         """Return the chunks whose copy saves more than it takes, and count those that are lost without."""
         worth, held = [], self.manager.policy
         for chunk in chunks:
-            if self._saves(chunk):
+            if self._saves(chunk.owner):
                 worth.append(chunk)
             elif held.get(chunk.key) is None:
                 self.unsaved += 1
         return worth
 
-    def _saves(self, chunk: IdleChunk) -> bool:
-        turn, chain = chunk.owner.get_state(Turn), chunk.owner.get_state(Chain)
+    def _is_full(self) -> bool:
+        """Whether running requests hold nearly all of the device."""
+        pool = self._pool
+        return pool is not None and pool.get_num_free_blocks() < _FULL * self.free_fraction * pool.num_gpu_blocks
+
+    def _saves(self, owner: ReqContext, *, after_this_turn: bool = False) -> bool:
+        turn, chain = owner.get_state(Turn), owner.get_state(Chain)
         if self.keeper is None or self._recompute_s is None or turn is None or chain is None:
             return True
         if turn.conversation.pinned:
             return True
         size, (keys,) = self.prices.chunk_tokens, chain.keys.values()
         recompute_s = self._recompute_s.of(class_of(size * (len(keys) + 1) // 2))
-        return self.keeper.return_share(turn.conversation) * recompute_s > self.prices.store_s(size)
+        share = self.keeper.return_share(turn.conversation, after_this_turn=after_this_turn)
+        return share * recompute_s > self.prices.store_s(size)
 
     def _became_idle(self, finished: Iterable[str], given_up: dict[str, int]) -> Iterable[tuple[str, int]]:
         """Yield requests that gave up their blocks, and how many tokens of KV were in them."""

@@ -76,8 +76,14 @@ class Keeper:
         """Note that a request ended; ``keys`` are all its chunks."""
         self.book.leave(turn.conversation, keys, now)
 
-    def return_share(self, conversation: Conversation) -> float:
-        """Return the probability that a conversation's KV is asked for again: 1 while a request of it is there."""
+    def return_share(self, conversation: Conversation, *, after_this_turn: bool = False) -> float:
+        """Return the probability that a conversation's KV is asked for again: 1 while a request of it is there.
+
+        Args:
+            after_this_turn: Take it that the request that is there has ended.
+        """
+        if after_this_turn:
+            return self.book.returns.share(conversation.turns + 1)
         return 1.0 if conversation.running else self.book.returns.share(conversation.turns)
 
     def sweep(self, now: float) -> None:

@@ -220,6 +220,9 @@ class TierScheduler(IdleStoringScheduler):
             jobs = super()._build_store_jobs(shown)
             self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
             return jobs
+        if self._is_full():
+            filling = self._with_new_chunks(scheduled)
+            leaving |= {r: n for r, n in filling.items() if self._saves(statuses[r].req_context, after_this_turn=True)}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, fates)
 
