@@ -44,20 +44,21 @@ class Row:
     """Whether it is measured without being asked for."""
 
 
+_EARLY: Mapping[str, Any] = {"bits": 16, "store": "early"}
+"""As vLLM's connector keeps KV."""
+
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
     "prefix-cache": Row(baseline=True),
-    LRU: Row(tier={"policy": "lru", "bits": 16, "store": "early"}, one_block_chunks=True, baseline=True),
-    "tier-arc": Row(tier={"policy": "arc", "bits": 16, "store": "early"}, one_block_chunks=True, baseline=True),
-    RETENTION: Row(tier={"policy": "retention", "bits": 16, "store": "early"}),
-    RETENTION_8: Row(tier={"policy": "retention", "bits": 8, "store": "early"}),
-    f"{LRU}-ahead": Row(tier={"policy": "lru", "bits": 16, "store": "ahead"}, one_block_chunks=True, by_default=False),
+    LRU: Row(tier={**_EARLY, "policy": "lru"}, one_block_chunks=True, baseline=True),
+    "tier-arc": Row(tier={**_EARLY, "policy": "arc"}, one_block_chunks=True, baseline=True),
+    RETENTION: Row(tier={**_EARLY, "policy": "retention"}),
+    RETENTION_8: Row(tier={**_EARLY, "policy": "retention", "bits": 8}),
+    f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, one_block_chunks=True, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
     **{
-        f"{RETENTION}-{mode}": Row(
-            tier={"policy": "retention", "bits": 16, "store": "early", option: mode}, by_default=False
-        )
+        f"{RETENTION}-{mode}": Row(tier={**_EARLY, "policy": "retention", option: mode}, by_default=False)
         for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
         for mode in modes
     },

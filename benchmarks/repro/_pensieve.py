@@ -160,9 +160,13 @@ class Measured:
         return next(gaining, None)
 
 
+def _search_s(bench: Bench) -> float:
+    return QUICK_S if bench.quick else SEARCH_S
+
+
 def compare(bench: Bench, settings: Sequence[Setting], contenders: Sequence[Contender]) -> list[Measured]:
     """Measure contenders, `VLLM_2023` among them, in each setting."""
-    duration_s = QUICK_S if bench.quick else SEARCH_S
+    duration_s = _search_s(bench)
 
     def make(contender: Contender, setting: Setting, rate_per_s: float) -> SimulationSpec:
         return spec(contender, setting, rate_per_s, duration_s=duration_s, seed=bench.seed)
@@ -239,7 +243,7 @@ def throughput(
         claims=[claim for some in found for claim in some],
         metrics=_metrics(measured, PENSIEVE),
         baselines={c.name: _metrics(measured, c) for c in contenders if c is not PENSIEVE},
-        config=config(contenders, duration_s=QUICK_S if bench.quick else SEARCH_S),
+        config=config(contenders, duration_s=_search_s(bench)),
         plots=[Plot(suffix=_suffix(m.setting), draw=partial(_draw, m, contenders)) for m in measured],
         **workload(),
     )

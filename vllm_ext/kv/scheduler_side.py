@@ -42,6 +42,7 @@ class TierScheduler(IdleStoringScheduler):
     ``auto`` is ``ahead`` where that can be done, else ``early``.
 
     Attributes:
+        store: When chunks are copied; what ``auto`` stands for, where that was asked for.
         prices: What copies take.
         clock: Returns the time, in seconds.
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
@@ -66,7 +67,7 @@ class TierScheduler(IdleStoringScheduler):
         self.clock: Callable[[], float] = time.monotonic
         self.leaving: frozenset[str] = frozenset()
         self.free_fraction = free_fraction
-        self._store = self._resolved(store)
+        self.store = self._resolved(store)
         self._computed: dict[str, int] = {}
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
         self._fates: dict[str, Fate] = {}
@@ -79,15 +80,10 @@ class TierScheduler(IdleStoringScheduler):
             raise ConfigError("kv_tier.store", store, allowed)
         return store if store != AUTO else AHEAD if can else EARLY
 
-    @property
-    def store(self) -> str:
-        """When chunks are copied, where ``auto`` was asked for what it stands for."""
-        return self._store
-
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Take vLLM's blocks, of which ``ahead`` asks what they hold."""
         self._pool = pool
-        if self._store == AHEAD:
+        if self.store == AHEAD:
             self.idle = IdleChunks(pool)
 
     def use(self, clock: Callable[[], float], prefill_s: Callable[[int, int], float]) -> None:
@@ -149,7 +145,7 @@ class TierScheduler(IdleStoringScheduler):
     @property
     def stores_early(self) -> bool:
         """Whether every chunk is stored as soon as it is full, whatever is decided."""
-        return self._store == EARLY
+        return self.store == EARLY
 
     def keeps(self, fate: Fate) -> bool:
         """Whether KV outlives the preemption of its request."""
@@ -213,7 +209,7 @@ class TierScheduler(IdleStoringScheduler):
         leaving = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if self._is_whole(r)}
         for req_id in leaving:
             statuses[req_id].update_offload_keys()
-        if self._store == LATE:
+        if self.store == LATE:
             swapped = {r: n for r, n in given_up.items() if fates.get(r, Fate.SWAP) is Fate.SWAP}
             # A preempted request's own count of computed tokens is 0 by now.
             shown = SimpleNamespace(num_scheduled_tokens=swapped | leaving, finished_req_ids=finished)
