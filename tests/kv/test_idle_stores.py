@@ -134,3 +134,24 @@ def test_what_host_memory_has_already_is_not_lost() -> None:
     held = next(iter(resident(found.side.manager.policy)))
     assert found.side._worth_a_wait([idle(held), idle("elsewhere")]) == []
     assert state(found)["unsaved_chunks"] == 1
+
+
+def test_on_a_full_device_a_chunk_whose_copy_does_not_pay_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = rig(recompute=0.0)
+    asked: list[bool] = []
+
+    def saves(owner: ReqContext, *, after_this_turn: bool = False) -> bool:
+        asked.append(after_this_turn)
+        return False
+
+    monkeypatch.setattr(found.side, "_saves", saves)
+    monkeypatch.setattr(found.side, "_is_full", lambda: True)
+    found.add(range(PROMPT), 2 * BLOCK_SIZE)
+    steps = 0
+    while found.live():
+        found.step()
+        steps += 1
+    assert steps >= 2 * BLOCK_SIZE
+    assert asked.count(True) in (2, 3), "the prompt's chunks, and each that decoding has filled"
+    found.drain()
+    assert not found.side._asked

@@ -94,11 +94,12 @@ class IdleStoringScheduler(GapLoadingScheduler):
     def _worth_a_wait(self, chunks: list[IdleChunk]) -> list[IdleChunk]:
         """Return the chunks whose copy saves more than it takes, and count those that are lost without."""
         worth, held = [], self.manager.policy
-        for chunk in chunks:
-            if self._saves(chunk.owner):
-                worth.append(chunk)
-            elif held.get(chunk.key) is None:
-                self.unsaved += 1
+        for _, group in groupby(chunks, key=lambda chunk: id(chunk.owner)):
+            of_one = list(group)
+            if self._saves(of_one[0].owner):
+                worth += of_one
+            else:
+                self.unsaved += sum(held.get(chunk.key) is None for chunk in of_one)
         return worth
 
     def _is_full(self) -> bool:

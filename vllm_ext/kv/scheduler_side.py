@@ -70,6 +70,8 @@ class TierScheduler(IdleStoringScheduler):
         self.store = self._resolved(store)
         self._computed: dict[str, int] = {}
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
+        self._asked: dict[str, int] = {}
+        """By request: tokens of chunks of which is known whether their copies pay while it runs."""
         self._fates: dict[str, Fate] = {}
         """By request preempted in this step: what becomes of its KV, where that is not the tier's own way."""
 
@@ -159,7 +161,7 @@ class TierScheduler(IdleStoringScheduler):
     def forget_steps(self, req_id: str) -> None:
         """Take it that nothing of a preempted request was computed or stored."""
         super().forget_steps(req_id)
-        self._computed.pop(req_id, None)
+        self._forget_front(req_id)
 
     def missing_tokens(self, req_id: str, num_tokens: int) -> int:
         """Return how many of a running request's first tokens are in whole chunks that were not stored yet."""
@@ -203,9 +205,9 @@ class TierScheduler(IdleStoringScheduler):
         finished = sorted(scheduler_output.finished_req_ids or ())  # in an order that no hash of a process decides
         given_up = self._given_up(scheduler_output)
         statuses, scheduled = self._req_status, scheduler_output.num_scheduled_tokens
-        self._computed.update({r: self._front(r, n) for r, n in scheduled.items()})
+        self._note_fronts(scheduled)
         for req_id in finished:
-            self._computed.pop(req_id, None)
+            self._forget_front(req_id)
         leaving = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if self._is_whole(r)}
         for req_id in leaving:
             statuses[req_id].update_offload_keys()
@@ -216,11 +218,17 @@ class TierScheduler(IdleStoringScheduler):
             jobs = super()._build_store_jobs(shown)
             self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
             return jobs
-        if self._is_full():
-            filling = self._with_new_chunks(scheduled)
-            leaving |= {r: n for r, n in filling.items() if self._saves(statuses[r].req_context, after_this_turn=True)}
+        leaving |= self._paying(scheduled) if self._is_full() else {}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, fates)
+
+    def _paying(self, scheduled: Mapping[str, int]) -> dict[str, int]:
+        """Return those of a step's requests that have chunks to store whose copies will pay; each chunk asks once."""
+        size, computed, asked = self.prices.chunk_tokens, self._computed, self._asked
+        fresh = {r: n for r, n in scheduled.items() if computed[r] >= asked.get(r, 0) + size}
+        asked.update({r: computed[r] // size * size for r in fresh})
+        filling, statuses = self._with_new_chunks(fresh), self._req_status
+        return {r: n for r, n in filling.items() if self._saves(statuses[r].req_context, after_this_turn=True)}
 
     def _with_new_chunks(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Return those of a step's requests that may fill a chunk in it; vLLM looks at each for ten times as long."""
@@ -236,10 +244,17 @@ class TierScheduler(IdleStoringScheduler):
                         break
         return found
 
-    def _front(self, req_id: str, num_tokens: int) -> int:
-        """Return how many tokens of a request, from the first one on, have their KV after a step of so many."""
-        total = self._req_status[req_id].req.num_computed_tokens + num_tokens
-        return total if self.gaps is None else self.gaps.front(req_id, total)
+    def _note_fronts(self, scheduled: Mapping[str, int]) -> None:
+        """Note how many tokens of each request, from the first one on, have their KV after a step."""
+        statuses, computed, gaps = self._req_status, self._computed, self.gaps
+        for req_id, num_tokens in scheduled.items():  # every request in every step: no calls
+            computed[req_id] = statuses[req_id].req.num_computed_tokens + num_tokens
+        if gaps is not None:
+            computed.update({req_id: gaps.front(req_id, computed[req_id]) for req_id in scheduled})
+
+    def _forget_front(self, req_id: str) -> int:
+        self._asked.pop(req_id, None)
+        return self._computed.pop(req_id, 0)
 
     def _is_whole(self, req_id: str) -> bool:
         """Whether a request's KV is there from the first token on, without a gap."""
@@ -252,7 +267,7 @@ class TierScheduler(IdleStoringScheduler):
         for req_id in sorted(preempted - scheduler_output.num_scheduled_tokens.keys()):
             if (status := self._req_status.get(req_id)) is not None:
                 status.update_offload_keys()
-                found[req_id] = min(status.req.num_tokens - 1, self._computed.pop(req_id, 0))
+                found[req_id] = min(status.req.num_tokens - 1, self._forget_front(req_id))
         return found
 
     # --- resets -----------------------------------------------------------------------------------------------------
@@ -270,3 +285,4 @@ class TierScheduler(IdleStoringScheduler):
         self._current_batch_jobs_to_flush |= flushed
         self.forget_device()
         self._computed.clear()
+        self._asked.clear()
