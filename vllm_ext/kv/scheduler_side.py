@@ -71,7 +71,7 @@ class TierScheduler(IdleStoringScheduler):
         self._computed: dict[str, int] = {}
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
         self._asked: dict[str, int] = {}
-        """By request: tokens of chunks of which is known whether their copies pay while it runs."""
+        """By request: tokens of chunks whose copies did not pay when that was asked last."""
         self._fates: dict[str, Fate] = {}
         """By request preempted in this step: what becomes of its KV, where that is not the tier's own way."""
 
@@ -223,12 +223,19 @@ class TierScheduler(IdleStoringScheduler):
         return jobs | self._idle_jobs(finished, given_up, fates)
 
     def _paying(self, scheduled: Mapping[str, int]) -> dict[str, int]:
-        """Return those of a step's requests that have chunks to store whose copies will pay; each chunk asks once."""
-        size, computed, asked = self.prices.chunk_tokens, self._computed, self._asked
-        fresh = {r: n for r, n in scheduled.items() if computed[r] >= asked.get(r, 0) + size}
-        asked.update({r: computed[r] // size * size for r in fresh})
-        filling, statuses = self._with_new_chunks(fresh), self._req_status
-        return {r: n for r, n in filling.items() if self._saves(statuses[r].req_context, after_this_turn=True)}
+        """Return those of a step's requests that have chunks to store whose copies will pay.
+
+        What does not pay is asked about again when one more chunk is full: not for every request in every step.
+        """
+        size, statuses, computed, asked = self.prices.chunk_tokens, self._req_status, self._computed, self._asked
+        found = {}
+        filling = self._with_new_chunks({r: n for r, n in scheduled.items() if computed[r] >= asked.get(r, 0) + size})
+        for req_id, num_tokens in filling.items():
+            if self._saves(statuses[req_id].req_context, after_this_turn=True):
+                found[req_id] = num_tokens
+            else:
+                asked[req_id] = computed[req_id] // size * size
+        return found
 
     def _with_new_chunks(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Return those of a step's requests that may fill a chunk in it; vLLM looks at each for ten times as long."""
