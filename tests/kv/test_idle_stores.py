@@ -81,11 +81,14 @@ def test_what_pays_is_waited_for(recompute: float, known: bool) -> None:
     found.drain()
 
 
-def test_copies_that_nobody_waits_for_are_made_all_the_same() -> None:
+@pytest.mark.parametrize("takes_cycles", [False, True], ids=["copied-beside-the-model", "copied-by-the-model-s-cores"])
+def test_copies_that_nobody_waits_for_need_not_pay_unless_they_take_cycles(takes_cycles: bool) -> None:
     found = rig(num_blocks=ROOMY, recompute=0.0)
+    found.side.takes_cycles = takes_cycles
     nobody_comes_back(found)
     serve(found, 60)
-    assert (state(found)["unsaved_chunks"], state(found)["stored_chunks"] > 50) == (0, True)
+    counts = state(found)
+    assert (counts["unsaved_chunks"] > 50, counts["stored_chunks"] > 50) == (takes_cycles, not takes_cycles)
     found.drain()
 
 
@@ -93,13 +96,13 @@ def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -
     found = rig(recompute=2.0)
     nobody_comes_back(found)
     waiting, ended = idle("waiting", running=1), idle("ended", running=0)
-    assert found.side._worth_a_wait([waiting, ended]) == [waiting]
+    assert found.side._worth_a_copy([waiting, ended]) == [waiting]
     found.side.price(lambda end: 0.0)
-    assert found.side._worth_a_wait([waiting, ended]) == []
+    assert found.side._worth_a_copy([waiting, ended]) == []
     turn = ended.owner.get_state(Turn)
     assert turn is not None
     found.side.keeper.pin(turn.conversation, wanted=True)
-    assert found.side._worth_a_wait([waiting, ended]) == [ended]
+    assert found.side._worth_a_copy([waiting, ended]) == [ended]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -124,7 +127,7 @@ def test_all_of_a_sequence_is_copied_or_nothing() -> None:
     copy_s = found.side.prices.store_s(BLOCK_SIZE)
     found.side.price(lambda end: copy_s * (0.5 + end / (20 * BLOCK_SIZE)))
     short, long = idle("short", length=5), idle("long", length=40)
-    assert found.side._worth_a_wait([short, long]) == [long]
+    assert found.side._worth_a_copy([short, long]) == [long]
 
 
 def test_what_host_memory_has_already_is_not_lost() -> None:
@@ -132,7 +135,7 @@ def test_what_host_memory_has_already_is_not_lost() -> None:
     serve(found, 8)
     found.side.price(lambda end: 0.0)
     held = next(iter(resident(found.side.manager.policy)))
-    assert found.side._worth_a_wait([idle(held), idle("elsewhere")]) == []
+    assert found.side._worth_a_copy([idle(held), idle("elsewhere")]) == []
     assert state(found)["unsaved_chunks"] == 1
 
 

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_ext.config_checks import ConfigError
@@ -88,6 +89,7 @@ class TieredConnector(OffloadingConnector):
                 free_fraction=float(extra[FREE_KEY]),
                 keeper=Keeper(books, **extra[KEEPER_KEY]),
             )
+            self.connector_scheduler.takes_cycles = current_platform.is_cpu()
             logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:

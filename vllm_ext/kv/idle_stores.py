@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _MAX_AHEAD_PER_STEP = 16
 """Chunks copied ahead of time in one step at most, so that a step's cost has a bound and copies follow each other."""
+_BEYOND = 0.25
+"""Share of what is to be kept free by which copies go beyond it: some for several chunks, and not one for each."""
 _FULL = 0.2
 """Share of what is to be kept free below which the device is full: what leaves is overwritten before it is copied."""
 _MAX_AHEAD_JOBS = 8
@@ -43,7 +45,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
     is what happens at the last moment, when a step overwrites the chunk, and to copies ahead of time where running
     requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
     through. A server of questions that nobody follows up, with a device full of running requests, else stands still
-    for copies of what is never asked for again.
+    for copies of what is never asked for again. On the CPU every copy takes time from the model, so all have to pay.
 
     And where running requests have filled the device, what they leave will be overwritten at once: then their chunks
     are copied while they run, as soon as they are full, if that pays when their turn has ended.
@@ -51,12 +53,14 @@ class IdleStoringScheduler(GapLoadingScheduler):
     Attributes:
         idle: What could be copied; None: copies are made at other times.
         free_fraction: Share of the device's blocks that is kept free or copied.
+        takes_cycles: Whether what computes also copies, as on the CPU.
         keeper: Follows conversations; None: nobody does, and all of them may come back.
         unsaved: Chunks that were given up on the device without a copy.
     """
 
     idle: IdleChunks | None = None
     free_fraction: float = 0.25
+    takes_cycles: bool = False
     keeper: Keeper | None = None
     unsaved: int = 0
     _pool: BlockPool | None = None
@@ -88,10 +92,10 @@ class IdleStoringScheduler(GapLoadingScheduler):
             else:
                 idle.add(here)
         now += self._taken_soon(idle, pool)
-        saved = self._store_idle(self._worth_a_wait(last_moment), at_once=True)
+        saved = self._store_idle(self._worth_a_copy(last_moment), at_once=True)
         return saved | self._store_idle(now, at_once=False)
 
-    def _worth_a_wait(self, chunks: list[IdleChunk]) -> list[IdleChunk]:
+    def _worth_a_copy(self, chunks: list[IdleChunk]) -> list[IdleChunk]:
         """Return the chunks whose copy saves more than it takes, and count those that are lost without."""
         worth, held = [], self.manager.policy
         for _, group in groupby(chunks, key=lambda chunk: id(chunk.owner)):
@@ -147,14 +151,14 @@ class IdleStoringScheduler(GapLoadingScheduler):
         ]
 
     def _taken_soon(self, idle: IdleChunks, pool: BlockPool) -> list[IdleChunk]:
-        """Return idle chunks to copy, until enough blocks can be taken without losing anything."""
+        """Return idle chunks to copy, until enough blocks can be taken without losing anything, and for a while."""
         wanted = int(self.free_fraction * pool.num_gpu_blocks)
         chunks: list[IdleChunk] = []
         if len(self._jobs) < _MAX_AHEAD_JOBS and pool.get_num_free_blocks() - idle.num_blocks < wanted:
-            are_waited_for = pool.get_num_free_blocks() < wanted
+            must_pay = self.takes_cycles or pool.get_num_free_blocks() < wanted
             for chunk in idle.oldest():
-                chunks += self._worth_a_wait([chunk]) if are_waited_for else [chunk]
-                enough = pool.get_num_free_blocks() - idle.num_blocks >= wanted
+                chunks += self._worth_a_copy([chunk]) if must_pay else [chunk]
+                enough = pool.get_num_free_blocks() - idle.num_blocks >= (1 + _BEYOND) * wanted
                 if enough or len(chunks) >= _MAX_AHEAD_PER_STEP:
                     break
         return chunks

@@ -89,7 +89,9 @@ class Tier:
         self._num_layers = num_layers
         self._loads_in_step = False
         """Whether the step that is being launched has begun its loads already."""
-        self._manager: Any = scheduler.connector.connector_scheduler.manager
+        side: Any = scheduler.connector.connector_scheduler
+        side.takes_cycles = False  # of the simulated device, whatever this process runs on
+        self._manager = side.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
         self._connector = connector
