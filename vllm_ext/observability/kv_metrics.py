@@ -49,7 +49,7 @@ class _Metrics:
             "loaded_chunks": _counter("loaded_chunks", "Chunks read from host memory for requests."),
             "refused_chunks": _counter("refused_chunks", "Chunks that were not stored as there was no room."),
             "unsaved_chunks": _counter(
-                "unsaved_chunks", "Chunks that left the device without a copy, which did not pay (store ahead)."
+                "unsaved_chunks", "Chunks given up on the device without a copy, which did not pay (store ahead)."
             ),
         }
         self.gone = _counter("gone_chunks", "Chunks that left host memory, by reason.", "reason")
