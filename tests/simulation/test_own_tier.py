@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import PREFIX_POLICIES
@@ -110,6 +111,21 @@ def test_devices_of_a_group_share_the_tier() -> None:
         tier = build_tier(scheduler, hardware, CostSpec())
         counts.append((tier.counters(0.0)["num_tier_chunks"], tier.copies.block_bytes * devices))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_a_copy_is_learned_to_take_is_what_it_takes(devices: int, bits: int) -> None:
+    hardware = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=devices)
+    options = own_tier(400, bits=bits, chunk_tokens=32)
+    scheduler = build_scheduler(engine_spec(system="fcfs", options=options), 14, hardware)
+    copies, prices = build_tier(scheduler, hardware, CostSpec()).copies, scheduler.connector.connector_scheduler.prices
+    device = GPULoadStoreSpec([1, 2], group_sizes=[2], block_indices=[0])
+    copies.submit_store(7, device, BlockIDsLoadStoreSpec([0]))
+    copies.step_begins(1e6, 1e6)
+    (result,) = copies.get_finished()
+    prices.out.observe(result.transfer_size, result.transfer_time)
+    assert prices.store_s(32) == pytest.approx(result.transfer_time, rel=0.01)
 
 
 # --- what it has in common with vLLM's ------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class SimulatedCopies(OffloadingWorker):
         copies_per_block: Copies one block takes; vLLM's layout for offloading has one region per layer.
         copies_per_chunk: Copies a chunk takes beside those of its blocks.
         quantise_s_per_block: Time for a block that is not hidden behind its copy, in seconds.
+        num_devices: Devices whose copies go side by side. To the scheduler's side they are one worker, which moves the
+            bytes of all of them: so it is told, or it would learn the speed of one link for the chunks of all.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SimulatedCopies(OffloadingWorker):
         copies_per_block: int = 0,
         copies_per_chunk: int = 0,
         quantise_s_per_block: float = 0.0,
+        num_devices: int = 1,
     ) -> None:
         self.link = link
         self.block_bytes = block_bytes
@@ -72,6 +75,7 @@ class SimulatedCopies(OffloadingWorker):
         self._copies_per_block = copies_per_block
         self._copies_per_chunk = copies_per_chunk
         self._quantise_s_per_block = quantise_s_per_block
+        self._num_devices = num_devices
         self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
         self._begun: dict[int, _Transfer] = {}  # by the link's id
         self._results: list[TransferResult] = []
@@ -185,6 +189,7 @@ class SimulatedCopies(OffloadingWorker):
             else:
                 self.stored_blocks += transfer.num_blocks
             work = self._work(transfer)
-            self._results.append(TransferResult(transfer.job_id, True, int(work[0]), self.link.alone_s(*work)))
+            size = int(work[0] * self._num_devices)
+            self._results.append(TransferResult(transfer.job_id, True, size, self.link.alone_s(*work)))
             if self.auditor is not None:
                 self.auditor.finished(transfer.job_id)

@@ -50,9 +50,12 @@ def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> 
             block_bytes=geometry.chunk_bytes / geometry.blocks_per_chunk / hardware.tensor_parallel,
             copies_per_chunk=layers,
             quantise_s_per_block=0.0 if rate is None else block_bytes / rate,
+            num_devices=hardware.tensor_parallel,
         )
     else:
-        copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=layers)
+        copies = SimulatedCopies(
+            link, block_bytes=block_bytes, copies_per_block=layers, num_devices=hardware.tensor_parallel
+        )
     return Tier(scheduler, connector, copies, num_devices=hardware.tensor_parallel, num_layers=layers)
 
 
