@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.idle import IdleChunk
+from vllm_ext.kv.prices import Bandwidth
 from vllm_ext.kv.retention import Chain
 
 from .tier_stateful_books import resident
@@ -23,6 +24,7 @@ ROOMY = 20 * MIN_BLOCKS
 def rig(*, num_blocks: int = CROWDED, recompute: float) -> TierRig:
     """An engine that runs two requests; computing a chunk again takes so many times as long as copying it out."""
     found = TierRig(Setup(store="ahead", slow=0.0, num_blocks=num_blocks, host_chunks=500, max_num_seqs=2))
+    found.side.prices.out.observe(4e9, 1.0)
     found.side.price(lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
     return found
 
@@ -119,6 +121,13 @@ def test_on_a_full_device_chunks_are_copied_while_their_requests_run(known: bool
     assert len(found.live()) == 2
     assert (state(found)["placed_chunks"] == 0) == known
     found.drain()
+
+
+def test_until_a_copy_was_measured_all_pay() -> None:
+    found = rig(recompute=0.0)
+    assert found.side._worth_a_copy([idle("a")]) == []
+    found.side.prices.out = Bandwidth()
+    assert len(found.side._worth_a_copy([idle("a")])) == 1
 
 
 def test_all_of_a_sequence_is_copied_or_nothing() -> None:

@@ -115,7 +115,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         turn, chain = owner.get_state(Turn), owner.get_state(Chain)
         if self.keeper is None or self._recompute_s is None or turn is None or chain is None:
             return True
-        if turn.conversation.pinned:
+        if turn.conversation.pinned or not self.prices.out.known:  # a device full from the start would never learn
             return True
         size, (keys,) = self.prices.chunk_tokens, chain.keys.values()
         recompute_s = self._recompute_s.of(class_of(size * (len(keys) + 1) // 2))

@@ -22,6 +22,11 @@ class Bandwidth:
         self._bytes = self._seconds = 0.0
 
     @property
+    def known(self) -> bool:
+        """Whether a copy was measured."""
+        return self._seconds > 0
+
+    @property
     def bytes_per_s(self) -> float:
         """The mean of the copies so far."""
         return self._bytes / self._seconds if self._seconds > 0 else self._start
