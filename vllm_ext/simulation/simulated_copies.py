@@ -61,6 +61,7 @@ class SimulatedCopies(OffloadingWorker):
     ) -> None:
         self.link = link
         self.block_bytes = block_bytes
+        self.num_devices = num_devices
         self.host_s = 0.0
         """What the worker's host thread has come to, in virtual time."""
         self.stream_s = 0.0
@@ -75,7 +76,6 @@ class SimulatedCopies(OffloadingWorker):
         self._copies_per_block = copies_per_block
         self._copies_per_chunk = copies_per_chunk
         self._quantise_s_per_block = quantise_s_per_block
-        self._num_devices = num_devices
         self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
         self._begun: dict[int, _Transfer] = {}  # by the link's id
         self._results: list[TransferResult] = []
@@ -189,7 +189,7 @@ class SimulatedCopies(OffloadingWorker):
             else:
                 self.stored_blocks += transfer.num_blocks
             work = self._work(transfer)
-            size = int(work[0] * self._num_devices)
+            size = int(work[0] * self.num_devices)
             self._results.append(TransferResult(transfer.job_id, True, size, self.link.alone_s(*work)))
             if self.auditor is not None:
                 self.auditor.finished(transfer.job_id)

@@ -56,7 +56,7 @@ def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> 
         copies = SimulatedCopies(
             link, block_bytes=block_bytes, copies_per_block=layers, num_devices=hardware.tensor_parallel
         )
-    return Tier(scheduler, connector, copies, num_devices=hardware.tensor_parallel, num_layers=layers)
+    return Tier(scheduler, connector, copies, num_layers=layers)
 
 
 def worker_side(scheduler: Scheduler) -> Any:
@@ -71,7 +71,6 @@ class Tier:
         scheduler: With such a connector.
         connector: The worker's side of it.
         copies: What it copies with.
-        num_devices: Devices that hold a share of each block; their copies go side by side.
         num_layers: Of the model: in so many parts the forward waits for loads within its step.
     """
 
@@ -81,13 +80,12 @@ class Tier:
         connector: Any,
         copies: SimulatedCopies,
         *,
-        num_devices: int = 1,
         num_layers: int = 1,
     ) -> None:
         self.copies = copies
         self.hit_tokens = 0
         """Tokens whose KV was asked for from the host, and not computed again."""
-        self._block_bytes = copies.block_bytes * num_devices
+        self._block_bytes = copies.block_bytes * copies.num_devices
         self._block_size = scheduler.cache_config.block_size
         self._num_layers = num_layers
         self._loads_in_step = False
