@@ -13,6 +13,7 @@ from vllm_ext.kv.prices import Bandwidth
 from vllm_ext.kv.retention import Chain
 
 from .tier_stateful_books import resident
+from .tier_stateful_copies import BYTES_PER_S
 from .tier_stateful_rig import BLOCK_SIZE, MIN_BLOCKS, Setup, TierRig
 
 PROMPT = 8 * BLOCK_SIZE
@@ -24,7 +25,7 @@ ROOMY = 20 * MIN_BLOCKS
 def rig(*, num_blocks: int = CROWDED, recompute: float) -> TierRig:
     """An engine that runs two requests; computing a chunk again takes so many times as long as copying it out."""
     found = TierRig(Setup(store="ahead", slow=0.0, num_blocks=num_blocks, host_chunks=500, max_num_seqs=2))
-    found.side.prices.out.observe(4e9, 1.0)
+    found.side.prices.out.observe(BYTES_PER_S, 1.0)
     found.side.price(lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
     return found
 

@@ -14,6 +14,9 @@ from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
 _DELAYS_S = (0.0, 0.0, 0.5, 1.0, 3.0, 10.0, 40.0)
 """Until a copy is through; a step takes about a second. The last is longer than most requests live."""
 
+BYTES_PER_S = 4e9
+"""What a copy is reported to have moved while it was made, however long it lay in a queue."""
+
 
 class ChaosCopies(SimulatedCopies, TierWorker):
     """Copies whose ends dice choose. It is a `TierWorker`, so that the connector asks it what failed; it has no thread.
@@ -21,6 +24,7 @@ class ChaosCopies(SimulatedCopies, TierWorker):
     Args:
         dice: Where chance comes from.
         blocks_per_chunk: Device blocks of a chunk.
+        block_bytes: Bytes of a device block.
         slow: Share of copies that take longer than a step.
         failing_stores, failing_loads: Share of jobs that fail.
     """
@@ -30,11 +34,12 @@ class ChaosCopies(SimulatedCopies, TierWorker):
         dice: random.Random,
         *,
         blocks_per_chunk: int,
+        block_bytes: int,
         slow: float = 0.5,
         failing_stores: float = 0.0,
         failing_loads: float = 0.0,
     ) -> None:
-        SimulatedCopies.__init__(self, TransferLink(1.0), block_bytes=1.0)
+        SimulatedCopies.__init__(self, TransferLink(1.0), block_bytes=float(block_bytes))
         self.failed_jobs = 0
         self._dice = dice
         self._blocks_per_chunk = blocks_per_chunk
@@ -90,7 +95,8 @@ class ChaosCopies(SimulatedCopies, TierWorker):
             lost = self._fail(transfer, device.block_ids.tolist(), host.block_ids.tolist())
         if self.auditor is not None:
             self.auditor.finished(job_id, lost)
-        self._results.append(TransferResult(job_id, success=True))
+        num_bytes = int(transfer.num_blocks * self.block_bytes)
+        self._results.append(TransferResult(job_id, True, num_bytes, num_bytes / BYTES_PER_S))
 
     def _fail(self, transfer: _Transfer, blocks: list[int], chunks: list[int]) -> list[int]:
         """Note a failure as `TierWorker` does; return the blocks of the target that hold nothing."""

@@ -98,6 +98,7 @@ class TierRig:
         self.copies = self.copies_type(
             random.Random(setup.seed),
             blocks_per_chunk=setup.blocks_per_chunk,
+            block_bytes=_LAYERS * _PAGE_BYTES,
             slow=setup.slow,
             failing_stores=setup.failing_stores,
             failing_loads=setup.failing_loads,
