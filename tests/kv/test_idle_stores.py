@@ -124,6 +124,43 @@ def test_on_a_full_device_chunks_are_copied_while_their_requests_run(known: bool
     found.drain()
 
 
+def test_what_the_host_holds_takes_no_share_of_a_step_s_copies() -> None:
+    """Questions that were stored and are asked again, and a new one behind them: that is copied in the first step."""
+    found = rig(num_blocks=ROOMY, recompute=5.0)
+    side, pool = found.side, found.scheduler.kv_cache_manager.block_pool
+    side.free_fraction = 1.0
+    serve(found, 8)
+    ask(found, 8)
+    found.settle()
+    assert state(found)["stored_chunks"] >= 8 * PROMPT // BLOCK_SIZE
+    side.free_fraction = 0.0
+    serve(found, 8)
+    ask(found, 100)
+    found.settle()
+    side._idle_jobs(sorted(found.scheduler.finished_req_ids), {}, {})
+    assert side.idle.num_blocks >= 9 * PROMPT // BLOCK_SIZE
+    side.free_fraction = 1.0
+    chunks = side._taken_soon(side.idle, pool, 0)
+    assert len(chunks) == PROMPT // BLOCK_SIZE
+    assert {chunk.owner.req_id for chunk in chunks} == {list(found.prompts)[-1]}
+    found.drain()
+
+
+def test_a_link_that_is_behind_gets_no_more_to_copy_ahead_of_time() -> None:
+    found = rig(num_blocks=ROOMY, recompute=5.0)
+    side, pool = found.side, found.scheduler.kv_cache_manager.block_pool
+    serve(found, 4)
+    side.free_fraction = 1.0
+    side.prices.out = Bandwidth()
+    side.prices.out.observe(10 * side.prices._chunk_bytes, 0.2)
+    ask(found, 50)
+    found.step()
+    under_way = side._under_way_s()
+    assert under_way > 0.1
+    assert side._taken_soon(side.idle, pool, 0) == []
+    found.drain()
+
+
 def test_until_a_copy_was_measured_all_pay() -> None:
     found = rig(recompute=0.0)
     assert found.side._worth_a_copy([idle("a")]) == []

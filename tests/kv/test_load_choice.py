@@ -52,3 +52,14 @@ def test_what_the_step_loads_already_counts() -> None:
 def test_with_one_layer_loads_are_between_steps_as_soon_as_somebody_waits_long_enough() -> None:
     assert choose(0.5, others=3, num_layers=1)  # 4 * 0.5 = 2
     assert not choose(0.5, others=4, num_layers=1)
+
+
+def test_behind_loads_that_nobody_waits_for_a_step_would_wait_for_them_too() -> None:
+    assert exposed_s(0.4, 4.0, 4, behind_s=3.0) == pytest.approx(3.1)
+    assert exposed_s(0.0, 4.0, 4, behind_s=3.0) == 0.0, "a step that loads nothing"
+    assert between_s(0.5, 1.0, others=3, behind_s=0.9) == 2.0, "by the end of the step at hand the link is free"
+    assert between_s(0.5, 1.0, others=3, behind_s=2.5) == 3.0
+    assert between_s(2.5, 1.0, others=0, behind_s=1.5) == 4.0
+    alike = {"planned_s": 0.0, "step_s": 1.0, "num_layers": 10, "others": 18}
+    assert in_step_is_cheaper(1.0, **alike)
+    assert not in_step_is_cheaper(1.0, behind_s=0.5, **alike)

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from vllm_ext.kv.step_loads import Engine
 from vllm_ext.simulation.audit import AuditError
 
 from .step_loads_rig import StepRig
@@ -54,6 +55,22 @@ def test_the_block_of_the_last_token_is_not_loaded_but_computed() -> None:
     rig.step()
     assert rig.copies.loaded == 4
     rig.drain()
+
+
+@pytest.mark.parametrize(("first", "makes_way", "in_step"), [(52, False, 0), (52, True, 1), (8, False, 2)])
+def test_no_step_waits_behind_a_long_load_that_nobody_waits_for(first: int, makes_way: bool, in_step: int) -> None:
+    """A block takes as long as a step: 13 are loaded between steps, 2 within one unless they are behind the 13."""
+    rig = quiet(load="auto")
+    on_the_host_only(rig, range(100, 100 + first + 1))
+    on_the_host_only(rig, range(200, 209))
+    rig.side.makes_way = makes_way
+    rig.side.load_in_steps(Engine(step_s=lambda: 1.0, num_running=lambda: 1))
+    rig.side.prices.back.observe(1000 * rig.side.prices._chunk_bytes, 1000.0)
+    for start, num_tokens in ((100, first), (200, 8)):
+        rig.add(range(start, start + num_tokens + 1), 3)
+        rig.step()
+    rig.drain()
+    assert rig.copies.step_loads == in_step
 
 
 def test_what_has_a_single_block_is_loaded_between_steps() -> None:

@@ -89,7 +89,7 @@ class TieredConnector(OffloadingConnector):
                 free_fraction=float(extra[FREE_KEY]),
                 keeper=Keeper(books, **extra[KEEPER_KEY]),
             )
-            self.connector_scheduler.takes_cycles = current_platform.is_cpu()
+            self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
             logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 _MAX_AHEAD_PER_STEP = 16
-"""Chunks copied ahead of time in one step at most, so that a step's cost has a bound and copies follow each other."""
+"""Chunks copied ahead of time in one step at most beyond as many as it takes: a step's cost has a bound, and copies
+keep pace."""
 _BEYOND = 0.25
 """Share of what is to be kept free by which copies go beyond it: some for several chunks, and not one for each."""
 _FULL = 0.2
 """Share of what is to be kept free below which the device is full: what leaves is overwritten before it is copied."""
-_MAX_AHEAD_JOBS = 8
-"""Copies under way above which none is made ahead of time: the link is behind already."""
+_MAX_UNDER_WAY_S = 0.1
+"""Time that stores under way take above which none is made ahead of time: the link is behind already."""
 
 
 class IdleStoringScheduler(GapLoadingScheduler):
@@ -91,7 +92,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
                 now += here
             else:
                 idle.add(here)
-        now += self._taken_soon(idle, pool)
+        now += self._taken_soon(idle, pool, len(taken))
         saved = self._store_idle(self._worth_a_copy(last_moment), at_once=True)
         return saved | self._store_idle(now, at_once=False)
 
@@ -150,18 +151,34 @@ class IdleStoringScheduler(GapLoadingScheduler):
             if 0 not in state.block_ids[number * size : (number + 1) * size]
         ]
 
-    def _taken_soon(self, idle: IdleChunks, pool: BlockPool) -> list[IdleChunk]:
-        """Return idle chunks to copy, until enough blocks can be taken without losing anything, and for a while."""
-        wanted = int(self.free_fraction * pool.num_gpu_blocks)
+    def _taken_soon(self, idle: IdleChunks, pool: BlockPool, num_taken: int) -> list[IdleChunk]:
+        """Return idle chunks to copy, until enough blocks can be taken without losing anything, and for a while.
+
+        What the host holds already, since it was loaded from there or copied when its last request ended, counts for
+        nothing: of long conversations that is most of what becomes idle.
+
+        Args:
+            idle: Chunks that could be copied.
+            pool: vLLM's blocks.
+            num_taken: Blocks that the step takes.
+        """
+        wanted, num_blocks = int(self.free_fraction * pool.num_gpu_blocks), pool.get_num_free_blocks()
         chunks: list[IdleChunk] = []
-        if len(self._jobs) < _MAX_AHEAD_JOBS and pool.get_num_free_blocks() - idle.num_blocks < wanted:
-            must_pay = self.takes_cycles or pool.get_num_free_blocks() < wanted
-            for chunk in idle.oldest():
+        if num_blocks - idle.num_blocks >= wanted or self._under_way_s() > _MAX_UNDER_WAY_S:
+            return chunks
+        must_pay, held = self.takes_cycles or num_blocks < wanted, self.manager.policy
+        most = _MAX_AHEAD_PER_STEP + num_taken // self.config.blocks_per_chunk
+        for chunk in idle.oldest():
+            if held.get(chunk.key) is None:
                 chunks += self._worth_a_copy([chunk]) if must_pay else [chunk]
-                enough = pool.get_num_free_blocks() - idle.num_blocks >= (1 + _BEYOND) * wanted
-                if enough or len(chunks) >= _MAX_AHEAD_PER_STEP:
-                    break
+            if len(chunks) >= most or num_blocks - idle.num_blocks >= (1 + _BEYOND) * wanted:
+                break
         return chunks
+
+    def _under_way_s(self) -> float:
+        """Return the time that stores under way take by themselves."""
+        num_chunks = sum(len(job.keys) for job in self._jobs.values() if job.is_store)
+        return self.prices.store_s(num_chunks * self.prices.chunk_tokens)
 
     def _store_idle(self, chunks: list[IdleChunk], *, at_once: bool) -> dict[int, TransferJob]:
         """Make jobs that copy chunks whose requests are gone, one for each of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ class TierScheduler(IdleStoringScheduler):
     Attributes:
         store: When chunks are copied; what ``auto`` stands for, where that was asked for.
         prices: What copies take.
-        clock: Returns the time, in seconds.
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
     """
 
@@ -64,7 +62,6 @@ class TierScheduler(IdleStoringScheduler):
         """
         super().__init__(*args, load=load, prices=prices)
         self.keeper = keeper
-        self.clock: Callable[[], float] = time.monotonic
         self.leaving: frozenset[str] = frozenset()
         self.free_fraction = free_fraction
         self.store = self._resolved(store)

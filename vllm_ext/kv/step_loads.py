@@ -14,6 +14,7 @@ stores chunks that were computed from what was not loaded.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -83,9 +84,15 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         load: Between steps, within them, or what costs less.
         prices: What copies take.
 
+    Attributes:
+        clock: Returns the time, in seconds.
+        makes_way: Whether the worker's other copies make way for loads within a step, as the CPU's do.
+
     Raises:
         ConfigError: this model's KV can't be loaded so.
     """
+
+    makes_way: bool = False
 
     def __init__(
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig,
@@ -93,6 +100,7 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
     ) -> None:  # fmt: skip
         super().__init__(spec, vllm_config, kv_cache_config)
         self.prices = prices
+        self.clock: Callable[[], float] = time.monotonic
         groups = kv_cache_config.kv_cache_groups
         can = len(groups) == 1 and self._is_simple()
         if load == IN_STEP and not can:
@@ -104,6 +112,11 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         self._chosen: set[str] = set()
         """Requests whose load is to be within the step, if they get their blocks."""
         self._planned_s = 0.0
+        """What the loads take that are within the step that is being scheduled."""
+        self._unhurried_s = 0.0
+        """What those take that it begins and nobody waits for."""
+        self._link_free_s = 0.0
+        """When the link will be through with those of the steps before, by the clock."""
         self._starting: set[int] = set()
         """Loads within the step that is being scheduled."""
         self._step_loads: dict[int, _StepLoad] = {}
@@ -149,6 +162,7 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         self._chosen.discard(request.request_id)
         if not (chosen and num_external_tokens):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
+            self._unhurried_s += self.prices.load_s(num_external_tokens)
             return
         super().update_state_after_alloc(request, _as_if_new(blocks), num_external_tokens)
         self._planned_s += self.prices.load_s(num_external_tokens)
@@ -158,6 +172,9 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         """Return what the workers have to copy."""
         meta = super().build_connector_meta(scheduler_output)
         starting, self._starting, self._planned_s = frozenset(self._starting), set(), 0.0
+        if self._unhurried_s and self._engine is not None:  # they begin behind the step
+            self._link_free_s = max(self._link_free_s, self.clock() + self._engine.step_s()) + self._unhurried_s
+        self._unhurried_s = 0.0
         if starting and isinstance(meta, OffloadingConnectorMetadata):
             scheduler_output.has_sync_kv_loads = True  # which vLLM says only of loads from the front of a sequence
             return TierMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, starting)
@@ -223,12 +240,14 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _prefers_the_step(self, engine: Engine, num_tokens: int) -> bool:
+        behind_s = 0.0 if self.makes_way else max(0.0, self._link_free_s - self.clock())
         return self._load == IN_STEP or in_step_is_cheaper(
             self.prices.load_s(num_tokens),
             planned_s=self._planned_s,
             step_s=engine.step_s(),
             num_layers=self._num_layers,
             others=engine.num_running(),
+            behind_s=behind_s,
         )
 
     def _detach(self, req_id: str) -> None:

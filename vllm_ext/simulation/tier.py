@@ -91,7 +91,7 @@ class Tier:
         self._loads_in_step = False
         """Whether the step that is being launched has begun its loads already."""
         side: Any = scheduler.connector.connector_scheduler
-        side.takes_cycles = False  # of the simulated device, whatever this process runs on
+        side.takes_cycles = side.makes_way = False  # of the simulated device, whatever this process runs on
         self._manager = side.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
