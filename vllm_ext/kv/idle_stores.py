@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _MAX_AHEAD_PER_STEP = 16
 """Chunks copied ahead of time in one step at most beyond as many as it takes: a step's cost has a bound, and copies
 keep pace."""
+_MAX_LOOKED_AT = 512
+"""Chunks looked at for that in one step, most of which the host may hold already; more than any step takes."""
 _BEYOND = 0.25
 """Share of what is to be kept free by which copies go beyond it: some for several chunks, and not one for each."""
 _FULL = 0.2
@@ -168,7 +170,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
             return chunks
         must_pay, held = self.takes_cycles or num_blocks < wanted, self.manager.policy
         most = _MAX_AHEAD_PER_STEP + num_taken // self.config.blocks_per_chunk
-        for chunk in idle.oldest():
+        for chunk in islice(idle.oldest(), max(most, _MAX_LOOKED_AT)):
             if held.get(chunk.key) is None:
                 chunks += self._worth_a_copy([chunk]) if must_pay else [chunk]
             if len(chunks) >= most or num_blocks - idle.num_blocks >= (1 + _BEYOND) * wanted:
