@@ -153,7 +153,7 @@ STUDY = Study(
         "computed again. A resuming request waits for its KV while others run.",
         "Computing KV again is cheaper than it was: prompts and decodes share steps today, and a request of this data "
         "set has some 80 tokens. At 0.9 times the rate nobody is preempted and a token takes 47 ms, at 1.3 times it "
-        "takes 73 with Defer and 81 with Recompute: swapping that cost nothing at all would gain 1.6 and 1.7 there.",
+        "takes 73 with Defer and 80 with Recompute: swapping that cost nothing at all would gain 1.6 and 1.7 there.",
         "The time that quantising takes is not modelled: it runs on the device beside the copies.",
     ),
     run=run,
