@@ -27,8 +27,10 @@ def test_between_steps_a_request_waits_for_whole_steps_or_where_nothing_runs_for
     assert between_s(2.5, 1.0, others=0) == 2.5
 
 
-def choose(load_s: float, others: int, planned_s: float = 0.0, num_layers: int = 10) -> bool:
-    return in_step_is_cheaper(load_s, planned_s=planned_s, step_s=1.0, num_layers=num_layers, others=others)
+def choose(load_s: float, others: int, planned_s: float = 0.0, num_layers: int = 10, behind_s: float = 0.0) -> bool:
+    return in_step_is_cheaper(
+        load_s, planned_s=planned_s, step_s=1.0, num_layers=num_layers, others=others, behind_s=behind_s
+    )
 
 
 @pytest.mark.parametrize("load_s", [0.001, 1.0, 50.0])
@@ -60,6 +62,5 @@ def test_behind_loads_that_nobody_waits_for_a_step_would_wait_for_them_too() -> 
     assert between_s(0.5, 1.0, others=3, behind_s=0.9) == 2.0, "by the end of the step at hand the link is free"
     assert between_s(0.5, 1.0, others=3, behind_s=2.5) == 3.0
     assert between_s(2.5, 1.0, others=0, behind_s=1.5) == 4.0
-    alike = {"planned_s": 0.0, "step_s": 1.0, "num_layers": 10, "others": 18}
-    assert in_step_is_cheaper(1.0, **alike)
-    assert not in_step_is_cheaper(1.0, behind_s=0.5, **alike)
+    assert choose(1.0, others=18)
+    assert not choose(1.0, others=18, behind_s=0.5)

@@ -164,16 +164,16 @@ class IdleStoringScheduler(GapLoadingScheduler):
             pool: vLLM's blocks.
             num_taken: Blocks that the step takes.
         """
-        wanted, num_blocks = int(self.free_fraction * pool.num_gpu_blocks), pool.get_num_free_blocks()
+        wanted, num_free = int(self.free_fraction * pool.num_gpu_blocks), pool.get_num_free_blocks()
         chunks: list[IdleChunk] = []
-        if num_blocks - idle.num_blocks >= wanted or self._under_way_s() > _MAX_UNDER_WAY_S:
+        if num_free - idle.num_blocks >= wanted or self._under_way_s() > _MAX_UNDER_WAY_S:
             return chunks
-        must_pay, held = self.takes_cycles or num_blocks < wanted, self.manager.policy
+        must_pay, held = self.takes_cycles or num_free < wanted, self.manager.policy
         most = _MAX_AHEAD_PER_STEP + num_taken // self.config.blocks_per_chunk
         for chunk in islice(idle.oldest(), max(most, _MAX_LOOKED_AT)):
             if held.get(chunk.key) is None:
                 chunks += self._worth_a_copy([chunk]) if must_pay else [chunk]
-            if len(chunks) >= most or num_blocks - idle.num_blocks >= (1 + _BEYOND) * wanted:
+            if len(chunks) >= most or num_free - idle.num_blocks >= (1 + _BEYOND) * wanted:
                 break
         return chunks
 
