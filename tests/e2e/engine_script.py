@@ -6,8 +6,9 @@ A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``
 "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
 ``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. An arrival may name the turn it
 comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives in this process,
-so that its scheduler can be looked at, and requests arrive between given steps: a run is reproducible up to what the
-scheduler does with the clock.
+so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers are told that every
+step takes the same time, so that they decide alike on every machine, whatever else it does: a run is reproducible up
+to the steps after which copies of KV are there.
 
 A process of its own, because the boots must change torch and Triton before vLLM is imported.
 """
@@ -19,11 +20,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+STEP_S = 0.01
+"""What a step takes by the clock of our schedulers."""
 MAX_STEPS = 3000
 """Steps after which a run counts as hung; the largest run here takes a few hundred."""
 
@@ -85,6 +88,19 @@ def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
     return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
 
 
+class StepClock:
+    """Time that passes by steps only; goes on from the present time, which schedulers have seen by then."""
+
+    def __init__(self) -> None:
+        self._now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self._now
+
+    def step(self) -> None:
+        self._now += STEP_S
+
+
 def nap(engine: Any, level: int) -> None:
     """Put the engine to sleep, with requests waiting and running, and wake it up again."""
     engine.sleep(level=level, mode="keep")
@@ -96,11 +112,11 @@ def nap(engine: Any, level: int) -> None:
 
 
 def drive(
-    engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int], before_step: Callable[[], None] | None
+    engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int], before_step: Sequence[Callable[[], None]]
 ) -> dict[str, Any]:
     """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id.
 
-    ``naps`` are levels of sleep by the step before which they come.
+    ``naps`` are levels of sleep by the step before which they come; ``before_step`` is called before each.
     """
     finished: dict[str, Any] = {}
     waiting = sorted(arrivals, key=lambda a: a["step"])
@@ -120,8 +136,8 @@ def drive(
         for req_id in [req_id for req_id, at in aborts.items() if at <= step]:
             del aborts[req_id]
             engine.abort_request([req_id])
-        if before_step is not None:
-            before_step()
+        for call in before_step:
+            call()
         outputs = engine.step()
         for output in outputs:
             if output.finished:
@@ -180,11 +196,14 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_loads
 
         odd_loads.install(spec["odd_loads"])
-    before_step: Callable[[], None] | None = None
+    clock = StepClock()
+    before_step = [clock.step]
+    if hasattr(core.scheduler, "clock"):
+        core.scheduler.clock = clock
     if "odd_gaps" in spec:
         import odd_gaps
 
-        before_step = odd_gaps.install(spec["odd_gaps"], core)
+        before_step.append(odd_gaps.install(spec["odd_gaps"], core))
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
     outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {

@@ -44,7 +44,7 @@ EAGER: Mapping[str, Any] = {
 """Options with which alise preempts for anything that ranks better, not only where it pays; without the predictor's
 process, which would be one more of them for every engine (`test_e2e_prediction` has it).
 
-Whether it pays depends on measured step times, and so on what else the machine does; these tests are of what a
+Servers see that by the step times they measure, and so by what else the machine does; these tests are of what a
 preemption does to the output.
 """
 

@@ -94,7 +94,7 @@ def test_4_the_tokens_are_those_without_a_cache(part: int, tmp_path: Path, llama
     for name, outcome in found.items():
         assert {each: outcome.tokens[each] for each in expected} == expected, name
         assert left(outcome) == (0, 0, 0, 0), name
-    # Who pushes whom out goes by the clock: one engine alone may have had no gaps.
+    # Who pushes whom out depends on when copies are there: one engine alone may have had no gaps.
     assert sum(outcome.gaps["requests"] for outcome in found.values()) > 3, "nothing was shown"
     assert found["pensieve"].gaps["tokens_loaded"] + found["phased"].gaps["tokens_loaded"] > 0
     assert sum(outcome.preemptions for outcome in found.values()) > 0

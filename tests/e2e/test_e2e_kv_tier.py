@@ -15,6 +15,8 @@ FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len":
 PRESSED: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_seqs": 3}
 ROOM: Mapping[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
 TURNS = conversations(seed=5)
+LONGS = long_then_short(seed=1, num_long=8, num_short=30)
+"""So many that some of the preempted requests lose their blocks, wherever their KV is stored."""
 PAUSES = (5, 130, 131, 220, 330)
 """Steps of the conversations before which the engine sleeps."""
 MIB = 1 / 1024
@@ -35,27 +37,26 @@ def spec(name: str, model: Path, arrivals: list[dict[str, Any]], **engine: Any) 
 
 
 def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
-    longs = long_then_short(seed=1)
     runs = [
         spec("turns", llama, TURNS, **ROOM),
         spec("turns-opt", opt, TURNS, **ROOM),
-        spec("longs", llama, longs, **ROOM),
+        spec("longs", llama, LONGS, **ROOM),
         spec("turns-16", llama, TURNS, **tier(), **FEW_BLOCKS),
         spec("turns-16-opt", opt, TURNS, **tier(policy="arc"), **FEW_BLOCKS),
         spec("turns-64-tokens", llama, TURNS, **tier(chunk_tokens=64, policy="lru"), **FEW_BLOCKS),
         spec("turns-prompts", llama, TURNS, **tier(prompt_only=True), **FEW_BLOCKS),
         spec("turns-tiny", llama, TURNS, **tier(gib=0.4 * MIB), **FEW_BLOCKS),
-        spec("longs-16", llama, longs, **tier("alise"), **PRESSED),
+        spec("longs-16", llama, LONGS, **tier("alise"), **PRESSED),
         spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
-        spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
+        spec("longs-late", llama, LONGS, **tier("alise", store="late"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
-        spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
+        spec("longs-ahead", llama, LONGS, **tier("alise", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
     ]
     naps = [
         {**spec("turns-paused", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 0)},
         {**spec("turns-slept", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 1)},
-        {**spec("longs-slept", llama, longs, **tier("alise", store="late"), **PRESSED), "naps": {20: 1, 21: 1, 40: 1}},
+        {**spec("longs-slept", llama, LONGS, **tier("alise", store="late"), **PRESSED), "naps": {20: 1, 21: 1, 40: 1}},
     ]
     return runs + naps
 
@@ -67,13 +68,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -> di
 
 @pytest.fixture(scope="module")
 def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
-    longs = long_then_short(seed=1)
     wanted = [
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
-        spec("longs-late", llama, longs, **tier("alise", store="late"), **PRESSED),
-        spec("longs", llama, longs, **tier("alise"), **PRESSED),
+        spec("longs-late", llama, LONGS, **tier("alise", store="late"), **PRESSED),
+        spec("longs", llama, LONGS, **tier("alise"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
-        spec("longs-ahead", llama, longs, **tier("alise", store="ahead"), **PRESSED),
+        spec("longs-ahead", llama, LONGS, **tier("alise", store="ahead"), **PRESSED),
     ]
     return run_engines(tmp_path_factory.mktemp("tier-async"), wanted, boot="async")
 
