@@ -6,9 +6,9 @@ A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``
 "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
 ``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. An arrival may name the turn it
 comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives in this process,
-so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers are told that every
-step takes the same time, so that they decide alike on every machine, whatever else it does: a run is reproducible up
-to the steps after which copies of KV are there.
+so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a clock by which a
+step takes the time that its tokens say, so that they decide alike on every machine, whatever else it does: a run is
+reproducible up to the steps after which copies of KV are there.
 
 A process of its own, because the boots must change torch and Triton before vLLM is imported.
 """
@@ -20,13 +20,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-STEP_S = 0.01
-"""What a step takes by the clock of our schedulers."""
 MAX_STEPS = 3000
 """Steps after which a run counts as hung; the largest run here takes a few hundred."""
 
@@ -89,16 +87,26 @@ def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
 
 
 class StepClock:
-    """Time that passes by steps only; goes on from the present time, which schedulers have seen by then."""
+    """Time that passes with a scheduler's steps only, by their tokens; it goes on from the present.
 
-    def __init__(self) -> None:
-        self._now = time.monotonic()
+    Of the form that engines take (ALISE eq. 4): a part for the step, one for each token, one for what each attends to.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._now = time.monotonic()  # which the scheduler may have seen
+        self._finish_step = scheduler.update_from_output
+        scheduler.clock, scheduler.update_from_output = self, self._update_from_output
 
     def __call__(self) -> float:
         return self._now
 
-    def step(self) -> None:
-        self._now += STEP_S
+    def _update_from_output(self, step: Any, output: Any) -> Any:
+        old = step.scheduled_cached_reqs
+        computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        pairs = sum(num * (computed[req_id] + num / 2) for req_id, num in step.num_scheduled_tokens.items())
+        self._now += 0.005 + 1e-4 * step.total_num_scheduled_tokens + 2e-7 * pairs
+        return self._finish_step(step, output)
 
 
 def nap(engine: Any, level: int) -> None:
@@ -112,11 +120,11 @@ def nap(engine: Any, level: int) -> None:
 
 
 def drive(
-    engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int], before_step: Sequence[Callable[[], None]]
+    engine: Any, arrivals: list[dict[str, Any]], naps: dict[int, int], before_step: Callable[[], None] | None
 ) -> dict[str, Any]:
     """Step the engine until every request of ``arrivals`` has finished; returns the final output of each by id.
 
-    ``naps`` are levels of sleep by the step before which they come; ``before_step`` is called before each.
+    ``naps`` are levels of sleep by the step before which they come.
     """
     finished: dict[str, Any] = {}
     waiting = sorted(arrivals, key=lambda a: a["step"])
@@ -136,8 +144,8 @@ def drive(
         for req_id in [req_id for req_id, at in aborts.items() if at <= step]:
             del aborts[req_id]
             engine.abort_request([req_id])
-        for call in before_step:
-            call()
+        if before_step is not None:
+            before_step()
         outputs = engine.step()
         for output in outputs:
             if output.finished:
@@ -196,14 +204,13 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_loads
 
         odd_loads.install(spec["odd_loads"])
-    clock = StepClock()
-    before_step = [clock.step]
     if hasattr(core.scheduler, "clock"):
-        core.scheduler.clock = clock
+        StepClock(core.scheduler)
+    before_step: Callable[[], None] | None = None
     if "odd_gaps" in spec:
         import odd_gaps
 
-        before_step.append(odd_gaps.install(spec["odd_gaps"], core))
+        before_step = odd_gaps.install(spec["odd_gaps"], core)
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
     outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {
