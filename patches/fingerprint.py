@@ -22,12 +22,15 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _SKIPPED_FIELDS = frozenset({"type_params", "type_comment", "type_ignores", "kind"})
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_hashes: WeakKeyDictionary[FunctionType, tuple[CodeType, str]] = WeakKeyDictionary()
+"""Hashes of live functions, each with the code it was made of: parsing a file takes far longer than all else here."""
 
 
 def fingerprint(function: Callable[..., Any], *, ignore: Callable[[Any], bool] = lambda _: False) -> str:
@@ -143,11 +146,19 @@ def _live_hash(function: Callable[..., Any]) -> str:
     if not isinstance(function, FunctionType):
         raise LookupError(f"{function!r} is no plain function")
     code = function.__code__
+    known, found = _hashes.get(function, (None, ""))
+    if known is not code:
+        found = hash_function(_parsed(function.__qualname__, code))
+        _hashes[function] = code, found
+    return found
+
+
+def _parsed(name: str, code: CodeType) -> FunctionNode:
     filename = inspect.getsourcefile(code)
-    found = _functions_of(filename).get((code.co_name, code.co_firstlineno)) if filename else None
-    if found is None:
-        raise LookupError(f"no source found for {function.__qualname__} (line {code.co_firstlineno} of {filename})")
-    return hash_function(found)
+    node = _functions_of(filename).get((code.co_name, code.co_firstlineno)) if filename else None
+    if node is None:
+        raise LookupError(f"no source found for {name} (line {code.co_firstlineno} of {filename})")
+    return node
 
 
 @functools.lru_cache(maxsize=16)

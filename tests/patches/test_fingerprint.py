@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.patches import fingerprint as module
-from vllm_ext.patches.fingerprint import fingerprint, fingerprint_source
+from vllm_ext.patches.fingerprint import fingerprint, fingerprint_source, forget_sources, read_module
 
 PLAIN = "def f(a, b=1):\n    return a + b\n"
 
@@ -156,3 +156,25 @@ def test_the_command_reads_sources_without_importing_them(
     assert first == f"pkg.mod:f  {fingerprint_source(PLAIN, 'f')}"
     assert "absent" in second
     assert "absent" in third
+
+
+def test_a_function_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler is verified whenever one is built: parsing vLLM's sources again took half of some tests' time."""
+    wanted = fingerprint(read_module)
+    forget_sources()
+    parsed: list[str] = []
+    monkeypatch.setattr(module, "_functions_of", lambda filename: parsed.append(filename) or {})
+    assert fingerprint(read_module) == wanted
+    assert parsed == []
+
+
+def test_a_function_that_was_given_other_code_has_another_fingerprint() -> None:
+    def function() -> int:
+        return 1
+
+    def other() -> int:
+        return 2
+
+    before = fingerprint(function)
+    function.__code__ = other.__code__
+    assert fingerprint(function) == fingerprint(other) != before
