@@ -9,7 +9,7 @@ SEED ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test soak lint format bench-quick repro clean
+.PHONY: help setup serve demo test test-all soak lint format bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/pytest $(ARGS)
 endif
+
+test-all: ## Run all tests in full: what `make test` covers with a part, whole
+	@VLLM_EXT_TEST_FULL=1 $(MAKE) --no-print-directory test
 
 soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps; STEPS=, TURNS=, SEED=
 	PYTHONHASHSEED=0 SOAK_STEPS=$(STEPS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/kv/test_tier_stateful.py -k long_walk $(ARGS)

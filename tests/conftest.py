@@ -1,10 +1,16 @@
-"""What all tests share: how long hypothesis searches. ``HYPOTHESIS_PROFILE=deep`` searches longer, with fresh seeds."""
+"""What all tests share: which run (see extent.py) and how long hypothesis searches.
+
+``HYPOTHESIS_PROFILE=deep`` searches longer, with fresh seeds. Tests whose examples are dear take fewer, see extent.py.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from .extent import FULL
 
 _SLOW_DATA = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -26,3 +32,11 @@ settings.register_profile(
     derandomize=False,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``full``, unless everything is to be tried."""
+    left_out = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
