@@ -95,7 +95,6 @@ class HostileBudget(StaticBudget):
         rng = FAULTS.rng
         return BudgetPlan(
             token_budget=rng.choice([None, -1, 0, 1, 7, 10**9]),
-            chunk_cap=rng.choice([None, -1, 0, 1, 10**9]),
             decode_only=rng.random() < 0.5,
             skip=tuple(rng.choices(["nobody", *(r.req_id for r in step.running_worst_first())], k=2)),
         )

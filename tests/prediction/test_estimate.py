@@ -66,7 +66,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[float, float, str, int], mes
         bounded(1, 1, PRIOR, 8, generated=-1)
 
 
-@pytest.mark.parametrize("module", [*MODULES, "length_distribution"])
+@pytest.mark.parametrize("module", MODULES)
 def test_importing_needs_numpy_at_most(module: str) -> None:
     program = (
         f"import vllm_ext.prediction.{module}, sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"

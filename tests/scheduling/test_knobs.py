@@ -59,7 +59,6 @@ KNOBS: dict[str, Callable[[], None]] = {
     "every-third-step-empty": lambda: setattr(
         SCRIPT, "budget", _Alternate(BudgetPlan(token_budget=0), BudgetPlan(), BudgetPlan())
     ),
-    "chunk-cap": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(chunk_cap=5)),
     "decode-only": lambda: setattr(SCRIPT, "budget", _Alternate(BudgetPlan(decode_only=True), BudgetPlan())),
     "skip": lambda: setattr(SCRIPT, "budget", _random_skips),
 }
@@ -124,15 +123,6 @@ def test_token_budget_of_a_step(budget: int, expected: dict[str, int]) -> None:
     SCRIPT.budget = lambda step: BudgetPlan(token_budget=budget)
     rig.add("b")
     assert _decisions_of_a_step(rig) == expected
-
-
-def test_chunk_cap_cuts_prefills_only_while_others_are_there() -> None:
-    rig = Rig("scripted")
-    SCRIPT.budget = lambda step: BudgetPlan(chunk_cap=4)
-    rig.add("a", 20)
-    assert _decisions_of_a_step(rig) == {"a": 20}
-    rig.add("b", 20)
-    assert _decisions_of_a_step(rig) == {"a": 1, "b": 4}
 
 
 def test_decode_only_keeps_prefills_out_as_long_as_something_decodes() -> None:

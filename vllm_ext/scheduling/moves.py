@@ -37,21 +37,18 @@ def applied(scheduler: SteeredScheduler, plan: StepPlan, now: float) -> Iterator
     if hold:
         scheduler.ranked.hide(hold)
     tokens, active = scheduler.max_num_scheduled_tokens, admission_cap(scheduler)
-    chunk, bound = scheduler.scheduler_config.long_prefill_token_threshold, scheduler.prefill_capacity_bound
+    bound = scheduler.prefill_capacity_bound
     try:
         if budget.token_budget is not None:
             scheduler.max_num_scheduled_tokens = max(0, min(budget.token_budget, tokens))
         if admission.max_running is not None:
             cap = admission.max_running + scheduler.num_waiting_for_streaming_input  # paused sessions keep their seats
             set_admission_cap(scheduler, max(0, min(cap, active)))
-        if budget.chunk_cap is not None:
-            scheduler.scheduler_config.long_prefill_token_threshold = max(1, budget.chunk_cap)
         if budget.decode_only:
             scheduler.prefill_capacity_bound = False
         yield
     finally:
         scheduler.max_num_scheduled_tokens = tokens
         set_admission_cap(scheduler, active)
-        scheduler.scheduler_config.long_prefill_token_threshold = chunk
         if budget.decode_only:
             scheduler.prefill_capacity_bound = bound

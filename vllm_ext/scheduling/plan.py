@@ -66,8 +66,6 @@ class BudgetPlan:
 
     token_budget: int | None = None
     """Tokens of the whole step; 0 makes an empty step."""
-    chunk_cap: int | None = None
-    """Tokens of one prefill chunk; vLLM ignores it while a single request is eligible."""
     decode_only: bool = False
     """No prefill tokens in this step, as long as something decodes."""
     skip: tuple[str, ...] = ()
@@ -75,7 +73,6 @@ class BudgetPlan:
 
     def __post_init__(self) -> None:
         _check_whole("token_budget", self.token_budget, "tokens")
-        _check_whole("chunk_cap", self.chunk_cap, "tokens")
 
 
 _UNRESTRICTED = BudgetPlan()

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from vllm_ext.scheduling.tightest import Tightest
-
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -47,19 +45,22 @@ class RunningOrder:
         self._rank = rank
         self._stall_free = stall_free
         self._refresh_steps = refresh_steps
-        self.tbt_s = Tightest()
-        """TBT objectives of those who run."""
         self.changes = 0
         """Counts who joined or left."""
         self.keys: dict[Request, Key] = {}
-        self._tbt_s: dict[Request, float] = {}
+        self._tbt_s: dict[Request, float] = {}  # TBT objectives of those who have one
         self._rounds: deque[Request] = deque()
 
     def forget(self, request: Request) -> None:
         """Drop a request that left the running list."""
         if self.keys.pop(request, None) is not None:
             self.changes += 1
-        self.tbt_s.remove(self._tbt_s.pop(request, None))
+        self._tbt_s.pop(request, None)
+
+    @property
+    def tightest_tbt_s(self) -> float | None:
+        """Smallest TBT objective of the running requests, in seconds; None if none has one. Cost: one pass over them."""
+        return min(self._tbt_s.values(), default=None)
 
     def rerank(self, request: Request) -> None:
         """Compute the rank of a running request again."""
@@ -106,7 +107,6 @@ class RunningOrder:
                 tbt_s = self._scheduler.ledger[request.request_id].slo.tbt_s
                 if tbt_s is not None:
                     self._tbt_s[request] = tbt_s
-                    self.tbt_s.add(tbt_s)
         if len(self._rounds) > 2 * len(running) + 64:
             self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in members))
 

@@ -105,7 +105,7 @@ class SchedulerStep:
     @property
     def tightest_tbt_s(self) -> float | None:
         """Smallest TBT objective of the running requests, in seconds; None if none has one."""
-        return self._scheduler.running_order.tbt_s.smallest
+        return self._scheduler.running_order.tightest_tbt_s
 
     def finished_lengths(self) -> npt.NDArray[np.int64]:
         """Output lengths of the requests that finished last, ascending."""
