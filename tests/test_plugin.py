@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
-
-pytest.importorskip("vllm")
-
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ext import plugin, systems, tiny_model
+from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
 from vllm_ext.patches import engine_config, registry
 from vllm_ext.patches.additional_config import AdditionalConfig, with_options
 from vllm_ext.patches.errors import UpstreamChanged

@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from vllm.v1.metrics import prometheus
 
 from vllm_ext.observability.metrics import EngineFeed, metrics
 
@@ -153,7 +154,6 @@ def test_engines_are_kept_apart_and_share_the_metrics() -> None:
 
 def test_metrics_survive_vllm_clearing_its_own() -> None:
     """vLLM unregisters its collectors whenever another engine is built in the process."""
-    prometheus = pytest.importorskip("vllm.v1.metrics.prometheus")
     read = Feed()
     prometheus.unregister_vllm_metrics()
     read.feed.update(state(steps=3))

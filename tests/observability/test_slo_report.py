@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionStreamResponse
 from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponse,

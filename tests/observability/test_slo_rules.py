@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
+import yaml
 
 from vllm_ext.observability import slo_metrics
-
-yaml = pytest.importorskip("yaml")
 
 DOCS = Path(__file__).parents[2] / "docs"
 RULES = DOCS / "examples" / "slo_burn_rate.rules.yml"

@@ -7,9 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext.config import parse

@@ -13,8 +13,6 @@ from vllm_ext.patches import errors, registry
 from vllm_ext.patches.errors import UpstreamChanged
 from vllm_ext.patches.patch import Hook, Patch, Reliance, resolve_owner
 
-pytest.importorskip("vllm")
-
 HOOKS = registry.hooks()
 ids = [hook.target.partition(":")[2] for hook in HOOKS]
 DOCS = Path(__file__).parents[2] / "docs" / "patches.md"

@@ -8,9 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-
-pytest.importorskip("vllm")
-
 from fastapi import FastAPI
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
