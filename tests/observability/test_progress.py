@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.observability.progress import BarProgress, NullProgress, Progress
+from vllm_ext.observability.progress import BarProgress
 
 
 class Terminal(io.StringIO):
@@ -120,10 +120,3 @@ def test_closing_twice_is_closing_once() -> None:
 def test_totals_that_nothing_can_reach_are_refused(totals: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="greater than 0"):
         BarProgress(**totals)
-
-
-def test_the_null_progress_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    progress: Progress = NullProgress()
-    progress.update(1.0, 1)
-    captured = capsys.readouterr()
-    assert captured.out + captured.err == ""

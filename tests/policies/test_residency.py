@@ -8,7 +8,7 @@ import pytest
 
 from vllm_ext.config import ConfigError
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
-from vllm_ext.policies.residency.fate import NO_TIER, Fate, Parting
+from vllm_ext.policies.residency.fate import Fate, Parting
 from vllm_ext.policies.residency.recompute import Recompute
 from vllm_ext.scheduling.views import RequestView
 
@@ -45,7 +45,7 @@ def test_strategies_that_do_not_weigh_costs() -> None:
 
 
 def test_without_a_tier_everything_is_recomputed() -> None:
-    assert EstimatedWait().on_preempt(victim(1e6), NO_TIER) is Fate.RECOMPUTE
+    assert EstimatedWait().on_preempt(victim(1e6), Parting(wait_s=0.0)) is Fate.RECOMPUTE
 
 
 def test_vllms_own_rule_leaves_it_to_the_tier() -> None:

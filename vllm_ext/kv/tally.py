@@ -39,8 +39,3 @@ class ChunkTally:
     def left(self, reason: str, count: int) -> None:
         """Note that chunks left the tier for one of `REASONS`."""
         self.gone[reason] += count
-
-    @property
-    def num_gone(self) -> int:
-        """Chunks that left, for whatever reason."""
-        return sum(self.gone.values())

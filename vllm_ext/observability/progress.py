@@ -6,25 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TextIO, final
+from typing import Any, TextIO, final
 
 QUIET_S = 30.0
 """Wall-clock time between two lines where stderr is no terminal, in seconds."""
-
-
-class Progress(Protocol):
-    """Told how far a simulation is. ``update`` is what `run.simulate` takes as ``progress``."""
-
-    def update(self, now_s: float, finished: int) -> None:
-        """Note the virtual time in seconds and how many requests have ended."""
-        ...
-
-
-class NullProgress:
-    """Says nothing."""
-
-    def update(self, now_s: float, finished: int) -> None:
-        """Do nothing."""
 
 
 @final

@@ -29,6 +29,3 @@ class Parting(NamedTuple):
     """To copy its KV to host memory; without a tier, for ever."""
     back_s: float = math.inf
     """To copy it back."""
-
-
-NO_TIER = Parting(wait_s=0.0)
