@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from vllm_ext.cli.plan import main
+from vllm_ext.observability import json_output
 
 FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "--jobs", "1", "--quiet"]
 
@@ -45,13 +47,16 @@ def test_plan_reports_every_candidate_at_every_load_and_one_recommendation(
 
 
 def test_plan_without_a_queue_says_that_nothing_helps_and_stays_with_the_defaults(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """On a terminal, which gets the advice but no JSON."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     path = trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)
     assert main(["--trace", str(path), "--loads", "0.5,1", "--slo", "ttft=5,tbt=1", *FAST]) == 0
-    printed = capsys.readouterr().err
-    assert "recommended: vLLM default" in printed
-    assert "nothing helps at 0.5, 1 times your load" in printed
+    printed = capsys.readouterr()
+    assert "recommended: vLLM default" in printed.err
+    assert "nothing helps at 0.5, 1 times your load" in printed.err
+    assert printed.out == f"{json_output.HINT}\n"
 
 
 @pytest.mark.parametrize(

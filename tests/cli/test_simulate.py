@@ -13,6 +13,7 @@ import pytest
 
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.simulate import main
+from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")
@@ -37,6 +38,18 @@ def test_one_system_gives_its_metrics_as_the_last_line(capsys: pytest.CaptureFix
     assert got["config"]["fcfs"]["cost"]["kind"] == "constant"
     assert "normalised_latency_mean_ms_per_token" in shown.err
     assert "s simulated in" in shown.err
+
+
+def test_terminal_gets_the_table_and_how_to_ask_for_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([*SMALL]) == 0
+    shown = capsys.readouterr()
+    assert "normalised_latency_mean_ms_per_token" in shown.err
+    assert shown.out == f"{json_output.HINT}\n"
+    assert main([*SMALL, "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "simulate"
 
 
 def test_same_flags_print_the_same_bytes_and_no_wall_clock(capsys: pytest.CaptureFixture[str]) -> None:

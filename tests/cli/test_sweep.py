@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.cli.sweep import main
+from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import evaluate
 
@@ -83,6 +84,18 @@ def test_folder_alone_goes_on_and_prints_the_same_bytes(
         outputs.append((capsys.readouterr().out, (tmp_path / "summary.csv").read_bytes()))
     assert outputs[0] == outputs[1]
     assert len(runs) == 4
+
+
+def test_terminal_gets_the_table_and_how_to_ask_for_json(
+    tmp_path: Path, runs: list[SimulationSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main([*(flag for flag in GRID if flag != "--quiet"), "--dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "upstream-fcfs" in shown.err
+    assert shown.out == f"{json_output.HINT}\n"
+    assert main(["--dir", str(tmp_path), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "summary.json").read_text())
 
 
 def test_further_values_of_an_axis_run_alone(tmp_path: Path, runs: list[SimulationSpec]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
+from vllm_ext.observability import json_output
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.plan import Candidate, Objective, Verdict
@@ -51,7 +52,7 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     made = _result(argv, base, own_rate, table, verdict, loads)
     if args.plot is not None:
         _draw(table, CANDIDATES, loads, own_rate, objective, args.plot)
-    results.emit(made, [_table(table, CANDIDATES, loads, own_rate, objective), "", advice], args.out)
+    results.emit(made, [_table(table, CANDIDATES, loads, own_rate, objective), "", advice], args.out, as_json=args.json)
     return 0
 
 
@@ -261,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
+    json_output.add_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")
     spec_flags.add_arguments(parser)
     return parser

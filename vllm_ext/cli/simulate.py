@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
+from vllm_ext.observability import json_output
 
 if TYPE_CHECKING:
     from vllm_ext.observability.results import Result
@@ -129,7 +130,7 @@ def _emit(
 
     found = {system: summarise(run) for system, run in runs.items()}
     result = _result(argv, specs, found)
-    results.emit(result, [] if args.quiet else [table(found, every=args.all_metrics)], args.out)
+    results.emit(result, [] if args.quiet else [table(found, every=args.all_metrics)], args.out, as_json=args.json)
 
 
 def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> Result:
@@ -243,8 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = spec_flags.Parser(
         prog=PROG,
         description="Run vLLM's scheduler, or a system of vllm-ext, in virtual time. A cost model stands for the "
-        "model's forward pass;\nthe schedulers are the ones that serve. The last line of standard output is the result "
-        "as JSON.",
+        "model's forward pass;\nthe schedulers are the ones that serve. A terminal gets a table; with --json, or into "
+        "a pipe, the last\nline of standard output is the result as JSON.",
     )
     spec_flags.add_arguments(parser)
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
@@ -258,5 +259,6 @@ def _parser() -> argparse.ArgumentParser:
     ):
         output.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"{what} ({', '.join(_OUTPUTS[name])})")
     output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
+    json_output.add_argument(output)
     output.add_argument("--quiet", action="store_true", help="no progress and no table")
     return parser

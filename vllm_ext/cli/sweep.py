@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.spec_flags import UsageError
+from vllm_ext.observability import json_output
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -87,7 +88,8 @@ def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
         summary.write_csv(rows, args.dir / "summary.csv")
         _plot(args, outcomes, constraints, is_grid)
         result = _result(args.dir, sweep, rows, workload, num_points)
-        results.emit(result, [] if args.quiet else [summary.table(rows)], args.dir / "summary.json")
+        tables = [] if args.quiet else [summary.table(rows)]
+        results.emit(result, tables, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
         print(f"{progress.computed} runs computed, {progress.reused} found in {args.dir}", file=sys.stderr)
     return _report_failures(args.dir, outcomes, store)
@@ -269,8 +271,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = spec_flags.Parser(
         prog=PROG,
         description="Run every combination of some settings, or search the capacity of each. Every run is kept in the "
-        "folder when it ends;\nan interrupted sweep goes on with `vllm-ext sweep --dir DIR`. The last line of standard "
-        "output is the result as JSON.",
+        "folder when it ends;\nan interrupted sweep goes on with `vllm-ext sweep --dir DIR`. A terminal gets a table;\n"
+        "with --json, or into a pipe, the last line of standard output is the result as JSON.",
     )
     what = parser.add_argument_group("what varies")
     what.add_argument("--sweep", type=Path, metavar="FILE", help="JSON description of a sweep; flags win over it")
@@ -297,6 +299,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--metric", metavar="NAME", help="metric to plot")
     where.add_argument("--plot", type=Path, metavar="FILE", help="plot, .png or .svg (default: plot.png in --dir)")
+    json_output.add_argument(where)
     where.add_argument("--quiet", action="store_true", help="no progress and no table")
     spec_flags.add_arguments(parser)
     return parser
