@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SCRIPTS = tuple(Path(__file__).with_name(f"{name}.py") for name in ("machine", "metadata_wheel", "setup_env"))
 """The files of the set-up itself; a change of any repeats every step."""
 STAMP = "vllm-ext-setup.json"
+COMPILED = ("torch", "transformers", "vllm")
+"""Packages compiled in advance."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def pip(self, *arguments: str | Path) -> None:
-        """Run pip without its warnings.
+        """Run pip without its warnings and without compiling what it installs: see `compile_imports`.
 
         Raises:
             SetupError: pip failed; holds its messages.
         """
         command = [str(self.python), "-m", "pip", "-qq", "--no-input", "--disable-pip-version-check"]
+        if arguments[0] == "install":
+            arguments = ("install", "--no-compile", *arguments[1:])
         result = subprocess.run(
             [*command, *map(str, arguments)],
             cwd=ROOT,
@@ -159,8 +164,23 @@ def install_torch_cpu(env: Environment) -> None:
 
 
 def install_cpu_packages(env: Environment) -> None:
-    files = [part for name in ("cpu", *EXTRAS) for part in ("-r", REQUIREMENTS / f"{name}.txt")]
-    env.pip("install", "--no-deps", *files)
+    """Install two lists of about the same size at once: nothing is resolved, so that neither waits for the other."""
+
+    def install(names: Sequence[str]) -> None:
+        files = [part for name in names for part in ("-r", REQUIREMENTS / f"{name}.txt")]
+        env.pip("install", "--no-deps", *files)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(install, [("cpu",), EXTRAS]))
+
+
+def compile_imports(env: Environment) -> None:
+    """Compile what every engine imports, on all cores; the rest is compiled when it is first imported."""
+    probe = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = subprocess.run([str(env.python), "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
+    folders = [path for name in COMPILED if (path := Path(site, name)).is_dir()]
+    # Its status says that some file is no Python of this version, as templates are; whoever imports one is told.
+    subprocess.run([str(env.python), "-m", "compileall", "-qq", "-j", "0", *folders], env=clean_environ(), check=False)
 
 
 def install_cuda_packages(env: Environment) -> None:
@@ -205,6 +225,7 @@ def steps_for(device: str) -> list[Step]:
     return [
         Step("build tools", requirements("build"), install_build_tools),
         *packages,
+        Step("byte code", requirements(*(("cpu", "torch-cpu") if device == "cpu" else ("cuda",))), compile_imports),
         Step("vllm-ext itself", (ROOT / "setup.py", ROOT / "pyproject.toml"), install_project),
     ]
 

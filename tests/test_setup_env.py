@@ -125,6 +125,8 @@ def test_every_requirement_file_of_the_device_is_installed(
             calls.extend(str(argument) for argument in arguments)
 
         monkeypatch.setattr(setup_env.Environment, "pip", pip)
+        if step.run is setup_env.compile_imports:
+            continue
         step.run(setup_env.Environment(Path("venv"), device))
         files = [Path(text).stem for text in calls if text.endswith(".txt")]
         if files:
@@ -133,6 +135,19 @@ def test_every_requirement_file_of_the_device_is_installed(
             assert ("--no-deps" in calls) == (device == "cpu" and step.name != "build tools"), step.name
     files = [path.stem for path in setup_env.REQUIREMENTS.glob("*.txt")]
     assert sorted(name for names in installed.values() for name in names) == sorted(set(files) - left_out)
+
+
+def test_what_engines_import_is_compiled(setup_env: ModuleType, env: Any) -> None:
+    """pip does not, since it would compile ten times as many files."""
+    site = env.folder / "site"
+    for name in ("vllm", "other"):
+        (site / name).mkdir(parents=True)
+        (site / name / "module.py").write_text("x = 1\n")
+    (site / "vllm" / "template.py").write_text("{{ no Python }}\n")
+    env.python.write_text(f'''#!/bin/sh\n[ "$1" = -c ] && echo "{site}" || exec "{sys.executable}" "$@"\n''')
+    setup_env.compile_imports(env)
+    assert [path.name.split(".")[0] for path in site.rglob("*.pyc")] == ["module"]
+    assert not list((site / "other").rglob("*.pyc"))
 
 
 def test_damaged_stamp_counts_as_none(setup_env: ModuleType, env: Any, recorder: Recorder) -> None:
