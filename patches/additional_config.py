@@ -25,7 +25,8 @@ class AdditionalConfig(UserDict[str, Any]):
             return "None"
         from vllm.utils.hashing import safe_hash
 
-        return safe_hash(json.dumps(others, sort_keys=True).encode(), usedforsecurity=False).hexdigest()
+        found: str = safe_hash(json.dumps(others, sort_keys=True).encode(), usedforsecurity=False).hexdigest()
+        return found
 
 
 def with_options(additional: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | AdditionalConfig:

@@ -40,6 +40,6 @@ def gap_patch(target: str, why: str, replacement: Callable[..., Any], *fingerpri
     )
 
 
-def _common(versions: Sequence[str], fingerprints: Sequence[str]) -> dict[str, Any]:
+def _common(versions: Sequence[str], fingerprints: tuple[str, ...]) -> dict[str, Any]:
     each = fingerprints * len(versions) if len(fingerprints) == 1 else fingerprints
     return {"leave_out": "kv_tier.gaps", "optional": True, "verified": dict(zip(versions, each, strict=True))}

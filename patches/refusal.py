@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vllm_ext.hints import HintError
 
 
@@ -12,4 +14,5 @@ def refusal(error: HintError) -> Exception:
     class HintRefused(VLLMValidationError, ValueError):
         """A hint of this request is malformed; the request was not accepted."""
 
-    return HintRefused(str(error), parameter=error.field)
+    made: Callable[..., Exception] = HintRefused  # vLLM's first, whose arguments no type checker sees
+    return made(str(error), parameter=error.field)

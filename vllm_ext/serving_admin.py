@@ -121,7 +121,7 @@ class AdminPlugin:
 
 def _asks_for_admin(additional_config: Mapping[str, Any] | None) -> bool:
     options = (additional_config or {}).get(KEY)
-    return bool(options) and parse(options).kv_tier.admin
+    return bool(options) and options is not None and parse(options).kv_tier.admin
 
 
 def _digest(key: str) -> bytes:

@@ -79,8 +79,8 @@ class ChunkLayout:
         return torch.tensor(in_bytes, dtype=torch.int64, device=self.caches.addresses.device) // self._item
 
 
-@triton.jit
-def _copy_pages(
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_pages(  # type: ignore[no-untyped-def]
     addresses, layers, block_ids, chunks, sizes, offsets, chunk_items, blocks,
     GATHER: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip

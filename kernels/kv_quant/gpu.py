@@ -164,8 +164,8 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return scales, inverses, thresholds
 
 
-@triton.jit
-def _quantise(
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantise(  # type: ignore[no-untyped-def]
     addresses, layers, block_ids, records, items, slots, holds, inverses, thresholds,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
     minima_at, scales_at, record_bytes, record_items, blocks,
@@ -212,8 +212,8 @@ def _quantise(
     tl.store(records + slot * record_bytes + scales_at + at, code.to(tl.uint8), mask=real)
 
 
-@triton.jit
-def _dequantise(
+@triton.jit  # type: ignore[untyped-decorator]
+def _dequantise(  # type: ignore[no-untyped-def]
     addresses, layers, block_ids, records, items, slots, scales,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
     minima_at, scales_at, record_bytes, record_items, blocks,

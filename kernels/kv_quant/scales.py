@@ -15,7 +15,11 @@ from numba.extending import intrinsic
 from vllm_ext.kernels.kv_quant import format as definition
 from vllm_ext.kernels.kv_quant.format import STEPS_PER_OCTAVE, THRESHOLDS
 
-BITS = {torch.bfloat16: np.int16, torch.float16: np.int16, torch.float32: np.int32}
+BITS: dict[torch.dtype, type[np.int16 | np.int32]] = {
+    torch.bfloat16: np.int16,
+    torch.float16: np.int16,
+    torch.float32: np.int32,
+}
 """Integers as wide as a type of KV."""
 _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 # As numpy's types: in compiled code Python's would make everything 64 bits wide.
@@ -55,7 +59,12 @@ def _bfloat_to_float(bits: Any) -> Any:
 
 def number_of(dtype: torch.dtype) -> Callable[..., Any]:
     """Return what makes fp32 of the bits of a value, for compiled code."""
-    return {torch.bfloat16: _bfloat_to_float, torch.float16: _half_to_float, torch.float32: _as_float}[dtype]
+    functions: dict[torch.dtype, Callable[..., Any]] = {
+        torch.bfloat16: _bfloat_to_float,
+        torch.float16: _half_to_float,
+        torch.float32: _as_float,
+    }
+    return functions[dtype]
 
 
 @functools.cache
@@ -95,4 +104,5 @@ def chooser(dtype: torch.dtype) -> Callable[..., Any]:
             highest_code = max(highest_code, code)
         return highest_code
 
-    return choose_scales
+    compiled: Callable[..., Any] = choose_scales
+    return compiled

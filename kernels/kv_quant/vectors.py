@@ -27,7 +27,7 @@ _INTEGERS = {torch.bfloat16: "int16", torch.float16: "int16", torch.float32: "in
 _LINE_BYTES = 64
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """So many numbers of one type, in registers."""
 
     def __init__(self, element: str, lanes: int) -> None:
@@ -41,7 +41,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.ir)
 

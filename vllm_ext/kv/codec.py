@@ -76,7 +76,8 @@ class RawCodec:
         _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), False)
 
     def _starts(self, tensor: int, chunks: Ids) -> Ids:
-        return chunks * self._chunk_bytes + self._offsets[tensor]
+        starts: Ids = chunks * self._chunk_bytes + self._offsets[tensor]
+        return starts
 
 
 class QuantisedCodec:
@@ -100,11 +101,11 @@ class QuantisedCodec:
         layout: PageLayout | PackedPages,
     ) -> None:
         self._packing = _Packing(tensors, layout, geometry.blocks_per_chunk) if is_packed(layout) else None
-        layout = layout.rows if is_packed(layout) else layout
-        self._format = RecordFormat(layout, geometry.blocks_per_chunk)
+        rows: PageLayout = layout.rows if is_packed(layout) else layout
+        self._format = RecordFormat(rows, geometry.blocks_per_chunk)
         if self._format.record_bytes != geometry.record_bytes:
             raise ValueError(f"record_bytes={self._format.record_bytes}: must be {geometry.record_bytes}")
-        self._pages = [tensor.view(layout.dtype) for tensor in tensors]
+        self._pages = [tensor.view(rows.dtype) for tensor in tensors]
         self._records = pool.view(-1, geometry.record_bytes)
         self._records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
         compile_now(self, geometry.blocks_per_chunk)
@@ -112,8 +113,10 @@ class QuantisedCodec:
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Quantise blocks into chunks."""
         slots = chunks * self._records_per_chunk + tensor
+        kept: npt.NDArray[np.bool_]
         if self._packing is None:
-            return cpu.quantise(self._pages[tensor], blocks, self._records, slots, self._format)
+            kept = cpu.quantise(self._pages[tensor], blocks, self._records, slots, self._format)
+            return kept
         kept = np.ones(len(chunks), np.bool_)
         for part, pages, places in self._packing.pieces(blocks):
             self._packing.take(tensor, blocks[part])
@@ -165,7 +168,7 @@ def is_packed(layout: PageLayout | PackedPages) -> TypeGuard[PackedPages]:
     return isinstance(layout, PackedPages)
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _reorder(real: Any, blocks: Any, ordered: Any, order: Any, take: Any) -> None:
     for place in range(len(blocks)):
         block = blocks[place]
@@ -201,7 +204,7 @@ def _copy_bytes(_context: Any, target: Any, target_at: Any, source: Any, source_
     return numba.void(target, numba.intp, source, numba.intp, numba.intp), generate
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _copy(pages: Any, blocks: Any, pool: Any, starts: Any, to_pool: Any) -> None:
     """Copy blocks to where their chunks start in the pool, or back."""
     size, step = pages.shape[1], pages.strides[0]

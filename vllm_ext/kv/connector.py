@@ -102,7 +102,7 @@ class TieredConnector(OffloadingConnector):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return whether layers wait for their KV, which they don't while a graph of the whole step is replayed."""
-        return extra_config.get(LOAD_KEY, BETWEEN) != BETWEEN
+        return bool(extra_config.get(LOAD_KEY, BETWEEN) != BETWEEN)
 
     # --- the worker's side ------------------------------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class TieredConnector(OffloadingConnector):
         Raises:
             ConfigError: that can't be found out.
         """
+        assert self.connector_worker is not None
         spec = self.connector_worker.spec
         if spec.geometry.bits == QUANTISED:
             spec.layout = self._layout(kv_caches)
@@ -139,12 +140,14 @@ class TieredConnector(OffloadingConnector):
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when a layer's KV is there, as far as it is loaded within the step."""
+        assert self.connector_worker is not None
         started = time.perf_counter()
         self.connector_worker.wait_for_layer(layer_name)
         self._times.load_wait_s += time.perf_counter() - started
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return which requests' loads are through, and which of them failed."""
+        assert self.connector_worker is not None
         by_blocks = len(self._kv_cache_config.kv_cache_groups) == 1
         loads = {} if by_blocks else dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
@@ -179,6 +182,7 @@ class TieredConnector(OffloadingConnector):
             return None
         unreadable, self._unreadable = self._unreadable, set()
         times, self._times = self._times, WorkerTimes()
+        assert self.connector_worker is not None
         if isinstance(self.connector_worker.worker, Timed):
             times.add(self.connector_worker.worker.take_times())
         if meta is None:
@@ -210,15 +214,18 @@ class TieredConnector(OffloadingConnector):
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take vLLM's blocks."""
+        assert self.connector_scheduler is not None
         self.connector_scheduler.bind_block_pool(gpu_block_pool)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, TierWorkerMetadata):
-            side = self.connector_scheduler
+            side, account = self.connector_scheduler, self.account
+            assert side is not None
+            assert account is not None
             side.manager.mark_unreadable(meta.unreadable)
-            self.account.observe(meta.transfer_stats, meta.times)
+            account.observe(meta.transfer_stats, meta.times)
             side.prices.back.observe(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
             side.prices.out.observe(meta.transfer_stats.store.bytes, meta.transfer_stats.store.time)
         super().update_connector_output(connector_output)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -233,12 +233,13 @@ class DiskTier(SecondaryTierManager):
 
     def _payload(self, chunk: int) -> memoryview:
         """Return a chunk's bytes in host memory, shape [payload_bytes]."""
-        row = len(self._primary_kv_view.cast("B")) // len(self._primary_kv_view)
-        return self._primary_kv_view.cast("B")[chunk * row : chunk * row + self._payload_bytes]
+        pool: memoryview = self._primary_kv_view.cast("B")
+        row = len(pool) // len(self._primary_kv_view)
+        return pool[chunk * row : chunk * row + self._payload_bytes]
 
     # --- jobs -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, job: TransferJob, tasks: list[Callable[[], None]], enqueue: Callable[..., None]) -> None:
+    def _begin(self, job: TransferJob, tasks: Sequence[Callable[[], None]], enqueue: Callable[..., None]) -> None:
         self._jobs[job.job_id] = job
         self._failed[job.job_id] = []
         enqueue(job.job_id, max(1, len(tasks)), tasks or [_nothing])

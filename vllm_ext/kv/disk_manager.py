@@ -126,7 +126,7 @@ class DiskBackedManager(TieringOffloadingManager):
         """Bring a chunk back, but not twice for the same request: two that push out each other's would never end."""
         if key in self._request_load_sources.get(req_context.req_id, ()):
             return False
-        begun = super()._initiate_promotion(tier_idx, key, req_context)
+        begun: bool = super()._initiate_promotion(tier_idx, key, req_context)
         if begun:
             self._awaited[key] = self._clock()
         return begun

@@ -41,7 +41,7 @@ class GapLoadingScheduler(StepLoadingScheduler):
     @property
     def load_s_per_block(self) -> float:
         """Seconds to bring one of vLLM's blocks back."""
-        size = self.config.kv_group_configs[0].tokens_per_block
+        size: int = self.config.kv_group_configs[0].tokens_per_block
         return self.prices.load_s(self.prices.chunk_tokens) * size / self.prices.chunk_tokens
 
     def held_blocks(self, request: Request, numbers: Iterable[int]) -> set[int]:

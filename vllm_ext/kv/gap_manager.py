@@ -117,7 +117,7 @@ class GapManager(FullAttentionManager):
                 request_id, num_tokens, new_computed_blocks, *args, **kwargs
             )
             return needed
-        in_all = max(-(-num_tokens // self.block_size), placement.num_blocks)
+        in_all: int = max(-(-num_tokens // self.block_size), placement.num_blocks)
         idle: int = self._get_num_evictable_blocks([*new_computed_blocks, *placement.reused.values()])
         return in_all - placement.num_hit - len(placement.reused) + idle
 

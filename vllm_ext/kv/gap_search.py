@@ -147,7 +147,8 @@ class GapSearch:
         search = self._manager.searches.setdefault(request.request_id, Search())
         search.tries += 1
         if request.skip_reading_prefix_cache or request.has_encoder_inputs or request.prompt_embeds is not None:
-            return self._refuse(search, UNSUPPORTED)
+            self._count_refusal(search, UNSUPPORTED)
+            return None
         kept = self._kept_blocks(request, num_hit, search)
         if not kept:
             return None
@@ -162,7 +163,8 @@ class GapSearch:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
         if not behind or (num_hit and runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            return self._refuse(search, CHEAPER)  # perhaps even of vLLM's hit, which is not for us to give up
+            self._count_refusal(search, CHEAPER)  # perhaps even of vLLM's hit, which is not for us to give up
+            return None
         if not any(run.action is Action.COMPUTE for run in behind):
             return None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
@@ -170,7 +172,7 @@ class GapSearch:
         missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))
         return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused, missing)
 
-    def _refuse(self, search: Search, reason: str) -> None:
+    def _count_refusal(self, search: Search, reason: str) -> None:
         if search.tries == 1:  # who has to wait is looked up in each step, and counts once
             self.counts.refused[reason] += 1
 

@@ -132,7 +132,7 @@ class LayerwiseWorker(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Submit loads; called before the forward if some are for this step, and then the others wait for its end."""
-        in_step = getattr(metadata, "in_step", frozenset())
+        in_step: frozenset[int] = getattr(metadata, "in_step", frozenset())
         if not in_step:
             super().start_kv_transfers(metadata)
             return

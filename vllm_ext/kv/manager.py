@@ -34,17 +34,18 @@ class TierManager(CPUOffloadingManager):
     @property
     def num_used(self) -> int:
         """Places that are taken, those of chunks that are being written included."""
-        return self._num_chunks - self._get_num_free_chunks()
+        return self.num_chunks - int(self._get_num_free_chunks())
 
     @property
     def num_writing(self) -> int:
         """Chunks that are being written."""
-        return self._num_write_pending_chunks
+        found: int = self._num_write_pending_chunks
+        return found
 
     @property
     def num_reading(self) -> int:
         """Chunks that are being read."""
-        return self.num_used - self._num_write_pending_chunks - self._num_evictable_cache_chunks
+        return self.num_used - self.num_writing - int(self._num_evictable_cache_chunks)
 
     @property
     def dropped_chunks(self) -> int:

@@ -46,6 +46,8 @@ class TierScheduler(IdleStoringScheduler):
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
     """
 
+    _current_batch_jobs_to_flush: set[int]
+
     def __init__(
         self,
         *args: Any,
@@ -114,7 +116,7 @@ class TierScheduler(IdleStoringScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Note that a turn of its conversation ended."""
-        result = super().request_finished(request)
+        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         status = self._req_status.get(request.request_id)
         turn = None if status is None else status.req_context.get_state(Turn)
         if self.keeper is not None and status is not None and turn is not None:
@@ -165,7 +167,7 @@ class TierScheduler(IdleStoringScheduler):
         status = self._req_status.get(req_id)
         if status is None:
             return num_tokens
-        stored = min(
+        stored: int = min(
             state.next_stored_chunk_idx * config.tokens_per_chunk
             for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True)
         )
@@ -193,12 +195,14 @@ class TierScheduler(IdleStoringScheduler):
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
         fates, self._fates = self._fates, {}
+        jobs: dict[int, TransferJob]
         if self.stores_early:
             shown: Any = SimpleNamespace(
                 num_scheduled_tokens=self._with_new_chunks(scheduler_output.num_scheduled_tokens),
                 finished_req_ids=scheduler_output.finished_req_ids,
             )
-            return super()._build_store_jobs(shown)
+            jobs = super()._build_store_jobs(shown)
+            return jobs
         finished = sorted(scheduler_output.finished_req_ids or ())  # in an order that no hash of a process decides
         given_up = self._given_up(scheduler_output)
         statuses, scheduled = self._req_status, scheduler_output.num_scheduled_tokens

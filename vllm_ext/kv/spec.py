@@ -43,12 +43,15 @@ class TierSpec(CPUOffloadingSpec):
     """
 
     layout: PageLayout | PackedPages | None = None
+    _manager: TierManager | DiskBackedManager | None
+    _worker: OffloadingWorker | None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return the metrics of the tiers that there are."""
         if not extra_config.get(DISK_DIR_KEY):
-            return super().build_metric_definitions(extra_config)
+            plain: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(extra_config)
+            return plain
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         from vllm_ext.kv.disk import DiskTier
@@ -60,10 +63,10 @@ class TierSpec(CPUOffloadingSpec):
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
         """Return the labels of ``vllm:kv_offload_config_info``, which vLLM publishes from 0.33 on."""
         if not extra_config.get(DISK_DIR_KEY):
-            return super().config_info_keys(extra_config)
+            return tuple(super().config_info_keys(extra_config))
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-        return TieringOffloadingSpec.config_info_keys(extra_config)
+        return tuple(TieringOffloadingSpec.config_info_keys(extra_config))
 
     def __init__(self, config: OffloadingConfig) -> None:
         """Take vLLM's configuration.
@@ -90,7 +93,7 @@ class TierSpec(CPUOffloadingSpec):
     @property
     def _chunk_bytes_of_all(self) -> int:
         """Bytes of a chunk in all workers together, without what fills a row up to whole pages."""
-        return self.geometry.chunk_bytes * self.config.parallel.world_size
+        return self.geometry.chunk_bytes * int(self.config.parallel.world_size)
 
     def get_manager(self) -> TierManager | DiskBackedManager:
         """Return the scheduler's side.

@@ -29,8 +29,9 @@ class KvSpace:
 
     def free_blocks(self) -> int:
         """Return the blocks an admission may take now; vLLM keeps its watermark while anything runs."""
-        free = self._manager.block_pool.get_num_free_blocks()
-        return free - self._manager.watermark_blocks if self._scheduler.running else free
+        free: int = self._manager.block_pool.get_num_free_blocks()
+        watermark: int = self._manager.watermark_blocks
+        return free - watermark if self._scheduler.running else free
 
     def blocks_to_admit(self, request: Request) -> int:
         """Return the blocks vLLM wants free to admit ``request``, as if nothing of it were cached.

@@ -59,7 +59,7 @@ class RunningOrder:
 
     @property
     def tightest_tbt_s(self) -> float | None:
-        """Smallest TBT objective of the running requests, in seconds; None if none has one. Cost: one pass over them."""
+        """Smallest TBT objective of the running requests, in seconds; None if none has one. Cost: a pass over them."""
         return min(self._tbt_s.values(), default=None)
 
     def rerank(self, request: Request) -> None:
@@ -114,7 +114,8 @@ class RunningOrder:
         """Yield running requests, worst rank first."""
         if self._scheduler._inflight_prefills:
             return iter(sorted(self._scheduler.running, key=self.keys.__getitem__, reverse=True))
-        return reversed(list(self._scheduler.running))
+        running: list[Request] = self._scheduler.running[::-1]
+        return iter(running)
 
     def best(self) -> Request | None:
         """Return the running request of best rank."""

@@ -307,7 +307,7 @@ class SteeredScheduler(GapScheduler):
         self._now = self.clock()
         self._preempt_reason = "reset"
         try:
-            return super().reset_prefix_cache(*args, **kwargs)
+            return bool(super().reset_prefix_cache(*args, **kwargs))
         finally:
             self._preempt_reason = "memory"
             if self.tier is not None:

@@ -50,7 +50,7 @@ class SchedulerStep:
     def num_free_tokens(self) -> int:
         """Tokens of the budget that running requests will leave for admissions; may be negative."""
         scheduler = self._scheduler
-        free = self.token_budget - self.num_running
+        free: int = self.token_budget - self.num_running
         cap = scheduler.scheduler_config.long_prefill_token_threshold or self.token_budget
         for request in scheduler._inflight_prefills:
             if request.status == RequestStatus.RUNNING:
@@ -85,7 +85,7 @@ class SchedulerStep:
     @property
     def decode_tokens(self) -> int:
         """Tokens that the step takes for those who decode, drafts included."""
-        return self.num_decoding * (1 + self._scheduler.num_spec_tokens)
+        return self.num_decoding * (1 + int(self._scheduler.num_spec_tokens))
 
     @property
     def context_tokens(self) -> int:

@@ -170,7 +170,8 @@ class FakeRunner:
         prompt = new.prompt_token_ids or []
         tokens = list(new.prefill_token_ids or prompt)
         self._rows[new.req_id] = _Row(len(prompt), tokens, list(new.block_ids[0]), self._salt(new.req_id))
-        return new.num_computed_tokens
+        computed: int = new.num_computed_tokens
+        return computed
 
     def _update(self, cached: CachedRequestData, index: int, req_id: str) -> int:
         row = self._rows.get(req_id)
@@ -187,7 +188,7 @@ class FakeRunner:
             row.block_ids.extend(new_block_ids[0])
         if self.recovers_tokens and num_output_tokens and req_id not in self._batch:
             self._recover_tokens(row, cached, req_id, num_output_tokens)
-        computed = cached.num_computed_tokens[index]
+        computed: int = cached.num_computed_tokens[index]
         if self.v2 and computed != row.computed:
             raise RunnerError(f"{req_id}: is to go on at {computed}, but this runner counts by itself: {row.computed}")
         return computed

@@ -92,7 +92,8 @@ def block_hasher(block_size: int = 16) -> BlockHasher:
     """The function that hashes a request's full blocks for prefix caching, as the engine core builds it."""
     hash_fn = get_hash_fn_by_name(_HASH_ALGORITHM)
     _init_hashing()
-    return get_request_block_hasher(block_size, hash_fn)
+    hasher: BlockHasher = get_request_block_hasher(block_size, hash_fn)
+    return hasher
 
 
 @functools.cache

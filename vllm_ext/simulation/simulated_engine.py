@@ -289,4 +289,4 @@ def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: Virtu
         original(request, *args, **kwargs)
         collector.preempted(request.request_id, clock())
 
-    scheduler._preempt_request = preempt  # type: ignore[method-assign]
+    scheduler._preempt_request = preempt

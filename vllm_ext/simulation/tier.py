@@ -185,7 +185,7 @@ class Tier:
     def used_fraction(self) -> float:
         """Share of the host's chunks that hold KV, or are being filled with it."""
         num_chunks: int = self._manager._num_chunks
-        return (num_chunks - self._manager._get_num_free_chunks()) / num_chunks
+        return (num_chunks - int(self._manager._get_num_free_chunks())) / num_chunks
 
     @property
     def transfer_bytes(self) -> float:

@@ -34,24 +34,25 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
         ValueError: (ConfigError included) both are asked for, the hardware is not known, or the host's memory is
             smaller than one chunk.
     """
-    tier = tier_config(engine)
-    if engine.kv_offload is None and tier is None:
-        return {}
-    if engine.kv_offload is not None and tier is not None:
+    tier, offload = tier_config(engine), engine.kv_offload
+    if tier is None:
+        if offload is None:
+            return {}
+        block_bytes = kv_bytes_per_block(_known(hardware, "kv_offload"), engine.block_size)
+        return {"kv_transfer_config": upstream_config(offload, block_bytes), "kv_shape": KvShape(block_bytes)}
+    if offload is not None:
         allowed = "must be left out beside kv_offload, which is vLLM's own connector: an engine has one connector"
         raise ConfigError(TIER_KEY, engine.options[TIER_KEY], allowed)
-    asked = "kv_offload" if tier is None else TIER_KEY
+    shape = _tier_shape(_known(hardware, TIER_KEY), engine.block_size)
+    config = transfer_config(build(parse(options)).tier(tier))
+    config.engine_id = "simulated"  # vLLM's default is a random number
+    return {"kv_transfer_config": config, "kv_shape": shape}
+
+
+def _known(hardware: HardwareSpec | None, asked: str) -> HardwareSpec:
     if hardware is None:
         raise ValueError(f"hardware=None: needed for {asked}, to know the size of a block")
-    if tier is not None:
-        config = transfer_config(build(parse(options)).tier(tier))
-        config.engine_id = "simulated"  # vLLM's default is a random number
-        return {"kv_transfer_config": config, "kv_shape": _tier_shape(hardware, engine.block_size)}
-    block_bytes = kv_bytes_per_block(hardware, engine.block_size)
-    return {
-        "kv_transfer_config": upstream_config(engine.kv_offload, block_bytes),
-        "kv_shape": KvShape(block_bytes),
-    }
+    return hardware
 
 
 def tier_config(engine: EngineSpec) -> KvTierConfig | None:
