@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from vllm_ext.observability import provenance, results
-from vllm_ext.observability.provenance import CommitAge, UncommittedSources, check_committed, commit_age, result_path
+from vllm_ext.observability.provenance import (
+    CommitAge,
+    UncommittedSources,
+    check_committed,
+    commit_age,
+    measured_at,
+    result_path,
+)
 
 MODULE = "vllm_ext/observability/provenance.py"
 """The file by which a package knows its checkout."""
@@ -52,33 +59,42 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def measured_at(commit: str | None) -> dict[str, Any]:
+def result_of(commit: str | None) -> dict[str, Any]:
     return {"versions": {} if commit is None else {"commit": commit}}
 
 
 def test_age_counts_the_commits_since(checkout: Path) -> None:
     first = commit(checkout, "a")
-    assert commit_age(measured_at(first), checkout) == CommitAge(commit=first, date=DAY, commits_since=0)
+    assert commit_age(result_of(first), checkout) == CommitAge(commit=first, date=DAY, commits_since=0)
     commit(checkout, "b")
-    commit(checkout, "c")
-    age = commit_age(measured_at(f"{first}-dirty"), checkout / "vllm_ext")
+    last = commit(checkout, "c")
+    age = commit_age(result_of(f"{first}-dirty"), checkout / "vllm_ext")
     assert age == CommitAge(commit=first, date=DAY, commits_since=2, dirty=True)
     assert str(age) == f"{first} with uncommitted changes, {DAY}, 2 commits ago"
+    assert provenance.head_age(checkout) == CommitAge(commit=last, date=DAY, commits_since=0)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [("0123456", "0123456"), ("0123456-dirty", "0123456 with uncommitted changes"), (None, "unknown")],
+)
+def test_result_without_an_age_still_names_its_commit(checkout: Path, recorded: str | None, said: str) -> None:
+    assert measured_at(result_of(recorded), checkout) == said
 
 
 @pytest.mark.parametrize("recorded", [None, "0" * 40, "unknown", "--all"])
 def test_age_of_a_commit_the_checkout_does_not_have_is_none(checkout: Path, recorded: str | None) -> None:
-    assert commit_age(measured_at(recorded), checkout) is None
+    assert commit_age(result_of(recorded), checkout) is None
 
 
 def test_age_outside_of_a_checkout_is_none(checkout: Path, tmp_path: Path) -> None:
-    assert commit_age(measured_at(git(checkout, "rev-parse", "HEAD")), tmp_path) is None
+    assert commit_age(result_of(git(checkout, "rev-parse", "HEAD")), tmp_path) is None
 
 
 def test_age_without_git_is_none(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = git(checkout, "rev-parse", "HEAD")
     monkeypatch.setenv("PATH", "")
-    assert commit_age(measured_at(recorded), checkout) is None
+    assert commit_age(result_of(recorded), checkout) is None
 
 
 def test_commit_of_a_package_that_is_no_part_of_the_checkout_around_it_is_none(

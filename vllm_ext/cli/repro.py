@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ext.config import ConfigError
-from vllm_ext.observability import results
+from vllm_ext.observability import json_output, provenance, results
+from vllm_ext.observability.provenance import UncommittedSources, check_committed, result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.repro.study import Findings, Study
+    from vllm_ext.repro.study import Findings, Study
 
-RESULTS = Path("benchmarks", "results", "repro")
+RESULTS = provenance.RESULTS / "repro"
 DOCUMENT = Path("docs", "reproductions.md")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    from vllm_ext.simulation.repro import catalogue
+    from vllm_ext.repro import catalogue
 
     args = _parser().parse_args(list(argv))
     try:
-        where = catalogue.folder(args.dir)
         if args.document:
-            return _document(where.parents[1])
-        studies = catalogue.studies(where)
+            return _document(Path.cwd())
+        studies = catalogue.studies()
         if args.list:
             for study in studies.values():
                 print(f"{study.id:16} {study.title} ({study.paper})")
@@ -55,9 +55,9 @@ def _chosen(wanted: Sequence[str], studies: dict[str, Study]) -> list[Study]:
 
 
 def _reproduce(study: Study, args: argparse.Namespace) -> int:
-    from vllm_ext.simulation.repro.bench import Bench, RunFailed
-    from vllm_ext.simulation.repro.catalogue import source_digest
-    from vllm_ext.simulation.repro.report import result, tables
+    from vllm_ext.repro.bench import Bench, RunFailed
+    from vllm_ext.repro.report import result, tables
+    from vllm_ext.repro.sources import source_digest
     from vllm_ext.simulation.spec import SimulationSpec
     from vllm_ext.simulation.sweep.evaluate import simulate_point
     from vllm_ext.simulation.sweep.pools import InProcessPool, ProcessPool
@@ -73,26 +73,31 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         state = "kept from before" if stored else (outcome.error or "done")
         print(f"{study.id}: run {count}: {where}: {state}", file=sys.stderr, flush=True)
 
+    out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
     store = PointStore(args.cache / source_digest())
     pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
     try:
+        if out is not None:  # studies before this one took their time
+            check_committed(out)
         with store.locked(study.id), pool:
             bench = Bench(
                 quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
             )
             findings = study.run(bench)
-    except (RunFailed, StoreError, OSError, ValueError) as error:
+        made = result(study, findings, command=_command(study, args), seed=args.seed, quick=args.quick)
+        results.emit(made, tables(study, findings), out, as_json=args.json)
+        if out is not None:
+            _plot(findings, out)
+    except (RunFailed, StoreError, UncommittedSources, OSError, ValueError) as error:
         print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
         return 1
-    command = f"vllm-ext repro {study.id}{' --quick' if args.quick else ''}"
-    if args.seed:
-        command += f" --seed {args.seed}"
-    made = result(study, findings, command=command, seed=args.seed, quick=args.quick)
-    out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
-    results.emit(made, tables(study, findings), out)
-    if out is not None:
-        _plot(findings, out)
     return 0
+
+
+def _command(study: Study, args: argparse.Namespace) -> str:
+    quick = " --quick" if args.quick else ""
+    seed = f" --seed {args.seed}" if args.seed else ""
+    return f"vllm-ext repro {study.id}{quick}{seed}"
 
 
 def _plot(findings: Findings, out: Path) -> None:
@@ -101,13 +106,17 @@ def _plot(findings: Findings, out: Path) -> None:
 
 
 def _document(root: Path) -> int:
-    from vllm_ext.simulation.repro.report import documentation
+    from vllm_ext.repro.report import documentation
 
     files = sorted((root / RESULTS).glob("*.json"))
     if not files:
-        print(f"vllm-ext repro: no results in {RESULTS}; run some with --out-dir {RESULTS}", file=sys.stderr)
+        print(
+            f"vllm-ext repro: --document: no results in {RESULTS} of this folder; run it in a checkout of vllm-ext, "
+            f"after `vllm-ext repro ID --out-dir {RESULTS}`",
+            file=sys.stderr,
+        )
         return 1
-    (root / DOCUMENT).write_text(documentation(files), encoding="utf-8")
+    (root / DOCUMENT).write_text(documentation(files, root), encoding="utf-8")
     print(f"{DOCUMENT}: {len(files)} reproductions")
     return 0
 
@@ -122,8 +131,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("id", nargs="*", help="reproductions to run, or all")
     parser.add_argument("--list", action="store_true", help="list them")
     parser.add_argument("--quick", action="store_true", help="the same table from shorter traces, below a minute each")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE, plots beside it")
-    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="write DIR/ID.json for each")
+    parser.add_argument(
+        "--out", type=result_path, metavar="FILE", help="write the result to FILE, plots beside it"
+    )
+    parser.add_argument("--out-dir", type=result_path, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
@@ -135,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where finished simulations are kept, so that an interrupted run goes on (default: the cache of vllm-ext)",
     )
-    parser.add_argument("--dir", type=Path, help="folder of reproductions (default: benchmarks/repro)")
+    json_output.add_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")
-    parser.add_argument("--document", action="store_true", help="make docs/reproductions.md from the committed results")
+    parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")
     return parser

@@ -43,8 +43,8 @@ class CommitAge:
 
     def __str__(self) -> str:
         """For a table: ``4e646e9, 2026-10-11, 195 commits ago``."""
-        commit = f"{self.commit} with uncommitted changes" if self.dirty else self.commit
-        return f"{commit}, {self.date}, {self.commits_since} commit{'' if self.commits_since == 1 else 's'} ago"
+        plural = "" if self.commits_since == 1 else "s"
+        return f"{_named(self.commit, self.dirty)}, {self.date}, {self.commits_since} commit{plural} ago"
 
 
 def commit_age(result: Mapping[str, Any], root: Path) -> CommitAge | None:
@@ -58,15 +58,39 @@ def commit_age(result: Mapping[str, Any], root: Path) -> CommitAge | None:
         None if the result names no commit, if git is absent, or if the checkout does not have the commit, as a shallow
         clone may not.
     """
-    recorded = str(result.get("versions", {}).get("commit", ""))
-    commit = recorded.removesuffix(_DIRTY)
+    commit, dirty = _recorded(result)
     if not re.fullmatch("[0-9a-f]{4,40}", commit):
         return None
+    return _age(commit, root, dirty=dirty)
+
+
+def head_age(root: Path) -> CommitAge | None:
+    """Return the present commit of a checkout; None where there is none."""
+    commit = _git(root, "rev-parse", "--short", "HEAD")
+    return None if commit is None else _age(commit.strip(), root)
+
+
+def measured_at(result: Mapping[str, Any], root: Path) -> str:
+    """Return a result's commit in words, with date and age where the checkout knows them."""
+    commit, dirty = _recorded(result)
+    return str(commit_age(result, root) or _named(commit or "unknown", dirty))
+
+
+def _recorded(result: Mapping[str, Any]) -> tuple[str, bool]:
+    recorded = str(result.get("versions", {}).get("commit", ""))
+    return recorded.removesuffix(_DIRTY), recorded.endswith(_DIRTY)
+
+
+def _named(commit: str, dirty: bool) -> str:
+    return f"{commit} with uncommitted changes" if dirty else commit
+
+
+def _age(commit: str, root: Path, *, dirty: bool = False) -> CommitAge | None:
     date = _git(root, "show", "--no-patch", "--format=%cs", f"{commit}^{{commit}}")
     since = _git(root, "rev-list", "--count", f"{commit}..HEAD")
     if date is None or since is None:
         return None
-    return CommitAge(commit=commit[:7], date=date.strip(), commits_since=int(since), dirty=recorded.endswith(_DIRTY))
+    return CommitAge(commit=commit[:7], date=date.strip(), commits_since=int(since), dirty=dirty)
 
 
 def current_commit() -> str | None:

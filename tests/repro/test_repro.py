@@ -1,0 +1,257 @@
+"""The harness of reproductions, with a made-up study and a made-up simulator."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vllm_ext.cli import repro as command
+from vllm_ext.observability import json_output, provenance
+from vllm_ext.observability.provenance import CommitAge
+from vllm_ext.repro import catalogue, report
+from vllm_ext.repro import studies as package
+from vllm_ext.repro.bench import Bench, Limit, RunFailed
+from vllm_ext.repro.study import Claim, Findings, Plot, Study
+from vllm_ext.simulation.cost.spec import CostSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.sweep.pools import InProcessPool
+from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+CAPACITY_PER_S = 10.0
+LIMIT = Limit(metric="latency_ms", value=100.0)
+ROOT = Path(__file__).parents[2]
+
+
+def hyperbola(spec: SimulationSpec) -> Mapping[str, float]:
+    """Latency of a queue with the capacity above: 10 ms / (1 - load), 1e6 ms from saturation on."""
+    load = (spec.workload.rate_per_s or 0.0) / CAPACITY_PER_S
+    return {"latency_ms": 10 / (1 - load) if load < 1 else 1e6}
+
+
+def failing(spec: SimulationSpec) -> Mapping[str, float]:
+    raise ValueError("no such device")
+
+
+def bench(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]] = hyperbola) -> Bench:
+    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder))
+
+
+def at(rate: float, seed: int = 0) -> SimulationSpec:
+    return SimulationSpec(workload=WorkloadSpec(rate_per_s=rate, seed=seed))
+
+
+def claim(paper: float = 2.0, ours: float = 3.0, **other: object) -> Claim:
+    return Claim(**{"name": "rate ratio", "paper": paper, "ours": ours, "note": "a reason", **other})  # type: ignore[arg-type]
+
+
+def findings(*claims: Claim) -> Findings:
+    return Findings(
+        header=("system", "req/s"),
+        rows=[("ours", 3.0)],
+        claims=claims,
+        metrics={"ours.rate_per_s": 3.0},
+        workload_name="made up",
+        workload_rows=0,
+        workload_sha256="0" * 64,
+    )
+
+
+STUDY = Study(
+    id="made-up", paper="A Paper", title="A table", differences=("no GPU",), run=lambda bench: findings(claim())
+)
+
+
+@pytest.mark.parametrize("start", [1.0, 9.0, 50.0])
+def test_crossing_is_found_from_either_side(tmp_path: Path, start: float) -> None:
+    found = bench(tmp_path).crossings({"a": at}, LIMIT, start_per_s={"a": start}, tolerance=0.02)["a"]
+    assert found.rate_per_s == pytest.approx(9.0, rel=0.02)  # 10 / (1 - 0.9) = 100
+    rates = [rate for rate, _ in found.trials]
+    assert rates == sorted(rates)
+    lowest, highest = (found.trials[end][1]["latency_ms"] for end in (0, -1))
+    assert lowest <= LIMIT.value < highest
+
+
+def test_limit_that_no_rate_crosses_is_an_error_that_names_the_system(tmp_path: Path) -> None:
+    hopeless = Limit(metric="latency_ms", value=1.0)
+    with pytest.raises(RunFailed, match="slow: latency_ms<=1 is never met"):
+        bench(tmp_path).crossings({"slow": at}, hopeless, start_per_s={"slow": 1.0}, tolerance=0.1)
+
+
+def test_failed_simulation_ends_the_reproduction_with_its_message(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="x: ValueError: no such device"):
+        bench(tmp_path, failing).metrics({"x": at(1.0)})
+
+
+def test_metrics_come_back_under_their_keys_and_are_not_simulated_twice(tmp_path: Path) -> None:
+    seen: list[float | None] = []
+
+    def counting(spec: SimulationSpec) -> Mapping[str, float]:
+        seen.append(spec.workload.rate_per_s)
+        return hyperbola(spec)
+
+    specs = {rate: at(rate) for rate in (1.0, 5.0)}
+    first = bench(tmp_path, counting).metrics(specs)
+    again = bench(tmp_path, counting).metrics(specs)
+    assert first == again == {1.0: {"latency_ms": pytest.approx(11.11, rel=1e-3)}, 5.0: {"latency_ms": 20.0}}
+    assert seen == [1.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("better", "paper", "ours", "reached"),
+    [("higher", 2.0, 2.0, True), ("higher", 2.0, 1.9, False), ("lower", 2.0, 1.9, True), ("lower", 2.0, 2.1, False)],
+)
+def test_claim_is_reached_in_the_direction_that_is_better(
+    better: str, paper: float, ours: float, reached: bool
+) -> None:
+    made = claim(paper, ours, better=better)
+    assert made.reached is reached
+    assert made.ratio == ours / paper
+
+
+def test_headline_claims_are_goals_and_a_missed_one_keeps_its_reason() -> None:
+    made = report.result(
+        STUDY, findings(claim(headline=True), claim(4.0, 3.0, headline=True)), command="x", seed=0, quick=True
+    )
+    assert [(goal.met, goal.note) for goal in made.goals] == [(True, "a reason"), (False, "a reason")]
+    assert [c["reached"] for c in made.config["claims"]] == [True, False]
+
+
+def test_documentation_shows_paper_ours_and_ratio_of_each_result(tmp_path: Path) -> None:
+    for name, ours in (("a", 3.0), ("b", 1.0)):
+        made = report.result(STUDY, findings(claim(ours=ours)), command="vllm-ext repro x", seed=0, quick=ours == 1.0)
+        (tmp_path / f"{name}.json").write_text(made.to_json(), encoding="utf-8")
+    text = report.documentation(list(tmp_path.glob("*.json")), tmp_path)
+    assert "| rate ratio | 2 | 3 | 1.50 | yes |" in text
+    assert "| rate ratio | 2 | 1 | 0.50 | no: a reason |" in text
+    assert text.count("Measured with `--quick`") == 1
+    assert "- no GPU" in text
+
+
+def test_documentation_of_something_else_is_refused_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"config": {}}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"other\.json is not the result of a reproduction"):
+        report.documentation([tmp_path / "other.json"], tmp_path)
+
+
+def test_committed_page_is_the_one_made_from_the_committed_results_but_for_ages(tmp_path: Path) -> None:
+    made = report.documentation(list((ROOT / command.RESULTS).glob("*.json")), tmp_path)
+    page = (ROOT / command.DOCUMENT).read_text(encoding="utf-8")
+    ageless = re.sub(r", \d{4}-\d\d-\d\d, \d+ commits? ago", "", page)
+    assert re.sub(r"Ages of commits count to .*\n\n", "", ageless) == made
+
+
+def test_page_shows_the_age_of_each_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = report.result(STUDY, findings(claim()), command="vllm-ext repro x", seed=0, quick=False)
+    (tmp_path / "a.json").write_text(made.to_json(), encoding="utf-8")
+    age = CommitAge(commit="4e646e9", date="2026-10-11", commits_since=195)
+    monkeypatch.setattr(provenance, "commit_age", lambda result, root: age)
+    monkeypatch.setattr(report, "head_age", lambda root: age)
+    text = report.documentation([tmp_path / "a.json"], tmp_path)
+    assert "`vllm-ext repro x`, commit 4e646e9, 2026-10-11, 195 commits ago." in text
+    assert "Ages of commits count to 4e646e9, 2026-10-11." in text
+
+
+def test_page_is_made_in_a_checkout_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["--document"]) == 1
+    assert "run it in a checkout" in capsys.readouterr().err
+    for folder in (command.RESULTS, command.DOCUMENT.parent):
+        folder.mkdir(parents=True)
+    made = report.result(STUDY, findings(claim()), command="vllm-ext repro x", seed=0, quick=False)
+    (command.RESULTS / "a.json").write_text(made.to_json(), encoding="utf-8")
+    assert command.main(["--document"]) == 0
+    assert "## made-up" in command.DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_every_figure_and_table_defines_one_study_with_its_paper_and_differences() -> None:
+    found = catalogue.studies()
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert found.keys() == {name.replace("_", "-") for name in modules if re.search(r"_(fig|table)\d+$", name)}
+    assert {"alise-fig6", "past-future-table1"} <= found.keys()
+    assert all(study.paper and study.differences for study in found.values())
+
+
+def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    assert "alise-fig6" in capsys.readouterr().out
+    assert command.main(["nonsense"]) == 2
+    assert "alise-fig6" in capsys.readouterr().err
+
+
+def three_requests(bench: Bench) -> Findings:
+    spec = SimulationSpec(
+        engine=EngineSpec(num_blocks=200),
+        cost=CostSpec(kind="constant"),
+        workload=WorkloadSpec(source="fixed:16:4", num_requests=3),
+    )
+    metrics = bench.metrics({"x": spec})["x"]
+    return replace(
+        findings(claim(ours=metrics["requests"])),
+        metrics={"requests": metrics["requests"]},
+        plots=[Plot(suffix="-curve", draw=_draw)],
+    )
+
+
+def _draw(path: Path) -> None:
+    path.write_bytes(b"picture")
+
+
+@pytest.fixture
+def run_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a study of three requests with the command."""
+    study = replace(STUDY, id="tiny", run=three_requests)
+    monkeypatch.setattr(catalogue, "studies", lambda: {"tiny": study})
+    return lambda *more: command.main(["tiny", "--cache", str(tmp_path / "cache"), "--jobs", "1", "--quick", *more])
+
+
+def test_run_writes_the_result_its_plots_and_one_json_line(
+    run_one: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "result.json"
+    assert run_one("--out", str(out)) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out.splitlines()[-1])
+    assert result == json.loads(out.read_text(encoding="utf-8"))
+    assert result["metrics"]["requests"] == 3
+    assert result["config"]["quick"] is True
+    assert "paper" in printed.err
+    assert (tmp_path / "result-curve.png").read_bytes() == b"picture"
+
+
+def test_sources_that_are_not_committed_refuse_the_result_before_and_after_the_run(
+    run_one: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A study earlier on the same command line took hours, in which somebody edited a file."""
+    monkeypatch.setattr(provenance, "_checkout", lambda: tmp_path)
+    clean = iter([True, False])  # when the option is read; before the run
+    monkeypatch.setattr(provenance, "uncommitted", lambda root: [] if next(clean, False) else ["kernels/x.py"])
+    out = tmp_path / provenance.RESULTS / "repro"
+    assert run_one("--out-dir", str(out)) == 1
+    assert "kernels/x.py. Commit them first" in capsys.readouterr().err
+    assert not out.exists()
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(SystemExit):
+        run_one("--out-dir", str(out))
+    assert "kernels/x.py. Commit them first" in capsys.readouterr().err
+
+
+def test_terminal_gets_the_json_only_if_asked_for(
+    run_one: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run_one() == 0
+    assert capsys.readouterr().out == f"{json_output.HINT}\n"
+    assert run_one("--json") == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "tiny"

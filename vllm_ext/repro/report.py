@@ -1,0 +1,119 @@
+"""From findings to a result, its table and its place in the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.observability.provenance import head_age, measured_at
+from vllm_ext.observability.results import Goal, Result, Workload, format_table
+from vllm_ext.repro.study import Claim, Findings, Study
+
+
+def result(study: Study, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
+    """Return the findings in the common format; every claim is in ``config["claims"]``, headlines are goals."""
+    claims = [
+        {
+            "name": claim.name,
+            "paper": claim.paper,
+            "ours": claim.ours,
+            "ratio": claim.ratio,
+            "better": claim.better,
+            "reached": claim.reached,
+            "headline": claim.headline,
+            "note": claim.note,
+        }
+        for claim in findings.claims
+    ]
+    return Result(
+        name=study.id,
+        command=command,
+        config={
+            **findings.config,
+            "paper": study.paper,
+            "title": study.title,
+            "differences": list(study.differences),
+            "claims": claims,
+            "plots": [plot.suffix for plot in findings.plots],
+            "quick": quick,
+        },
+        seed=seed,
+        workload=Workload(name=findings.workload_name, rows=findings.workload_rows, sha256=findings.workload_sha256),
+        metrics=findings.metrics,
+        baselines=findings.baselines,
+        goals=[_goal(claim) for claim in findings.claims if claim.headline],
+    )
+
+
+def tables(study: Study, findings: Findings) -> list[str]:
+    """Return the texts for a terminal: the measurements, the claims, and what is not as in the paper."""
+    claims = [
+        (c.name, c.paper, c.ours, c.ratio, "yes" if c.reached else f"no: {c.note or 'see the differences'}")
+        for c in findings.claims
+    ]
+    differences = "\n".join(f"- {line}" for line in study.differences)
+    return [
+        f"{study.id}: {study.title}\n{study.paper}\n",
+        format_table(findings.header, findings.rows),
+        "\n" + format_table(("figure", "paper", "ours", "ours/paper", "reached"), claims),
+        f"\nnot as in the paper:\n{differences}\n",
+    ]
+
+
+def documentation(files: Sequence[Path], root: Path) -> str:
+    """Return docs/reproductions.md, made from result files.
+
+    Args:
+        files: One result each.
+        root: The checkout they lie in, which knows how old their commits are.
+
+    Raises:
+        ValueError: a file is not the result of a reproduction.
+    """
+    now = head_age(root)
+    parts = [_HEAD] if now is None else [_HEAD, f"Ages of commits count to {now.commit}, {now.date}.\n"]
+    for file in sorted(files):
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            parts.append(_section(raw, file.stem, root))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file.name} is not the result of a reproduction: {error!r}") from error
+    return "\n".join(parts)
+
+
+_HEAD = """# Reproductions
+
+Figures and tables of the papers, measured again on the simulator: the schedulers are the ones that serve, the hardware
+is a cost model ([simulator.md](simulator.md)). This page is made from the JSON files in `benchmarks/results/repro` by
+`vllm-ext repro --document`; edit neither. Rates belong to the simulated hardware, so what is compared is ratios.
+"""
+
+
+def _section(raw: dict[str, Any], stem: str, root: Path) -> str:
+    config = raw["config"]
+    lines = [f"## {raw['name']}", "", f"{config['title']}. Source: {config['paper']}.", ""]
+    lines += [f"`{raw['command']}`, commit {measured_at(raw, root)}.", ""]
+    if config["quick"]:
+        lines += ["**Measured with `--quick`: shorter traces than those of the full run.**", ""]
+    lines += ["| figure | paper | ours | ours / paper | reached |", "|---|---|---|---|---|"]
+    for claim in config["claims"]:
+        name = f"**{claim['name']}**" if claim["headline"] else claim["name"]
+        reached = "yes" if claim["reached"] else f"no: {claim['note'] or 'see below'}"
+        lines.append(f"| {name} | {claim['paper']:.4g} | {claim['ours']:.4g} | {claim['ratio']:.2f} | {reached} |")
+    lines += ["", "Not as in the paper:", ""]
+    lines += [f"- {difference}" for difference in config["differences"]]
+    for suffix in config["plots"]:
+        lines += ["", f"![{stem}{suffix}](../benchmarks/results/repro/{stem}{suffix}.png)"]
+    return "\n".join([*lines, ""])
+
+
+def _goal(claim: Claim) -> Goal:
+    return Goal(
+        metric=claim.name,
+        value=claim.ours,
+        op=">=" if claim.better == "higher" else "<=",
+        goal=claim.paper,
+        note=claim.note or ("" if claim.reached else "see config.differences"),
+    )
