@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.extent import quick
 from vllm_ext.policies.admission.best_set import BestSet
 from vllm_ext.policies.budget.static import StaticBudget
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
@@ -105,8 +106,9 @@ register(System(name="test-faulty-admission", ordering=RemainingTimeLevels, admi
 register(System(name="test-faulty-budget", ordering=RemainingTimeLevels, admission=BestSet, budget=FaultyBudget))
 register(System(name="test-hostile", ordering=RemainingTimeLevels, admission=HostileAdmission, budget=HostileBudget))
 
+_EXAMPLES = quick(25, full=80)
 FAULTY = tuple(
-    Row(name=name, options={"system": name})
+    Row(name=name, options={"system": name}, examples=_EXAMPLES)
     for name in ("test-faulty-ordering", "test-faulty-admission", "test-faulty-budget")
 )
-HOSTILE = Row(name="test-hostile", options={"system": "test-hostile"})
+HOSTILE = Row(name="test-hostile", options={"system": "test-hostile"}, examples=_EXAMPLES)

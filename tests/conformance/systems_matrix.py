@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.extent import quick
+
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
 AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
-_MANY, _FEW = 25, 6
+_MANY, _FEW, _LEAST = quick(25, full=50), quick(6, full=12), quick(3, full=12)
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
 _TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
 _SMALL_MATCH = {"long_prompt_tokens": 40, "min_progress_tokens": 2, "gamma_s": 0.2}
@@ -35,7 +37,7 @@ class Row:
     flood_starves: bool = True
     """Without aging, a flood of short requests with tight objectives would starve a long one with a loose objective."""
     examples: int = _FEW
-    """How many traces a property is tried on; systems people are to use get more."""
+    """How many traces a property is tried on: systems people are to use get most, ablations and oracles least."""
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +62,7 @@ SYSTEMS = (
         },
         reads_truth=True,
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        examples=_LEAST,
     ),
     Row(name="orca", options={"system": "orca"}),
     Row(name="vllm-2023", options={"system": "vllm-2023", "admission": {"watermark": 0.1}}),
@@ -80,12 +83,17 @@ SYSTEMS = (
         examples=_MANY,
     ),
     Row(name="sarathi-static", options={"system": "sarathi-static", "budget": {**_TIGHT_BUDGET, "tokens": 16}}),
-    Row(name="sarathi-hybrid-only", options={"system": "sarathi-hybrid-only"}),
-    Row(name="sarathi-chunked-only", options={"system": "sarathi-chunked-only", "budget": {"tokens": 16}}),
+    Row(name="sarathi-hybrid-only", options={"system": "sarathi-hybrid-only"}, examples=_LEAST),
+    Row(
+        name="sarathi-chunked-only",
+        options={"system": "sarathi-chunked-only", "budget": {"tokens": 16}},
+        examples=_LEAST,
+    ),
     Row(
         name="oracle-sarathi",
         options={"system": "oracle-sarathi", "allow_oracle": True, "budget": _TIGHT_BUDGET},
         reads_truth=True,
+        examples=_LEAST,
     ),
     *(
         Row(
@@ -93,7 +101,7 @@ SYSTEMS = (
             options={"system": name, "slo": _MIXED_SLOS, **options},
             aging_bound_s=None if name == "accelgen-no-order" else AGE_LIMIT_S,
             reads_truth="allow_oracle" in options,
-            examples=_MANY if name == "accelgen" else _FEW,
+            examples=_MANY if name == "accelgen" else _LEAST,
         )
         for name, options in (
             ("accelgen", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
@@ -124,15 +132,25 @@ SYSTEMS = (
         examples=_MANY,
     ),
     Row(name="pensieve", options={"system": "pensieve"}, examples=_MANY),
-    Row(name="oracle-past-future", options={"system": "oracle-past-future", "allow_oracle": True}, reads_truth=True),
-    Row(name="aggressive", options={"system": "aggressive", "admission": {"watermark": 0.9}}),
-    Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}),
+    Row(
+        name="oracle-past-future",
+        options={"system": "oracle-past-future", "allow_oracle": True},
+        reads_truth=True,
+        examples=_LEAST,
+    ),
+    Row(name="aggressive", options={"system": "aggressive", "admission": {"watermark": 0.9}}, examples=_LEAST),
+    Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}, examples=_LEAST),
     Row(
         name="alise+pensieve",
         options={"system": "alise+pensieve", "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        examples=_LEAST,
     ),
-    Row(name="sarathi+past-future", options={"system": "sarathi+past-future", "budget": _TIGHT_BUDGET}),
+    Row(
+        name="sarathi+past-future",
+        options={"system": "sarathi+past-future", "budget": _TIGHT_BUDGET},
+        examples=_LEAST,
+    ),
     Row(
         name="alise+sarathi",
         options={
@@ -142,5 +160,6 @@ SYSTEMS = (
             "budget": _TIGHT_BUDGET,
         },
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        examples=_LEAST,
     ),
 )

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from .faulty_policies import FAULTS, FAULTY, HOSTILE
 from .rig import Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row
-from .traces import Event, configs, play, traces
+from .traces import Event, configs, play, searched, traces
 
 _UPSTREAM = next(row for row in SYSTEMS if row.name == "upstream")
-_DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 
 
-@_DEPTHS
 @pytest.mark.parametrize("row", FAULTY, ids=str)
-def test_invariant_2_nothing_is_lost_when_policies_fail_now_and_then(row: Row, depth: int) -> None:
+def test_invariant_2_nothing_is_lost_when_policies_fail_now_and_then(row: Row) -> None:
     raised = []
 
-    @given(config=configs(depth), trace=traces(), pattern=st.lists(st.booleans(), min_size=1, max_size=9))
+    @searched(row)
+    @given(config=configs(), trace=traces(), pattern=st.lists(st.booleans(), min_size=1, max_size=9))
     def check(config: RigConfig, trace: Sequence[Event], pattern: list[bool]) -> None:
         FAULTS.arm(pattern)
         rig = play(Rig(row, config), trace)
@@ -33,10 +32,10 @@ def test_invariant_2_nothing_is_lost_when_policies_fail_now_and_then(row: Row, d
     assert sum(raised), "no policy ever failed"
 
 
-@_DEPTHS
 @pytest.mark.parametrize("row", FAULTY, ids=str)
-def test_invariant_2_steps_of_a_failing_policy_admit_in_order_of_arrival(row: Row, depth: int) -> None:
-    @given(config=configs(depth), trace=traces())
+def test_invariant_2_steps_of_a_failing_policy_admit_in_order_of_arrival(row: Row) -> None:
+    @searched(row)
+    @given(config=configs(), trace=traces())
     def check(config: RigConfig, trace: Sequence[Event]) -> None:
         FAULTS.arm([True])
         rig = play(Rig(row, config), trace)
@@ -46,11 +45,11 @@ def test_invariant_2_steps_of_a_failing_policy_admit_in_order_of_arrival(row: Ro
     check()
 
 
-@_DEPTHS
 @pytest.mark.parametrize("row", FAULTY, ids=str)
-def test_invariant_2_without_pressure_a_failing_policy_leaves_upstreams_decisions(row: Row, depth: int) -> None:
-    @given(trace=traces(), caching=st.booleans(), seats=st.sampled_from([1, 3, 6]))
-    def check(trace: Sequence[Event], caching: bool, seats: int) -> None:
+def test_invariant_2_without_pressure_a_failing_policy_leaves_upstreams_decisions(row: Row) -> None:
+    @searched(row)
+    @given(trace=traces(), depth=st.sampled_from([1, 2]), caching=st.booleans(), seats=st.sampled_from([1, 3, 6]))
+    def check(trace: Sequence[Event], depth: int, caching: bool, seats: int) -> None:
         FAULTS.arm([True])
         config = RigConfig(depth=depth, caching=caching, num_blocks=64, max_num_seqs=seats)
         trace = [event for event in trace if event.method != "reset_prefix_cache"]
@@ -60,10 +59,10 @@ def test_invariant_2_without_pressure_a_failing_policy_leaves_upstreams_decision
     check()
 
 
-@_DEPTHS
-def test_invariant_2_plans_that_ask_for_nonsense_break_nothing(depth: int) -> None:
+def test_invariant_2_plans_that_ask_for_nonsense_break_nothing() -> None:
+    @searched(HOSTILE)
     @given(
-        config=configs(depth),
+        config=configs(),
         trace=traces(),
         pattern=st.lists(st.booleans(), min_size=2, max_size=9).filter(lambda p: not all(p)),
         seed=st.integers(0, 1000),

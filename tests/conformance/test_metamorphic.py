@@ -26,13 +26,12 @@ def decisions_before_lengths_tell(first: Rig, second: Rig) -> int:
     return min(told)
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("row", _BLIND, ids=str)
-def test_invariant_1_other_true_lengths_change_no_decision_until_a_finish_differs(row: Row, depth: int) -> None:
+def test_invariant_1_other_true_lengths_change_no_decision_until_a_finish_differs(row: Row) -> None:
     compared = []
 
     @searched(row)
-    @given(config=configs(depth), trace=traces(), lengths=_FEW_CHANGED)
+    @given(config=configs(), trace=traces(), lengths=_FEW_CHANGED)
     def check(config: RigConfig, trace: Sequence[Event], lengths: dict[int, int]) -> None:
         first = play(Rig(row, config), trace)
         second = play(Rig(row, config), with_true_lengths(trace, lengths))

@@ -19,13 +19,13 @@ from .systems_matrix import SYSTEMS, Row
 from .traces import arrivals, configs, searched
 
 
-def machine(row: Row, depth: int) -> type[RuleBasedStateMachine]:
+def machine(row: Row) -> type[RuleBasedStateMachine]:
     """A client, an operator and the passage of time, around one system."""
 
     class Machine(RuleBasedStateMachine):
         rig: Rig
 
-        @initialize(config=configs(depth), crowd=st.lists(arrivals(), max_size=6))
+        @initialize(config=configs(), crowd=st.lists(arrivals(), max_size=6))
         def start(self, config: RigConfig, crowd: list[Arrival]) -> None:
             self.rig = Rig(row, config)
             for arrival in crowd:
@@ -73,7 +73,6 @@ def machine(row: Row, depth: int) -> type[RuleBasedStateMachine]:
     return Machine
 
 
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("row", SYSTEMS, ids=str)
-def test_invariants_3_and_6_hold_whatever_happens(row: Row, depth: int) -> None:
-    run_state_machine_as_test(machine(row, depth), settings=searched(row))
+def test_invariants_3_and_6_hold_whatever_happens(row: Row) -> None:
+    run_state_machine_as_test(machine(row), settings=searched(row))

@@ -68,11 +68,11 @@ def arrivals() -> st.SearchStrategy[Arrival]:
     )
 
 
-def configs(depth: int) -> st.SearchStrategy[RigConfig]:
-    """Pools small enough for preemption, and some that never fill."""
+def configs(depth: int | None = None) -> st.SearchStrategy[RigConfig]:
+    """Pools small enough for preemption, and some that never fill; without ``depth`` both sync and async engines."""
     return st.builds(
         RigConfig,
-        depth=st.just(depth),
+        depth=st.sampled_from([1, 2]) if depth is None else st.just(depth),
         caching=st.booleans(),
         num_blocks=st.sampled_from([MIN_BLOCKS, 14, 18, 25, 40]),
         max_num_seqs=st.sampled_from([1, 3, 6, 10]),
