@@ -55,7 +55,7 @@ format: setup ## Fix style where that is safe
 	$(BIN)/ruff format .
 
 bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
-	@set -e; for file in $$(grep -l -e '\.py --quick' benchmarks/*.py); do echo "== $$file" >&2; $(BIN)/python $$file --quick $(ARGS); done
+	@$(BIN)/python scripts/bench_quick.py $(ARGS)
 
 repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for shorter traces
 	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)

@@ -4,14 +4,10 @@ Text is this repository's documentation and Python; whole files, one in sixteen 
 The tokens are those of a byte-level BPE made of the training text. Training takes minutes and is done once: model,
 tokenizer and tokens lie in the cache folder, complete or absent, under the hash of the recipe, and stay as they are
 when the repository's text changes.
-
-    python benchmarks/kv_quant_model.py --quick
-    python benchmarks/kv_quant_model.py
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -211,17 +207,3 @@ def sequences_of(stream: torch.Tensor, tokens: int, count: int) -> torch.Tensor:
 
 def _batches(stream: torch.Tensor, recipe: Recipe, sequences: int) -> Iterator[torch.Tensor]:
     yield from sequences_of(stream, recipe.tokens, sequences).split(8)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Train, and say how well that went."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller model, below a minute")
-    parser.add_argument("--folder", type=Path, help="where models are kept (default: the package's cache)")
-    args = parser.parse_args(argv)
-    found = trained(QUICK if args.quick else FULL, args.folder)
-    print(json.dumps(found.facts))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

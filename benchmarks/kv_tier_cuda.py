@@ -27,7 +27,16 @@ import torch
 from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.observability.results import (
+    NEEDS_DEVICE,
+    Goal,
+    Result,
+    Workload,
+    add_arguments,
+    command,
+    emit,
+    format_table,
+)
 
 _NAMES = {LOSSLESS: "raw", QUANTISED: "8bit"}
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -213,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
     args = parser.parse_args(argv)
     if not args.dry and not torch.cuda.is_available():
-        parser.error("no CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1")
+        parser.exit(NEEDS_DEVICE, "needs a CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1\n")
     where = "cpu" if args.dry else "cuda"
     shape = _TINY if args.dry else Shape(blocks=512 if args.quick else 2048)
     repeats = 1 if args.dry else 3 if args.quick else 9

@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from vllm_ext.observability.results import NEEDS_DEVICE
+
 from .conftest import BENCHMARKS
 
 
@@ -37,5 +39,5 @@ def test_a_try_on_the_cpu_checks_bytes_and_fills_the_result() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_gpu_it_says_so() -> None:
     done = run()
-    assert done.returncode == 2
-    assert "no CUDA device" in done.stderr
+    assert done.returncode == NEEDS_DEVICE
+    assert "needs a CUDA device" in done.stderr

