@@ -111,7 +111,7 @@ def goals(measured: Measured, chosen: str) -> list[Goal]:
     """Judge what was measured so far."""
     found = []
     if "pairs" in measured.facts:
-        tuned = [name for name in TUNED if name in measured.find("pairs", lambda key: True)]
+        tuned = [name for name in TUNED if name in measured.find("pairs", lambda _: True)]
         for name in tuned:  # these and the proxies need a training set, and minutes to learn it
             found += _accuracy(measured, name)
         for name in (chosen, *tuned):
@@ -198,7 +198,7 @@ def _coverage(measured: Measured, chosen: str) -> list[Goal]:
 
 def _latency(measured: Measured) -> list[Goal]:
     """Least ratio over all lengths and batches, of each proxy and each of ours."""
-    times = measured.find("latency", lambda key: True)
+    times = measured.find("latency", lambda _: True)
     made = []
     for ours, how in ((HALF, "half of the layers"), (WHOLE, "all layers")):
         for name in (SAME, SAME_PRECISION, LARGER):

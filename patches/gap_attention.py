@@ -22,7 +22,7 @@ _building: Rows | None = None
 @contextmanager
 def splitting(rows: Rows) -> Iterator[None]:
     """Split rows of the metadata that are built meanwhile."""
-    global _building
+    global _building  # noqa: PLW0603 - a process has one worker
     _building = rows
     try:
         yield

@@ -205,6 +205,7 @@ class Addition(Hook):
     """The function; ``self`` comes first if it becomes a method."""
 
     def verify(self) -> str:
+        """Return whether the name is free or ours already; raise UpstreamChanged if upstream has something under it."""
         owner, name = self._resolve()
         if hasattr(owner, name) and getattr(owner, name) is not self.value:
             raise UpstreamChanged(f"{self.target} exists already and is not ours; {self._remedy()}")

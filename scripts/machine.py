@@ -35,7 +35,7 @@ def find_interpreter() -> str:
         if (path := shutil.which(candidate)) is None:
             continue
         probe = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
-        result = subprocess.run([path, "-c", probe], capture_output=True, text=True, env=clean_environ())
+        result = subprocess.run([path, "-c", probe], capture_output=True, text=True, check=False, env=clean_environ())
         if result.returncode != 0:
             seen.append(f"{path} (does not run, or lacks venv or ensurepip)")
         elif oldest <= tuple(int(part) for part in result.stdout.split()) <= newest:
@@ -52,7 +52,7 @@ def find_interpreter() -> str:
 def detect_device() -> str:
     """`cuda` if nvidia-smi works and lists a GPU, else `cpu`."""
     try:
-        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return "cpu"
     return "cuda" if result.returncode == 0 and "GPU" in result.stdout else "cpu"

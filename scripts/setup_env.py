@@ -87,6 +87,7 @@ class Environment:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            check=False,
         )
         if result.returncode != 0:
             said = (result.stdout + result.stderr).strip() or "It said nothing."
@@ -109,7 +110,7 @@ class Environment:
 
 def create_venv(env: Environment) -> None:
     command = [find_interpreter(), "-m", "venv", "--clear", str(env.folder)]
-    result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True)
+    result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise SetupError(f"{' '.join(command)} failed: {(result.stdout + result.stderr).strip()}")
 
@@ -125,7 +126,8 @@ def is_sound(env: Environment) -> bool:
         return False
     probe = "import sys, pip; print(*sys.version_info[:2])"
     try:
-        result = subprocess.run([str(env.python), "-c", probe], capture_output=True, text=True, env=clean_environ())
+        command = [str(env.python), "-c", probe]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environ())
     except OSError:
         return False
     oldest, newest = SUPPORTED

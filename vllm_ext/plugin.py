@@ -19,7 +19,7 @@ def register() -> None:
         ValueError: The environment asks for a benchmark mode in a way that is not allowed. A benchmark that
             silently ran without it would measure something else.
     """
-    global _registered
+    global _registered  # noqa: PLW0603 - once in a process
     if _registered:
         return
     _registered = True

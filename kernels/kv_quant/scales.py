@@ -29,7 +29,7 @@ _inline = functools.partial(numba.njit, inline="always")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _as_float(_context: Any, bits: Any) -> Any:
+def _as_float(_context: Any, _bits: Any) -> Any:
     def generate(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
@@ -37,7 +37,7 @@ def _as_float(_context: Any, bits: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _as_bits(_context: Any, value: Any) -> Any:
+def _as_bits(_context: Any, _value: Any) -> Any:
     def generate(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
@@ -45,7 +45,7 @@ def _as_bits(_context: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _half_to_float(_context: Any, bits: Any) -> Any:
+def _half_to_float(_context: Any, _bits: Any) -> Any:
     def generate(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 

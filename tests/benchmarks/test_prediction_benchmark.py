@@ -103,7 +103,7 @@ def test_cache_makes_once_and_tells_keys_apart(tmp_path: Path) -> None:
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def test_pairs_are_measured_without_what_was_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_are_measured_without_what_was_learned() -> None:
     pairs = script("prediction_pairs")
     one, other = part("alpaca", 120), part("gsm8k", 120, seed=1)
     known = one.train.take(np.arange(7))  # seven prompts that were learned are asked again

@@ -142,7 +142,7 @@ def test_the_result_says_what_was_tuned_and_the_same_command_tunes_the_same(
     assert snapshot(tmp_path / "p" / ENCODER) == snapshot(tuned / ENCODER), "equal commands write equal bytes"
 
 
-def test_merge_takes_the_encoder_along(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_takes_the_encoder_along(tuned: Path, tmp_path: Path) -> None:
     other = copy_of(tuned, tmp_path / "other")
     more = write_dataset(tmp_path / "more.jsonl", 30, start=900)
     assert main(train(other, more, "--append")) == 0

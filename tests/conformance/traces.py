@@ -123,7 +123,8 @@ def with_true_lengths(trace: Sequence[Event], true_lengths: Mapping[int, int]) -
     for event in trace:
         if event.method == "arrive":
             arrival = event.args[0]
-            event = Event("arrive", (replace(arrival, true_len=true_lengths.get(count, arrival.true_len)),))
+            changed.append(Event("arrive", (replace(arrival, true_len=true_lengths.get(count, arrival.true_len)),)))
             count += 1
-        changed.append(event)
+        else:
+            changed.append(event)
     return changed

@@ -196,7 +196,7 @@ def test_no_more_than_a_few_pieces_are_on_the_device_at_once() -> None:
     assert tier.device.launches == 2 * 200
 
 
-def _order(device: FakeDevice, tier: Tier) -> list[str]:
+def _order(tier: Tier) -> list[str]:
     """Store, then load, then store; return in which order they end."""
     for job, is_load in ((0, False), (1, True), (2, False)):
         tier.submit(job, [job], [[2 * job, 2 * job + 1]], is_load=is_load)
@@ -206,12 +206,12 @@ def _order(device: FakeDevice, tier: Tier) -> list[str]:
 
 def test_a_store_waits_for_the_loads_before_it() -> None:
     device = FakeDevice(None)
-    assert sorted(_order(device, Tier(device))) == ["load 1", "store 0", "store 2"]
+    assert sorted(_order(Tier(device))) == ["load 1", "store 0", "store 2"]
 
 
 def test_a_store_does_not_wait_for_loads_where_that_is_switched_off() -> None:
     device = FakeDevice(None)
-    assert _order(device, Tier(device, loads_first=False)) == ["store 0", "store 2"]
+    assert _order(Tier(device, loads_first=False)) == ["store 0", "store 2"]
 
 
 def test_a_load_reads_the_pool_while_the_engine_computes() -> None:

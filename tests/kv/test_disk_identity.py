@@ -71,7 +71,7 @@ def test_other_weights_in_the_same_folder_are_another_model(tmp_path: Path) -> N
     assert facts(vllm_config(path)) != before
 
 
-def test_the_commit_of_the_hub_tells_weights_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_hub_tells_weights_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     found: dict[str | None, str] = {None: "/hub/snapshots/abc/config.json", "v2": "/hub/snapshots/def/config.json"}

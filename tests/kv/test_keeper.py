@@ -212,14 +212,14 @@ def test_the_oldest_tail_goes_first_under_policy_tail() -> None:
     assert tier.has("a0", "b0", "b1", "c0")
 
 
-def test_a_malformed_hint_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_hint_is_none() -> None:
     tier = Tier()
     conversation = tier.turn(None, "a0", at=0.0, conversation_id=7, kv_pin=True)
     assert not conversation.named
     assert not conversation.pinned
 
 
-def test_emptying_the_tier_empties_the_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emptying_the_tier_empties_the_conversations() -> None:
     tier = Tier({"salt_share": 0.5})
     names: Sequence[str] = ("a", "b", "c")
     for number, name in enumerate(names):

@@ -171,9 +171,11 @@ def leaks_in_pure_code(source: str, file: str) -> list[Leak]:
     tree = ast.parse(source)
     found = list(benchmark_keys(tree, file))
     for node in ast.walk(tree):
-        for name in names_in(node):
-            if not FORBIDDEN_NAMES.isdisjoint(name.split(".")) or name.split(".")[-1] == "oracle":
-                found.append(Leak(file, getattr(node, "lineno", 0), name))
+        found += (
+            Leak(file, getattr(node, "lineno", 0), name)
+            for name in names_in(node)
+            if not FORBIDDEN_NAMES.isdisjoint(name.split(".")) or name.split(".")[-1] == "oracle"
+        )
     return found
 
 

@@ -18,9 +18,7 @@ def admitted(step: PoolStep, **parameters: int) -> int | None:
     return admits(ReserveMaximum(**parameters).plan(step), step)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("total", "expected"), [(3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3), (100, 3)], ids=lambda v: str(v)
-)
+@pytest.mark.parametrize(("total", "expected"), [(3, 0), (4, 1), (7, 1), (8, 2), (11, 2), (12, 3), (100, 3)], ids=str)
 def test_as_many_start_as_reservations_of_four_blocks_fit_beside_one_of_one(total: int, expected: int) -> None:
     """Prompt 10 + 54 outputs = 64 tokens = 4 blocks each, whatever is free right now; one block more is promised."""
     step = PoolStep(queue=prompts((10, 54), (10, 54), (10, 54)), bounds=(16,), num_total_blocks=total + 1)

@@ -68,7 +68,7 @@ def test_an_estimate_lies_among_its_neighbours_in_any_order(
     e = estimate(found(*pairs), max_tokens, min_similarity=0)
     assert e is not None
     lengths = [length for length, _ in pairs]
-    assert min(min(lengths), max_tokens) <= e.tokens <= e.p90 <= min(max(lengths), max_tokens)
+    assert min(*lengths, max_tokens) <= e.tokens <= e.p90 <= min(max(lengths), max_tokens)
     shuffled = [pairs[i] for i in np.random.default_rng(seed).permutation(len(pairs))]
     again = estimate(found(*shuffled), max_tokens, min_similarity=0)
     assert again is not None

@@ -87,7 +87,7 @@ def test_a_step_whose_policy_fails_is_first_come_first_served(failure: str) -> N
     rig.drain()
 
 
-def test_a_failing_policy_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_policy_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
     import vllm_ext.scheduling.scheduler as module

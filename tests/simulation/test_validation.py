@@ -148,9 +148,10 @@ def test_request_that_was_aborted_is_refused_with_its_line(recordings: dict[str,
     kept: list[Any] = []
     for entry in run.entries:
         if (ended := getattr(entry, "finished", ())) and ended[0][0].startswith("measured"):
-            entry = entry.model_copy(update={"finished": ()})
             kept.append(Finish(at_s=entry.at_s, end_s=entry.end_s, clock=(), req_ids=None, status="FINISHED_ABORTED"))
-        kept.append(entry)
+            kept.append(entry.model_copy(update={"finished": ()}))
+        else:
+            kept.append(entry)
     with pytest.raises(RecordingError, match=r"line \d+: measured-\d+-0a1b2c3d did not end by itself"):
         RecordedWorkload(replace(run, entries=tuple(kept), lines=tuple(range(2, 2 + len(kept)))), offsets([run]))
 

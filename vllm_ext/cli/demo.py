@@ -59,7 +59,7 @@ class Interrupted(SystemExit):
         self.number = number
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 

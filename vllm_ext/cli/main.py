@@ -22,6 +22,7 @@ class Command:
     """One line for ``vllm-ext --help``."""
 
     def load(self) -> Callable[[Sequence[str]], int]:
+        """Import the subcommand, which may take seconds, and return its function."""
         module, _, function = self.target.partition(":")
         loaded: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return loaded

@@ -67,8 +67,7 @@ def markdown() -> str:
     """Return the documentation page, made from the hooks alone."""
     parts = [_HEAD]
     for name in registry.GROUPS:
-        for hook in registry.group(name):
-            parts.append(_section(hook, name))
+        parts.extend(_section(hook, name) for hook in registry.group(name))
     return "\n".join(parts)
 
 

@@ -54,7 +54,7 @@ def _merge(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return predictor_train.merge(args, spec_flags.command_line(PROG, argv))
 
 
-def _inspect(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _inspect(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     from vllm_ext.observability.results import format_table
     from vllm_ext.prediction import folder_report
     from vllm_ext.prediction.folder import default_folder
@@ -74,7 +74,7 @@ def _inspect(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if report.problems else 0
 
 
-def _export(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _export(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     from vllm_ext.prediction import store_export, store_files
     from vllm_ext.prediction.folder import STORE
 

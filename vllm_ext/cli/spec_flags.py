@@ -107,6 +107,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
+        """End the process with status 2 and one line on stderr, without argparse's usage."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -199,7 +199,7 @@ class _PointProgress:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:
+    def update(self, spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:  # noqa: ARG002 - what a sweep tells
         """Note an outcome; what was there already does not count for the time that is left."""
         self.reused += reused
         self.computed += not reused

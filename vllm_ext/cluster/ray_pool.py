@@ -52,6 +52,7 @@ class RayPool:
 
     @property
     def places(self) -> int:
+        """How many points may be under way at a time: ``jobs``, or the cluster's cores; 0 before the context begins."""
         return self._places
 
     def __enter__(self) -> Self:
@@ -93,6 +94,7 @@ class RayPool:
                 signal.signal(signal.SIGTERM, self._sigterm)  # Ray leaves a handler of its own
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
+        """Run a point on the cluster. The future never holds an exception: a run or worker that died has failed."""
         result: Future[Outcome] = Future()
 
         def settle(done: Future[Outcome]) -> None:

@@ -190,7 +190,7 @@ def compile_now(codec: Codec, blocks_per_chunk: int) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _copy_bytes(_context: Any, target: Any, target_at: Any, source: Any, source_at: Any, count: Any) -> Any:
+def _copy_bytes(_context: Any, target: Any, _target_at: Any, source: Any, _source_at: Any, _count: Any) -> Any:
     """The C library's copy, which is several times faster than the loop that an assignment of slices becomes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -197,7 +197,7 @@ class StagedCodec:
             count = len(piece.chunks)
             slip.holds[:count].copy_(buffer.holds[:count], non_blocking=True)
 
-    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:  # noqa: ARG002 - what each step is given
         """Copy chunks of the pool into a buffer."""
         for row, chunk, count in self._runs(piece.chunks):
             buffer.rows[row : row + count].copy_(self._pool[chunk : chunk + count], non_blocking=True)

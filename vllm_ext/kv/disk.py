@@ -125,15 +125,15 @@ class DiskTier(SecondaryTierManager):
 
     # --- vLLM's interface, on the step path -------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002 - vLLM's
         """Ask for nothing special."""
         return RequestOffloadingContext()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:  # noqa: ARG002 - vLLM's
         """Say whether a chunk is here."""
         return LookupResult.HIT if key in self.folder.index else LookupResult.MISS
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002 - vLLM's
         """Note that a request used chunks, here or above."""
         self.folder.index.touch(list(keys))
 
@@ -250,7 +250,7 @@ class DiskTier(SecondaryTierManager):
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003 - vLLM's
         """Return what `get_stats` reports."""
         gauges = {CHUNKS: "Chunks of KV on disk.", BYTES: "Bytes of KV on disk, other models' included."}
         return {

@@ -23,7 +23,7 @@ class Failures(NamedTuple):
     def add(self, more: Failures) -> None:
         """Take over others."""
         for known, new in zip(self, more, strict=True):
-            known |= new
+            known.update(new)
 
 
 @runtime_checkable

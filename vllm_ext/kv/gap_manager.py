@@ -84,7 +84,7 @@ class GapManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.placements: dict[str, Placement] = {}
         self.searches: dict[str, Search] = {}
-        self.told: Callable[[bool], None] = lambda anybody: None
+        self.told: Callable[[bool], None] = lambda _: None
 
     def hold(self, request_id: str, placement: Placement) -> None:
         """Note what will be done about a request's blocks."""
@@ -155,8 +155,8 @@ class GapManager(FullAttentionManager):
         self.block_pool.touch(list(placement.reused.values()))  # before anything is allocated, which might evict them
         num_new = placement.num_blocks - placement.num_hit - len(placement.reused)
         new = iter(self.block_pool.get_new_blocks(num_new))
-        for number in range(placement.num_hit, placement.num_blocks):
-            table.append(placement.reused.get(number) or next(new))
+        numbers = range(placement.num_hit, placement.num_blocks)
+        table.extend(placement.reused.get(number) or next(new) for number in numbers)
         placement.placed = True
 
 

@@ -306,7 +306,7 @@ class RetentionCachePolicy(CachePolicy):
 class TailCachePolicy(RetentionCachePolicy):
     """The tail that was not used longest goes first, whatever it costs to compute again."""
 
-    def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
+    def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:  # noqa: ARG002 - as above
         return _by_age
 
 
@@ -320,7 +320,7 @@ class LeadingCachePolicy(RetentionCachePolicy):
         """Forget a chunk; those that follow it are found without it."""
         self._forget(key)
 
-    def _must_follow(self, key: OffloadKey) -> bool:
+    def _must_follow(self, key: OffloadKey) -> bool:  # noqa: ARG002 - as above
         return False
 
 

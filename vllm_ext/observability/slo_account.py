@@ -120,6 +120,7 @@ class Sequence:
         setattr(state, _METHOD, self)
 
     def __call__(self, new_token_ids: Any, pooling_output: Any, finish_reason: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make vLLM's output, and note when it reached the client and how many tokens came with it."""
         output = self._make(new_token_ids, pooling_output, finish_reason, *args, **kwargs)
         if new_token_ids:
             self.tokens += len(new_token_ids)

@@ -137,12 +137,14 @@ class Recording:
         self._recorded_clock = lambda: self.step_record.read(clock)
 
     def add_request(self, request: Any) -> None:
+        """As the scheduler's; recorded with all that the request asks for."""
         with self.step_record.call() as entry:
             if entry is not None:
                 entry.update(_request_entry(request))
             super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
+        """As the scheduler's; recorded with what it decided."""
         with self.step_record.call() as entry:
             output = super().schedule(throttle_prefills)  # type: ignore[misc]
             if entry is not None:
@@ -150,6 +152,7 @@ class Recording:
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """As the scheduler's; recorded with the tokens that came, who finished, and whether there is work left."""
         with self.step_record.call() as entry:
             if entry is not None:
                 self.step_record.update(entry, scheduler_output, model_runner_output)
@@ -165,6 +168,7 @@ class Recording:
         return outputs
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """As the scheduler's; recorded with ids and status."""
         if request_ids is not None and not isinstance(request_ids, str):
             request_ids = list(request_ids)
         with self.step_record.call() as entry:
@@ -174,18 +178,21 @@ class Recording:
             return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """As the scheduler's; recorded with its arguments."""
         with self.step_record.call() as entry:
             if entry is not None:
                 entry.update(type="call", name="reset_prefix_cache", args=[*args, *kwargs.values()])
             return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
+        """As the scheduler's; recorded with the state's name."""
         with self.step_record.call() as entry:
             if entry is not None:
                 entry.update(type="call", name="set_pause_state", args=[pause_state.name])
             super().set_pause_state(pause_state)  # type: ignore[misc]
 
     def update_predictions(self, rows: Any) -> int:
+        """As `SteeredScheduler.update_predictions`; recorded with all rows."""
         with self.step_record.call() as entry:
             if entry is not None:
                 entry.update(type="call", name="update_predictions", args=[[list(row) for row in rows]])

@@ -86,7 +86,7 @@ class Alise:
             similarity=found.similarity,
         )  # fmt: skip
 
-    def suited(self, kernel_width: float) -> Alise:
+    def suited(self, kernel_width: float) -> Alise:  # noqa: ARG002 - as the other rules
         """Return itself: Algorithm 1 has a threshold and no kernel."""
         return self
 

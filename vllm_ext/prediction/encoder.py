@@ -169,8 +169,10 @@ class Encoder:
         return self._direct(windows)
 
     def _direct(self, windows: list[str]) -> npt.NDArray[np.float32]:
-        """Do what `encode` does for a model without prompts: for one short text its preparations take as long as the
-        model itself."""
+        """Do what `encode` does for a model without prompts, and leave out its preparations.
+
+        For one short text they take as long as the model itself.
+        """
         import torch
 
         # Texts of like length share a batch, so that little is padded; the longest come first, as they need most.

@@ -43,8 +43,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderReport:
-    """How an encoder was tuned. Losses: mean pinball loss of the nine quantiles on held-out examples, in standard
-    deviations of the log length."""
+    """How an encoder was tuned.
+
+    Losses are mean pinball losses of the nine quantiles on held-out examples, in standard deviations of the log length.
+    """
 
     base: str
     """`Encoder.name` of the encoder it was made of."""

@@ -142,7 +142,7 @@ class LengthTransformer:
             return float(loss(outputs, wanted[held]))
 
         losses, best, kept = [held_loss()], 0, copy.deepcopy(self._modules.state_dict())
-        tell = on_update or (lambda done, loss: None)
+        tell = on_update or (lambda _done, _loss: None)
         rng = np.random.default_rng([self._seed, 3])
         with torch.random.fork_rng(devices=[]):  # dropout knows no generator but the global one
             torch.manual_seed(self._seed)

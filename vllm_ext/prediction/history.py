@@ -30,6 +30,7 @@ class Window:
         return len(self._sorted)
 
     def add(self, length: int) -> None:
+        """Take a length in; the oldest goes when the window is full. Cost: a move within the window."""
         if len(self._order) == self._order.maxlen:
             del self._sorted[bisect_left(self._sorted, self._order[0])]
         self._order.append(length)

@@ -1,9 +1,9 @@
-"""Entries of a store as a file for other tools: JSON lines, CSV or numpy arrays; never anything pickled.
+r"""Entries of a store as a file for other tools: JSON lines, CSV or numpy arrays; never anything pickled.
 
 | suffix | holds |
 |---|---|
 | ``.jsonl`` | an object per entry: output_tokens, time_s, model, prompt_tokens; prompt if kept, vector if asked |
-| ``.csv`` | the same as columns, v0 ... v383 for a vector; UTF-8, lone surrogates as ``\\udXXX`` |
+| ``.csv`` | the same as columns, v0 ... v383 for a vector; UTF-8, lone surrogates as ``\udXXX`` |
 | ``.npz`` | arrays vectors [n, dim], output_tokens, times_s, prompt_tokens (0 if unknown), model_codes [n], models |
 
 JSON lines with prompts are a dataset that `vllm-ext predictor train` and `vllm-ext simulate` read.
@@ -73,7 +73,7 @@ def _csv(entries: Entries, file: BinaryIO, vectors: bool) -> None:
     text.detach()  # flushes, and leaves the file to its owner
 
 
-def _npz(entries: Entries, file: BinaryIO, vectors: bool) -> None:
+def _npz(entries: Entries, file: BinaryIO, vectors: bool) -> None:  # noqa: ARG001 - always with vectors
     names = sorted(set(entries.models))
     codes = {name: code for code, name in enumerate(names)}
     np.savez(

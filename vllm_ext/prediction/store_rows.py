@@ -147,6 +147,7 @@ class Rows:
 
     @property
     def keeps_prompts(self) -> bool:
+        """Whether the text of prompts is kept beside their embeddings."""
         return self._prompts is not None
 
     def model(self, slot: int) -> str:

@@ -42,7 +42,7 @@ class Residence:
         if not self._tier.stores_early and step.number % self._every_steps == 0:
             self._tier.leaving = frozenset(self._policy.leaving_soon(step))
 
-    def preempting(self, request: Request, now: float) -> None:
+    def preempting(self, request: Request) -> None:
         """Decide about the KV of a running request that is preempted now.
 
         Raises:
@@ -52,7 +52,7 @@ class Residence:
         job = scheduler.ledger.get(request.request_id)
         if job is None:
             return
-        parting = self.parting(job, now)
+        parting = self.parting(job)
         fate = self._policy.on_preempt(scheduler.ledger.view(job), parting)
         if not isinstance(fate, Fate):
             raise TypeError(f"on_preempt returned {fate!r}: must be a Fate")
@@ -62,12 +62,12 @@ class Residence:
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(fate) else 0
 
-    def parting(self, job: Job, now: float) -> Parting:
+    def parting(self, job: Job) -> Parting:
         """Return what it costs if a running request is preempted now, in seconds."""
         request, prices = job.request, self._tier.prices
         computed = min(request.num_computed_tokens, request.num_tokens)
         return Parting(
-            wait_s=self._wait_s(job, now),
+            wait_s=self._wait_s(job),
             reuse_s=self._reuse_s(),
             out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
             back_s=prices.load_s(computed),
@@ -100,7 +100,7 @@ class Residence:
             job.expected_wait_s = None
         job.kept_tokens = 0
 
-    def _wait_s(self, job: Job, now: float) -> float:
+    def _wait_s(self, job: Job) -> float:
         """Return the estimated wait time (ALISE, eq. 7) of a running request that is preempted now.
 
         The paper sums the predicted times of all that go before, as if they ran one after the other. Here they run

@@ -98,10 +98,10 @@ class SteeredScheduler(GapScheduler):
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
         if self.tier is not None:  # the runtime model may be replaced, and simulations replace the clock
-            self.tier.use(lambda: self.clock(), lambda new, context: self.ledger.runtime.prefill_s(new, context))
+            self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
             self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
         if self.gaps is not None:
-            self.gaps.compute_s = lambda new, context: self.ledger.runtime.prefill_s(new, context)
+            self.gaps.compute_s = lambda *tokens: self.ledger.runtime.prefill_s(*tokens)  # noqa: PLW0108
             if self.tier is not None:
                 self.tier.cross_gaps(self.gaps)
         if self._steers:
@@ -291,7 +291,7 @@ class SteeredScheduler(GapScheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if self.residence is not None and self._preempt_reason not in ("reset", "load"):
             try:
-                self.residence.preempting(request, self._now)
+                self.residence.preempting(request)
             except Exception:  # noqa: BLE001 - see _plan; undecided, the tier goes its own way
                 self._policy_failed()
         if self._steers:

@@ -170,8 +170,7 @@ class StepView(Protocol):
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that the step takes for those who decode: one each, and what is verified with it if anything
-        speculates."""
+        """Tokens that the step takes for those who decode: one each, and drafts to verify if anything speculates."""
         ...
 
     @property
@@ -254,8 +253,10 @@ class StepView(Protocol):
         ...
 
     def blocks_at_bound(self, min_tokens: int = 0) -> int:
-        """KV blocks that all requests which hold KV take once each is as long as its bound, and at least
-        ``min_tokens``: what must stay reserved so that none is ever preempted. Cost: one pass over them."""
+        """KV blocks that all who hold KV take once each is as long as its bound, and at least ``min_tokens``.
+
+        That much must stay reserved so that none is ever preempted. Cost: one pass over them.
+        """
         ...
 
     def decoding(self) -> tuple[str, ...]:

@@ -39,10 +39,12 @@ class Decision:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the whole step."""
         return sum(tokens for _, tokens in self.scheduled)
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> Decision:
+        """Return what a step of vLLM's scheduler decided."""
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -105,6 +107,7 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
+        """Steps that were scheduled and whose output the scheduler has not seen yet."""
         return len(self._in_flight)
 
     def add(self, request: Request) -> None:

@@ -96,7 +96,7 @@ class FixedLength:
     tokens: int
     """The length, in tokens."""
 
-    def draw(self, rng: np.random.Generator, count: int, max_tokens: int) -> list[int]:
+    def draw(self, rng: np.random.Generator, count: int, max_tokens: int) -> list[int]:  # noqa: ARG002 - as any shape's
         """Return equal lengths; the generator is not touched."""
         return [min(self.tokens, max_tokens)] * count
 

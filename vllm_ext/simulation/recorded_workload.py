@@ -75,7 +75,7 @@ class RecordedWorkload:
         """Yield the requests by arrival."""
         return iter(self._requests)
 
-    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:  # noqa: ARG002 - as any workload's
         """Nobody waits for an answer to ask again: the recorded moments say it all."""
         return ()
 

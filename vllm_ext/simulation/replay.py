@@ -89,6 +89,7 @@ class PlaybackClock:
         self._last = 0.0
 
     def __call__(self) -> float:
+        """Return the next recorded reading; the scheduler differs from the recorded one if there is none left."""
         self._given += 1
         if not self._readings:
             raise _Differs("the clock is read more often", f"{self._given - 1} readings", f"{self._given} or more")

@@ -14,6 +14,7 @@ class VirtualClock:
         self._now_s = start_s
 
     def __call__(self) -> float:
+        """Return the time, in seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:

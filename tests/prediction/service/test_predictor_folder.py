@@ -83,9 +83,8 @@ def test_the_store_keeps_to_its_capacity_and_trainings_go_on_all_the_same(
     assert NoRefresh.made.calls == [(8, 0)]
 
 
-def test_equal_histories_give_equal_predictions_and_files(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("make")
+def test_equal_histories_give_equal_predictions_and_files(tmp_path: Path) -> None:
     results, files = list[object](), list[object]()
     for name in ("a", "b"):
         predictor = RetrievalPredictor(retrieval(seed=5, capacity=40), tmp_path / name)

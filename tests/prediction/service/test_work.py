@@ -25,7 +25,7 @@ def test_questions_are_answered_in_the_order_in_which_they_came(obedient: Obedie
     assert desk.answered == 10
 
 
-def test_a_batch_is_as_large_as_configured(obedient: Obedient) -> None:
+def test_a_batch_is_as_large_as_configured() -> None:
     desk = make_desk(batch_size=4)
     for i in range(9):
         desk.ask(ANN, question(f"r{i}"), 0.0)
@@ -46,7 +46,7 @@ def test_a_full_queue_refuses_at_once_and_keeps_what_it_has(obedient: Obedient) 
     assert desk.answered == 3, "a refusal shows nothing of the predictor"
 
 
-def test_questions_that_waited_too_long_expire_and_take_no_place_in_a_batch(obedient: Obedient) -> None:
+def test_questions_that_waited_too_long_expire_and_take_no_place_in_a_batch() -> None:
     desk = make_desk(batch_size=2, timeout_s=10.0)
     for i in range(4):
         desk.ask(ANN, question(f"old{i}"), 0.0)
@@ -90,7 +90,7 @@ def test_a_request_that_ends_while_it_is_predicted_is_answered_and_learned(obedi
     assert [done.tokens for done in desk.take_finished()] == [5]
 
 
-def test_the_same_id_of_two_front_ends_is_two_requests(obedient: Obedient) -> None:
+def test_the_same_id_of_two_front_ends_is_two_requests() -> None:
     desk = make_desk()
     desk.ask(ANN, question("a", "of ann"), 0.0)
     desk.ask(BOB, question("a", "of bob"), 0.0)

@@ -83,7 +83,7 @@ def test_run_that_raises_is_recorded_and_tried_again_next_time(tmp_path: Path, f
     assert None not in latencies(again)
 
 
-def test_equal_points_are_run_once(tmp_path: Path, fakes: Any) -> None:
+def test_equal_points_are_run_once(tmp_path: Path) -> None:
     """Options do not reach vLLM's own scheduler, so an axis of options repeats its point."""
     axes = {"engine.options.prediction.window": (5, 6), SYSTEM: ("upstream-fcfs", "fcfs")}
     outcomes, ran = swept(tmp_path, lambda spec: {"x": 1.0}, SweepSpec(axes=axes))

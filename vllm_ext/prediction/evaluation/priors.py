@@ -118,7 +118,7 @@ class Oracle:
         """Tell the true lengths of the requests that will be asked for."""
         self._lengths = lengths
 
-    def predict(self, prompts: Prompts) -> Predicted:
+    def predict(self, prompts: Prompts) -> Predicted:  # noqa: ARG002 - as the others
         """Return what was revealed."""
         return whole(self._lengths, self._lengths)
 

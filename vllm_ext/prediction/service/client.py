@@ -54,19 +54,33 @@ class Process(Protocol):
     given_up: bool
     starts: int
 
-    def ensure(self, now: float) -> None: ...
-    def works(self) -> None: ...
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
+    def ensure(self, now: float) -> None:
+        """Start the process unless it runs, is to pause, or was given up. Does not wait."""
+
+    def works(self) -> None:
+        """Note that the process answered: if it ends now, it is started again after a short pause."""
+
+    def kill(self) -> None:
+        """End a process that answers nothing any more."""
+
+    def close(self) -> None:
+        """Let the process save and end; returns at once."""
 
 
 class ServiceMetrics(Protocol):
     """Where the service reports; see `observability.predictor_metrics`."""
 
-    def outcome(self, name: str, count: int = 1) -> None: ...
-    def latency(self, seconds: float) -> None: ...
-    def status(self, status: Status | None) -> None: ...
-    def starts(self, total: int) -> None: ...
+    def outcome(self, name: str, count: int = 1) -> None:
+        """Count requests by what came of their prediction."""
+
+    def latency(self, seconds: float) -> None:
+        """Note how long a prediction took."""
+
+    def status(self, status: Status | None) -> None:
+        """Take over what the predictor says of itself; None when it is gone."""
+
+    def starts(self, total: int) -> None:
+        """Take over how often the process was started."""
 
 
 class PredictionService:

@@ -57,8 +57,10 @@ class PromptPredictor(Protocol):
     """What can be asked for output lengths."""
 
     def predict(self, prompts: Sequence[Prompt]) -> Sequence[Estimate | None]:
-        """Return an estimate per prompt, None where there is nothing to go by. What it raises costs the batch its
-        prediction, and no more."""
+        """Return an estimate per prompt, None where there is nothing to go by.
+
+        What it raises costs the batch its prediction, and no more.
+        """
         ...
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:

@@ -19,7 +19,7 @@ _wanted = False
 
 def want() -> None:
     """Say that there is a predictor in this process; until then nothing is handed over."""
-    global _wanted
+    global _wanted  # noqa: PLW0603 - once in a process
     _wanted = True
 
 

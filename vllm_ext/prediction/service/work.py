@@ -43,8 +43,10 @@ class _Open:
 
 
 class Desk:
-    """All of the process's state but its sockets; used by the event loop's thread only, except `predict` and `learn`,
-    which run in threads of their own and touch nothing of it but the predictor.
+    """All of the process's state but its sockets.
+
+    It is used by the event loop's thread only, except `predict` and `learn`, which run in threads of their own and
+    touch nothing of it but the predictor.
 
     Whatever a predictor does, each question is answered once: what it raises, and what is no prediction, costs the
     questions of that batch theirs.

@@ -22,10 +22,10 @@ class Constant:
         if not self.host_step_s >= 0:
             raise ValueError(f"host_step_s={self.host_step_s!r}: must be at least 0")
 
-    def device_s(self, shape: StepShape) -> float:
+    def device_s(self, shape: StepShape) -> float:  # noqa: ARG002 - as any cost model's
         """Return ``step_s``."""
         return self.step_s
 
-    def host_s(self, shape: StepShape) -> float:
+    def host_s(self, shape: StepShape) -> float:  # noqa: ARG002 - as any cost model's
         """Return ``host_step_s``."""
         return self.host_step_s

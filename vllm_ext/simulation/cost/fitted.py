@@ -107,7 +107,7 @@ class Fitted:
         )
         return time if time > _SHORTEST_S else _SHORTEST_S
 
-    def host_s(self, shape: StepShape) -> float:
+    def host_s(self, shape: StepShape) -> float:  # noqa: ARG002 - as any cost model's
         """Return the engine core's own time per step beside what was fitted, in seconds."""
         return self._host_step_s
 

@@ -73,6 +73,7 @@ class InProcessPool:
         pass
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
+        """Run a point, and return a future that is done."""
         future: Future[Outcome] = Future()
         future.set_result(run_point(self._evaluate, spec))
         return future
@@ -109,6 +110,7 @@ class ProcessPool:
 
     @property
     def places(self) -> int:
+        """How many points may be under way at a time: ``jobs``."""
         return self._jobs
 
     def __enter__(self) -> Self:
@@ -125,6 +127,7 @@ class ProcessPool:
         self._workers.clear()
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
+        """Run a point in a process that is free, or in a new one; a worker that dies costs its point only."""
         worker = self._free_worker()
         result: Future[Outcome] = Future()
 
