@@ -19,7 +19,7 @@ def test_invariant_9_nothing_depends_on_the_hash_seed() -> None:
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
     ours = f"{digests.digests()}\n{run_digests.digests()}"
