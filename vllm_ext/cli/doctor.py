@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import io
-import itertools
-import json
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from vllm_ext.cli import diagnosis
+from vllm_ext.cli import diagnosis, doctor_report
 from vllm_ext.cli.diagnosis import Finding, State
+from vllm_ext.cli.features import judge
 
 DEFAULT_FEATURE = "alise"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Whether a chosen feature can work."""
-
-    feature: str
-    works: bool
-    reason: str
-    """What stands in the way, or what to know all the same; may be empty."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a chosen feature can't work."""
     parser = argparse.ArgumentParser(
         prog="vllm-ext doctor",
-        description="Check this installation. The exit status is 1 when a chosen feature can't work.",
+        description="Check this installation: a line per feature, with what to do where one can't be had. "
+        "The exit status is 1 when a chosen feature can't work.",
     )
     parser.add_argument(
         "--feature",
         action="append",
         metavar="NAME",
-        help="system (alise, fcfs+alise, ...) or group of hooks (hints, metrics, ...) that has to work; "
+        help="system (alise, fcfs+alise, ...) or feature (hints, metrics, ...) that has to work; "
         f"may be repeated (default: {DEFAULT_FEATURE})",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--verbose", action="store_true", help="list every check and every hook into vLLM")
+    form.add_argument("--json", action="store_true", help="print all of it as one JSON object, for bug reports")
     options = parser.parse_args(argv)
 
     # vLLM logs to standard output from its import on; that belongs to the report.
@@ -51,9 +40,12 @@ def main(argv: Sequence[str]) -> int:
         findings = [finding for group in collect() for finding in group]
         verdicts = [judge(name, findings) for name in dict.fromkeys(options.feature or [DEFAULT_FEATURE])]
     if options.json:
-        print(as_json(findings, verdicts))
+        versions = {name: diagnosis.version_of(name) for name in ("vllm-ext", *diagnosis.DISTRIBUTIONS)}
+        print(doctor_report.as_json(findings, verdicts, versions))
+    elif options.verbose:
+        print(doctor_report.as_table(findings, verdicts))
     else:
-        print(as_table(findings, verdicts))
+        print(doctor_report.as_lines(findings, verdicts))
     return 0 if all(verdict.works for verdict in verdicts) else 1
 
 
@@ -93,68 +85,6 @@ def _check_plugin(imports: bool) -> list[Finding]:
         allowed = vllm.envs.VLLM_PLUGINS
     found = importlib.metadata.entry_points(group=diagnosis.PLUGIN_GROUP)
     return diagnosis.check_entry_points(tuple(found), allowed)
-
-
-def judge(feature: str, findings: Sequence[Finding]) -> Verdict:
-    """Say whether a feature can work.
-
-    Args:
-        feature: A system's name, for which every hook that is not optional has to be as verified, or the name of a
-            group of hooks.
-        findings: All of them.
-    """
-    from vllm_ext import systems
-    from vllm_ext.config import ConfigError
-
-    groups = {finding.feature for finding in findings if finding.feature}
-    note = ""
-    if feature not in groups:
-        try:
-            if systems.resolve(feature).oracle:
-                note = "offline benchmarks only; a server refuses it"
-        except ConfigError as error:
-            return Verdict(feature=feature, works=False, reason=f"{error}, or a group of hooks: {_names(groups)}")
-    needed = {"", feature} if feature in groups else {"", *groups}
-    failed = [finding for finding in findings if finding.state is State.FAIL and finding.feature in needed]
-    missed = [finding for finding in failed if finding.optional and finding.feature != feature]
-    if len(missed) < len(failed):
-        reasons = (f"{f.area}: {f.name}" for f in failed if f not in missed)
-        return Verdict(feature=feature, works=False, reason=_names(reasons))
-    without = f"without {_names({f.feature for f in missed})}" if missed else ""
-    return Verdict(feature=feature, works=True, reason=", ".join(filter(None, [without, note])))
-
-
-def as_json(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
-    """Return the report as one JSON object."""
-    report = {
-        "ok": all(verdict.works for verdict in verdicts),
-        "features": [dataclasses.asdict(verdict) for verdict in verdicts],
-        "findings": [{**dataclasses.asdict(finding), "state": finding.state.value} for finding in findings],
-    }
-    return json.dumps(report, indent=1)
-
-
-def as_table(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
-    """Return the report for people: one block per area, remedies below what they are for."""
-    rows = [(f.area, f.state, f.name, f.value, f.remedy) for f in findings]
-    for verdict in verdicts:
-        says = ", ".join(filter(None, ["can work" if verdict.works else "can't work", verdict.reason]))
-        state = State.OK if verdict.works else State.FAIL
-        rows.append(("chosen features", state, verdict.feature, says, ""))
-    lines: list[str] = []
-    for area, group in itertools.groupby(rows, key=lambda row: row[0]):
-        members = list(group)
-        width = max(len(name) for _, _, name, _, _ in members)
-        lines += ["", area]
-        for _, state, name, value, remedy in members:
-            lines.append(f"  {state.value:4}  {name:{width}}  {value}".rstrip())
-            if remedy:
-                lines += textwrap.wrap(f"-> {remedy}", 110, initial_indent=" " * 8, subsequent_indent=" " * 11)
-    return "\n".join(lines[1:])
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(set(names)))
 
 
 def _progress(text: str) -> None:
