@@ -7,7 +7,7 @@ import itertools
 import json
 import platform
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ _HINT = "--verbose lists all checks and hooks; --json is for bug reports."
 
 def as_lines(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
     """Return the report with one line per feature, remedies below what they are for."""
-    rows: list[tuple[str, str, str, Iterable[str]]] = []
+    rows: list[tuple[str, str, str, tuple[str, ...]]] = []
     for finding in findings:
         if finding.area in (HOOKS, PREDICTION) or not finding.remedy:
             continue
-        state = Availability.NOT_AVAILABLE if finding.state is State.FAIL else Availability.OPTIONAL
-        rows.append((state.value, _INSTALLATION, f"{finding.area}: {finding.name}: {finding.value}", (finding.remedy,)))
+        bears = Availability.NOT_AVAILABLE if finding.state is State.FAIL else Availability.OPTIONAL
+        rows.append((bears.value, _INSTALLATION, f"{finding.area}: {finding.name}: {finding.value}", (finding.remedy,)))
     if not any(finding.state is State.FAIL for finding in findings if not finding.feature):
         rows.insert(0, (Availability.OK.value, _INSTALLATION, _summary(findings), ()))
     rows.extend((r.state.value, r.name, r.detail, r.remedies) for r in feature_reports(findings))
-    states, names = (max(len(row[column]) for row in rows) for column in (0, 1))
+    states, names = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines: list[str] = []
     for state, name, detail, remedies in rows:
         lines.append(f"{state:{states}}  {name:{names}}  {detail}")
