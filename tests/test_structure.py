@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from itertools import combinations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "vllm_ext"

@@ -87,7 +87,7 @@ class Engines:
             return await asyncio.wait_for(asyncio.gather(*calls), _PATIENCE_S)
         except EngineDeadError as error:
             raise _unavailable("an engine core has died; see the server's log") from error
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise _unavailable(f"an engine core did not answer within {_PATIENCE_S:.0f} s; try again") from error
 
     async def ask_tier(self, action: str, **arguments: Any) -> list[dict[str, Any]]:

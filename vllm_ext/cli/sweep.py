@@ -7,15 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.observability import json_output
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from vllm_ext.observability.results import Result
     from vllm_ext.simulation.constraint import Constraint
     from vllm_ext.simulation.requests import Workload as Described

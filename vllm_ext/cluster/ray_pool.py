@@ -8,15 +8,12 @@ import signal
 import threading
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.evaluate import Evaluate
 from vllm_ext.simulation.sweep.pools import run_point
 from vllm_ext.simulation.sweep.store import Outcome, versions
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LOCAL = "local"
 """Address that stands for a cluster of this machine alone, which lives as long as the pool."""

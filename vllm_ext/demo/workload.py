@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from vllm_ext.tiny_model.corpus import passage
@@ -29,7 +29,7 @@ OPEN_ENDED_MAX_TOKENS = 320
 """Bound of the requests that end at the stop string."""
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """The API a request uses."""
 
     CHAT = "chat"

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 
 class TraceError(ValueError):
@@ -24,7 +24,7 @@ def _seconds(text: str) -> float:
 def _date_and_time(text: str) -> float:
     """Seconds since 1970 of ``2023-11-16 18:15:46.6805900``; UTC, with more decimals than `datetime` reads."""
     whole, _, fraction = text.removesuffix("+00:00").partition(".")
-    since_epoch = datetime.fromisoformat(whole).replace(tzinfo=timezone.utc).timestamp()
+    since_epoch = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
     return since_epoch + (float(f"0.{fraction}") if fraction else 0.0)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Style(str, Enum):
+class Style(StrEnum):
     """A family of architectures; the value is what users write."""
 
     LLAMA = "llama"

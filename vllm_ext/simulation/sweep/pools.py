@@ -15,14 +15,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.evaluate import Evaluate
 from vllm_ext.simulation.sweep.store import Outcome
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Pool(Protocol):
