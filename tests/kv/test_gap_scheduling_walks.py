@@ -6,11 +6,13 @@ import random
 
 import pytest
 
+from tests.extent import with_full
+
 from .gap_talks import DEPTHS, Talks, words
 
 
 @DEPTHS
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", with_full(range(2), range(6)))
 @pytest.mark.parametrize(("system", "gaps"), [("fcfs", "fused"), ("alise", "fused"), ("auto", "fused"),
                                               ("fcfs", "phased"), ("alise", "phased")])  # fmt: skip
 def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:

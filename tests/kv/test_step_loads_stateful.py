@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from tests.extent import quick
 from vllm_ext.kv.step_loads import Engine
 from vllm_ext.simulation.audit import AuditError
 
@@ -16,7 +17,7 @@ from .step_loads_rig import StepRig
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live
 from .tier_stateful_rig import MIN_BLOCKS, Setup
 
-STEPS = 12_000
+STEPS = quick(4_000, full=12_000)
 
 
 def quiet(**options: object) -> StepRig:
