@@ -40,6 +40,7 @@ import prediction_results as results
 import prediction_worth as worth
 from prediction_data import MADE_UP, PAIRS, QUICK, SOURCES, Cache, Part, load
 
+from vllm_ext.observability.provenance import result_path
 from vllm_ext.observability.results import add_arguments, command, emit
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.compare import Setting
@@ -128,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trained", metavar="A,B", help="of these, learned from (default: all); all are tested on")
     parser.add_argument("--no-proxies", action="store_true", help="leave out the fine-tuned models, which take minutes")
     parser.add_argument("--only", action="append", choices=results.PARTS, help="a part; repeatable")
-    parser.add_argument("--update", type=Path, metavar="FILE", help="result whose parts are replaced by those measured")
+    parser.add_argument("--update", type=result_path, metavar="FILE", help="result whose parts measured are replaced")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep here what takes long, or take it from here")
     return parser
 

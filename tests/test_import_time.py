@@ -35,3 +35,7 @@ def test_nothing_heavy_is_imported(code: str) -> None:
 
 def test_the_check_sees_a_heavy_import() -> None:
     assert heavy_modules_after("import numpy") == {"numpy"}
+
+
+def test_list_of_reproductions_imports_neither_vllm_nor_torch() -> None:
+    assert heavy_modules_after("from vllm_ext.cli.repro import main; main(['--list'])") <= {"numpy", "pydantic"}

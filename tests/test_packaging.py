@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import configparser
 import importlib.metadata
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Iterator
 from email.parser import HeaderParser
@@ -18,16 +20,24 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.extent import HANG_S
+from vllm_ext.repro import catalogue
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
 PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction")
 """All that `make setup` installs for the CPU, without dependency resolution."""
+CHEAPEST_STUDY = "alise-table3"
+"""Of those that `vllm-ext repro --quick` runs."""
 CUDA_ONLY = {"torchvision", "torchaudio", "torchcodec"}
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
     environ = {**os.environ, "PYTHONPATH": "", "PIP_NO_INDEX": "1", **env}
-    result = subprocess.run([*map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+    arguments = [str(part) for part in command]
+    result = subprocess.run(
+        arguments, cwd=cwd, env=environ, capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -100,11 +110,38 @@ def test_base_install_needs_little(wheel: Path) -> None:
     assert base == {"numpy", "packaging", "prometheus-client", "pydantic"}
 
 
-def test_installed_wheel_imports_from_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
-    files = run(sys.executable, "-c", print_files(), cwd=tmp_path, PYTHONPATH=str(target)).split()
-    assert [Path(file).is_relative_to(target) for file in files] == [True] * 3
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which borrows everything but this package from the running one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv = folder / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=folder)
+    (site,) = venv.glob("lib/python*/site-packages")
+    # A folder named in a .pth file comes last on the path, and its own .pth files, the editable install, are not read.
+    (site / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = (sys.executable, "-m", "pip", "--python", venv / "bin" / "python")
+    run(*pip, "install", "-q", "--no-deps", "--no-compile", "--ignore-installed", wheel, cwd=folder)
+    return venv
+
+
+def test_installed_wheel_imports_from_where_it_was_installed(installed: Path, tmp_path: Path) -> None:
+    files = run(installed / "bin" / "python", "-c", print_files(), cwd=tmp_path).split()
+    assert [Path(file).is_relative_to(installed) for file in files] == [True] * 3
+
+
+def test_installed_wheel_lists_and_runs_reproductions(installed: Path, tmp_path: Path) -> None:
+    command = installed / "bin" / "vllm-ext"
+    listed = run(command, "repro", "--list", cwd=tmp_path)
+    assert {line.split()[0] for line in listed.splitlines()} == set(catalogue.studies())
+
+    options = ("--quick", "--quiet", "--jobs", "1", "--cache", "cache", "--out", "result.json")
+    printed = run(command, "repro", CHEAPEST_STUDY, *options, cwd=tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert json.loads(printed.splitlines()[-1]) == result
+    assert (result["name"], result["config"]["quick"]) == (CHEAPEST_STUDY, True)
+    assert result["metrics"]
+    assert all(claim["ours"] > 0 for claim in result["config"]["claims"])
+    assert "commit" not in result["versions"], "the package runs from no checkout"
 
 
 def test_editable_install_sees_patches_and_kernels(source: Path, tmp_path: Path) -> None:

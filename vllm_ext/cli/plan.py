@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.observability import json_output
+from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.plan import Candidate, Objective, Verdict
@@ -260,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON result to FILE")
+    parser.add_argument("--out", type=result_path, metavar="FILE", help="write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
     json_output.add_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")

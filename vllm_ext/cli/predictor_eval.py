@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
+from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
     from vllm_ext.observability.results import Result
@@ -305,6 +306,6 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--threads", type=_positive, default=1, metavar="N", help="CPU threads (default: 1)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of samples, split and training (default: 0)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROWS} rows of each file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     return parser

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.config import ConfigError
 from vllm_ext.observability import json_output, provenance, results
-from vllm_ext.observability.provenance import UncommittedSources, check_committed, result_path
+from vllm_ext.observability.provenance import check_committed, result_path
 
 if TYPE_CHECKING:
     from vllm_ext.repro.study import Findings, Study
@@ -88,7 +88,7 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         results.emit(made, tables(study, findings), out, as_json=args.json)
         if out is not None:
             _plot(findings, out)
-    except (RunFailed, StoreError, UncommittedSources, OSError, ValueError) as error:
+    except (RunFailed, StoreError, OSError, ValueError) as error:
         print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -131,9 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("id", nargs="*", help="reproductions to run, or all")
     parser.add_argument("--list", action="store_true", help="list them")
     parser.add_argument("--quick", action="store_true", help="the same table from shorter traces, below a minute each")
-    parser.add_argument(
-        "--out", type=result_path, metavar="FILE", help="write the result to FILE, plots beside it"
-    )
+    parser.add_argument("--out", type=result_path, metavar="FILE", help="write the result to FILE, plots beside it")
     parser.add_argument("--out-dir", type=result_path, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
     parser.add_argument(

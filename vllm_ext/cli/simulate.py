@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.observability import json_output
+from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
     from vllm_ext.observability.results import Result
@@ -249,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     spec_flags.add_arguments(parser)
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
-    output.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    output.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
     for name, what in (
         ("requests", "a row per request"),
         ("series", "running, waiting, KV used ... over time"),

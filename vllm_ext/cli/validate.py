@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ext.observability.provenance import result_path
+
 if TYPE_CHECKING:
     from vllm_ext.simulation.validation_report import Report
 
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save-cost", type=Path, metavar="FILE", help="keep the fitted cost model (of the first run) for simulations"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to FILE")
+    parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted and measured latencies (.png, .svg)")
     return parser
 

@@ -24,7 +24,7 @@ _DIRTY = "-dirty"
 _NAMED = 8
 
 
-class UncommittedSources(RuntimeError):
+class UncommittedSources(OSError):
     """A result would name a commit that does not repeat it; the message names the files and the remedy."""
 
 

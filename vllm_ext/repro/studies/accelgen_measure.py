@@ -20,7 +20,6 @@ from vllm_ext.repro.bench import RunFailed
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.run import simulate_parts
 from vllm_ext.simulation.run_data import RequestTable, RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -58,7 +57,7 @@ class LeavingAtTheEnd:
         """Yield the requests; each is given up at the end of the window."""
         return (replace(r, abort_after_s=self._end_s - r.arrival_s) for r in self._inner.start())
 
-    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:  # noqa: ARG002 - as any workload's
         """Return nothing: requests stand alone."""
         return ()
 
@@ -69,6 +68,8 @@ def observe(described: SimulationSpec) -> dict[str, float]:
     Raises:
         RunFailed: a policy raised in some step, so that the run is not of the system that was asked for.
     """
+    from vllm_ext.simulation.run import simulate_parts  # imports vLLM, which a list of reproductions does not need
+
     window_s = described.max_time_s
     if window_s is None:
         raise ValueError("max_time_s=None: must be the end of the window")
