@@ -134,12 +134,9 @@ def imports() -> dict[str, frozenset[str]]:
 def layer_of(module: str) -> int:
     """Return the line of `LAYERS` in which a module's first name stands."""
     first = module.partition(".")[0]
-    (found,) = (
-        number
-        for number, line in enumerate(LAYERS.split("\n"))
-        if any(fnmatch(first, pattern) for pattern in line.split())
-    )
-    return found
+    lines = [[fnmatch(first, pattern) for pattern in line.split()] for line in LAYERS.splitlines()]
+    assert sum(map(sum, lines)) == 1, f"{first}: must stand once in LAYERS"
+    return next(number for number, line in enumerate(lines) if any(line))
 
 
 @functools.cache
@@ -155,8 +152,8 @@ def test_no_module_is_long() -> None:
 
 
 @pytest.mark.parametrize("module", sorted({name.partition(".")[0] for name in modules()} - {""}))
-def test_every_package_has_a_layer(module: str) -> None:
-    assert layer_of(module)
+def test_every_package_has_one_layer(module: str) -> None:
+    assert layer_of(module) > 0
 
 
 def test_no_two_modules_import_each_other() -> None:
