@@ -15,10 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Self
 
 HOST = "127.0.0.1"
 
@@ -111,17 +108,7 @@ class ServerProcess:
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # unbuffered, so that the log tells all when the server dies
-            env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
-            with self.log_path.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    start_new_session=True,
-                )
+            self._process = self._spawn()
             self._wait_until_healthy()
         except BaseException:  # KeyboardInterrupt too: a server that is half started must not stay
             self.stop()
@@ -163,6 +150,21 @@ class ServerProcess:
         except FileNotFoundError:
             return ""
         return "\n".join(lines[-num_lines:])
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        """Unbuffered, so that the log tells all when the server dies."""
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
 
     def _wait_until_healthy(self) -> None:
         start = time.monotonic()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
-from engines import ENVIRONMENT
+from forks import ENVIRONMENT, HANG_S, VLLM, ForkServer, start
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ext.demo.client import OWN_CONNECTION
@@ -46,11 +47,34 @@ class Served(ServerProcess):
         args: Sequence[str] = (),
         *,
         log_path: Path,
+        forks: ForkServer | None = None,
         request_log: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(model, [*SMALL_ENGINE, *args], log_path=log_path, env={**ENVIRONMENT, **(env or {})})
+        """Remember what to start; nothing runs yet.
+
+        Args:
+            model: Folder of the model.
+            args: Further arguments of `vllm serve`.
+            log_path: File for the server's output.
+            forks: What to fork the server from; without it, the server is started as users start it.
+            request_log: File that the arguments make the server write.
+            env: Further variables of its environment.
+        """
+        super().__init__(
+            model,
+            [*SMALL_ENGINE, *args],
+            log_path=log_path,
+            env={**ENVIRONMENT, **(env or {})},
+            startup_timeout_s=HANG_S,
+            stop_grace_s=HANG_S,
+        )
         self.request_log = request_log
+        self.forks = forks
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        started = start(self.forks, VLLM, self.command, environment=self._environment(), log=self.log_path)
+        return cast("subprocess.Popen[bytes]", started)
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(**self._client_options())
@@ -63,13 +87,13 @@ class Served(ServerProcess):
             "base_url": f"{self.base_url}/v1",
             "api_key": "none",
             "max_retries": 0,
-            "timeout": 90,
+            "timeout": HANG_S,
             "default_headers": OWN_CONNECTION,
         }
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
         """Every sample of ``/metrics`` as (name, labels, value)."""
-        families = text_string_to_metric_families(self.get("/metrics"))
+        families = text_string_to_metric_families(self.get("/metrics", timeout_s=HANG_S))
         return [(s.name, dict(s.labels), s.value) for family in families for s in family.samples]
 
     def our_series(self) -> list[tuple[str, tuple[tuple[str, str], ...]]]:
@@ -96,7 +120,7 @@ class Served(ServerProcess):
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
     """Return once the condition holds; a metric that is not there yet counts as not holding.
 
     Raises:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from engines import EAGER
-from servers import MODEL, Served, wait_until
+from forks import ForkServer
+from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
 
 KEY = "secret-of-the-server"
 SALT = "secret-of-a-tenant"
@@ -28,7 +29,7 @@ _openings = itertools.count(10, 8)
 
 
 @pytest.fixture(scope="module")
-def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Host memory for a few conversations, and a device that holds the last ones only."""
     args = ["--scheduler-cls", "alise", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
     args += [
@@ -38,7 +39,7 @@ def server(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "--enable-prompt-tokens-details",
     ]
     args += ["--num-gpu-blocks-override", "18", "--max-num-seqs", "2", "--ext-metrics-interval-s", "0.2"]
-    with Served(llama, args, log_path=tmp_path_factory.mktemp("admin") / "server.log") as running:
+    with Served(llama, args, log_path=tmp_path_factory.mktemp("admin") / "server.log", forks=forks) as running:
         yield running
 
 
@@ -48,7 +49,7 @@ def call(server: Served, method: str, path: str, body: Any = None, key: str | No
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     request = urllib.request.Request(server.base_url + path, data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

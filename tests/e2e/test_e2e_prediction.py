@@ -5,89 +5,33 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import offline_prediction
 import pytest
-from engines import ENVIRONMENT, end_group
-from servers import MODEL, Served, wait_until
+from engines import BASE_ENGINE, ENVIRONMENT
+from forks import ForkServer, run
+from predicting import HERE, LONG, asked, complete, options, outcome, predictor_log, record_of, up, worker_pid
+from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(400)]
-
-HERE = Path(__file__).parent
-LONG = 120
-"""Output tokens with which a request still runs when its question is asked: a lone one waits for 0.1 s (`Deferral`)."""
-TIMEOUT_S = 4
-"""``predictor.timeout_s``: a hanging predictor is found out 5 s after that."""
-
-
-def options(folder: Path, **predictor: Any) -> list[str]:
-    own = {"folder": str(folder), "factory": "odd_predictors:Obedient", "timeout_s": TIMEOUT_S, **predictor}
-    return [
-        *("--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"),
-        *("--additional-config", json.dumps({"vllm_ext": {"predictor": own}})),
-    ]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
 
 
 @pytest.fixture(scope="module")
-def served(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server whose predictor does what prompts tell it to."""
     folder = tmp_path_factory.mktemp("prediction")
     log = folder / "requests.jsonl"
     args = [*options(folder / "predictor"), "--ext-request-log", str(log), "--max-num-seqs", "4"]
     env = {"PYTHONPATH": str(HERE)}
-    with Served(llama, args, log_path=folder / "server.log", request_log=log, env=env) as server:
+    with Served(llama, args, log_path=folder / "server.log", forks=forks, request_log=log, env=env) as server:
         complete(server, "wake up", 1)  # the predictor starts with the engine's first request
-        wait_until(lambda: up(server), "the predictor ready", timeout_s=60)
+        wait_until(lambda: up(server), "the predictor ready")
         yield server
-
-
-def up(server: Served) -> bool:
-    return server.metric("vllm_ext:predictor_up") == 1
-
-
-def outcome(server: Served, name: str) -> float:
-    try:
-        return server.metric("vllm_ext:length_predictions_total", outcome=name)
-    except LookupError:
-        return 0.0
-
-
-def complete(server: Served, text: Any, max_tokens: int, **kwargs: Any) -> int:
-    """Return how many tokens came back, over all choices."""
-    body = {"ignore_eos": True, **kwargs.pop("extra_body", {})}
-    answer = server.client().completions.create(
-        model=MODEL, prompt=text, max_tokens=max_tokens, extra_body=body, **kwargs
-    )
-    assert answer.usage is not None
-    return answer.usage.completion_tokens
-
-
-def predictor_log(server: Served) -> list[dict[str, Any]]:
-    file = server.log_path.parent / "predictor" / "log.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def asked(server: Served) -> list[str]:
-    return [entry["asked"] for entry in predictor_log(server) if "asked" in entry]
-
-
-def record_of(server: Served, max_tokens: int) -> dict[str, Any]:
-    """The record of the one request with this bound."""
-    found: list[dict[str, Any]] = []
-
-    def there() -> bool:
-        found[:] = [r for r in server.records() if r["max_tokens"] == max_tokens]
-        return bool(found)
-
-    wait_until(there, f"a record of the request with max_tokens={max_tokens}")
-    assert len(found) == 1
-    return found[0]
 
 
 def test_a_prediction_reaches_the_scheduler_and_the_end_of_the_request_the_predictor(served: Served) -> None:
@@ -151,20 +95,20 @@ def test_invariant_1_the_predictor_is_told_no_true_length(served: Served) -> Non
 
 @pytest.mark.parametrize(("fault", "counted"), [("raise", "error"), ("nan", "error"), ("crash", "lost")])
 def test_a_predictor_that_fails_costs_no_request_anything(served: Served, fault: str, counted: str) -> None:
-    wait_until(lambda: up(served), "the predictor ready", timeout_s=60)
+    wait_until(lambda: up(served), "the predictor ready")
     before = outcome(served, counted)
     bound = {"raise": 311, "nan": 312, "crash": 313}[fault]
     assert complete(served, f"fault:{fault} if you please", bound) == bound
     assert record_of(served, bound)["prediction_source"] in ("history", "prior")
     wait_until(lambda: outcome(served, counted) > before, f"outcome {counted} counted")
-    wait_until(lambda: up(served), "the predictor back", timeout_s=90)
+    wait_until(lambda: up(served), "the predictor back")
     predicted = outcome(served, "predicted")
     assert complete(served, f"after {fault}", LONG) == LONG
     wait_until(lambda: outcome(served, "predicted") > predicted, "predictions again")
 
 
 def test_a_predictor_that_hangs_is_started_again_and_meanwhile_requests_flow(served: Served) -> None:
-    wait_until(lambda: up(served), "the predictor ready", timeout_s=60)
+    wait_until(lambda: up(served), "the predictor ready")
     starts = served.metric("vllm_ext:predictor_starts_total")
     assert complete(served, "fault:hang now", 314) == 314
     with ThreadPoolExecutor(8) as pool:
@@ -175,7 +119,6 @@ def test_a_predictor_that_hangs_is_started_again_and_meanwhile_requests_flow(ser
     wait_until(
         lambda: served.metric("vllm_ext:predictor_starts_total") > starts and up(served),
         "the predictor started again",
-        timeout_s=90,
     )
 
 
@@ -185,18 +128,18 @@ def test_one_warning_tells_of_all_failures(served: Served) -> None:
     assert "RuntimeError: told to" in log
 
 
-def test_a_stopped_server_leaves_a_saved_predictor(llama: Path, tmp_path: Path) -> None:
-    with Served(
-        llama, options(tmp_path / "predictor"), log_path=tmp_path / "server.log", env={"PYTHONPATH": str(HERE)}
-    ) as server:
+def test_a_stopped_server_leaves_a_saved_predictor(forks: ForkServer | None, llama: Path, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(HERE)}
+    args = options(tmp_path / "predictor")
+    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, env=env) as server:
         complete(server, "wake up", 1)
-        wait_until(lambda: up(server), "the predictor ready", timeout_s=60)
+        wait_until(lambda: up(server), "the predictor ready")
         complete(server, "to be remembered", 5)
     assert [entry["saved"] for entry in predictor_log(server) if "saved" in entry][-1:] == [2]
 
 
 def test_the_predictor_killed_while_serving_comes_back(served: Served) -> None:
-    wait_until(lambda: up(served), "the predictor ready", timeout_s=60)
+    wait_until(lambda: up(served), "the predictor ready")
     starts = served.metric("vllm_ext:predictor_starts_total")
     os.kill(worker_pid(served), signal.SIGKILL)
     assert complete(served, "nobody is there", 12) == 12
@@ -205,72 +148,26 @@ def test_the_predictor_killed_while_serving_comes_back(served: Served) -> None:
     )
 
 
-def worker_pid(server: Served) -> int:
-    import psutil
-
-    found = [
-        process.pid
-        for process in psutil.Process(server.pid).children(recursive=True)
-        if "vllm_ext.prediction.service.worker" in process.cmdline()
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
-def test_several_api_servers_share_one_predictor_and_tensor_parallel_workers_have_none(
-    llama: Path, tmp_path: Path
-) -> None:
-    """What one front end's requests teach is known to all.
-
-    vLLM kills API servers with all that they started when it stops, so what counts is what was saved before.
-    """
-    args = [
-        *options(tmp_path / "predictor", save_interval_s=1),
-        "--api-server-count",
-        "2",
-        "--tensor-parallel-size",
-        "2",
-    ]
-    env = {"PYTHONPATH": str(HERE)}
-    with Served(llama, args, log_path=tmp_path / "server.log", env=env) as server:
-        wait_until(lambda: complete(server, "anybody?", 2) == 2 and up(server), "the predictor ready", timeout_s=90)
-        for i in range(16):  # each client connects anew, so that both front ends get some
-            complete(server, f"hello {i}", LONG)
-        assert server.metric("vllm_ext:predictor_starts_total") == 1
-        assert worker_pid(server)
-        hello = {f"hello {i}" for i in range(16)}
-        wait_until(lambda: hello <= set(asked(server)), "all of them asked for")
-
-        def saved() -> int:
-            return max((entry["saved"] for entry in predictor_log(server) if "saved" in entry), default=0)
-
-        wait_until(lambda: saved() >= 16, "all of them saved")
-
-
 RIVERS = ("Rhine", "Nile", "Amazon", "Danube", "Volga", "Congo", "Mekong", "Indus", "Tiber", "Elbe")
 
 
-def test_what_was_trained_before_is_known_to_the_server(llama: Path, tmp_path: Path) -> None:
+def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None, llama: Path, tmp_path: Path) -> None:
     """`vllm-ext predictor train`, then `vllm serve` with the same folder and the encoder that ships: no download."""
     rows = [{"prompt": f"In one word: into which sea flows the {river}?", "output_tokens": 3} for river in RIVERS]
     rows += [{"prompt": f"Write a long story about a boat on the {river}.", "output_tokens": 90} for river in RIVERS]
     dataset, folder = tmp_path / "rows.jsonl", tmp_path / "predictor"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "vllm_ext.cli.main", "predictor", "train", "--dataset", str(dataset)]
-    done = subprocess.run(
-        [*command, "--model", str(llama), "--out", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
+    command = [str(Path(sys.executable).with_name("vllm-ext")), "predictor", "train", "--dataset", str(dataset)]
+    command += ["--model", str(llama), "--out", str(folder)]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = run(forks, "vllm_ext.cli.main:main", command, environment=environment, log=tmp_path / "train.log")
+    assert done.code == 0, done.output
     log = tmp_path / "requests.jsonl"
     args = ["--scheduler-cls", "alise", "--ext-predictor-folder", str(folder), "--ext-request-log", str(log)]
     args += ["--ext-metrics-interval-s", "0.2"]
-    with Served(llama, args, log_path=tmp_path / "server.log", request_log=log) as server:
+    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, request_log=log) as server:
         complete(server, "wake up", 1)
-        wait_until(lambda: up(server), "the predictor ready", timeout_s=120)
+        wait_until(lambda: up(server), "the predictor ready")
         assert server.metric("vllm_ext:predictor_entries") >= 20
         complete(server, "In one word: into which sea does the Rhine flow?", 250)
         complete(server, "Write a long story about a boat on the river Rhine.", 251)
@@ -281,68 +178,25 @@ def test_what_was_trained_before_is_known_to_the_server(llama: Path, tmp_path: P
         wait_until(lambda: server.metric("vllm_ext:predictor_entries") >= 22, "what was served, learned")
 
 
-OFFLINE = """
-import json, sys, time
-from vllm import LLM, SamplingParams
-
-def main():
-    engine = json.loads(sys.argv[1])
-    llm = LLM(**engine)
-    sampling = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
-    llm.generate(["wake up"], sampling, use_tqdm=False)
-    from vllm_ext.prediction.service.attach import attached
-    service = attached(llm.llm_engine.output_processor).service
-    deadline = time.monotonic() + 60
-    while not service.ready and time.monotonic() < deadline:
-        service.poll()
-        time.sleep(0.1)
-    done = llm.generate([f"offline {i}" for i in range(24)], sampling, use_tqdm=False)
-    core = llm.llm_engine.engine_core
-    inner = getattr(core, "engine_core", None)
-    state = inner.vllm_ext_state(0) if inner is not None else core.call_utility("vllm_ext_state", 0)
-    print("RESULT " + json.dumps({
-        "tokens": [len(d.outputs[0].token_ids) for d in done],
-        "late": state["late_predictions"],
-        "sources": [r["prediction_source"] for r in state["records"]],
-    }))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
 @pytest.mark.parametrize("multiprocessing", ["1", "0"], ids=["core in a process", "core in this process"])
-def test_offline_use_predicts_as_well(llama: Path, tmp_path: Path, multiprocessing: str) -> None:
-    script = tmp_path / "offline.py"
-    script.write_text(OFFLINE)
+def test_offline_use_predicts_as_well(
+    forks: ForkServer | None, llama: Path, tmp_path: Path, multiprocessing: str
+) -> None:
     own = {"folder": str(tmp_path / "predictor"), "factory": "odd_predictors:Obedient"}
     engine = {
+        **BASE_ENGINE,
         "model": str(llama),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "block_size": 32,
         "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 32 * 2**20,
         "scheduler_cls": "alise",
         "additional_config": {"vllm_ext": {"predictor": own}},
     }
-    env = {
+    command = [sys.executable, str(offline_prediction.__file__), json.dumps(engine)]
+    environment = {
         **os.environ, **ENVIRONMENT, "PYTHONPATH": str(HERE), "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing,
     }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, str(script), json.dumps(engine)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env=env,
-    )
-    try:
-        output = process.communicate(timeout=240)[0].decode(errors="replace")
-    finally:
-        end_group(process)
-    assert process.returncode == 0, output[-4000:]
-    result = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT"))[7:])
+    done = run(forks, "offline_prediction:main", command, environment=environment, log=tmp_path / "offline.log")
+    assert done.code == 0, done.output[-4000:]
+    result = json.loads(next(line for line in done.output.splitlines() if line.startswith("RESULT"))[7:])
     assert result["tokens"] == [60] * 24
     assert result["late"] >= 20
     assert result["sources"].count("retrieval") >= 20

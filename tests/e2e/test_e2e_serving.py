@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from servers import MAX_MODEL_LEN, MODEL, Served, wait_until
+from servers import HANG_S, MAX_MODEL_LEN, MODEL, Served, wait_until
 
 from vllm_ext.serving import group_members
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
 
 BAD_HINTS = {
     "xargs-osl-negative": ("osl", {"vllm_xargs": {"osl": -1}}, {}),
@@ -143,15 +142,18 @@ def test_4_requests_that_short_ones_preempt_are_answered_unchanged(alise: Served
                     await whole(client, prompt(100 + i), 3, **hinted(3))
             return list(zip(numbers, await asyncio.gather(*longs), strict=True))
 
-    def preempted() -> list[dict[str, Any]]:
-        return [r for r in alise.records() if r["max_tokens"] == 300 and r["num_preemptions"] > 0]
+    def of_longs() -> list[dict[str, Any]]:
+        return [record for record in alise.records() if record["max_tokens"] == 300]
 
+    wait_until(lambda: len(of_longs()) >= len(alone), "the requests that were served alone, in the request log")
     for _ in range(12):
-        before = policy_preemptions(alise)
+        before, num_logged = policy_preemptions(alise), len(of_longs())
         answers = asyncio.run(scene())
         assert [(number, text) for number, text in answers if text != alone[number]] == []
-        time.sleep(1)  # several intervals of the metrics
-        if policy_preemptions(alise) > before and preempted():
+        wanted = num_logged + len(answers)
+        wait_until(lambda wanted=wanted: len(of_longs()) == wanted, "the long requests in the request log")
+        # the metrics of a fetch are there before its records
+        if policy_preemptions(alise) > before and any(r["num_preemptions"] > 0 for r in of_longs()[num_logged:]):
             return
     pytest.fail("in twelve rounds no short request took a long one's place")
 
@@ -215,7 +217,7 @@ def test_bad_hint_is_refused_with_400_and_its_name(alise: Served, case: str, str
         "completions": {"prompt": "x"},
         "chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     }.items():
-        answer = httpx.post(f"{alise.base_url}/v1/{route}", json={**request, **what}, headers=headers, timeout=60)
+        answer = httpx.post(f"{alise.base_url}/v1/{route}", json={**request, **what}, headers=headers, timeout=HANG_S)
         assert answer.status_code == 400, f"{route}: {answer.status_code} {answer.text}"
         assert field in answer.json()["error"]["message"]
 
@@ -272,12 +274,15 @@ def test_metrics_of_the_server_include_ours_once(alise: Served) -> None:
 
 
 def test_server_stops_cleanly_and_serves_again_on_its_port(alise: Served) -> None:
+    """The second start is always that of a user: with processes that vLLM spawns, which import everything anew."""
     before = complete(alise, prompt(7), 10)
     group, url = alise.pid, alise.base_url
     alise.stop()
     assert group_members(group) == []
     with pytest.raises(OSError):
         alise.get("/health")
+    alise.forks = None
     alise.start()
     assert alise.base_url == url
     assert complete(alise, prompt(7), 10) == before
+    wait_until(lambda: alise.metric("vllm_ext:system_info", system="alise") == 1, "our metrics")

@@ -1,0 +1,79 @@
+"""A server with a predictor that does what prompts tell it to (`odd_predictors`), and what the two have logged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from servers import MODEL, Served, wait_until
+
+HERE = Path(__file__).parent
+LONG = 120
+"""Output tokens with which a request still runs when its question is asked: a lone one waits for 0.1 s (`Deferral`)."""
+TIMEOUT_S = 4
+"""``predictor.timeout_s``: a hanging predictor is found out 5 s after that."""
+
+
+def options(folder: Path, **predictor: Any) -> list[str]:
+    own = {"folder": str(folder), "factory": "odd_predictors:Obedient", "timeout_s": TIMEOUT_S, **predictor}
+    return [
+        *("--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"),
+        *("--additional-config", json.dumps({"vllm_ext": {"predictor": own}})),
+    ]
+
+
+def up(server: Served) -> bool:
+    return server.metric("vllm_ext:predictor_up") == 1
+
+
+def outcome(server: Served, name: str) -> float:
+    try:
+        return server.metric("vllm_ext:length_predictions_total", outcome=name)
+    except LookupError:
+        return 0.0
+
+
+def complete(server: Served, text: Any, max_tokens: int, **kwargs: Any) -> int:
+    """Return how many tokens came back, over all choices."""
+    body = {"ignore_eos": True, **kwargs.pop("extra_body", {})}
+    answer = server.client().completions.create(
+        model=MODEL, prompt=text, max_tokens=max_tokens, extra_body=body, **kwargs
+    )
+    assert answer.usage is not None
+    return answer.usage.completion_tokens
+
+
+def predictor_log(server: Served) -> list[dict[str, Any]]:
+    file = server.log_path.parent / "predictor" / "log.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def asked(server: Served) -> list[str]:
+    return [entry["asked"] for entry in predictor_log(server) if "asked" in entry]
+
+
+def record_of(server: Served, max_tokens: int) -> dict[str, Any]:
+    """The record of the one request with this bound."""
+    found: list[dict[str, Any]] = []
+
+    def there() -> bool:
+        found[:] = [r for r in server.records() if r["max_tokens"] == max_tokens]
+        return bool(found)
+
+    wait_until(there, f"a record of the request with max_tokens={max_tokens}")
+    assert len(found) == 1
+    return found[0]
+
+
+def worker_pid(server: Served) -> int:
+    import psutil
+
+    found = [
+        process.pid
+        for process in psutil.Process(server.pid).children(recursive=True)
+        if "vllm_ext.prediction.service.worker" in process.cmdline()
+    ]
+    assert len(found) == 1
+    return found[0]
