@@ -16,22 +16,37 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(420)]
+from tests.extent import HANG_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
 
 DEMO = "import sys; from vllm_ext.cli.demo import main; sys.exit(main(sys.argv[1:]))"
+WITH_SERVER = """
+import sys
+from vllm_ext.cli.demo import main
+from vllm_ext.serving import ServerProcess
+ServerProcess.command = property(lambda self: [sys.executable, "-c", sys.argv[1], self.model])
+sys.exit(main(sys.argv[2:]))
+"""
+"""The demo with another program, its first argument, in the place of `vllm serve`."""
+STUBBORN = "import os, time; os.fork(); time.sleep(600)"
+"""Two processes that never answer."""
+FAILING = "import sys; exit(f'no model in {sys.argv[1]}')"
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class RunningDemo:
     """A demo in a process of its own, its output so far, and every process that it ever had below it."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
+    def __init__(self, folder: Path, *args: str, server: str | None) -> None:
+        """Start the demo; ``server`` is a program that stands for `vllm serve`, None for the real one."""
         self.out = folder / "out.txt"
         self.err = folder / "err.txt"
         self.descendants: set[psutil.Process] = set()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             env = {**os.environ, **OFFLINE, "TMPDIR": str(folder)}
-            self.process = subprocess.Popen([sys.executable, "-c", DEMO, *args], stdout=out, stderr=err, env=env)
+            program = [DEMO] if server is None else [WITH_SERVER, server]
+            self.process = subprocess.Popen([sys.executable, "-c", *program, *args], stdout=out, stderr=err, env=env)
         self._watching = True
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
@@ -42,14 +57,14 @@ class RunningDemo:
                 self.descendants.update(psutil.Process(self.process.pid).children(recursive=True))
             time.sleep(0.1)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the demo ended early:\n{self.err.read_text()}"
             assert time.monotonic() < deadline, f"timed out:\n{self.err.read_text()}"
             time.sleep(0.1)
 
-    def end(self, number: int | None = None, timeout_s: float = 300.0) -> int:
+    def end(self, number: int | None = None, timeout_s: float = HANG_S) -> int:
         """Wait for the end, after a signal if one is given; return the exit status."""
         if number is not None:
             self.process.send_signal(number)
@@ -57,7 +72,7 @@ class RunningDemo:
 
     def leftovers(self) -> list[str]:
         """Command lines of what is still running below the demo, a moment after its end."""
-        _, alive = psutil.wait_procs(self.descendants, timeout=5)
+        _, alive = psutil.wait_procs(self.descendants, timeout=60)
         left = []
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -79,8 +94,8 @@ class RunningDemo:
 def start(tmp_path: Path) -> Iterator[Callable[..., RunningDemo]]:
     started: list[RunningDemo] = []
 
-    def run(*args: str) -> RunningDemo:
-        started.append(RunningDemo(tmp_path, *args))
+    def run(*args: str, server: str | None = None) -> RunningDemo:
+        started.append(RunningDemo(tmp_path, *args, server=server))
         return started[-1]
 
     yield run
@@ -93,9 +108,11 @@ def rows(table: str) -> list[list[str]]:
     return [line.replace(" stream", "+stream").split() for line in table.splitlines() if line.lstrip()[:1].isdigit()]
 
 
-def test_table_has_one_finished_row_per_request_with_its_prediction(start: Callable[..., RunningDemo]) -> None:
-    demo = start("--requests", "8")
-    assert demo.end() == 0, demo.err.read_text()
+def test_table_has_one_finished_row_per_request_and_the_server_stays_until_ctrl_c(
+    start: Callable[..., RunningDemo],
+) -> None:
+    demo = start("--requests", "8", "--keep-serving")
+    demo.wait_for(lambda: "Ctrl-C to stop" in demo.err.read_text())
     table = demo.out.read_text()
     # the summary line starts with a digit too
     *requests, summary = rows(table)
@@ -108,43 +125,51 @@ def test_table_has_one_finished_row_per_request_with_its_prediction(start: Calla
         assert row[-1] in ("length", "stop")
     assert " ".join(summary).startswith("8 of 8 requests finished")
     assert "vllm_ext:policy_fallbacks_total{} 0" in table
+    url = demo.err.read_text().rpartition("curl ")[2].split()[0]
+    with urllib.request.urlopen(url, timeout=10) as response:
+        assert b"vllm_ext:policy_fallbacks_total" in response.read()
     assert len(demo.descendants) >= 2
+    assert demo.end(signal.SIGINT) == 0
     assert demo.leftovers() == []
 
 
-def test_plain_vllm_keeps_serving_until_ctrl_c_and_leaves_nothing(start: Callable[..., RunningDemo]) -> None:
-    demo = start("--requests", "3", "--scheduler-cls", "", "--keep-serving")
-    demo.wait_for(lambda: "Ctrl-C to stop" in demo.err.read_text())
+@pytest.mark.full
+def test_plain_vllm_has_no_predictions_and_the_demo_ends_by_itself(start: Callable[..., RunningDemo]) -> None:
+    demo = start("--requests", "3", "--scheduler-cls", "")
+    assert demo.end() == 0, demo.err.read_text()
     *requests, _ = rows(demo.out.read_text())
     assert [row[3].split("/")[0] for row in requests] == ["-"] * 3
-    url = demo.err.read_text().rpartition("curl ")[2].split()[0]
-    with urllib.request.urlopen(url, timeout=10) as response:
-        assert b"vllm:num_preemptions_total" in response.read()
-    assert demo.end(signal.SIGINT, timeout_s=60) == 0
+    assert "vllm:num_preemptions_total" in demo.out.read_text()
     assert demo.leftovers() == []
 
 
 @pytest.mark.parametrize(
-    ("number", "num_processes"),
+    ("number", "server", "num_processes"),
     [
-        pytest.param(signal.SIGINT, 1, id="ctrl-c-at-once"),
-        pytest.param(signal.SIGTERM, 3, id="sigterm-while-the-engine-starts"),
+        pytest.param(signal.SIGINT, STUBBORN, 1, id="ctrl-c-at-once"),
+        pytest.param(signal.SIGTERM, STUBBORN, 2, id="sigterm-while-the-server-starts"),
+        # The third process is the engine core: the first is the API server, the second Python's resource tracker.
+        pytest.param(signal.SIGTERM, None, 3, id="sigterm-while-the-engine-starts", marks=pytest.mark.full),
     ],
 )
 def test_signal_during_start_up_stops_the_server(
-    start: Callable[..., RunningDemo], number: signal.Signals, num_processes: int
+    start: Callable[..., RunningDemo], number: signal.Signals, server: str | None, num_processes: int
 ) -> None:
-    """The third process is the engine core: the first is the API server, the second Python's resource tracker."""
-    demo = start("--scheduler-cls", "")
+    demo = start("--scheduler-cls", "", server=server)
     demo.wait_for(lambda: len(demo.descendants) >= num_processes)
-    assert demo.end(number, timeout_s=60) == 128 + number
+    assert demo.end(number) == 128 + number
     assert "the server is stopped" in demo.err.read_text()
     assert demo.leftovers() == []
 
 
-def test_server_that_does_not_start_shows_its_log_and_fails(start: Callable[..., RunningDemo], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "server", [FAILING, pytest.param(None, marks=pytest.mark.full)], ids=["a program", "vLLM without a model"]
+)
+def test_server_that_does_not_start_shows_its_log_and_fails(
+    start: Callable[..., RunningDemo], server: str | None, tmp_path: Path
+) -> None:
     (tmp_path / "no-model").mkdir()
-    demo = start("--scheduler-cls", "", "--model", str(tmp_path / "no-model"))
+    demo = start("--scheduler-cls", "", "--model", str(tmp_path / "no-model"), server=server)
     assert demo.end() == 1
     message = demo.err.read_text()
     assert "before it answered" in message

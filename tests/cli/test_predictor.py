@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.cli.predictor import main
 from vllm_ext.prediction import decoder_file
 from vllm_ext.prediction.folder import DECODER, STORE
@@ -191,7 +192,7 @@ def test_help_lists_the_actions_and_imports_nothing_heavy() -> None:
         "    except SystemExit as stopped: assert stopped.code == 0\n"
         "print([m for m in ('numpy', 'torch', 'faiss', 'sentence_transformers', 'vllm') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
     for action in ("train", "eval", "inspect", "merge", "export", "--keep-prompts"):
         assert action in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"

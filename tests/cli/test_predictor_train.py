@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.cli.predictor import main
 from vllm_ext.prediction import decoder_file, encoder, store_files
 from vllm_ext.prediction.folder import DECODER, STORE, default_folder
@@ -172,7 +173,7 @@ def test_the_real_encoder_end_to_end(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data.jsonl", 24)
     command = [sys.executable, "-m", "vllm_ext.cli.main", "predictor", "train", "--dataset", data, "--model", "m"]
     command += ["--out", str(tmp_path / "p"), "--quiet", *FAST]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     got = json.loads(done.stdout)
     assert got["config"]["encoder"].startswith("all-MiniLM-L6-v2@")

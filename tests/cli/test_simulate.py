@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.simulate import main
 from vllm_ext.observability import json_output
@@ -220,5 +221,5 @@ def test_describing_a_run_imports_neither_vllm_nor_torch() -> None:
         "import sys\nfrom vllm_ext.cli.simulate import main\nmain(['--rate', '2', '--print-spec'])\n"
         "sys.exit(str([m for m in ('vllm', 'torch', 'matplotlib', 'pandas') if m in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.stderr.strip() == "[]"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.cli.sweep import main
 from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
@@ -123,7 +124,7 @@ def test_killed_sweep_resumes_to_the_bytes_of_a_whole_one(tmp_path: Path) -> Non
 
     def swept(folder: str, allowed: int) -> tuple[int, int]:
         command = [sys.executable, "-c", program, str(allowed), *GRID, "--dir", str(tmp_path / folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
         return done.returncode, done.stderr.count("ran")
 
     assert swept("cut", 2) == (-signal.SIGKILL, 2)
@@ -164,7 +165,7 @@ def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: s
         wait_until(lambda: process.poll() is not None or len(list(folder.glob("points/*.json"))) == 2)
         assert process.poll() is None
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate(timeout=HANG_S)
         wait_until(lambda: is_gone(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -175,7 +176,7 @@ def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: s
     assert len(points(folder)) == 2
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 100.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
+from tests.extent import HANG_S
 from vllm_ext.observability.predictor_metrics import PredictorMetrics
 from vllm_ext.prediction.service.client import ServiceMetrics
 from vllm_ext.prediction.service.messages import Status
@@ -119,7 +120,7 @@ metrics.status(Status(entries=int(sys.argv[1])))
 def test_counters_of_several_front_ends_add_up_and_gauges_are_the_latest(tmp_path: Path) -> None:
     for number in ("2", "5"):
         env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-        subprocess.run([sys.executable, "-c", FRONT_END, number], env=env, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", FRONT_END, number], env=env, check=True, timeout=HANG_S)
     registry = CollectorRegistry()
     collect: Any = multiprocess.MultiProcessCollector
     collect(registry, path=str(tmp_path))
