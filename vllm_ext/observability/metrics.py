@@ -96,9 +96,10 @@ class EngineFeed:
             self._observe(record)
 
     def _increment(self, name: str, total: float) -> float:
-        increment = total - self._seen.get(name, 0.0)
+        """Return by how much a total grew; all of it if it fell, since its engine then started to count again."""
+        seen = self._seen.get(name, 0.0)
         self._seen[name] = total
-        return max(0.0, increment)
+        return total - seen if total >= seen else total
 
     def _observe(self, record: Mapping[str, Any]) -> None:
         m, labels = self._metrics, self._labels
