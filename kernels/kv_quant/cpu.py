@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_ext.kernels.kv_quant import scales, tiles
+from vllm_ext.kernels.kv_quant import machine_code, scales, tiles
 from vllm_ext.kernels.kv_quant.format import INVERSES, SCALES, RecordFormat
 from vllm_ext.kernels.kv_quant.scales import BITS
 
@@ -42,19 +42,28 @@ def quantise(pages: torch.Tensor, block_ids: _Array, records: torch.Tensor, slot
     Returns:
         Which of the records hold, shape [groups], bool: see `reference.quantise`. The others are rubbish.
     """
-    holds: _Array = _compiled(fmt)[0](*_views(pages, records, fmt), block_ids, slots, *_geometry(fmt), INVERSES)
+    holds = np.ones(len(slots), np.bool_)
+    _call(0, pages, block_ids, records, slots, fmt, holds)
     return holds
 
 
 def dequantise(records: torch.Tensor, slots: _Array, pages: torch.Tensor, block_ids: _Array, fmt: RecordFormat) -> None:
     """Write groups back into blocks; arguments as for `quantise`. A block id of -1 is a block that is not wanted."""
-    _compiled(fmt)[1](*_views(pages, records, fmt), block_ids, slots, *_geometry(fmt), SCALES)
+    _call(1, pages, block_ids, records, slots, fmt, np.empty(0, np.bool_))
 
 
-def _views(pages: torch.Tensor, records: torch.Tensor, fmt: RecordFormat) -> tuple[_Array, _Array, _Array]:
-    kind = BITS[fmt.layout.dtype]
-    as_bytes = records.numpy()
-    return pages.view(getattr(torch, np.dtype(kind).name)).numpy(), as_bytes, as_bytes.view(kind)
+def _call(
+    which: int, pages: torch.Tensor, block_ids: _Array, records: torch.Tensor, slots: _Array, fmt: RecordFormat,
+    holds: _Array,
+) -> None:  # fmt: skip
+    block_ids, slots = np.ascontiguousarray(block_ids, np.int64), np.ascontiguousarray(slots, np.int64)
+    heads, channels, tokens, size, head_stride, sides, minima_at, scales_at = _geometry(fmt)
+    table = (INVERSES, SCALES)[which]
+    _compiled(fmt)[which](
+        pages.data_ptr(), len(pages), pages.stride(0), records.data_ptr(), records.data_ptr(), *records.shape,
+        block_ids.ctypes.data, slots.ctypes.data, *block_ids.shape, heads, channels, tokens, size, head_stride,
+        sides.ctypes.data, len(sides), minima_at, scales_at, table.ctypes.data, holds.ctypes.data,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -73,17 +82,17 @@ def _geometry(fmt: RecordFormat) -> tuple[Any, ...]:
         for side, by_rows in zip(sides, rows, strict=True)
     ]
     item = np.dtype(BITS[layout.dtype]).itemsize
-    shape = (layout.num_heads, np.uintp(channels), np.uintp(layout.block_size), np.uintp(layout.page_elements))
-    return (*shape, np.uintp(layout.head_stride), np.array(table, np.uintp), fmt.minima_at // item, fmt.scales_at)
+    shape = (layout.num_heads, channels, layout.block_size, layout.page_elements, layout.head_stride)
+    return (*shape, np.array(table, np.uintp), fmt.minima_at // item, fmt.scales_at)
 
 
 @functools.cache
 def _compiled(fmt: RecordFormat) -> tuple[Callable[..., Any], Callable[..., Any]]:
     _, channels, tokens, _, _, sides, *_ = _geometry(fmt)
-    row, column = _width(int(channels), max(_WIDTHS)), _width(math.gcd(int(channels), int(tokens)), _WIDEST_COLUMN)
+    row, column = _width(channels, max(_WIDTHS)), _width(math.gcd(channels, tokens), _WIDEST_COLUMN)
     if sides[:, 2].all():
         column = 1
-    return _kernels(fmt.layout.dtype, row, _known(int(channels), row), column, _known(int(tokens), column))
+    return _kernels(fmt.layout.dtype, row, _known(channels, row), column, _known(tokens, column))
 
 
 def _known(count: int, width: int) -> int:
@@ -123,22 +132,21 @@ def _locate(number, block_ids, slots, sides, tiles_per_group, head_stride, sizes
 def _kernels(
     dtype: torch.dtype, row: int, vectors_of_row: int, column: int, vectors_of_column: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Compile the two directions for one type of KV and widths of vectors: some seconds, once per process."""
+    """Return the two directions for one type of KV and widths of vectors; they take some seconds to compile."""
     of_rows, of_columns = tiles.rows(dtype, row, vectors_of_row), tiles.columns(dtype, column, vectors_of_column)
     ranges_of_rows, encode_rows, decode_rows = of_rows.ranges, of_rows.encode, of_rows.decode
     ranges_of_columns, encode_columns, decode_columns = of_columns.ranges, of_columns.encode, of_columns.decode
     choose_scales, number_of = scales.chooser(dtype), scales.number_of(dtype)
 
-    @numba.njit(nogil=True)
+    @_inline
     def quantise_all(  # type: ignore[no-untyped-def]
         pages, records, items, block_ids, slots, heads, channels, tokens, size, head_stride, sides, minima_at,
-        scales_at, inverses,
+        scales_at, inverses, holds,
     ):  # fmt: skip
         least, most = np.empty(channels, pages.dtype), np.empty(channels, pages.dtype)
         most_unsigned, chosen = np.empty(channels, pages.dtype), np.empty(channels, np.int32)
         lows, factors = _numbers(channels), _numbers(channels)
         room = np.zeros((4, block_ids.shape[1]), np.uintp)
-        holds = np.ones(len(slots), np.bool_)
         sizes = (np.uintp(pages.strides[0] // pages.itemsize), size, np.uintp(records.shape[1]))
         per_group = len(sides) * heads
         for number in range(len(slots) * per_group):
@@ -166,12 +174,11 @@ def _kernels(
                 encode_rows(pages, starts, next_starts, shape, records, places, next_places, lows, factors)
             else:
                 encode_columns(pages, starts, next_starts, shape, records, places, next_places, lows, factors)
-        return holds
 
-    @numba.njit(nogil=True)
+    @_inline
     def dequantise_all(  # type: ignore[no-untyped-def]
         pages, records, items, block_ids, slots, heads, channels, tokens, size, head_stride, sides, minima_at,
-        scales_at, scale_of,
+        scales_at, scale_of, _holds,
     ):  # fmt: skip
         lows, factors = _numbers(channels), _numbers(channels)
         room = np.zeros((2, block_ids.shape[1]), np.uintp)
@@ -191,4 +198,39 @@ def _kernels(
             else:
                 decode_columns(records, places, shape, pages, starts, lows, factors)
 
-    return quantise_all, dequantise_all
+    kernels = {"quantise": quantise_all, "dequantise": dequantise_all}
+    key = (str(dtype), row, vectors_of_row, column, vectors_of_column)
+    quantise, dequantise = (
+        machine_code.function(name, _entry(kernel, np.dtype(BITS[dtype]).itemsize), _signature(BITS[dtype]), key)
+        for name, kernel in kernels.items()
+    )
+    return quantise, dequantise
+
+
+def _signature(kind: Any) -> Any:
+    """Of `_entry`, whose numbers are as wide as addresses; what is added to offsets has no sign."""
+    kinds = (numba.from_dtype(np.dtype(kind)), numba.uint8, numba.int64, numba.uintp, numba.float32, numba.boolean)
+    values, codes, ids, sides, table, holds = map(numba.types.CPointer, kinds)
+    number, offset = numba.intp, numba.uintp
+    return numba.void(
+        values, number, number, codes, values, number, number, ids, ids, number, number,
+        number, offset, offset, offset, offset, sides, number, number, number, table, holds,
+    )  # fmt: skip
+
+
+def _entry(kernel: Callable[..., Any], item: int) -> Callable[..., Any]:
+    """Make arrays of addresses, for a kernel."""
+    carray = numba.carray
+
+    def entry(  # type: ignore[no-untyped-def]
+        pages, num_pages, page_stride, records, items, num_records, record_bytes, block_ids, slots, groups, blocks,
+        heads, channels, tokens, size, head_stride, sides, num_sides, minima_at, scales_at, table, holds,
+    ):  # fmt: skip
+        kernel(
+            carray(pages, (num_pages, page_stride)), carray(records, (num_records, record_bytes)),
+            carray(items, (num_records, record_bytes // item)), carray(block_ids, (groups, blocks)),
+            carray(slots, (groups,)), heads, channels, tokens, size, head_stride, carray(sides, (num_sides, 3)),
+            minima_at, scales_at, carray(table, (256,)), carray(holds, (groups,)),
+        )  # fmt: skip
+
+    return entry
