@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.config import KEY, RETRIEVAL, parse
+from vllm_ext.config import AXES, KEY, RETRIEVAL, parse
 from vllm_ext.kv.step_loads import Engine
 from vllm_ext.patches import registry
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
@@ -33,6 +33,7 @@ from vllm_ext.scheduling.progress import stalled
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.residence import Residence
 from vllm_ext.scheduling.running_order import REFRESH_STEPS, RunningOrder
+from vllm_ext.scheduling.start_line import can_predict_from_prompts, switched_off
 from vllm_ext.scheduling.state import state_of
 from vllm_ext.scheduling.step import SchedulerStep
 from vllm_ext.scheduling.upstream import return_parked
@@ -118,6 +119,16 @@ class SteeredScheduler(GapScheduler):
             if self.tier is not None:
                 self.residence = self.ledger.residence = Residence(self, self.tier)
         logger.info("vllm-ext is active: %s", self.policies.describe())
+        off = switched_off(
+            [getattr(self.policies, axis) for axis in AXES],
+            config,
+            predicts=self.policies.use_predictions and not use_oracle,
+            predictor_installed=can_predict_from_prompts(config.predictor.encoder),
+            profiled=runtime.given is not None,
+            has_connector=self.connector is not None,
+        )
+        if off:
+            logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
     def _check_model(self) -> None:
         if self.scheduler_config.policy != "fcfs":

