@@ -68,7 +68,9 @@ class GapScheduler(AsyncScheduler):
             self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
             pool = self.kv_cache_manager.block_pool
             pool.free_block_queue = RetentionQueue.replace(
-                pool.free_block_queue, lambda: self.clock(), self.gaps.block_cost_s  # noqa: PLW0108 - simulations replace the clock
+                pool.free_block_queue,
+                lambda: self.clock(),  # noqa: PLW0108 - simulations replace the clock
+                self.gaps.block_cost_s,
             )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
