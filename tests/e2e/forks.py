@@ -85,6 +85,7 @@ class ForkServer:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,  # Ctrl-C is for the tests, which stop their servers then
             )
 
     def start(self, entry: str, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Fork:

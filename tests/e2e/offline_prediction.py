@@ -23,7 +23,7 @@ def main() -> None:
     while not service.ready:
         service.poll()
         time.sleep(0.1)
-    done = llm.generate([f"offline {i}" for i in range(24)], sampling, use_tqdm=False)
+    done = llm.generate([f"offline {i}" for i in range(48)], sampling, use_tqdm=False)
     core = llm.llm_engine.engine_core
     inner = getattr(core, "engine_core", None)
     state = inner.vllm_ext_state(0) if inner is not None else core.call_utility("vllm_ext_state", 0)

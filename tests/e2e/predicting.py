@@ -16,10 +16,11 @@ TIMEOUT_S = 4
 
 
 def options(folder: Path, **predictor: Any) -> list[str]:
-    own = {"folder": str(folder), "factory": "odd_predictors:Obedient", "timeout_s": TIMEOUT_S, **predictor}
+    """With the priority of the server itself: a predictor of the lowest waits for a core, where others want it too."""
+    own = {"factory": "odd_predictors:Obedient", "timeout_s": TIMEOUT_S, "nice": 0, **predictor}
     return [
         *("--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"),
-        *("--additional-config", json.dumps({"vllm_ext": {"predictor": own}})),
+        *("--additional-config", json.dumps({"vllm_ext": {"predictor": {"folder": str(folder), **own}}})),
     ]
 
 

@@ -120,13 +120,13 @@ class Served(ServerProcess):
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
+def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Return once the condition holds; a metric that is not there yet counts as not holding.
 
     Raises:
-        TimeoutError: It did not within ``timeout_s``.
+        TimeoutError: It did not within ``HANG_S``.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + HANG_S
     missing = ""
     while True:
         try:
@@ -135,5 +135,5 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = HANG
         except LookupError as error:
             missing = f" ({error})"
         if time.monotonic() > deadline:
-            raise TimeoutError(f"after {timeout_s} s still not: {what}{missing}")
+            raise TimeoutError(f"after {HANG_S} s still not: {what}{missing}")
         time.sleep(0.1)

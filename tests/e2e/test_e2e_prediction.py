@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import offline_prediction
+import psutil
 import pytest
 from engines import BASE_ENGINE, ENVIRONMENT
 from forks import ForkServer, run
@@ -35,13 +36,15 @@ def served(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempP
 
 
 def test_a_prediction_reaches_the_scheduler_and_the_end_of_the_request_the_predictor(served: Served) -> None:
-    assert complete(served, "a question about the tides", 301) == 301
-    record = record_of(served, 301)
+    text = "a question about the tides"
+    for bound in range(301, 309):  # where the predictor's process gets no core for a second, its answer is too late
+        assert complete(served, text, bound) == bound
+        record = record_of(served, bound)
+        if record["prediction_source"] == "retrieval":
+            break
     assert (record["prediction_source"], record["predicted_tokens"]) == ("retrieval", 7)
-    assert record["demotions"] > 0, "7 were predicted, 301 came"
-    wait_until(
-        lambda: {"finished": "a question about the tides", "tokens": 301} in predictor_log(served), "what came of it"
-    )
+    assert record["demotions"] > 0, f"7 were predicted, {bound} came"
+    wait_until(lambda: {"finished": text, "tokens": bound} in predictor_log(served), "what came of it")
     assert served.metric("vllm_ext:late_predictions_total") >= 1
 
 
@@ -130,10 +133,11 @@ def test_one_warning_tells_of_all_failures(served: Served) -> None:
 
 def test_a_stopped_server_leaves_a_saved_predictor(forks: ForkServer | None, llama: Path, tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(HERE)}
-    args = options(tmp_path / "predictor")
+    args = options(tmp_path / "predictor", nice=19)  # as by default
     with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, env=env) as server:
         complete(server, "wake up", 1)
         wait_until(lambda: up(server), "the predictor ready")
+        assert psutil.Process(worker_pid(server)).nice() == 19
         complete(server, "to be remembered", 5)
     assert [entry["saved"] for entry in predictor_log(server) if "saved" in entry][-1:] == [2]
 
@@ -143,9 +147,7 @@ def test_the_predictor_killed_while_serving_comes_back(served: Served) -> None:
     starts = served.metric("vllm_ext:predictor_starts_total")
     os.kill(worker_pid(served), signal.SIGKILL)
     assert complete(served, "nobody is there", 12) == 12
-    wait_until(
-        lambda: served.metric("vllm_ext:predictor_starts_total") > starts and up(served), "it is back", timeout_s=90
-    )
+    wait_until(lambda: served.metric("vllm_ext:predictor_starts_total") > starts and up(served), "it is back")
 
 
 RIVERS = ("Rhine", "Nile", "Amazon", "Danube", "Volga", "Congo", "Mekong", "Indus", "Tiber", "Elbe")
@@ -164,14 +166,14 @@ def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None
     assert done.code == 0, done.output
     log = tmp_path / "requests.jsonl"
     args = ["--scheduler-cls", "alise", "--ext-predictor-folder", str(folder), "--ext-request-log", str(log)]
-    args += ["--ext-metrics-interval-s", "0.2"]
+    args += ["--ext-metrics-interval-s", "0.2", "--additional-config", '{"vllm_ext": {"predictor": {"nice": 0}}}']
     with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, request_log=log) as server:
         complete(server, "wake up", 1)
         wait_until(lambda: up(server), "the predictor ready")
         assert server.metric("vllm_ext:predictor_entries") >= 20
-        complete(server, "In one word: into which sea does the Rhine flow?", 250)
-        complete(server, "Write a long story about a boat on the river Rhine.", 251)
-        short, long = record_of(server, 250), record_of(server, 251)
+        complete(server, "In one word: into which sea does the Rhine flow?", 400)
+        complete(server, "Write a long story about a boat on the river Rhine.", 401)
+        short, long = record_of(server, 400), record_of(server, 401)
         assert {short["prediction_source"], long["prediction_source"]} <= {"retrieval", "blend"}
         assert short["predicted_tokens"] == 3
         assert long["predicted_tokens"] == 90
@@ -182,7 +184,7 @@ def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None
 def test_offline_use_predicts_as_well(
     forks: ForkServer | None, llama: Path, tmp_path: Path, multiprocessing: str
 ) -> None:
-    own = {"folder": str(tmp_path / "predictor"), "factory": "odd_predictors:Obedient"}
+    own = {"folder": str(tmp_path / "predictor"), "factory": "odd_predictors:Obedient", "nice": 0}
     engine = {
         **BASE_ENGINE,
         "model": str(llama),
@@ -197,6 +199,6 @@ def test_offline_use_predicts_as_well(
     done = run(forks, "offline_prediction:main", command, environment=environment, log=tmp_path / "offline.log")
     assert done.code == 0, done.output[-4000:]
     result = json.loads(next(line for line in done.output.splitlines() if line.startswith("RESULT"))[7:])
-    assert result["tokens"] == [60] * 24
+    assert result["tokens"] == [60] * 48
     assert result["late"] >= 20
     assert result["sources"].count("retrieval") >= 20
