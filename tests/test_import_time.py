@@ -8,13 +8,15 @@ import sys
 
 import pytest
 
+from tests.extent import HANG_S
+
 HEAVY = ("vllm", "torch", "numpy", "transformers", "sentence_transformers", "pydantic", "scipy")
 
 
 def heavy_modules_after(code: str) -> set[str]:
     """Run the code in a fresh interpreter and return which heavy modules it left imported."""
     program = f"{code}\nimport sys, json; print('\\n' + json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
+
 SCRIPT = Path(__file__).with_name("compile_script.py")
 VALUES = 64 * 128
 
@@ -21,7 +23,7 @@ VALUES = 64 * 128
 def found() -> dict[str, dict[str, int]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr
     kernels: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.extent import HANG_S
+
 SCRIPT = Path(__file__).with_name("gpu_script.py")
 
 
 def differences(device: str, **environment: str) -> dict[str, dict[str, float]]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), device], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=300, check=False,
+        timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])

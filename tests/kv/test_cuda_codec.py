@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.extent import HANG_S
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kv.cuda_codec import QuantisedCudaCodec, RawCudaCodec
@@ -25,7 +26,7 @@ SCRIPT = Path(__file__).with_name("cuda_codec_script.py")
 def differences(device: str, **environment: str) -> dict[str, dict[str, float]]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), device], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=500, check=False,
+        timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 
+from tests.extent import HANG_S
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import LOSSLESS, QUANTISED, KvTierConfig
 from vllm_ext.kv.connector import TieredConnector
@@ -49,7 +50,7 @@ class SteppedCodec:
     def _call(self, direction: str, tensor: int, chunks: list[int]) -> None:
         self.calls.append((direction, tensor, chunks))
         self.came.release()
-        assert self._turns.acquire(timeout=10)
+        assert self._turns.acquire(timeout=HANG_S)
         if any((tensor, chunk) in self.fails for chunk in chunks):
             raise OSError("injected: no such chunk")
 
@@ -70,7 +71,7 @@ def job(number: int) -> LayerJob:
 
 def came(copies: SteppedCodec, times: int = 1) -> None:
     for _ in range(times):
-        assert copies.came.acquire(timeout=10)
+        assert copies.came.acquire(timeout=HANG_S)
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------

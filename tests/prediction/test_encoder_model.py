@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.extent import HANG_S
 from vllm_ext.prediction import encoder as encoders
 from vllm_ext.prediction.encoder import DEFAULT_MODEL, Encoder
 
@@ -191,5 +192,5 @@ def test_importing_the_modules_imports_nothing_heavy() -> None:
         "import vllm_ext.prediction.encoder, vllm_ext.prediction.prompt_text, sys, json; "
         f"print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert json.loads(result.stdout) == []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.extent import HANG_S
 from vllm_ext.prediction.estimate import DECODER, PRIOR, Estimate, bounded
 
 MODULES = ("estimate", "retrieval", "decoder", "decoder_file", "decoder_train", "lognormal", "blend")
@@ -71,5 +72,5 @@ def test_importing_needs_numpy_at_most(module: str) -> None:
     program = (
         f"import vllm_ext.prediction.{module}, sys, json; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert json.loads(result.stdout) == []

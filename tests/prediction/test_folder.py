@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction import decoder_file, folder
 from vllm_ext.prediction.folder import DECODER, default_folder, load_decoder
 
@@ -155,6 +156,6 @@ def test_reading_a_decoder_needs_no_torch(tmp_path: Path) -> None:
         "print([name for name in ('torch', 'faiss', 'scipy', 'sentence_transformers') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert done.stdout == "[]\n"

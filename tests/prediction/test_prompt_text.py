@@ -256,7 +256,6 @@ def test_copied_chat_inside_a_turn_does_no_harm() -> None:
     assert "mean?" in text
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("mark", ["<|im_start|> ", "<|start|>user", "<|start|>user<|channel|>", "[INST]", "USER: "])
 def test_many_marks_take_linear_time(mark: str) -> None:
     assert PromptText().of(prompt=mark * 100_000 + "ASSISTANT:") is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction import store_generation
 from vllm_ext.prediction.store_files import read, save
 from vllm_ext.prediction.vector_store import VectorStore
@@ -82,7 +83,7 @@ def run_code(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
-    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "another").communicate(timeout=400)
+    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "another").communicate(timeout=HANG_S)
     states, files = output.splitlines()
     steps = states.split()
     switch = steps.index("new")
@@ -95,7 +96,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_state(tmp_path: Pat
 
 def test_a_first_save_killed_at_any_step_leaves_nothing_or_the_new_state(tmp_path: Path) -> None:
     """Between its last file and CURRENT, what is there is whole and can't be read: it is set aside, not lost."""
-    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "first").communicate(timeout=400)
+    output, _ = run_code(KILLED_SAVE, str(tmp_path / "store"), "first").communicate(timeout=HANG_S)
     states, files = output.splitlines()
     steps = states.split()
     switch = steps.index("new")
@@ -130,7 +131,7 @@ def test_a_save_killed_at_any_time_leaves_a_whole_state(tmp_path: Path) -> None:
             time.sleep(0.001)
         time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=100)
+        process.communicate(timeout=HANG_S)
         assert contents(load_enc(folder)) in states
     save(make_store(2), folder)
     assert len(list(folder.iterdir())) == 3

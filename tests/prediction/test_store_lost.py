@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction import store_access, store_files, store_generation
 from vllm_ext.prediction.store_access import alone
 from vllm_ext.prediction.store_files import load, read, save
 
 from .store_parts import DIM, contents, generation, load_enc, make_store
-
-GENEROUS_S = 60.0
 
 
 def bytes_below(folder: Path) -> dict[str, bytes]:
@@ -108,7 +107,7 @@ def test_a_reader_waits_for_the_first_save_to_end(tmp_path: Path, monkeypatch: p
     with alone(tmp_path):
         (tmp_path / "CURRENT").unlink()
         reader.start()
-        assert waiting.wait(GENEROUS_S)
+        assert waiting.wait(HANG_S)
         (tmp_path / "CURRENT").write_bytes(current)
     reader.join()
     assert found == [3]
@@ -152,7 +151,7 @@ def test_a_saver_that_waited_while_the_folder_was_set_aside_writes_a_new_one(
         before = bytes_below(generation(folder))
         monkeypatch.setattr(store_access.fcntl, "flock", flock)
         saver.start()
-        assert waiting.wait(GENEROUS_S)
+        assert waiting.wait(HANG_S)
         folder.rename(aside)
     saver.join()
     assert contents(load_enc(folder)) == contents(make_store(5))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction.store_files import read, save
 from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.vector_store import VectorStore
@@ -74,7 +75,7 @@ def test_searches_go_on_while_everything_is_copied(monkeypatch: pytest.MonkeyPat
 
     def copy_in_the_midst_of_a_search() -> Entries:
         searcher.start()
-        searcher.join(timeout=30)
+        searcher.join(timeout=HANG_S)
         meanwhile.extend(found)
         return real()
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction import store_index
 from vllm_ext.prediction.vector_store import VectorStore
 
@@ -188,7 +189,7 @@ def test_a_large_store_without_faiss_is_refused_with_the_command_that_helps(monk
 
 def test_importing_the_store_imports_neither_faiss_nor_torch() -> None:
     code = "import sys, vllm_ext.prediction.store_files; print({'faiss', 'torch', 'vllm'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert result.stdout.strip() == "set()"
 
 

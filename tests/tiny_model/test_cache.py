@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.tiny_model.cache import MANIFEST, damage, obtain
 
 
@@ -66,7 +67,7 @@ def test_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_concurrent_builders_end_with_one_complete_copy(tmp_path: Path) -> None:
-    barrier = threading.Barrier(4, timeout=30)
+    barrier = threading.Barrier(4, timeout=HANG_S)
     results: list[Path] = []
 
     def slow(directory: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.extent import HANG_S
 from vllm_ext.config import PredictorConfig
 from vllm_ext.prediction.service.client import LateHint, PredictionService
 from vllm_ext.prediction.service.messages import Answer, Frames, Question, Status, pack, read_question
@@ -20,8 +21,6 @@ DIM = 6
 LIMIT_S = 30 + 5
 """Silence after which the predictor is given up by default: ``timeout_s`` and a margin."""
 OBEDIENT = "fake_predictors:Obedient"
-GENEROUS_S = 60.0
-"""Nothing takes so long; a test that waits for longer fails."""
 
 
 def make_config(**changes: Any) -> PredictorConfig:
@@ -37,7 +36,7 @@ def units(count: int, seed: int = 0) -> NDArray[np.float32]:
 
 def until(reached: Callable[[], object], what: str) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + GENEROUS_S
+    deadline = time.monotonic() + HANG_S
     while not reached():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.005)

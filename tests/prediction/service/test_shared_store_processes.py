@@ -9,7 +9,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-from .parts import DIM, GENEROUS_S, until
+from tests.extent import HANG_S
+
+from .parts import DIM, until
 from .shared_store_parts import known, learn, opened, saved, state
 
 SERVER = """
@@ -39,7 +41,7 @@ def test_servers_that_save_at_the_same_time_lose_nothing_even_if_they_end_with_i
     """Two that stopped together once read the old state both, and the second wrote over what the first had added."""
     servers = [serve(tmp_path / "store", number, rounds=8, rows=1) for number in (1, 2, 3)]
     for server in servers:
-        assert server.wait(GENEROUS_S) == 0
+        assert server.wait(HANG_S) == 0
     assert saved(tmp_path / "store") == [100 * number + n for number in (1, 2, 3) for n in range(8)]
 
 
@@ -57,7 +59,7 @@ def test_killed_while_it_saves_a_server_leaves_a_state_that_others_read_and_add_
         until(partial(differs, folder, state(folder)), "a first save")
         time.sleep(0.05 + 0.013 * number)
         process.send_signal(signal.SIGKILL)
-        process.wait(GENEROUS_S)
+        process.wait(HANG_S)
         learn(survivor, [10 + number])
         survivor.save()
     lengths = saved(folder)

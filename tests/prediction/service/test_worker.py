@@ -7,10 +7,11 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
+from tests.extent import HANG_S
 from vllm_ext.prediction.service.messages import Finished, Gone, Status, Told, pack
 
 from .fake_predictors import ODD
-from .parts import GENEROUS_S, until
+from .parts import until
 from .worker_parts import FrontEnd, WorkerProcess
 
 Start = Callable[..., WorkerProcess]
@@ -167,7 +168,7 @@ def test_who_sends_garbage_is_hung_up_on_and_nobody_else(start: Start) -> None:
     front = worker.connect().ready()
     for what, garbage in GARBAGE.items():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.settimeout(GENEROUS_S)
+            stranger.settimeout(HANG_S)
             stranger.connect(str(worker.socket))
             stranger.sendall(garbage)
             while stranger.recv(1 << 16):

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import HANG_S
 from vllm_ext.prediction.service.messages import Finished
 
-from .parts import GENEROUS_S, until
+from .parts import until
 from .worker_parts import FrontEnd, WorkerProcess, child_environment, noted, worker_command
 
 Start = Callable[..., WorkerProcess]
@@ -108,7 +109,7 @@ def test_a_front_end_that_is_killed_takes_it_along(short: Path, how: str) -> Non
         pid = int(front_end.stdout.readline())
         learn(FrontEnd(short / "s").ready())
         front_end.kill()
-        front_end.wait(GENEROUS_S)
+        front_end.wait(HANG_S)
         until(lambda: not _runs(pid), "its end")
         assert noted(short / "kept", "saved") == [1]
     finally:

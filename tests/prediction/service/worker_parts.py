@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from tests.extent import HANG_S
 from vllm_ext.prediction.service.link import Link, LinkBroken
 from vllm_ext.prediction.service.messages import Answer, Ask, Question, Status, Told
 from vllm_ext.prediction.service.worker_options import WorkerOptions
 
-from .parts import GENEROUS_S, make_config, until
+from .parts import make_config, until
 
 HERE = Path(__file__).parent
 
@@ -73,7 +74,7 @@ class FrontEnd:
 
 
 def _connected(path: Path) -> Link:
-    deadline = time.monotonic() + GENEROUS_S
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             return Link(path, max_unsent=10_000)
@@ -124,7 +125,7 @@ class WorkerProcess:
     def end(self) -> None:
         """Kill it if it still runs."""
         self.process.kill()
-        self.process.wait(GENEROUS_S)
+        self.process.wait(HANG_S)
         self.end_input()
 
     def connect(self) -> FrontEnd:
@@ -140,7 +141,7 @@ class WorkerProcess:
 
     def ended(self) -> int:
         """Wait for its end; returns the exit status."""
-        return self.process.wait(GENEROUS_S)
+        return self.process.wait(HANG_S)
 
     @property
     def log(self) -> str:
