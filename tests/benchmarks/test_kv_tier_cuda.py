@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.extent import HANG_S
 from vllm_ext.observability.results import NEEDS_DEVICE
 
 from .conftest import BENCHMARKS
@@ -18,7 +19,7 @@ from .conftest import BENCHMARKS
 def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(BENCHMARKS / "kv_tier_cuda.py"), *args], env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 

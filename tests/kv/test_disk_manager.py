@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
+from tests.extent import HANG_S
 from vllm_ext.config_kv import POLICIES as POLICY_NAMES
 from vllm_ext.kv import disk_folder, disk_manager
 from vllm_ext.kv.conversations import Turn
@@ -246,7 +247,7 @@ def test_chunks_that_are_given_up_go_from_disk_too(tmp_path: Path) -> None:
 def test_an_idle_server_deletes_what_was_not_used_for_its_time(tmp_path: Path) -> None:
     with rig(tmp_path, ttl_s=0.3) as tiers:
         fill(tiers, 1, 2)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while len(tiers.disk.folder.index) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert tiers.on_disk(1, 2) == [False, False]
