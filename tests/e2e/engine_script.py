@@ -1,21 +1,22 @@
-"""Run request scripts through offline engines in one fresh process and write what came out as JSON.
+"""Run one offline engine through a request script and write what came out as JSON.
 
     python engine_script.py JOB.json RESULT.json
 
-A job is ``{"boot": "plain" | "async" | "v2", "runs": [run, ...]}``; a run is ``{"name", "engine": {LLM arguments},
-"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
-``"odd_loads"`` or ``"odd_gaps"``: see there; or ``"naps"``: {step: level of sleep}. An arrival may name the turn it
-comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives in this process,
-so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a clock by which a
-step takes the time that its tokens say, so that they decide alike on every machine, whatever else it does: a run is
-reproducible up to the steps after which copies of KV are there.
+A job is ``{"boot": "plain" | "async" | "v2", "run": run}``; a run is ``{"name", "engine": {LLM arguments}, "arrivals":
+[{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps ``"odd_loads"`` or
+``"odd_gaps"``: see there; ``"naps"``: {step: level of sleep}; or ``"spawn"``: whether tensor-parallel workers are
+spawned, as vLLM does on a CPU, and import it again. An arrival may name the turn it comes ``"after"``, and be aborted
+by its client ``"abort_after"`` so many steps. The engine core lives in this process, so that its scheduler can be
+looked at, and requests arrive between given steps. Our schedulers have a clock by which a step takes the time that its
+tokens say, so that they decide alike on every machine, whatever else it does: a run is reproducible up to the steps
+after which copies of KV are there.
 
-A process of its own, because the boots must change torch and Triton before vLLM is imported.
+``v2`` needs a process of its own, because Triton must be changed before vLLM is imported; the others may be forks of
+one that has imported it (`fork_server`).
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -24,13 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 MAX_STEPS = 3000
 """Steps after which a run counts as hung; the largest run here takes a few hundred."""
 
 
 def boot(kind: str) -> None:
-    """Prepare this process; must come before the first import of vLLM. Raises KeyError for an unknown kind."""
+    """Prepare this process, before its engine is built. Raises KeyError for an unknown kind."""
 
     def plain() -> None: ...
 
@@ -86,27 +86,25 @@ def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
     return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
 
 
-class StepClock:
-    """Time that passes with a scheduler's steps only, by their tokens; it goes on from the present.
+def go_by_steps(scheduler: Any) -> None:
+    """Give a scheduler of ours a clock that only its steps move, by their tokens; it goes on from the present.
 
     Of the form that engines take (ALISE eq. 4): a part for the step, one for each token, one for what each attends to.
     """
+    from vllm_ext.simulation.engine_loop import Decision
+    from vllm_ext.simulation.virtual_clock import VirtualClock
 
-    def __init__(self, scheduler: Any) -> None:
-        self._now = time.monotonic()  # which the scheduler may have seen
-        self._finish_step = scheduler.update_from_output
-        scheduler.clock, scheduler.update_from_output = self, self._update_from_output
+    clock = VirtualClock(time.monotonic())  # which the scheduler may have seen
+    finish_step = scheduler.update_from_output
 
-    def __call__(self) -> float:
-        return self._now
+    def timed(step: Any, output: Any) -> Any:
+        did = Decision.of(step)
+        rows = zip(did.scheduled, did.num_computed_tokens, strict=True)
+        pairs = sum(num * (computed + num / 2) for (_, num), computed in rows)
+        clock.advance(0.005 + 1e-4 * did.num_tokens + 2e-7 * pairs)
+        return finish_step(step, output)
 
-    def _update_from_output(self, step: Any, output: Any) -> Any:
-        old = step.scheduled_cached_reqs
-        computed = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
-        computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        pairs = sum(num * (computed[req_id] + num / 2) for req_id, num in step.num_scheduled_tokens.items())
-        self._now += 0.005 + 1e-4 * step.total_num_scheduled_tokens + 2e-7 * pairs
-        return self._finish_step(step, output)
+    scheduler.clock, scheduler.update_from_output = clock, timed
 
 
 def nap(engine: Any, level: int) -> None:
@@ -161,13 +159,6 @@ def drive(
     return finished
 
 
-def register_kernels_no_more() -> None:
-    """Keep the next engine from replacing the CPU's kernels again, which fails on modules that n-gram drafts import."""
-    from vllm.platforms import current_platform
-
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-
 def counter(llm: Any, name: str) -> float:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
@@ -191,10 +182,11 @@ def _let_all_copies_pay() -> None:
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:
-    """One engine, one request script; tears the engine down again."""
+    """One engine, one request script; ends the engine's workers and copies."""
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
+    if spec.get("spawn"):
+        _spawn_workers()
     llm = LLM(disable_log_stats=False, **spec["engine"])
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -205,7 +197,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
         odd_loads.install(spec["odd_loads"])
     if hasattr(core.scheduler, "clock"):
-        StepClock(core.scheduler)
+        go_by_steps(core.scheduler)
     before_step: Callable[[], None] | None = None
     if "odd_gaps" in spec:
         import odd_gaps
@@ -233,21 +225,23 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "left_waiting": len(core.scheduler.waiting),
     }
     core.shutdown()
-    del llm, core, pool
-    gc.collect()
-    cleanup_dist_env_and_memory()
     return result
 
 
+def _spawn_workers() -> None:
+    """Let tensor-parallel workers be spawned where `fork_server` made forks of them."""
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = get_mp_context
+
+
 def main() -> None:
-    job_file, result_file = sys.argv[1:]
+    job_file, result_file = sys.argv[-2:]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     job = json.loads(Path(job_file).read_text())
     boot(job["boot"])
-    results = {}
-    for spec in job["runs"]:
-        results[spec["name"]] = run(spec)
-        register_kernels_no_more()
-    Path(result_file).write_text(json.dumps(results))
+    Path(result_file).write_text(json.dumps(run(job["run"])))
 
 
 if __name__ == "__main__":

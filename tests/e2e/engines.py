@@ -1,28 +1,22 @@
-"""Offline engines for the equality tests: request scripts, and their results from a process of their own."""
+"""Offline engines for the end-to-end tests: request scripts, and what each engine made of its own."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("engine_script.py")
-ENVIRONMENT: Mapping[str, str] = {
-    "OMP_NUM_THREADS": "1",  # more threads spin on barriers for most of the time where other tests use the cores too
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines running side by side would all bind to the same core
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-"""Environment of every engine of these tests, on top of the present one."""
+import forks
+from forks import ENVIRONMENT, ForkServer
 
+SCRIPT = Path(__file__).with_name("engine_script.py")
 BASE_ENGINE: Mapping[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -78,6 +72,8 @@ class Outcome:
     blocks_missing: int
     left_running: int
     left_waiting: int
+    log: str
+    """File with what the engine printed."""
 
 
 def arrival(
@@ -121,45 +117,69 @@ def conversations(
     return made
 
 
-def run_engines(
-    folder: Path, runs: Sequence[Mapping[str, Any]], *, boot: str = "plain", timeout_s: float = 400
-) -> dict[str, Outcome]:
-    """Run the runs in one fresh process, one engine after the other; returns their outcomes by name.
+class Engines:
+    """Runs offline engines, each in a fork of a process that has imported vLLM: the import costs more than most runs.
 
-    Raises:
-        RuntimeError: The process failed or did not end within ``timeout_s``; the message ends with its log.
+    Runs of vLLM's own scheduler are references, which several modules compare with: each is computed once.
     """
-    job, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-    job.write_text(json.dumps({"boot": boot, "runs": runs}))
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(job), str(result)],
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            end_group(process)
-    if code != 0:
-        tail = log.read_text(errors="replace")[-6000:]
-        raise RuntimeError(f"engines of {[r['name'] for r in runs]} ended with {code}:\n{tail}")
-    return {name: Outcome(**raw) for name, raw in json.loads(result.read_text()).items()}
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        """Prepare.
+
+        Args:
+            folder: Of this process, for logs and results.
+            shared: With other processes that run the same tests, for references.
+        """
+        self._folder, self._shared = folder, shared
+        self._server: ForkServer | None = None
+        self._jobs = 0
+
+    def __call__(self, runs: Sequence[Mapping[str, Any]], *, boot: str = "plain") -> dict[str, Outcome]:
+        """Run the runs, one engine after the other; returns their outcomes by name.
+
+        Args:
+            runs: See `engine_script`.
+            boot: ``plain``, ``async`` or ``v2``.
+
+        Raises:
+            RuntimeError: An engine failed; the message ends with its log.
+        """
+        return {run["name"]: self._known(run, boot) if _is_reference(run) else self._run(run, boot) for run in runs}
+
+    def close(self) -> None:
+        """End the process that was forked from."""
+        if self._server is not None:
+            self._server.close()
+
+    def _known(self, run: Mapping[str, Any], boot: str) -> Outcome:
+        key = hashlib.sha256(json.dumps([boot, run["engine"], run["arrivals"]], sort_keys=True).encode()).hexdigest()
+        kept = self._shared / f"{key[:24]}.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                kept.write_text(json.dumps(asdict(self._run(run, boot))))
+        return Outcome(**json.loads(kept.read_text()))
+
+    def _run(self, run: Mapping[str, Any], boot: str) -> Outcome:
+        self._jobs += 1
+        job, result, log = (self._folder / f"{self._jobs}-{run['name']}.{kind}" for kind in ("job", "result", "log"))
+        job.write_text(json.dumps({"boot": boot, "run": run}))
+        command = [sys.executable, str(SCRIPT), str(job), str(result)]
+        environment = {**os.environ, **ENVIRONMENT}
+        ended = forks.run(self._forks(boot), "engine_script:main", command, environment=environment, log=log)
+        if ended.code != 0:
+            raise RuntimeError(f"engine {run['name']} ended with {ended.code}:\n{ended.output[-6000:]}")
+        return Outcome(**json.loads(result.read_text()), log=str(log))
+
+    def _forks(self, boot: str) -> ForkServer | None:
+        """What to fork from: nothing for the V2 runner, since Triton must be changed before vLLM is imported."""
+        if boot == "v2":
+            return None
+        if self._server is None:
+            self._server = ForkServer(self._folder / "forks.log")
+        return self._server
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process started with ``start_new_session`` and all its descendants that stayed in its group."""
-    try:
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait(timeout=10)
+def _is_reference(run: Mapping[str, Any]) -> bool:
+    """Whether a run is of vLLM alone, by what vLLM is told."""
+    return "scheduler_cls" not in run["engine"] and not set(run) - {"name", "engine", "arrivals"}

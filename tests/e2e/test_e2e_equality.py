@@ -6,14 +6,14 @@ Every reference run is vLLM's own scheduler with room for everything, so that it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BASE_ENGINE, EAGER, SEATS, TIGHT, Outcome, long_then_short, run_engines
+from engines import BASE_ENGINE, EAGER, SEATS, TIGHT, Engines, Outcome, long_then_short
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 STEERED: Mapping[str, Any] = {"scheduler_cls": "alise", "additional_config": EAGER}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -28,8 +28,6 @@ FEW = long_then_short(seed=4, num_long=2, num_short=2, long_tokens=24, short_tok
 """For the V2 runner: CUDA's default, but here every kernel runs in Triton's interpreter."""
 
 SETTINGS = {"seats": SEATS, "tight": TIGHT}
-
-Runner = Callable[..., dict[str, Outcome]]
 
 
 def spec(name: str, model: Path, arrivals: list[dict[str, Any]], **engine: Any) -> dict[str, Any]:
@@ -52,8 +50,7 @@ def repetitive(arrivals: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -> dict[str, Outcome]:
-    """All runs of the usual configuration, from one process: importing vLLM costs more than the runs."""
+def plain_runs(run_engines: Engines, llama: Path, opt: Path) -> dict[str, Outcome]:
     runs = []
     for style, model in {"llama": llama, "opt": opt}.items():
         arrivals = long_then_short(seed=1)
@@ -68,19 +65,18 @@ def plain_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path)
     runs.append(spec("structured-seats", llama, constrained, **STEERED, **SEATS, **compact))
     runs.append(spec("mixed-seats", llama, mixed, **STEERED, **SEATS, **compact))
     runs.append(spec("v1-upstream", llama, FEW))
-    # Last: the n-gram proposer imports numba, after which vLLM cannot start another engine in the process.
     arrivals = repetitive(long_then_short(seed=2))
     runs.append(spec("ngram-upstream", llama, arrivals))
     runs.append(spec("ngram-seats", llama, arrivals, **STEERED, **SEATS, speculative_config=NGRAM))
-    return run_engines(tmp_path_factory.mktemp("plain"), runs)
+    return run_engines(runs)
 
 
 @pytest.fixture(scope="module")
-def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     arrivals = long_then_short(seed=3)
     runs = [spec("upstream", llama, arrivals)]
     runs += [spec(setting, llama, arrivals, **STEERED, **engine) for setting, engine in SETTINGS.items()]
-    return run_engines(tmp_path_factory.mktemp("async"), runs, boot="async")
+    return run_engines(runs, boot="async")
 
 
 def assert_same_output(steered: Outcome, upstream: Outcome) -> None:
@@ -141,8 +137,10 @@ def test_10_async_scheduling_gives_upstreams_tokens(async_runs: dict[str, Outcom
     assert_same_output(async_runs[setting], async_runs["upstream"])
 
 
-def test_10_v2_model_runner_gives_the_tokens_of_v1(plain_runs: dict[str, Outcome], tmp_path: Path, llama: Path) -> None:
+def test_10_v2_model_runner_gives_the_tokens_of_v1(
+    plain_runs: dict[str, Outcome], run_engines: Engines, llama: Path
+) -> None:
     v1 = plain_runs["v1-upstream"]
-    v2 = run_engines(tmp_path, [spec("v2", llama, FEW, **STEERED, max_num_seqs=2)], boot="v2")["v2"]
+    v2 = run_engines([spec("v2", llama, FEW, **STEERED, max_num_seqs=2)], boot="v2")["v2"]
     assert (v1.runner, v2.runner) == ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner")
     assert_same_output(v2, v1)

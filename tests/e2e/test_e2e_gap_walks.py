@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BASE_ENGINE, Outcome, arrival, run_engines
+from engines import BASE_ENGINE, Engines, Outcome, arrival
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3000)]
 
@@ -82,13 +82,13 @@ def spec(name: str, model: Path, engine: dict[str, Any], arrivals: list[dict[str
 
 
 @pytest.mark.parametrize("part", range(-(-TURNS // WALK_TURNS)))
-def test_4_the_tokens_are_those_without_a_cache(part: int, tmp_path: Path, llama: Path, opt: Path) -> None:
+def test_4_the_tokens_are_those_without_a_cache(part: int, run_engines: Engines, llama: Path, opt: Path) -> None:
     boot, model = BOOTS[part % len(BOOTS)], (llama, opt)[part // len(BOOTS) % 2]
     arrivals = walk(FIRST_SEED + part)
     kept = [each for each in arrivals if "abort_after" not in each]
     runs = [spec("none", model, NO_CACHE, kept)]
     runs += [spec(name, model, engine, arrivals, odd_gaps="drops") for name, engine in ENGINES.items()]
-    found = run_engines(tmp_path, runs, boot=boot, timeout_s=2400)
+    found = run_engines(runs, boot=boot)
     expected = found.pop("none").tokens
     assert expected.keys() == {each["id"] for each in kept}
     for name, outcome in found.items():

@@ -7,9 +7,9 @@ from typing import Any
 
 import hybrid_models
 import pytest
-from engines import BASE_ENGINE, Outcome, conversations, run_engines
+from engines import BASE_ENGINE, Engines, Outcome, conversations
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 TURNS = conversations(seed=5)
 ALONE = {"max_model_len": 448, "enable_prefix_caching": False}
@@ -29,7 +29,7 @@ def models(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(models: dict[str, Path], run_engines: Engines) -> dict[str, Outcome]:
     hybrid, sliding = models["hybrid"], models["sliding"]
     wanted = [
         spec("hybrid", hybrid, ALONE),
@@ -39,7 +39,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         spec("sliding", sliding, ALONE),
         spec("sliding-16", sliding, {**CROWDED, "num_gpu_blocks_override": 16}, {"bits": 16}),
     ]
-    return run_engines(tmp_path_factory.mktemp("run"), wanted)
+    return run_engines(wanted)
 
 
 @pytest.mark.parametrize(("name", "reference"), [("hybrid-16", "hybrid"), ("hybrid-late", "hybrid")])
@@ -63,9 +63,9 @@ def test_4_sliding_windows_are_stored_and_outputs_stay(runs: dict[str, Outcome])
     assert runs["sliding-16"].blocks_missing == 0
 
 
-def test_mla_is_refused_at_start(models: dict[str, Path], tmp_path: Path) -> None:
+def test_mla_is_refused_at_start(models: dict[str, Path], run_engines: Engines) -> None:
     with pytest.raises(RuntimeError, match=r"kv_tier\.gib=0\.06: must be 0 for MLA"):
-        run_engines(tmp_path, [spec("mla", models["mla"], CROWDED, {"bits": 16})])
+        run_engines([spec("mla", models["mla"], CROWDED, {"bits": 16})])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_mla_is_refused_at_start(models: dict[str, Path], tmp_path: Path) -> Non
     [({"store": "ahead"}, "kv_tier.store=.*ahead.*full attention"), ({"load": "in-step"}, "kv_tier.load=.*in-step")],
 )
 def test_what_needs_full_attention_is_refused_for_hybrid_models(
-    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], said: str
+    models: dict[str, Path], run_engines: Engines, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(RuntimeError, match=said):
-        run_engines(tmp_path, [spec("hybrid", models["hybrid"], CROWDED, {"bits": 16, **options})])
+        run_engines([spec("hybrid", models["hybrid"], CROWDED, {"bits": 16, **options})])

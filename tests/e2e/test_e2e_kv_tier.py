@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BASE_ENGINE, EAGER, Outcome, conversations, long_then_short, run_engines
+from engines import BASE_ENGINE, EAGER, Engines, Outcome, conversations, long_then_short
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 448, "max_num_seqs": 4}
 PRESSED: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_seqs": 3}
@@ -62,12 +62,12 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, llama: Path, opt: Path) -> dict[str, Outcome]:
-    return run_engines(tmp_path_factory.mktemp("tier"), all_runs(llama, opt))
+def runs(run_engines: Engines, llama: Path, opt: Path) -> dict[str, Outcome]:
+    return run_engines(all_runs(llama, opt))
 
 
 @pytest.fixture(scope="module")
-def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     wanted = [
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
         spec("longs-late", llama, LONGS, **tier("alise", store="late"), **PRESSED),
@@ -75,7 +75,7 @@ def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[st
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, LONGS, **tier("alise", store="ahead"), **PRESSED),
     ]
-    return run_engines(tmp_path_factory.mktemp("tier-async"), wanted, boot="async")
+    return run_engines(wanted, boot="async")
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:

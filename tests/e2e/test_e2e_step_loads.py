@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Outcome, long_then_short, run_engines
-from test_e2e_kv_tier import FEW_BLOCKS, PRESSED, ROOM, TURNS, assert_same, spec, tier
+from engines import Engines, Outcome
+from test_e2e_kv_tier import FEW_BLOCKS, LONGS, PRESSED, ROOM, TURNS, assert_same, spec, tier
 
-LONGS = long_then_short(seed=1, num_long=8, num_short=30)
-"""So many that some of the preempted come back from the host however fast the machine is."""
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 def turns(name: str, model: Path, odd: str | None = None, **options: Any) -> dict[str, Any]:
@@ -26,7 +24,7 @@ def longs(name: str, model: Path, odd: str | None = None, **options: Any) -> dic
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+def runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     wanted = [
         spec("turns", llama, TURNS, **ROOM),
         spec("longs", llama, LONGS, **ROOM),
@@ -42,11 +40,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Out
         turns("turns-fail", llama, "fail"),
         longs("longs-fail", llama, "fail", store="late"),
     ]
-    return run_engines(tmp_path_factory.mktemp("step-loads"), wanted)
+    return run_engines(wanted)
 
 
 @pytest.fixture(scope="module")
-def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     wanted = [
         turns("turns-step", llama),
         longs("longs-step", llama),
@@ -54,7 +52,7 @@ def async_runs(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[st
         turns("turns-ahead-fail", llama, "fail", store="ahead"),
         longs("longs-fail", llama, "fail", store="late"),
     ]
-    return run_engines(tmp_path_factory.mktemp("step-loads-async"), wanted, boot="async")
+    return run_engines(wanted, boot="async")
 
 
 @pytest.mark.parametrize(

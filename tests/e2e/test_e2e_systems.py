@@ -15,11 +15,11 @@ from typing import Any
 
 import lora_adapter
 import pytest
-from engines import BASE_ENGINE, TIGHT, Outcome, long_then_short, run_engines
+from engines import BASE_ENGINE, TIGHT, Engines, Outcome, long_then_short
 
 from vllm_ext.systems_table import ROWS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.e2e
 
 COMPOSED = ("sarathi+past-future", "alise+sarathi")
 WHOLE = [system for system in ROWS if not system.oracle and not system.summary.startswith("ablation:")]
@@ -47,7 +47,7 @@ def adapted(adapter: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     engine = {**BASE_ENGINE, "model": str(llama)}
     with_lora = adapted(lora_adapter.build(llama, tmp_path_factory.mktemp("adapter")))
     plain = [{key: value for key, value in request.items() if key != "adapter"} for request in with_lora]
@@ -63,7 +63,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str,
         if name in ADAPTED:
             runs.append({"name": f"{name}-lora", "engine": {**crowded, **LORA}, "arrivals": with_lora})
         runs.append({"name": name, "engine": {**crowded, "speculative_config": NGRAM}, "arrivals": requests()})
-    return run_engines(tmp_path_factory.mktemp("run"), runs, timeout_s=800)
+    return run_engines(runs)
 
 
 def assert_decided_and_cleaned_up(outcome: Outcome) -> None:

@@ -20,7 +20,6 @@ from vllm_ext.observability.frontend import Poller, RequestLog, ensure_poller
 from .test_metrics import record, state
 
 INTERVAL_S = 0.001
-pytestmark = pytest.mark.timeout(60)
 
 
 class Client:

@@ -15,7 +15,6 @@ from vllm_ext.observability import slo_shedding
 from vllm_ext.observability.slo_shedding import LONGEST_RETRY_S, Refusal, Shedder
 
 INTERVAL_S = 1.0
-pytestmark = pytest.mark.timeout(60)
 
 
 class Client:
