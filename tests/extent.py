@@ -29,7 +29,10 @@ def quick(amount: T, *, full: T) -> T:
 
 
 def with_full(covering: Iterable[Any], every: Iterable[Any]) -> list[Any]:
-    """Return parameters: those of ``covering`` first, then the others of ``every``, which only a full run takes."""
+    """Return parameters: those of ``covering`` first, then the others of ``every``, which only a full run takes.
+
+    A tuple holds the values of several arguments.
+    """
     chosen = list(covering)
     rest = [case for case in every if case not in chosen]
     return [*chosen, *(pytest.param(*_values(case), marks=pytest.mark.full) for case in rest)]
