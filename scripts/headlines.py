@@ -1,0 +1,246 @@
+"""The results that README.md shows, computed from the files in benchmarks/results.
+
+A headline compares two rows of one run. An A/A pair, two rows that serve by the same rules, shows the noise of the
+run: a headline must be larger than the distance of that pair.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.observability.provenance import RESULTS, measured_at
+
+_WHERE_TO = ("--out", "--keep")
+"""Options that say where a benchmark writes, not what it measures."""
+_LOCAL = ("--dataset", "--conversations")
+"""Options that name a file of the machine that measured."""
+
+
+class NoHeadline(ValueError):
+    """A result can't be shown; the message names the file, what is wrong and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One line of the table, and what the reader must know beside it."""
+
+    result: Result
+    measured: str
+    ours: str
+    baseline: str
+    note: str
+
+
+class Result:
+    """A file of benchmarks/results."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """Read the file.
+
+        Raises:
+            NoHeadline: there is no such file, or it is not a result.
+        """
+        self.root = root
+        self.name = name
+        try:
+            self.data: dict[str, Any] = json.loads((root / RESULTS / name).read_text())
+        except (OSError, ValueError) as error:
+            raise NoHeadline(f"{RESULTS / name} can't be read: {error}") from error
+
+    def value(self, row: str, metric: str) -> float:
+        """Return a metric of a baseline, or of one of our systems.
+
+        Raises:
+            NoHeadline: the file does not have it.
+        """
+        baseline = self.data.get("baselines", {}).get(row, {})
+        found = baseline.get(metric, self.data.get("metrics", {}).get(f"{row}.{metric}"))
+        return self._number(found, f"metric {metric!r} of {row!r}")
+
+    def metrics(self, prefix: str, suffix: str) -> list[float]:
+        """Return all metrics whose names begin and end so; the message of an absent one is that of `value`."""
+        named = self.data.get("metrics", {})
+        found = [value for name, value in named.items() if name.startswith(prefix) and name.endswith(suffix)]
+        return [self._number(value, f"metric {prefix}*{suffix}") for value in found or [None]]
+
+    def setting(self, name: str) -> Any:
+        """Return an entry of the configuration.
+
+        Raises:
+            NoHeadline: the file does not have it.
+        """
+        config = self.data.get("config", {})
+        if name not in config:
+            raise NoHeadline(f"{RESULTS / self.name} has no config {name!r}; run: {self.command}")
+        return config[name]
+
+    @property
+    def command(self) -> str:
+        """The command, without the options that say where it wrote, and without folders of the machine it ran on."""
+        return " ".join(_portable(shlex.split(str(self.data.get("command", "")))))
+
+    @property
+    def machine(self) -> str:
+        """Processor, cores, device and vLLM."""
+        machine, versions = self.data.get("machine", {}), self.data.get("versions", {})
+        cores = f"{machine.get('cpu_cores', '?')} cores of {str(machine.get('cpu', '?')).removesuffix(' Processor')}"
+        return f"{machine.get('gpu', cores)}, vLLM {versions.get('vllm', '?')}"
+
+    @property
+    def measured_at(self) -> str:
+        """Commit, date, and age."""
+        return measured_at(self.data, self.root)
+
+    def _number(self, found: Any, what: str) -> float:
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise NoHeadline(
+                f"{RESULTS / self.name} has no {what}: measure it again ({self.command or 'no command recorded'}), "
+                "or choose another headline in scripts/headlines.py"
+            )
+        return float(found)
+
+
+def _portable(words: list[str]) -> Iterator[str]:
+    before = ""
+    for word in words:
+        if word not in _WHERE_TO and before not in _WHERE_TO:
+            yield Path(word).name if before in _LOCAL else word
+        before = word
+
+
+def check_ranks(result: Result, effect: float, noise: float) -> None:
+    """Refuse a headline that the noise of its run could have shown as well.
+
+    Raises:
+        NoHeadline: the effect is not larger than the distance of an A/A pair, or no commit repeats the result.
+    """
+    name = RESULTS / result.name
+    if effect <= noise:
+        raise NoHeadline(
+            f"{name} ranks nothing: the effect is {effect:.4g}, and its A/A pair differs by {noise:.4g}; "
+            "measure with more repeats, or choose another headline in scripts/headlines.py"
+        )
+    if str(result.data.get("versions", {}).get("commit", "-dirty")).endswith("-dirty"):
+        raise NoHeadline(f"{name} names no commit that repeats it: commit all sources, then run {result.command}")
+
+
+def preemptions(root: Path) -> Headline:
+    """`past-future` under little KV memory, against vLLM with its watermark, the best of vLLM's rows."""
+    result = Result(root, "engine_compare_memory.json")
+    count, steps = "load_2.preemptions", "load_2.output_steps"
+    ours = result.value("past-future", count)
+    stock, reserved = (result.value(row, count) for row in ("upstream-fcfs", "upstream-watermark"))
+    noise = abs(result.value("fcfs", count) - stock)
+    check_ranks(result, reserved - ours, noise)
+    longer = result.value("past-future", steps) / result.value("upstream-watermark", steps) - 1
+    share = result.setting("systems")["upstream-watermark"]["watermark"]
+    return Headline(
+        result=result,
+        measured=f"preemptions of {result.value('past-future', 'load_2.requests'):.0f} requests, KV memory full",
+        ours=f"**{ours:g}** (`past-future`)",
+        baseline=f"{reserved:g} (vLLM, `--watermark {share:g}`)",
+        note=f"`past-future` needed {_percent(longer)} more steps. vLLM without a watermark had {stock:g} preemptions. "
+        f"A/A pair: our `fcfs` and vLLM's differ by {noise:g}. {_repeats(result)}.",
+    )
+
+
+def conversations(root: Path) -> Headline:
+    """What `pensieve` computes again of conversations' histories, against LRU eviction with as much host memory."""
+    result, again = Result(root, "multi_turn.json"), Result(root, "multi_turn_ahead.json")
+    metric = "rate_0.84.recomputed_share"
+    ours, lru, none = (result.value(row, metric) for row in ("pensieve", "tier-lru", "prefix-cache"))
+    noise = abs(lru - again.value("tier-lru", metric))
+    check_ranks(result, lru - ours, noise)
+    ahead = again.value("tier-lru-ahead", metric)
+    return Headline(
+        result=result,
+        measured="conversation history that later turns compute again",
+        ours=f"**{_percent(ours)}** (`pensieve`)",
+        baseline=f"{_percent(lru)} (vLLM's LRU eviction, as much host memory)",
+        note=f"vLLM without host memory computes {_percent(none)} again. The gain comes from copying KV before the "
+        f"device needs room: LRU eviction with such copies computes {_percent(ahead)} again, in another run. A/A pair: "
+        f"LRU eviction differs by {100 * noise:.1f} points between the two runs. {_repeats(result)}.",
+    )
+
+
+def step_cost(root: Path) -> Headline:
+    """The CPU time of a scheduler step, against vLLM's."""
+    result = Result(root, "step_overhead.json")
+    fewer, running = (end(result.setting("running")) for end in (min, max))
+    waiting = max(result.setting("waiting"))
+    systems = ("alise", "sarathi", "accelgen", "past-future", "auto")
+
+    def worst(system: str, batch: int = running) -> float:
+        return max(result.metrics(f"{system}_{batch}_running_", "_ratio"))
+
+    costs = {system: worst(system) for system in systems}
+    dearest = max(costs, key=costs.__getitem__)
+    same = worst("fcfs")
+    names = ", ".join(f"`{name}`" for name in systems)
+    check_ranks(result, costs[dearest] - 1, same - 1)
+    return Headline(
+        result=result,
+        measured=f"CPU time of a scheduler step, {running} running, up to {waiting:,} waiting",
+        ours=f"at most **{costs[dearest]:.2f}** (`{dearest}`)",
+        baseline="1 (vLLM)",
+        note=f"This is what a system costs: `{dearest}` is the dearest of {names}. "
+        f"With {fewer} running they cost up to {max(worst(name, fewer) for name in systems):.2f}. The baseline "
+        f"`fastserve` costs {worst('fastserve'):.2f}. A/A pair: our `fcfs` takes at most {same:.2f}.",
+    )
+
+
+def saturation(root: Path) -> Headline:
+    """`alise` near saturation: no gain, in a run that ranks nothing."""
+    result = Result(root, "engine_compare.json")
+    ratio, mean = (f"load_0.9.normalised_latency_mean_{of}" for of in ("ratio", "ms_per_token"))
+    ours, same = result.value("alise", ratio), result.value("fcfs", ratio)
+    verdict = "so this run can't rank the two" if _distance(same) >= _distance(ours) else "so the difference is real"
+    return Headline(
+        result=result,
+        measured="mean latency per output token at 0.9 of capacity",
+        ours=f"{result.value('alise', mean):.1f} ms (`alise`, lengths from history)",
+        baseline=f"{result.value('upstream-fcfs', mean):.1f} ms (vLLM)",
+        note=f"**A negative result.** `alise` had {ours:.2f} times vLLM's latency. A/A pair: our `fcfs` had {same:.2f} "
+        f"times, {verdict}. {_repeats(result)}.",
+    )
+
+
+def objectives(root: Path) -> str:
+    """Say why the share of requests that met all objectives is no headline, or that it has become one.
+
+    Raises:
+        NoHeadline: the A/A pair is closer than the effect now.
+    """
+    result = Result(root, "engine_compare_slo.json")
+    met = "load_1.2.slo_attainment_fraction"
+    ours, same, stock = (result.value(row, met) for row in ("accelgen", "fcfs", "upstream-fcfs"))
+    best = max(result.value(row, met) for row in result.data["baselines"])
+    if ours - best > abs(stock - same):
+        raise NoHeadline(f"{RESULTS / result.name} ranks accelgen now: make it a headline in scripts/headlines.py")
+    return (
+        f"Not a headline: with `accelgen` {_percent(ours)} of the requests met all objectives, and with vLLM's best "
+        f"setting {_percent(best)}. The A/A pair of that run differs by {100 * abs(stock - same):.0f} points."
+    )
+
+
+def _distance(ratio: float) -> float:
+    return abs(math.log(ratio))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _repeats(result: Result) -> str:
+    repeats = int(result.setting("repeats"))
+    return "One repeat" if repeats == 1 else f"Medians of {repeats} repeats"
+
+
+HEADLINES = (preemptions, conversations, step_cost, saturation)
+"""The lines of the README's table; the last is a negative result."""

@@ -1,0 +1,129 @@
+"""README.md is short, and shows what the files in benchmarks/results say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import headlines  # noqa: E402
+import readme_results  # noqa: E402
+
+PAGES = readme_results.pages(ROOT)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the results and the README, to be damaged; it is no git checkout."""
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def change(checkout: Path, name: str, part: str, key: str, value: Any) -> None:
+    path = checkout / "benchmarks" / "results" / name
+    data = json.loads(path.read_text())
+    assert key in data[part]
+    if value is None:
+        del data[part][key]
+    else:
+        data[part][key] = value
+    path.write_text(json.dumps(data))
+
+
+def test_the_readme_has_at_most_130_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_a_page_shows_what_the_results_say(page: Path) -> None:
+    """If not: python scripts/readme_results.py."""
+    text = page.read_text()
+    assert readme_results.without_ages(readme_results.rewritten(ROOT, page)) == readme_results.without_ages(text)
+
+
+def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
+    change(checkout, "engine_compare_memory.json", "metrics", "past-future.load_2.preemptions", 31.0)
+    made = readme_results.rewritten(checkout, checkout / "README.md")
+    assert "**31** (`past-future`)" in made
+    assert readme_results.without_ages(made) != readme_results.without_ages((checkout / "README.md").read_text())
+
+
+def test_ages_of_commits_do_not_make_it_stale(checkout: Path) -> None:
+    readme = (checkout / "README.md").read_text()
+    made = readme_results.rewritten(checkout, checkout / "README.md")
+    assert "commits ago" in readme
+    assert "commits ago" not in made
+    assert readme_results.without_ages(made) == readme_results.without_ages(readme)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "key"),
+    [
+        ("engine_compare_memory.json", "metrics", "past-future.load_2.preemptions"),
+        ("engine_compare_memory.json", "config", "repeats"),
+        ("multi_turn.json", "metrics", "pensieve.rate_0.84.recomputed_share"),
+        ("engine_compare.json", "metrics", "alise.load_0.9.normalised_latency_mean_ratio"),
+    ],
+)
+def test_an_absent_metric_is_named_with_its_file(checkout: Path, name: str, part: str, key: str) -> None:
+    change(checkout, name, part, key, None)
+    metric = key.split(".", 1)[-1]
+    with pytest.raises(headlines.NoHeadline, match=rf"benchmarks/results/{name} has no .*'{metric}'"):
+        readme_results.rewritten(checkout, checkout / "README.md")
+
+
+def test_an_absent_file_is_named(checkout: Path) -> None:
+    (checkout / "benchmarks" / "results" / "step_overhead.json").unlink()
+    with pytest.raises(headlines.NoHeadline, match=r"benchmarks/results/step_overhead.json can't be read"):
+        readme_results.rewritten(checkout, checkout / "README.md")
+
+
+def test_a_run_whose_noise_is_as_large_is_no_headline(checkout: Path) -> None:
+    change(checkout, "engine_compare_memory.json", "metrics", "fcfs.load_2.preemptions", 900.0)
+    with pytest.raises(
+        headlines.NoHeadline, match=r"ranks nothing: the effect is 111.5, and its A/A pair differs by 136"
+    ):
+        headlines.preemptions(checkout)
+
+
+def test_a_result_of_uncommitted_sources_is_no_headline(checkout: Path) -> None:
+    change(checkout, "multi_turn.json", "versions", "commit", "e240463-dirty")
+    with pytest.raises(headlines.NoHeadline, match=r"multi_turn.json names no commit that repeats it"):
+        headlines.conversations(checkout)
+
+
+def test_a_command_is_shown_without_what_belongs_to_the_machine_that_ran_it(checkout: Path) -> None:
+    ran = "python benchmarks/x.py --dataset ../data/a.jsonl.gz --keep cells --quick --out results/x.json"
+    path = checkout / "benchmarks" / "results" / "x.json"
+    path.write_text(json.dumps({"command": ran}))
+    assert headlines.Result(checkout, "x.json").command == "python benchmarks/x.py --dataset a.jsonl.gz --quick"
+
+
+def test_a_readme_without_the_block_is_refused(checkout: Path) -> None:
+    (checkout / "README.md").write_text("# Nothing\n")
+    with pytest.raises(headlines.NoHeadline, match=r"README.md has 0 blocks of results"):
+        readme_results.rewritten(checkout, checkout / "README.md")
+
+
+def test_check_writes_nothing_and_fails_on_a_stale_page(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(checkout, "engine_compare_memory.json", "metrics", "past-future.load_2.preemptions", 31.0)
+    before = (checkout / "README.md").read_text()
+    monkeypatch.setattr(readme_results, "ROOT", checkout)
+    monkeypatch.setattr(sys, "argv", ["readme_results.py", "--check"])
+    assert readme_results.main() == 1
+    assert "out of date: README.md" in capsys.readouterr().err
+    assert (checkout / "README.md").read_text() == before
+    monkeypatch.setattr(sys, "argv", ["readme_results.py"])
+    assert readme_results.main() == 0
+    monkeypatch.setattr(sys, "argv", ["readme_results.py", "--check"])
+    assert readme_results.main() == 0
