@@ -81,6 +81,11 @@ class Result:
         return config[name]
 
     @property
+    def goals(self) -> list[dict[str, Any]]:
+        """The goals that were set, and whether they were met."""
+        return list(self.data.get("goals", []))
+
+    @property
     def command(self) -> str:
         """The command, without the options that say where it wrote, and without folders of the machine it ran on."""
         return " ".join(_portable(shlex.split(str(self.data.get("command", "")))))

@@ -4,9 +4,10 @@
     python scripts/readme_results.py            # rewrite the pages
     python scripts/readme_results.py --check    # exit with 1 if a page is out of date; ages of commits don't count
 
-README.md has its block between ``<!-- results: begin -->`` and ``<!-- results: end -->``. A page of docs/results/ has
-``<!-- measured: a.json b.json -->`` and ``<!-- measured: end -->`` around what it says of the runs it shows; the
-word ``all`` instead of names means every file.
+A page says between comments what goes there: in README.md ``<!-- results: begin -->``, in docs/results/
+``<!-- table: NAME -->`` for a table of `result_tables`, and ``<!-- measured: a.json b.json -->`` for the machine, the
+commit, the command and the goals of runs (``all`` means every file, without commands and goals). Each block ends
+with ``<!-- results: end -->``, and so on.
 """
 
 from __future__ import annotations
@@ -14,65 +15,92 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from headlines import HEADLINES, NoHeadline, Result, objectives
+from result_tables import TABLES, goals, table
 
-from vllm_ext.observability.provenance import RESULTS
+from vllm_ext.observability.provenance import RESULTS, head_age
 
 ROOT = Path(__file__).resolve().parent.parent
-_README = re.compile(r"(?<=<!-- results: begin -->\n).*?(?=<!-- results: end -->)", re.DOTALL)
-_MEASURED = re.compile(
-    r"(?<=<!-- measured: )(?P<names>(?!end )[^>\n]+)( -->\n).*?(?=<!-- measured: end -->)", re.DOTALL
+_BLOCK = re.compile(
+    r"(?P<begin><!-- (?P<kind>results|table|measured): (?!end -->)(?P<names>[^>\n]+) -->\n)"
+    r".*?(?P<end><!-- (?P=kind): end -->)",
+    re.DOTALL,
 )
-_AGE = re.compile(r", \d{4}-\d\d-\d\d, \d+ commits? ago")
+_AGE = re.compile(r", \d{4}-\d\d-\d\d, \d+ commits? ago| \(ages count to [0-9a-f]+, \d{4}-\d\d-\d\d\)")
+_ALL = "all"
+_MANY = 15
+"""Of so many goals all are shown; of more, those that were missed."""
 
 
 def readme_block(root: Path) -> str:
     """Return the README's table, what to know beside each line, and the commands."""
     shown = [make(root) for make in HEADLINES]
-    table = ["| | measured | vllm-ext | baseline | machine | commit |", "|---|---|---|---|---|---|"]
-    notes, commands = [], []
-    for number, line in enumerate(shown, 1):
-        cells = [line.measured, line.ours, line.baseline, line.result.machine, line.result.measured_at]
-        table.append(f"| {number} | {' | '.join(cells)} |")
-        notes.append(f"{number}. {line.note}")
-        commands.append(f"    {line.result.command}")
-    return "\n".join([*table, "", *notes, f"- {objectives(root)}", "", *commands, ""])
+    rows = [
+        [str(i), line.measured, line.ours, line.baseline, line.result.machine, line.result.measured_at]
+        for i, line in enumerate(shown, 1)
+    ]
+    notes = [f"{i}. {line.note}\n" for i, line in enumerate(shown, 1)]
+    commands = [f"    {line.result.command}\n" for line in shown]
+    header = ["", "measured", "vllm-ext", "baseline", "machine", _commit_header(root)]
+    return "".join([table(header, rows), "\n", *notes, f"- {objectives(root)}\n", "\n", *commands])
 
 
 def measured_block(root: Path, names: str, page: Path) -> str:
-    """Return a table of result files with machine, commit and goals, and the command of each."""
-    files = sorted(path.name for path in (root / RESULTS).glob("*.json")) if names == "all" else names.split()
+    """Return a table of result files with machine, commit and goals, and the command and the goals of each."""
+    files = sorted(path.name for path in (root / RESULTS).glob("*.json")) if names == _ALL else names.split()
     results = [Result(root, name) for name in files]
     up = "../" * len(page.relative_to(root).parent.parts)
     rows = [
-        f"| [{result.name}]({up}{RESULTS.as_posix()}/{result.name}) | {result.machine} | {result.measured_at} "
-        f"| {_goals(result)} |"
-        for result in results
+        [f"[{one.name}]({up}{RESULTS.as_posix()}/{one.name})", one.machine, one.measured_at, _goals_met(one)]
+        for one in results
     ]
-    commands = [] if names == "all" else ["", *(f"    {result.command}" for result in results)]
-    return "\n".join(["| result | machine | commit | goals met |", "|---|---|---|---|", *rows, *commands, ""])
+    shown = table(["result", "machine", _commit_header(root), "goals met"], rows)
+    if names == _ALL:
+        return shown
+    commands = [f"    {result.command}\n" for result in results]
+    return "".join([shown, "\n", *commands, *_goals_shown(results)])
 
 
-def _goals(result: Result) -> str:
-    goals = result.data.get("goals", [])
-    return f"{sum(bool(goal['met']) for goal in goals)} of {len(goals)}" if goals else "none set"
+def _commit_header(root: Path) -> str:
+    head = head_age(root)
+    return "commit" if head is None else f"commit (ages count to {head.commit}, {head.date})"
+
+
+def _goals_met(result: Result) -> str:
+    met = [bool(goal["met"]) for goal in result.goals]
+    return f"{sum(met)} of {len(met)}" if met else "none set"
+
+
+def _goals_shown(results: Iterable[Result]) -> list[str]:
+    every = [goal for result in results for goal in result.goals]
+    shown = every if len(every) <= _MANY else [goal for goal in every if not goal["met"]]
+    return ["\n", goals(shown)] if shown else []
 
 
 def rewritten(root: Path, page: Path) -> str:
     """Return the text of a page with its blocks made anew.
 
     Raises:
-        NoHeadline: a result lacks what the page shows of it, or README.md has no block.
+        NoHeadline: a result lacks what the page shows of it, a table is unknown, or README.md has not one block.
     """
     text = page.read_text()
-    if page == root / "README.md":
-        block = readme_block(root)
-        text, found = _README.subn(lambda _: block, text)
-        if found != 1:
-            raise NoHeadline(f"README.md has {found} blocks of results, not one: see scripts/readme_results.py")
-    return _MEASURED.sub(lambda at: at["names"] + at[2] + measured_block(root, at["names"], page), text)
+    found = [match["kind"] for match in _BLOCK.finditer(text)]
+    if page == root / "README.md" and found != ["results"]:
+        raise NoHeadline(f"README.md has blocks {found}, not one of results: see scripts/readme_results.py")
+    return _BLOCK.sub(lambda at: at["begin"] + _block(root, page, at["kind"], at["names"]) + at["end"], text)
+
+
+def _block(root: Path, page: Path, kind: str, names: str) -> str:
+    if kind == "results":
+        return readme_block(root)
+    if kind == "measured":
+        return measured_block(root, names, page)
+    if names not in TABLES:
+        raise NoHeadline(f"{page.relative_to(root)}: there is no table {names!r}, only {', '.join(TABLES)}")
+    return TABLES[names](root)
 
 
 def pages(root: Path) -> list[Path]:
@@ -90,20 +118,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rewrite what README.md and docs/results/ show of benchmarks/results.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     check = parser.parse_args().check
-    stale = []
     try:
-        for page in pages(ROOT):
-            made = rewritten(ROOT, page)
-            if without_ages(made) != without_ages(page.read_text()):
-                stale.append(page.relative_to(ROOT).as_posix())
-            if not check:
-                page.write_text(made)
+        made = {page: rewritten(ROOT, page) for page in pages(ROOT)}
     except NoHeadline as error:
         print(error, file=sys.stderr)
         return 1
-    if check and stale:
-        print(f"out of date: {', '.join(stale)}; run: python scripts/readme_results.py", file=sys.stderr)
-    return int(check and bool(stale))
+    if not check:
+        for page, text in made.items():
+            page.write_text(text)
+        return 0
+    stale = [page for page, text in made.items() if without_ages(text) != without_ages(page.read_text())]
+    for page in stale:
+        print(f"out of date: {page.relative_to(ROOT)}; run: python scripts/readme_results.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import headlines  # noqa: E402
 import readme_results  # noqa: E402
+import result_tables  # noqa: E402
 
 PAGES = readme_results.pages(ROOT)
 
@@ -107,10 +108,35 @@ def test_a_command_is_shown_without_what_belongs_to_the_machine_that_ran_it(chec
     assert headlines.Result(checkout, "x.json").command == "python benchmarks/x.py --dataset a.jsonl.gz --quick"
 
 
+@pytest.mark.parametrize("name", result_tables.TABLES)
+def test_every_table_is_on_a_page_and_has_a_header(name: str) -> None:
+    assert any(f"<!-- table: {name} -->" in page.read_text() for page in PAGES)
+    lines = result_tables.TABLES[name](ROOT).splitlines()
+    assert len(lines) > 3
+    assert {line.count(" |") for line in lines[2:]} == {lines[0].count(" |")}
+
+
 def test_a_readme_without_the_block_is_refused(checkout: Path) -> None:
     (checkout / "README.md").write_text("# Nothing\n")
-    with pytest.raises(headlines.NoHeadline, match=r"README.md has 0 blocks of results"):
+    with pytest.raises(headlines.NoHeadline, match=r"README.md has blocks \[\], not one of results"):
         readme_results.rewritten(checkout, checkout / "README.md")
+
+
+def test_an_unknown_table_is_refused_with_the_known_ones(checkout: Path) -> None:
+    page = checkout / "docs" / "results" / "new.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- table: speed -->\n<!-- table: end -->\n")
+    with pytest.raises(headlines.NoHeadline, match=r"docs/results/new.md: there is no table 'speed', only latency, "):
+        readme_results.rewritten(checkout, page)
+
+
+def test_goals_that_were_missed_are_always_shown(checkout: Path) -> None:
+    """All of a few goals; of many, those that were missed."""
+    page = checkout / "docs" / "results" / "new.md"
+    few = readme_results.measured_block(checkout, "engine_compare.json", page)
+    many = readme_results.measured_block(checkout, "step_overhead.json", page)
+    assert (few.count("| met |"), few.count("**missed**")) == (2, 1)
+    assert (many.count("| met |"), many.count("**missed**")) == (0, 4)
 
 
 def test_check_writes_nothing_and_fails_on_a_stale_page(

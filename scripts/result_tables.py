@@ -1,0 +1,193 @@
+"""The tables of docs/results, computed from the files in benchmarks/results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headlines import NoHeadline, Result
+
+_BASELINES = {
+    "upstream-fcfs": "vLLM",
+    "upstream-priority": "vLLM, priorities",
+    "upstream-watermark": "vLLM, watermark 5 %",
+    "upstream-chunked": "vLLM, steps of 256 tokens",
+    "fcfs": "our `fcfs`",
+}
+"""Rows of engine_compare that are not called what --scheduler-cls takes."""
+_CHATS = {
+    "stateless": "vLLM, no prefix caching",
+    "prefix-cache": "vLLM",
+    "tier-lru": "LRU, early",
+    "tier-lru-ahead": "LRU, ahead",
+    "tier-arc": "ARC, early",
+    "tier-retention": "retention value, early",
+    "tier-retention-ahead": "retention value, ahead",
+    "tier-retention-8": "retention value, early, 8 bits",
+    "pensieve": "`pensieve`",
+    "pensieve-8": "`pensieve`, 8 bits",
+}
+"""Rows of multi_turn."""
+_SIZES = ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown; every line ends in a newline."""
+    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:], ""])
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _system(name: str) -> str:
+    return _BASELINES.get(name, f"`{name}`")
+
+
+def latency(root: Path) -> str:
+    """Mean normalised latency by load and system, and over vLLM's."""
+    result = Result(root, "engine_compare.json")
+    mean = "normalised_latency_mean"
+
+    def cell(system: str, load: float) -> str:
+        value = f"{result.value(system, f'load_{load:g}.{mean}_ms_per_token'):.3g}"
+        if system == "upstream-fcfs":
+            return value
+        return f"{value} ({result.value(system, f'load_{load:g}.{mean}_ratio'):.2f})"
+
+    systems = list(result.setting("systems"))
+    loads = sorted(result.setting("loads"))
+    return table(
+        ["load", *map(_system, systems)], [[f"{load:g}", *(cell(name, load) for name in systems)] for load in loads]
+    )
+
+
+def objectives(root: Path) -> str:
+    """Objectives met, and what that costs in throughput."""
+    result = Result(root, "engine_compare_slo.json")
+
+    def row(name: str) -> list[str]:
+        def value(metric: str) -> float:
+            return result.value(name, f"load_1.2.{metric}")
+
+        met = [_share(value(f"slo_{kind}attainment_fraction")) for kind in ("", "ttft_", "tbt_")]
+        output = "1" if name == "upstream-fcfs" else f"{value('throughput_tokens_ratio'):.2f}"
+        late = f"{value('tbt_p99_over_slo'):.2f}"
+        return [_system(name), *met, f"{value('goodput_requests_per_s'):.1f}", late, output]
+
+    header = ["", "met all objectives", "TTFT met", "every TBT met", "requests/s in time"]
+    header += ["P99 of gap over TBT objective", "output tokens/s over vLLM's"]
+    return table(header, map(row, result.setting("systems")))
+
+
+def memory(root: Path) -> str:
+    """Preemptions and steps with little KV memory."""
+    result = Result(root, "engine_compare_memory.json")
+
+    def row(name: str) -> list[str]:
+        counts = [result.value(name, f"load_2.{metric}") for metric in ("preemptions", "output_steps")]
+        met = _share(result.value(name, "load_2.slo_attainment_fraction"))
+        return [_system(name), *(f"{count:g}" for count in counts), met]
+
+    return table(["", "preemptions", "steps", "met all objectives"], map(row, result.setting("systems")))
+
+
+def conversations(root: Path) -> str:
+    """Rate sustained, latency, and where histories came from."""
+    result = Result(root, "multi_turn.json")
+
+    def row(name: str) -> list[str]:
+        rate = "0.62" if name == "stateless" else "0.84"
+        sustained = f"{result.value(name, 'sustained_conversations_per_s'):.2f}"
+        try:
+            bound = result.value(name, "sustained_conversations_per_s_is_lower_bound")
+        except NoHeadline:  # only bounds are marked
+            bound = 0.0
+        return [
+            _CHATS[name] + (f" (at {rate}/s)" if rate != "0.84" else ""),
+            f"> {sustained}" if bound else sustained,
+            f"{result.value(name, f'rate_{rate}.normalised_latency_p90_ms_per_token'):.1f}",
+            f"{result.value(name, f'rate_{rate}.ttft_later_mean_ms'):.0f}",
+            *_histories(result, name, rate),
+        ]
+
+    header = ["", "sustained, conversations/s", "P90, ms per output token", "TTFT of later turns, ms"]
+    header += ["found on device", "found in host memory", "computed again"]
+    return table(header, map(row, result.setting("rows")))
+
+
+def stores(root: Path) -> str:
+    """When KV is copied."""
+    result = Result(root, "multi_turn_ahead.json")
+    rows = [
+        [
+            f"{rate}/s",
+            _CHATS[name],
+            f"{result.value(name, f'rate_{rate}.normalised_latency_p90_ms_per_token'):.1f}",
+            *_histories(result, name, rate)[1:],
+        ]
+        for rate in ("0.84", "1.15")
+        for name in result.setting("rows")
+    ]
+    return table(["rate", "", "P90, ms per output token", "found in host memory", "computed again"], rows)
+
+
+def sizes(root: Path) -> str:
+    """Less and more host memory."""
+    rows = []
+    for result in (Result(root, name) for name in _SIZES):
+        for name in ("tier-lru", "tier-retention", "pensieve"):
+            latency = result.value(name, "rate_0.84.normalised_latency_p90_ms_per_token")
+            memory = f"{result.setting('tier_gib'):g} GiB, {result.setting('tier_tokens')[name]:,} tokens"
+            rows.append([memory, _CHATS[name], f"{latency:.1f}", *_histories(result, name, "0.84")[1:]])
+    return table(["host memory", "", "P90, ms per output token", "found in host memory", "computed again"], rows)
+
+
+def _histories(result: Result, name: str, rate: str) -> list[str]:
+    shares = ("device_hit_share", "host_hit_share", "recomputed_share")
+    return [_share(result.value(name, f"rate_{rate}.{share}")) for share in shares]
+
+
+def step_cost(root: Path) -> str:
+    """CPU time of a step over vLLM's, for every system and queue."""
+    result = Result(root, "step_overhead.json")
+    queues = [f"{waiting}_waiting" for waiting in result.setting("waiting")]
+    queues.append(f"{result.setting('waiting_memory_bound')}_waiting_memory_bound")
+    measured = result.data["metrics"]
+    rows = []
+    for name in (name for group in result.setting("groups") for name in group):
+        for running in result.setting("running"):
+            keys = [f"{name}_{running}_running_{queue}_ratio" for queue in queues]
+            cells = [f"{measured[key]:.2f}" if key in measured else "" for key in keys]
+            rows.append([f"`{name}`", str(running), *cells])
+    header = [f"{waiting:,} waiting" for waiting in result.setting("waiting")]
+    return table(["", "running", *header, f"{result.setting('waiting_memory_bound'):,} waiting, KV memory full"], rows)
+
+
+def goals(of: Iterable[Mapping[str, Any]]) -> str:
+    """Goals as they were set, and what came of each."""
+    return table(
+        ["metric", "goal", "measured", ""],
+        [
+            [f"`{goal['metric']}`", f"{goal['op']} {goal['goal']:g}", f"{goal['value']:.4g}", _verdict(goal)]
+            for goal in of
+        ],
+    )
+
+
+def _verdict(goal: Mapping[str, Any]) -> str:
+    return "met" if goal["met"] else "**missed**"
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "latency": latency,
+    "objectives": objectives,
+    "memory": memory,
+    "conversations": conversations,
+    "stores": stores,
+    "sizes": sizes,
+    "step-cost": step_cost,
+}
+"""The tables by the names that pages call them by."""
