@@ -56,6 +56,13 @@ FAILURES: dict[str, Callable[[], None]] = {
     "no-rank": lambda: setattr(SCRIPT, "rank", lambda v, now: None),
     "text-in-key": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank(("x" if int(v.req_id[1:]) % 2 else 1.0,))),  # type: ignore[arg-type]
     "no-plan": lambda: setattr(SCRIPT, "admit", lambda step: None),
+    **{
+        f"{name}={wrong!r}": lambda name=name, wrong=wrong: setattr(
+            SCRIPT, "admit", lambda step: AdmissionPlan(**{name: wrong})
+        )
+        for name, wrong in [("preempt", None), ("preempt", ([],)), ("hold", 3), ("hold", ["r1"]), ("hold", None)]
+    },
+    "skip=None": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(skip=None)),  # type: ignore[arg-type]
     "fraction-of-a-token": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=7.5)),  # type: ignore[arg-type]
 }
 

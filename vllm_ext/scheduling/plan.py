@@ -44,6 +44,12 @@ def _check_whole(name: str, value: object, unit: str) -> None:
         raise TypeError(f"{name}={value!r}: must be a whole number of {unit}, or None")
 
 
+def _check_ids(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless a policy named requests by their ids: the step would fail while it applies the plan."""
+    if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{name}={value!r}: must be a {kind.__name__} of request ids")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdmissionPlan:
     """Who leaves and who may join in this step."""
@@ -58,6 +64,8 @@ class AdmissionPlan:
 
     def __post_init__(self) -> None:
         _check_whole("max_running", self.max_running, "requests")
+        _check_ids("preempt", self.preempt, tuple)
+        _check_ids("hold", self.hold, frozenset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +81,7 @@ class BudgetPlan:
 
     def __post_init__(self) -> None:
         _check_whole("token_budget", self.token_budget, "tokens")
+        _check_ids("skip", self.skip, tuple)
 
 
 _UNRESTRICTED = BudgetPlan()
