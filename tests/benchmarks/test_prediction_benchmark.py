@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.extent import quick
 from vllm_ext.prediction.evaluation.measures import Predicted
 from vllm_ext.prediction.evaluation.rows import DataSet, Examples, LocalTokenizer, Prompts
 
@@ -297,13 +299,28 @@ def test_streams_are_cold_for_every_set_and_warm_for_a_pair() -> None:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, module: Any, **limits: Any) -> None:
+    """Have a module's ``measure`` use these arguments."""
+    measure = module.measure
+
+    def limited(*args: Any, **options: Any) -> Any:
+        given = inspect.signature(measure).bind(*args, **options)
+        given.arguments.update(limits)
+        return measure(*given.args, **given.kwargs)
+
+    monkeypatch.setattr(module, "measure", limited)
+
+
 def test_quick_run_without_data_measures_every_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prediction, latency = script("prediction"), script("prediction_latency")
     monkeypatch.setattr(prediction, "QUICK_ROWS", 30)
     monkeypatch.setattr(latency, "larger_proxy", lambda encoder, seed: lambda texts: None)  # seconds of random weights
-    monkeypatch.setattr(script("prediction_worth"), "_TRIALS", 2)
+    worth = script("prediction_worth")
+    monkeypatch.setattr(worth, "_TRIALS", 2)
+    limit(monkeypatch, worth, requests=quick(12, full=60))
+    limit(monkeypatch, latency, batches=quick((1, 2), full=(1, 16)))
     out = tmp_path / "result.json"
     assert prediction.main(["--quick", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
