@@ -60,6 +60,7 @@ bench-quick: setup ## Run on small data every benchmark whose docstring shows --
 repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for shorter traces
 	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)
 	$(BIN)/vllm-ext repro --document
+	$(BIN)/python scripts/readme_results.py
 
 clean: ## Remove the environment, caches and build output
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -194,7 +194,7 @@ def step_cost(root: Path) -> Headline:
         measured=f"CPU time of a scheduler step, {running} running, up to {waiting:,} waiting",
         ours=f"at most **{costs[dearest]:.2f}** (`{dearest}`)",
         baseline="1 (vLLM)",
-        note=f"This is what a system costs: `{dearest}` is the dearest of {names}. "
+        note=f"This is what a system costs: of {names}, `{dearest}` costs most. "
         f"With {fewer} running they cost up to {max(worst(name, fewer) for name in systems):.2f}. The baseline "
         f"`fastserve` costs {worst('fastserve'):.2f}. A/A pair: our `fcfs` takes at most {same:.2f}.",
     )

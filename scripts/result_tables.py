@@ -8,6 +8,8 @@ from typing import Any
 
 from headlines import NoHeadline, Result
 
+from vllm_ext.observability.provenance import RESULTS
+
 _BASELINES = {
     "upstream-fcfs": "vLLM",
     "upstream-priority": "vLLM, priorities",
@@ -181,6 +183,19 @@ def _verdict(goal: Mapping[str, Any]) -> str:
     return "met" if goal["met"] else "**missed**"
 
 
+def papers(root: Path) -> str:
+    """The figures that papers are known by, beside ours."""
+    files = sorted(path.name for path in (root / RESULTS / "repro").glob("*.json"))
+    rows = []
+    for name in files:
+        result = Result(root, f"repro/{name}")
+        study = name.removesuffix(".json")
+        for goal in result.goals:
+            figure = [f"[{study}](../reproductions.md#{study})", goal["metric"]]
+            rows.append([*figure, f"{goal['goal']:.4g}", f"{goal['value']:.4g}", "yes" if goal["met"] else "**no**"])
+    return table(["figure", "claim", "paper", "ours", "reached"], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": objectives,
@@ -189,5 +204,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "stores": stores,
     "sizes": sizes,
     "step-cost": step_cost,
+    "papers": papers,
 }
 """The tables by the names that pages call them by."""

@@ -16,8 +16,8 @@ from typing import Any
 
 RESULTS = Path("benchmarks", "results")
 """Where a checkout keeps what was measured last."""
-_WRITTEN = ("benchmarks/results/", "docs/reproductions.md")
-"""What benchmarks write: a folder, or a page made from it."""
+_WRITTEN = ("benchmarks/results/", "docs/reproductions.md", "docs/results/", "README.md")
+"""What benchmarks write, and the pages made from it."""
 _SOURCES = ("vllm_ext/", "kernels/", "patches/", "benchmarks/")
 """Where a file that git does not know can decide a result."""
 _DIRTY = "-dirty"
