@@ -192,7 +192,7 @@ def step_cost(root: Path) -> Headline:
     return Headline(
         result=result,
         measured=f"CPU time of a scheduler step, {running} running, up to {waiting:,} waiting",
-        ours=f"at most **{costs[dearest]:.2f}** (`{dearest}`)",
+        ours=f"at most **{costs[dearest]:.2f}** times vLLM's (`{dearest}`)",
         baseline="1 (vLLM)",
         note=f"This is what a system costs: of {names}, `{dearest}` costs most. "
         f"With {fewer} running they cost up to {max(worst(name, fewer) for name in systems):.2f}. The baseline "

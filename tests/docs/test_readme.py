@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -41,6 +42,31 @@ def change(checkout: Path, name: str, part: str, key: str, value: Any) -> None:
 
 def test_the_readme_has_at_most_130_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def versions(*features: str) -> set[str]:
+    """The versions of vLLM that all hooks of the features are verified with, as docs/patches.md lists them."""
+    verified = []
+    for hook in (ROOT / "docs" / "patches.md").read_text().split("\n## ")[1:]:
+        group = re.search(r"group `[^`]+`, for ([^\n]+)", hook)
+        with_vllm = re.search(r"verified with vLLM ([0-9., ]+)", hook)
+        if group and with_vllm and group[1] in features:
+            verified.append({version.removesuffix(".0") for version in with_vllm[1].split(", ")})
+    return set.intersection(*verified)
+
+
+def test_supported_features_are_those_whose_hooks_are_verified() -> None:
+    usual = ("flags", "scheduling", "hints", "objectives", "metrics and prediction", "prediction")
+    disk, gaps = "KV tier on disk", "gaps in kept KV"
+    columns = [versions(*usual), versions("KV tier"), versions("KV tier", disk), versions(gaps)]
+    fused = versions(gaps, f"{gaps} in one step")
+    expected = {}
+    for version in versions(*usual):
+        *cells, crosses = ["yes" if version in column else "no" for column in columns]
+        expected[version] = [*cells, crosses if version in fused or crosses == "no" else "in steps of their own"]
+    section = (ROOT / "README.md").read_text().split("## Supported")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
+    assert {version: cells for version, *cells, _tested in rows[2:]} == expected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
