@@ -42,7 +42,8 @@ class PoolStep:
     shared_blocks: int = 0
     """Blocks of its prefix that a waiting request would share."""
     context_tokens: int = 0
-    tightest_tbt_s: float | None = None
+    objectives_s: tuple[float, ...] = ()
+    """TBT objectives of the running requests that name one."""
     number: int = 0
     runtime: RuntimeModel = field(default_factory=lambda: RuntimeModel((0.01, 0.0, 1e-4, 0.0, 0.0)))
     pivot: Pivot = _PIVOT
@@ -69,7 +70,11 @@ class PoolStep:
 
     @property
     def num_free_tokens(self) -> int:
-        return self.token_budget - self.num_running + sum(1 - tokens for tokens in self.unfinished)
+        return self.token_budget - self.decode_tokens - sum(self.unfinished)
+
+    def tbt_s(self, default_s: float) -> float:
+        unnamed = (default_s,) if len(self.objectives_s) < self.num_running or not self.num_running else ()
+        return min(*self.objectives_s, *unnamed, float("inf"))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-min(num_tokens, self.max_model_len) // self.block_size)

@@ -36,7 +36,7 @@ def mixed(decodes: int, *, context: int = 100, computed: int = 0, tbt_s: float |
         running=running,
         queue=prompts((100, 10)),
         context_tokens=decodes * context + computed,
-        tightest_tbt_s=tbt_s,
+        objectives_s=() if tbt_s is None else (tbt_s,) * len(running),
         runtime=MODEL,
         token_budget=8192,
         max_running=300,
@@ -86,7 +86,7 @@ def test_drafts_are_priced_like_the_tokens_of_a_prompt() -> None:
         return MODEL.step_time_s(StepFeatures(0, count, step.context_tokens + count, pairs))
 
     assert chunks_s(tokens) <= 0.1 < chunks_s(tokens + 2)
-    step.tightest_tbt_s = 0.001
+    step.objectives_s = (0.001,)
     assert policy.plan(step).token_budget == 41, "what is decoded, drafts included, and a token of a prompt"
 
 
@@ -146,10 +146,28 @@ def test_accelgens_budget_is_equation_6() -> None:
     step = mixed(10, tbt_s=0.2)
     step.pivot = Pivot(768, 0.1)
     assert SloPivotBudget().plan(step).token_budget == 1536
-    step.tightest_tbt_s = None
+    step.objectives_s = ()
     assert SloPivotBudget().plan(step).token_budget == 1440, "the reading speed, where nobody has an objective"
-    step.tightest_tbt_s = 1e-4
+    step.objectives_s = (1e-4,)
     assert SloPivotBudget().plan(step).token_budget == 11, "a token for everybody who decodes, and one more"
+
+
+@pytest.mark.parametrize("policy", [TbtBudget(), SloPivotBudget()], ids=["sarathi", "accelgen"])
+def test_one_client_who_names_five_seconds_loosens_nobodys_objective(policy: TbtBudget | SloPivotBudget) -> None:
+    step = mixed(10)
+    expected = policy.plan(step)
+    step.objectives_s = (5.0,)
+    assert policy.plan(step) == expected
+    step.objectives_s = (5.0,) * step.num_running
+    assert policy.plan(step) != expected, "all of them may"
+
+
+def test_without_a_default_only_named_objectives_count() -> None:
+    policy = TbtBudget(default_tbt_ms=0.0)
+    step = mixed(10)
+    assert policy.plan(step) == BudgetPlan()
+    step.objectives_s = (0.1,)
+    assert policy.plan(step) == TbtBudget().plan(mixed(10, tbt_s=0.1))
 
 
 def test_fastgens_forward_size_is_fixed() -> None:

@@ -44,7 +44,7 @@ def _check_whole(name: str, value: object, unit: str) -> None:
         raise TypeError(f"{name}={value!r}: must be a whole number of {unit}, or None")
 
 
-def _check_ids(name: str, value: Any, kind: type[tuple[Any, ...]] | type[frozenset[Any]]) -> None:
+def _check_ids(name: str, value: Any, kind: type[tuple[Any, ...] | frozenset[Any]]) -> None:
     """Raise TypeError unless a policy named requests by their ids: the step would fail while it applies the plan."""
     if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
         raise TypeError(f"{name}={value!r}: must be a {kind.__name__} of request ids")

@@ -57,10 +57,10 @@ class RunningOrder:
             self.changes += 1
         self._tbt_s.pop(request, None)
 
-    @property
-    def tightest_tbt_s(self) -> float | None:
-        """Smallest TBT objective of the running requests, in seconds; None if none has one. Cost: a pass over them."""
-        return min(self._tbt_s.values(), default=None)
+    def tbt_s(self, default_s: float) -> float:
+        """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
+        named = self._tbt_s.values()
+        return min(named) if len(named) == len(self.keys) > 0 else min((default_s, *named))
 
     def rerank(self, request: Request) -> None:
         """Compute the rank of a running request again."""

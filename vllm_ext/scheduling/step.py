@@ -50,11 +50,11 @@ class SchedulerStep:
     def num_free_tokens(self) -> int:
         """Tokens of the budget that running requests will leave for admissions; may be negative."""
         scheduler = self._scheduler
-        free: int = self.token_budget - self.num_running
+        free: int = self.token_budget - self.decode_tokens
         cap = scheduler.scheduler_config.long_prefill_token_threshold or self.token_budget
         for request in scheduler._inflight_prefills:
             if request.status == RequestStatus.RUNNING:
-                free += 1 - min(cap, request.num_tokens - request.num_computed_tokens)
+                free -= min(cap, request.num_tokens - request.num_computed_tokens)
         return free
 
     @property
@@ -102,10 +102,9 @@ class SchedulerStep:
         """KV blocks that nobody holds, the watermark not taken off."""
         return self._scheduler.kv_space.unused_blocks()
 
-    @property
-    def tightest_tbt_s(self) -> float | None:
-        """Smallest TBT objective of the running requests, in seconds; None if none has one."""
-        return self._scheduler.running_order.tightest_tbt_s
+    def tbt_s(self, default_s: float) -> float:
+        """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
+        return self._scheduler.running_order.tbt_s(default_s)
 
     def finished_lengths(self) -> npt.NDArray[np.int64]:
         """Output lengths of the requests that finished last, ascending."""

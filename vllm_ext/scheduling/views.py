@@ -140,7 +140,7 @@ class StepView(Protocol):
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens of the budget that running requests will leave for admissions; may be negative."""
+        """Tokens of the budget that running requests, drafts included, leave for admissions; may be negative."""
         ...
 
     @property
@@ -203,9 +203,12 @@ class StepView(Protocol):
         """The step at which throughput saturates: measured by ``vllm-ext profile``, else made of the runtime model."""
         ...
 
-    @property
-    def tightest_tbt_s(self) -> float | None:
-        """Smallest TBT objective of the running requests, in seconds; None if none has one."""
+    def tbt_s(self, default_s: float) -> float:
+        """Return the smallest TBT objective of the running requests, in seconds; nobody's loosens another's.
+
+        Args:
+            default_s: Objective of those that name none; inf if they have none. Cost: a pass over those who do.
+        """
         ...
 
     @property

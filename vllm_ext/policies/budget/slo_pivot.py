@@ -49,4 +49,4 @@ def pivot_tokens(step: StepView) -> int:
 
 
 def _objective_s(step: StepView) -> float:
-    return READING_TBT_S if step.tightest_tbt_s is None else step.tightest_tbt_s
+    return step.tbt_s(READING_TBT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,8 +40,8 @@ class TbtBudget:
     dynamic: bool = True
     """Fit every step; False: one budget for a reference batch."""
     default_tbt_ms: float = 200.0
-    """Objective where neither the requests nor the configuration name one, in milliseconds; 0: none, and then steps are
-    left at vLLM's budget."""
+    """Objective of requests for which neither they nor the configuration name one, in milliseconds; 0: they have none.
+    Where nobody has one, steps are left at vLLM's budget."""
     tile_tokens: int = 64
     """Tile of the device's matrix products along the tokens; a power of two, 1 switches rounding off."""
     min_prefill_tokens: int = 64
@@ -79,8 +80,8 @@ class TbtBudget:
 
     def objective_s(self, step: StepView) -> float:
         """Return the gap that no token of this step may exceed, in seconds; 0 if there is none."""
-        tightest = step.tightest_tbt_s
-        return self.default_tbt_ms / 1000 if tightest is None else tightest
+        tightest = step.tbt_s(self.default_tbt_ms / 1000 or math.inf)
+        return 0.0 if math.isinf(tightest) else tightest
 
     def rounded(self, tokens: int) -> int:
         """Return the largest number of whole tiles in ``tokens``; below one tile, ``tokens``."""

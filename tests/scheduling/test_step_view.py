@@ -1,0 +1,54 @@
+"""What a step shows to policies of the running batch as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_ext.scheduling.step import SchedulerStep
+
+from .steering import SCRIPT, Rig
+
+
+@pytest.fixture(autouse=True)
+def _empty_script() -> Iterator[None]:
+    SCRIPT.reset()
+    yield
+    SCRIPT.reset()
+
+
+def seen(rig: Rig) -> SchedulerStep:
+    rig.scheduler.running_order.update()
+    return SchedulerStep(rig.scheduler, rig.clock())
+
+
+def test_the_tightest_objective_is_that_of_all_who_run() -> None:
+    """One client that names 5 s must not loosen what holds for those who name none."""
+    rig = Rig("scripted")
+    assert seen(rig).tbt_s(0.2) == 0.2, "nobody runs"
+    rig.add("patient", length=20, tbt_slo_ms=5000)
+    rig.step(2)
+    assert seen(rig).tbt_s(0.2) == 5.0
+    rig.add("silent", length=20)
+    rig.step(2)
+    assert seen(rig).tbt_s(0.2) == 0.2
+    assert seen(rig).tbt_s(math.inf) == 5.0
+    rig.add("hasty", length=20, tbt_slo_ms=50)
+    rig.step(2)
+    assert seen(rig).tbt_s(0.2) == 0.05
+
+
+def test_free_tokens_are_what_decodes_their_drafts_and_prompts_leave() -> None:
+    rig = Rig("scripted", max_num_batched_tokens=64, max_num_seqs=8)
+    for name in "abc":
+        rig.add(name, 10, length=30)
+    rig.step(2)
+    assert seen(rig).num_free_tokens == 64 - 3
+    rig.add("long", 200, length=30)
+    rig.step()
+    assert seen(rig).num_free_tokens < 0, "the rest of a long prompt takes all"
+    rig.step(8)
+    rig.scheduler.num_spec_tokens = 3
+    assert seen(rig).num_free_tokens == 64 - 4 * (1 + 3)
