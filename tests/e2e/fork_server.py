@@ -30,10 +30,13 @@ import traceback
 from typing import Any
 
 WANTED = (
+    "compressed_tensors.compressors",
     "vllm.entrypoints.cli.benchmark.latency",
     "vllm.entrypoints.cli.benchmark.throughput",
     "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.layers.quantization",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.opt",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -54,10 +57,35 @@ def load() -> None:
     commands = [f"vllm.entrypoints.cli.{module.name}" for module in pkgutil.iter_modules(vllm.entrypoints.cli.__path__)]
     for module in (*commands, *WANTED):
         importlib.import_module(module)
+    _prepare()
     if vllm.plugins.plugins_loaded or threading.active_count() > 1:
         raise RuntimeError(f"importing vLLM loaded plugins or left threads: {threading.enumerate()}")
     gc.collect()
     gc.freeze()  # no fork's collections go through what was imported, or copy its pages
+
+
+def _prepare() -> None:
+    """Do once what every engine would do again, with the same outcome.
+
+    That is to read our hooks, to choose the CPU's kernels, and to compile what finds n-gram drafts; for one thread,
+    since a fork has no others.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext.patches import registry
+
+    registry.report()
+    current_platform.register_triton_kernel_overrides()  # fails on what the modules below hold
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+    import numba
+    import numpy as np
+    from vllm.v1.spec_decode import ngram_proposer
+
+    ngram_proposer.batch_propose_numba = numba.njit(ngram_proposer.batch_propose_numba.py_func)
+    counts, tokens = np.zeros(1, np.int32), np.zeros((1, 8), np.int32)
+    drafts = np.zeros((1, 3), np.int32)
+    ngram_proposer.batch_propose_numba([0], counts, tokens, 1, 3, 8, 3, drafts, counts.copy())
 
 
 def wait_for_job(control: socket.socket) -> dict[str, Any] | None:

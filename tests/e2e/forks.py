@@ -17,6 +17,7 @@ from pathlib import Path
 
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # more threads spin on barriers for most of the time where other tests use the cores too
+    "NUMBA_NUM_THREADS": "1",  # which it tells OpenMP as well, so that PyTorch has as many
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines running side by side would all bind to the same core
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
