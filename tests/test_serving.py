@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,26 @@ def test_interruption_of_the_start_stops_the_server(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         server.start()
     assert group_members(groups[0]) == []
+
+
+def test_interruption_while_the_process_is_being_started_stops_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of a signal used to raise before the new process was known: nobody stopped that."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    popen = subprocess.Popen
+    server = Program(STUBBORN, tmp_path / "log")
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.start()
+    assert group_members(started[0].pid) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_server_that_exits_is_reported_with_its_code_and_last_words(tmp_path: Path) -> None:

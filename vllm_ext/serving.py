@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -108,7 +109,8 @@ class ServerProcess:
         """
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._process = self._spawn()
+            with _interruptions_deferred():
+                self._process = self._spawn()
             self._wait_until_healthy()
         except BaseException:  # KeyboardInterrupt too: a server that is half started must not stay
             self.stop()
@@ -190,6 +192,28 @@ class ServerProcess:
 
     def _failure(self, what: str) -> str:
         return f"vllm serve {self.model} {what}; the end of {self.log_path}:\n{self.log_tail()}"
+
+
+@contextlib.contextmanager
+def _interruptions_deferred() -> Iterator[None]:
+    """Let signals with Python handlers wait for the end of the block, so that none leaves its work half done.
+
+    A handler that raises while a process is being started would leave nobody who knows of that process.
+    """
+    caught: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers and may set them
+        handlers = {}
+    for deferred in handlers:
+        signal.signal(deferred, lambda got, _: caught.append(got))
+    try:
+        yield
+    finally:
+        for deferred, handler in handlers.items():
+            signal.signal(deferred, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], timeout_s: float) -> None:

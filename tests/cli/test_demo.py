@@ -17,10 +17,17 @@ import psutil
 import pytest
 
 from tests.extent import HANG_S
+from vllm_ext.prediction.estimate import BLEND, DECODER, RETRIEVAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
 
-DEMO = "import sys; from vllm_ext.cli.demo import main; sys.exit(main(sys.argv[1:]))"
+DEMO = """
+import sys
+from vllm_ext.cli import demo
+demo.RECORDS_WAIT_S = float(sys.argv[1])
+sys.exit(demo.main(sys.argv[2:]))
+"""
+"""The demo; its first argument is how long it waits for the records of requests."""
 WITH_SERVER = """
 import sys
 from vllm_ext.cli.demo import main
@@ -32,6 +39,8 @@ sys.exit(main(sys.argv[2:]))
 STUBBORN = "import os, time; os.fork(); time.sleep(600)"
 """Two processes that never answer."""
 FAILING = "import sys; exit(f'no model in {sys.argv[1]}')"
+PREDICTED = (RETRIEVAL, DECODER, BLEND)
+"""Where lengths come from once the predictor has started, which may take longer than all requests, or not."""
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -45,7 +54,7 @@ class RunningDemo:
         self.descendants: set[psutil.Process] = set()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             env = {**os.environ, **OFFLINE, "TMPDIR": str(folder)}
-            program = [DEMO] if server is None else [WITH_SERVER, server]
+            program = [DEMO, str(HANG_S)] if server is None else [WITH_SERVER, server]
             self.process = subprocess.Popen([sys.executable, "-c", *program, *args], stdout=out, stderr=err, env=env)
         self._watching = True
         self._watcher = threading.Thread(target=self._watch)
@@ -121,12 +130,12 @@ def test_table_has_one_finished_row_per_request_and_the_server_stays_until_ctrl_
         predicted, true = row[3].split("/")
         assert int(predicted) > 0
         assert int(true) > 0
-        assert row[4] in ("hint", "history", "prior")
+        assert row[4] in ("hint", "history", "prior", *PREDICTED)
         assert row[-1] in ("length", "stop")
     assert " ".join(summary).startswith("8 of 8 requests finished")
     assert "vllm_ext:policy_fallbacks_total{} 0" in table
     url = demo.err.read_text().rpartition("curl ")[2].split()[0]
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=HANG_S) as response:
         assert b"vllm_ext:policy_fallbacks_total" in response.read()
     assert len(demo.descendants) >= 2
     assert demo.end(signal.SIGINT) == 0
