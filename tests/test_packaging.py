@@ -97,7 +97,7 @@ def test_wheel_declares_plugin_and_command(wheel: Path) -> None:
 
 def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
-    assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.10")
+    assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.11")
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata.get_all("Provides-Extra", [])) == {"cpu", "cuda", "ray", "prediction", "bench", "dev"}
     assert "Apache License" in read(wheel, "/LICENSE")
