@@ -26,7 +26,7 @@ serve: setup ## Serve a small model with vllm-ext and keep serving
 demo: setup ## Serve a small model, show what vllm-ext does, stop
 	@$(BIN)/vllm-ext demo $(ARGS)
 
-# Servers want the cores for themselves: the predictor beside them runs at idle priority. Engines take one core each.
+# Servers have threads for both cores: one after the other. Engines and unit tests take a core each.
 test: setup ## Run the tests; with ARGS, those that pytest chooses by them, one after the other
 ifeq ($(strip $(ARGS)),)
 	@status=0; \
