@@ -61,8 +61,8 @@ def load() -> None:
     if vllm.plugins.plugins_loaded or threading.active_count() > 1:
         raise RuntimeError(f"importing vLLM loaded plugins or left threads: {threading.enumerate()}")
     gc.collect()
-    # No fork's collections go through what was imported, or copy its pages. vLLM takes such a freeze back when an engine
-    # ends, and collects all.
+    # No fork's collections go through what was imported, or copy its pages. vLLM takes such a freeze back when an
+    # engine ends, and collects all.
     gc.freeze()
     gc.unfreeze = lambda: None
 
