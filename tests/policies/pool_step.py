@@ -51,6 +51,7 @@ class PoolStep:
     aged: frozenset[str] = frozenset()
     seed: int = 0
     membership: int = 0
+    queue_changes: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -208,10 +208,11 @@ def refused_then(policy: PeakMemory, steps_on: int, **changes: object) -> int | 
         (3, {}, 0),
         (4, {}, 2),
         (1, {"membership": 1}, 2),
-        (1, {"queue": waiting(4)}, 2),
-        (3, {"queue": waiting(2)}, 0),
+        (1, {"queue": waiting(4), "queue_changes": 1}, 2),
+        (1, {"queue": waiting(2), "queue_changes": 1}, 2),
+        (1, {"queue_changes": 2}, 2),
     ],
-    ids=["soon", "asked again", "somebody left", "somebody came", "somebody gave up"],
+    ids=["soon", "asked again", "somebody left", "somebody came", "somebody gave up", "another took its place"],
 )
 def test_that_nobody_fits_stands_for_some_steps_of_an_unchanged_batch(
     steps_on: int, changes: dict[str, object], joined: int

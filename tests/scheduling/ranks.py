@@ -17,9 +17,8 @@ class Ranks:
     def __init__(self) -> None:
         self.ranks: dict[str, Rank] = {}
         self.asked: list[str] = []
-        self.left: list[str] = []
         self.requests: dict[str, Request] = {}
-        self.queue = RankedQueue(self._rank, self._ties, lambda request: self.left.append(request.request_id))
+        self.queue = RankedQueue(self._rank, self._ties)
 
     def _rank(self, request: Request) -> Rank:
         self.asked.append(request.request_id)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from vllm_ext.scheduling.step import SchedulerStep
 
@@ -52,3 +53,24 @@ def test_free_tokens_are_what_decodes_their_drafts_and_prompts_leave() -> None:
     rig.step(8)
     rig.scheduler.num_spec_tokens = 3
     assert seen(rig).num_free_tokens == 64 - 4 * (1 + 3)
+
+
+def test_a_refusal_does_not_answer_for_another_head() -> None:
+    """A small request waited for 16 steps because a large one, aborted since, had not fitted in its place."""
+    rig = Rig(
+        "past-future",
+        max_num_seqs=8,
+        num_blocks=64,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=False,
+        options={"admission": {"redraw_steps": 16}},
+    )
+    rig.add("x", 40, length=400, max_tokens=500)
+    rig.step()
+    rig.add("large", 300, length=5, max_tokens=600)
+    rig.step()
+    assert rig.running == ["x"]
+    rig.scheduler.finish_requests("large", RequestStatus.FINISHED_ABORTED)
+    rig.add("small", 16, length=5, max_tokens=16)
+    rig.step()
+    assert rig.running == ["x", "small"]

@@ -153,7 +153,7 @@ class Ledger:
             job.missed = True
 
     def end_wait(self, job: Job, now: float) -> None:
-        """Note that the job left the queue."""
+        """Note that a step was scheduled that computes tokens of the job again."""
         if job.waiting_since is not None:
             waited_s = now - job.waiting_since
             job.waited_s += waited_s

@@ -35,7 +35,10 @@ class Observer:
         self._hint_logged = False
 
     def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
-        """Note a scheduled step and the requests that start in it."""
+        """Note a scheduled step and the requests that start in it: only these have waited to the end.
+
+        One that vLLM takes from the queue may be passed over and come back, load KV first, or be aborted.
+        """
         self.counters.steps += 1
         for new in output.scheduled_new_reqs:
             self.waits.started(new.req_id)
@@ -44,7 +47,7 @@ class Observer:
                 job.first_scheduled = now
                 self._awaiting_first_token[new.req_id] = job
             if job is not None:
-                self._ledger.end_wait(job, now)  # does nothing where our own queue has noted it
+                self._ledger.end_wait(job, now)
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
             self.waits.started(req_id)
             if (job := self._ledger.get(req_id)) is not None:

@@ -31,22 +31,15 @@ class RankedQueue(RequestQueue):
     `begin_step` only, and by requests that join.
     """
 
-    def __init__(
-        self,
-        rank: Callable[[Request], Rank],
-        ties: Callable[[Request], tuple[float, int]],
-        on_leave: Callable[[Request], None],
-    ) -> None:
+    def __init__(self, rank: Callable[[Request], Rank], ties: Callable[[Request], tuple[float, int]]) -> None:
         """Create an empty queue.
 
         Args:
             rank: Asks the policy; called when a request joins and when its rank expires.
             ties: Arrival time and a unique number of a request; they end every comparison.
-            on_leave: Called with a request that leaves the queue, by whatever way.
         """
         self._rank = rank
         self._ties = ties
-        self._on_leave = on_leave
         self._live: dict[Request, Entry] = {}
         self._heap: list[Entry] = []
         self._expiry: list[tuple[float, int, Request]] = []
@@ -57,6 +50,8 @@ class RankedQueue(RequestQueue):
         self._aside: list[Entry] = []
         self.by_arrival = False
         """Serve in order of arrival, whatever the ranks: what a step falls back to when a policy fails."""
+        self.changes = 0
+        """Counts who joined or left."""
         self.levels: dict[int, int] = {}
         """Number of requests per level."""
 
@@ -66,6 +61,7 @@ class RankedQueue(RequestQueue):
         """Add a request at the place its rank gives it."""
         if request in self._live:
             return
+        self.changes += 1
         self._push(request)
         heapq.heappush(self._arrivals, (self._ties(request), request))
         self._rounds.append(request)
@@ -201,8 +197,8 @@ class RankedQueue(RequestQueue):
 
     def _remove(self, request: Request) -> None:
         entry = self._live.pop(request)
+        self.changes += 1
         self._count(entry[3].level, -1)
-        self._on_leave(request)
         if not self._live:  # nothing to keep alive finished requests for
             for structure in (self._heap, self._expiry, self._arrivals, self._rounds, self._aside):
                 structure.clear()

@@ -107,7 +107,7 @@ class SteeredScheduler(GapScheduler):
                 self.tier.cross_gaps(self.gaps)
         if self._steers:
             self._check_model()
-            self.ranked = RankedQueue(self._rank, self._ties, self._left_queue)
+            self.ranked = RankedQueue(self._rank, self._ties)
             self.waiting = self.ranked
             stall_free = getattr(self.policies.budget, "stall_free", False)
             fixed = self._orders_by_arrival and not self.policies.use_predictions
@@ -347,13 +347,10 @@ class SteeredScheduler(GapScheduler):
     def _ties(self, request: Request) -> tuple[float, int]:
         return self.ledger[request.request_id].ties
 
-    def _left_queue(self, request: Request) -> None:
-        if (job := self.ledger.get(request.request_id)) is not None:
-            self.ledger.end_wait(job, self._now)
-
     def _rank(self, request: Request) -> Rank:
         job = self.ledger[request.request_id]
         self.ledger.start_wait(job, self._now)
+        self.observer.counters.demotions += self.ledger.outlived(job)
         return self._ask_rank(job)
 
     def _running_key(self, request: Request) -> tuple[float, ...]:

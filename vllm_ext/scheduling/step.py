@@ -45,6 +45,7 @@ class SchedulerStep:
         self.rng = scheduler.rng
         self.notes = scheduler.policy_notes
         self.membership = scheduler.running_order.changes
+        self.queue_changes = scheduler.ranked.changes
 
     @property
     def num_free_tokens(self) -> int:

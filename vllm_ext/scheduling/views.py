@@ -222,6 +222,11 @@ class StepView(Protocol):
         ...
 
     @property
+    def queue_changes(self) -> int:
+        """Another number whenever a request began or ceased to wait."""
+        ...
+
+    @property
     def notes(self) -> dict[str, Any]:
         """What policies note for later steps of this scheduler, under their own names; empty after a policy failed."""
         ...

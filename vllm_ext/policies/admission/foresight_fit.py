@@ -57,7 +57,8 @@ class ForesightFit(PeakMemory):
         seats = min(step.max_running - step.num_running, self.max_admissions)
         tokens, blocks = step.num_free_tokens, step.num_free_blocks
         if seats < 1 or tokens < 1 or blocks < 1:
-            return self._best_set.plan(step)
+            # vLLM's own rule foresees nothing, and might find some within the step.
+            return self._preempting(step) if step.num_running else NO_CHANGE
         if self.stands(step):
             return self._preempting(step)
         forecast = Forecast(self, step)

@@ -60,7 +60,7 @@ class PeakMemory:
     max_admissions: int = 32
     """Requests admitted per step at most."""
     redraw_steps: int = 4
-    """Steps for which it stands that nobody fits, unless somebody joins, leaves or comes; 1: drawn again every step."""
+    """Steps for which it stands that nobody fits, unless who runs or who waits changes; 1: drawn again every step."""
 
     def __post_init__(self) -> None:
         require(0 <= self.reserve < 1, "admission.reserve", self.reserve, "at least 0 and less than 1")
@@ -76,8 +76,10 @@ class PeakMemory:
 
     def plan(self, step: StepView) -> AdmissionPlan:
         """Return the cap that admits exactly the requests whose peak fits."""
-        if not step.num_waiting or step.num_running >= step.max_running or step.num_free_blocks < 1:
+        if not step.num_waiting or step.num_running >= step.max_running:
             return NO_CHANGE
+        if step.num_free_blocks < 1:  # vLLM's own rule, which foresees nothing, might find some in the step
+            return nobody(step) if step.num_running else NO_CHANGE
         if self.stands(step):
             return nobody(step)
         plan = admit(step, Forecast(self, step).admits, self.max_admissions)
@@ -87,7 +89,7 @@ class PeakMemory:
 
     def note(self, step: StepView) -> None:
         """Note that nobody fits."""
-        step.notes[_REFUSED] = Refusal(step.number, step.membership, step.num_waiting)
+        step.notes[_REFUSED] = Refusal(step.number, step.membership, step.queue_changes)
 
     def stands(self, step: StepView) -> bool:
         """Say whether an earlier step's answer, that nobody fits, still stands.
@@ -100,7 +102,7 @@ class PeakMemory:
             last is not None
             and step.number - last.step < self.redraw_steps
             and step.membership == last.membership
-            and step.num_waiting <= last.num_waiting
+            and step.queue_changes == last.queue_changes
         )
 
 
@@ -109,7 +111,7 @@ class Refusal(NamedTuple):
 
     step: int
     membership: int
-    num_waiting: int
+    queue_changes: int
 
 
 class Forecast:
