@@ -26,14 +26,10 @@ serve: setup ## Serve a small model with vllm-ext and keep serving
 demo: setup ## Serve a small model, show what vllm-ext does, stop
 	@$(BIN)/vllm-ext demo $(ARGS)
 
-# Servers have threads for both cores: one after the other. Engines and unit tests take a core each.
+# In the order of the files, so that what takes longest is not left for the end.
 test: setup ## Run the tests; with ARGS, those that pytest chooses by them, one after the other
 ifeq ($(strip $(ARGS)),)
-	@status=0; \
-	$(BIN)/pytest -m 'not e2e' -n auto --maxprocesses=4 --dist=loadfile || status=$$?; \
-	$(BIN)/pytest -m 'e2e and not server' -n 2 --dist=loadfile || status=$$?; \
-	$(BIN)/pytest -m 'e2e and server' || status=$$?; \
-	exit $$status
+	@$(BIN)/pytest -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 else
 	@$(BIN)/pytest $(ARGS)
 endif

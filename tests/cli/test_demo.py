@@ -19,7 +19,7 @@ import pytest
 from tests.extent import HANG_S
 from vllm_ext.prediction.estimate import BLEND, DECODER, RETRIEVAL
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 DEMO = """
 import sys

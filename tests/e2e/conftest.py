@@ -38,17 +38,6 @@ def opt() -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    from engines import Engines
-
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
-    shared.mkdir(exist_ok=True)
-    with contextlib.closing(Engines(tmp_path_factory.mktemp("engines"), shared)) as engines:
-        yield engines
-
-
-@pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer | None]:
     """What commands are forked from; in full they are started as users start them, and import vLLM each."""
     from forks import ForkServer
@@ -58,6 +47,17 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer | Non
         return
     with contextlib.closing(ForkServer(tmp_path_factory.mktemp("forks") / "log.txt")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def run_engines(forks: ForkServer | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    from engines import Engines
+
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
+    shared.mkdir(exist_ok=True)
+    with contextlib.closing(Engines(tmp_path_factory.mktemp("engines"), shared, forks)) as engines:
+        yield engines
 
 
 @pytest.fixture(scope="session")

@@ -123,15 +123,16 @@ class Engines:
     Runs of vLLM's own scheduler are references, which several modules compare with: each is computed once.
     """
 
-    def __init__(self, folder: Path, shared: Path) -> None:
+    def __init__(self, folder: Path, shared: Path, server: ForkServer | None) -> None:
         """Prepare.
 
         Args:
             folder: Of this process, for logs and results.
             shared: With other processes that run the same tests, for references.
+            server: What to fork from; nothing to start a process of its own for it.
         """
-        self._folder, self._shared = folder, shared
-        self._server: ForkServer | None = None
+        self._folder, self._shared, self._server = folder, shared, server
+        self._own: ForkServer | None = None
         self._jobs = 0
 
     def __call__(self, runs: Sequence[Mapping[str, Any]], *, boot: str = "plain") -> dict[str, Outcome]:
@@ -147,9 +148,9 @@ class Engines:
         return {run["name"]: self._known(run, boot) if _is_reference(run) else self._run(run, boot) for run in runs}
 
     def close(self) -> None:
-        """End the process that was forked from."""
-        if self._server is not None:
-            self._server.close()
+        """End the process that was started to be forked from."""
+        if self._own is not None:
+            self._own.close()
 
     def _known(self, run: Mapping[str, Any], boot: str) -> Outcome:
         key = hashlib.sha256(json.dumps([boot, run["engine"], run["arrivals"]], sort_keys=True).encode()).hexdigest()
@@ -176,7 +177,7 @@ class Engines:
         if boot == "v2":
             return None
         if self._server is None:
-            self._server = ForkServer(self._folder / "forks.log")
+            self._server = self._own = ForkServer(self._folder / "forks.log")
         return self._server
 
 

@@ -11,7 +11,7 @@ from forks import ForkServer
 from predicting import HERE, LONG, asked, complete, options, predictor_log, up, worker_pid
 from servers import HANG_S, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 
 @pytest.fixture(scope="module")

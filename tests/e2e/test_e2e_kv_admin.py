@@ -15,7 +15,7 @@ from engines import EAGER
 from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 KEY = "secret-of-the-server"
 SALT = "secret-of-a-tenant"

@@ -19,7 +19,7 @@ from forks import ForkServer, run
 from predicting import HERE, LONG, asked, complete, options, outcome, predictor_log, record_of, up, worker_pid
 from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 
 @pytest.fixture(scope="module")

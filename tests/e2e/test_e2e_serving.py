@@ -12,7 +12,7 @@ from servers import HANG_S, MAX_MODEL_LEN, MODEL, Served, wait_until
 
 from vllm_ext.serving import group_members
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 BAD_HINTS = {
     "xargs-osl-negative": ("osl", {"vllm_xargs": {"osl": -1}}, {}),

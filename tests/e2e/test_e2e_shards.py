@@ -10,7 +10,7 @@ import pytest
 from engines import BASE_ENGINE, Engines, Outcome, conversations
 from test_e2e_gaps import NO_CACHE, RUNS, talks
 
-from tests.extent import quick
+from tests.extent import FULL, quick
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama: 
     disk = {"disk_dir": str(tmp_path_factory.mktemp("disk")), "disk_gib": 1}
     wanted = [
         spec("alone", llama, TURNS, max_model_len=448, enable_prefix_caching=False),
-        {**spec("in-step", llama, TURNS, **tier(load="in-step", store="late")), "spawn": True},
+        spec("in-step", llama, TURNS, **tier(load="in-step", store="late")) | ({"spawn": True} if FULL else {}),
         spec("disk", llama, TURNS, **tier(**disk)),
         spec("eight-bits", llama, TURNS, **tier(bits=8)),
     ]

@@ -13,7 +13,7 @@ import pytest
 from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 AGES_MS = 1e6
 NOTHING_MS = 1e-3

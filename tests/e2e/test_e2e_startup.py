@@ -12,7 +12,7 @@ import pytest
 from forks import ENVIRONMENT, HANG_S, VLLM, Ended, ForkServer, run
 from servers import SMALL_ENGINE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.server, pytest.mark.timeout(3 * HANG_S)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 REFUSED = {
     "unknown-system": (["--scheduler-cls", "alize"], ["alize", "alise", "fcfs"]),
