@@ -300,6 +300,7 @@ def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() 
     assert "upstream-priority" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 def test_quick_run_serves_to_exact_lengths_and_its_recording_is_repeated_exactly(tmp_path: Path) -> None:
     """One run of two engines; all that needs real ones is asked of it."""

@@ -33,9 +33,10 @@ import sys
 from vllm_ext.cli.demo import main
 from vllm_ext.serving import ServerProcess
 ServerProcess.command = property(lambda self: [sys.executable, "-c", sys.argv[1], self.model])
+ServerProcess.__init__.__kwdefaults__["stop_grace_s"] = 1.0
 sys.exit(main(sys.argv[2:]))
 """
-"""The demo with another program, its first argument, in the place of `vllm serve`."""
+"""The demo with another program, its first argument, in the place of `vllm serve`; it need not be given long to end."""
 STUBBORN = "import os, time; os.fork(); time.sleep(600)"
 """Two processes that never answer."""
 FAILING = "import sys; exit(f'no model in {sys.argv[1]}')"
@@ -100,11 +101,14 @@ class RunningDemo:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., RunningDemo]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningDemo]]:
     started: list[RunningDemo] = []
+    folder = tmp_path_factory.mktemp(
+        "d"
+    )  # a short name: vLLM makes sockets in it, whose paths have 107 characters at most
 
     def run(*args: str, server: str | None = None) -> RunningDemo:
-        started.append(RunningDemo(tmp_path, *args, server=server))
+        started.append(RunningDemo(folder, *args, server=server))
         return started[-1]
 
     yield run

@@ -20,13 +20,16 @@ import gc
 import importlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import pkgutil
 import select
 import socket
 import sys
+import tempfile
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 WANTED = (
@@ -129,6 +132,13 @@ def _tell(answer: int, number: int) -> None:
         os.write(answer, f"{number}\n".encode())
 
 
+def tidy() -> None:
+    """Remove what a worker's processes share: it goes with objects that a process leaves behind when it just exits."""
+    if name := os.environ.get("VLLM_DIST_IDENT"):
+        for path in (*Path("/dev/shm").glob(f"{name}-*"), Path(tempfile.gettempdir(), name)):
+            path.unlink(missing_ok=True)
+
+
 def run(job: dict[str, Any]) -> int:
     """Run a command in this process, which is a fork; returns its exit code."""
     from vllm.v1.engine import utils
@@ -136,6 +146,9 @@ def run(job: dict[str, Any]) -> int:
 
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
+    multiprocessing.util.register_after_fork(
+        tidy, lambda last: multiprocessing.util.Finalize(None, last, exitpriority=0)
+    )
     os.environ.clear()
     os.environ.update(job["environment"])
     sys.argv = job["argv"]
@@ -159,6 +172,7 @@ def main() -> None:
     @atexit.register  # the first, so that it comes after all others
     def leave() -> None:
         """Leave out the teardown of the modules, which complains of what the freeze keeps alive."""
+        tidy()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(codes[0] if codes else 0)

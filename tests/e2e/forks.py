@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ext.serving import group_members
+
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # more threads spin on barriers for most of the time where other tests use the cores too
     "NUMBA_NUM_THREADS": "1",  # which it tells OpenMP as well, so that PyTorch has as many
@@ -26,6 +28,9 @@ ENVIRONMENT: Mapping[str, str] = {
 
 HANG_S = 600.0
 """What nothing here takes, whatever else the machine does. No verdict depends on how long something took."""
+
+TIDY_S = 10.0
+"""What a command's other processes have to end by themselves: Python's resource tracker removes shared memory then."""
 
 VLLM = "vllm.entrypoints.cli.main:main"
 """What the `vllm` command calls."""
@@ -150,6 +155,9 @@ def run(
     process = start(forks, entry, argv, environment=environment, log=log)
     try:
         code = process.wait(timeout=HANG_S)
+        deadline = time.monotonic() + TIDY_S
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
