@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from headlines import HEADLINES, NoHeadline, Result, objectives
+from headlines import HEADLINES, NOT_HEADLINES, NoHeadline, Result
 from result_tables import TABLES, goals, table
 
 from vllm_ext.observability.provenance import RESULTS, head_age
@@ -43,9 +43,10 @@ def readme_block(root: Path) -> str:
         for i, line in enumerate(shown, 1)
     ]
     notes = [f"{i}. {line.note}\n" for i, line in enumerate(shown, 1)]
-    commands = [f"    {line.result.command}\n" for line in shown]
+    notes += [f"- {reason(root)}\n" for reason in NOT_HEADLINES]
+    commands = dict.fromkeys(f"    {line.result.command}\n" for line in shown)
     header = ["", "measured", "vllm-ext", "baseline", "machine", _commit_header(root)]
-    return "".join([table(header, rows), "\n", *notes, f"- {objectives(root)}\n", "\n", *commands])
+    return "".join([table(header, rows), "\n", *notes, "\n", *commands])
 
 
 def measured_block(root: Path, names: str, page: Path) -> str:

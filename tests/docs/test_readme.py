@@ -121,6 +121,48 @@ def test_a_run_whose_noise_is_as_large_is_no_headline(checkout: Path) -> None:
         headlines.preemptions(checkout)
 
 
+@pytest.mark.parametrize("make", headlines.HEADLINES, ids=lambda make: make.__name__)
+def test_no_headline_comes_from_a_run_that_ranks_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line of the table, the negative result too, was compared with an A/A pair."""
+    compared: list[tuple[float, float]] = []
+    monkeypatch.setattr(headlines, "check_ranks", lambda result, effect, noise: compared.append((effect, noise)))
+    make(ROOT)
+    assert len(compared) == 1
+    assert compared[0][0] > compared[0][1] >= 0
+
+
+def test_the_negative_result_is_refused_where_noise_explains_it(checkout: Path) -> None:
+    change(checkout, "engine_compare_memory.json", "metrics", "fcfs.load_2.output_steps", 3200.0)
+    with pytest.raises(headlines.NoHeadline, match=r"effect is 144, and its A/A pair differs by 238"):
+        headlines.longer_run(checkout)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "key", "value"),
+    [
+        (headlines.latency, "engine_compare.json", "fcfs.load_0.9.normalised_latency_mean_ratio", 1.02),
+        (headlines.objectives, "engine_compare_slo.json", "fcfs.load_1.2.slo_attainment_fraction", 0.42),
+    ],
+)
+def test_a_result_that_ranks_now_asks_to_be_a_headline(
+    checkout: Path, make: Any, name: str, key: str, value: float
+) -> None:
+    change(checkout, name, "metrics", key, value)
+    with pytest.raises(headlines.NoHeadline, match=rf"{name} ranks \w+ now: make it a headline"):
+        make(checkout)
+
+
+def test_a_system_that_was_measured_with_shorter_queues_says_so() -> None:
+    note = headlines.step_cost(ROOT).note
+    assert "`sarathi` (up to 10,000 waiting)" in note
+    assert note.count("waiting)") == 1
+
+
+def test_a_command_of_two_lines_is_shown_once() -> None:
+    block = readme_results.readme_block(ROOT)
+    assert block.count("engine_compare.py --workload memory-bound") == 1
+
+
 def test_a_result_of_uncommitted_sources_is_no_headline(checkout: Path) -> None:
     change(checkout, "multi_turn.json", "versions", "commit", "e240463-dirty")
     with pytest.raises(headlines.NoHeadline, match=r"multi_turn.json names no commit that repeats it"):
