@@ -51,6 +51,20 @@ def test_a_job_may_only_read_unless_it_says_more_and_never_runs_for_ever(path: P
     assert all(job["timeout-minutes"] <= 330 for job in load(path)["jobs"].values())
 
 
+def test_everything_that_the_host_reads_is_yaml_with_content() -> None:
+    files = list((ROOT / ".github").rglob("*.yml"))
+    assert {"dependabot", "config"} <= {path.stem for path in files}
+    assert [path.name for path in files if not load(path)] == []
+
+
+def test_updates_are_looked_for_where_the_pins_are() -> None:
+    updates = {
+        one["package-ecosystem"]: one["directory"] for one in load(ROOT / ".github" / "dependabot.yml")["updates"]
+    }
+    assert updates.keys() == {"github-actions", "pip"}
+    assert list((ROOT / updates["pip"].strip("/")).glob("*.txt"))
+
+
 def test_every_python_of_the_classifiers_is_allowed() -> None:
     named = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
     assert named
