@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ext.observability.results import NEEDS_DEVICE
+
 FOLDER = Path("benchmarks")
-NEEDS_DEVICE = 77
-"""Exit status of a benchmark that needs a device which is absent; `vllm_ext.observability.results` has the same."""
 
 
 @dataclass(frozen=True)
