@@ -54,7 +54,7 @@ no tier: lookups go on behind missing blocks, of which there are none here, and 
 _COPIES_BYTES_PER_S = 1e15
 _MOST_ADMISSION_STEPS = 64
 _FREE_SEATS = 64
-_FREE_BLOCKS = LONG_PROMPT_TOKENS // BLOCK // 2
+_FREE_BLOCKS = LONG_PROMPT_TOKENS // BLOCK // 4
 _MOST_EMPTY_STEPS = 4
 
 
@@ -175,7 +175,7 @@ class Subject:
             self.scheduler.add_request(request)
 
     def _hold_memory(self) -> None:
-        """Leave as many blocks free as the running requests may take in a step, and half of what the head needs."""
+        """Leave as many blocks free as the running requests may take in a step, and less than the head needs."""
         pool = self.scheduler.kv_cache_manager.block_pool
         wanted = -(-self._cell.running // BLOCK) + _FREE_BLOCKS
         surplus = pool.get_num_free_blocks() - wanted
@@ -258,12 +258,28 @@ def _tier(scheduler: Any) -> Tier:
 
 
 def _requests(prefix: str, counts: Mapping[int, int]) -> Iterator[Request]:
-    """Requests by prompt length; their objectives take turns."""
+    """Requests by prompt length; their objectives take turns.
+
+    Those who wait share their prompt with each other, to build them fast, and with nobody who runs: a step in which
+    none of them can join needs the blocks of the whole prompt. They are predicted to be longer than those who run:
+    preempting is work, not overhead.
+    """
     made = []
     for tokens, count in counts.items():
         for turn, tbt_ms in enumerate(TBT_SLO_MS):
-            hints = {"osl": PREDICTED_TOKENS, "ttft_slo_ms": TTFT_SLO_MS, "tbt_slo_ms": tbt_ms}
+            osl = PREDICTED_TOKENS if prefix == "run" else 2 * PREDICTED_TOKENS
+            hints = {"osl": osl, "ttft_slo_ms": TTFT_SLO_MS, "tbt_slo_ms": tbt_ms}
             share = len(range(turn, count, len(TBT_SLO_MS)))
             name = f"{prefix}-{tokens}-{turn}-"
-            made.append(make_requests(name, share, tokens, MAX_TOKENS, extra_args=hints, hasher=block_hasher(BLOCK)))
+            made.append(
+                make_requests(
+                    name,
+                    share,
+                    tokens,
+                    MAX_TOKENS,
+                    extra_args=hints,
+                    hasher=block_hasher(BLOCK),
+                    first_token=100 if prefix == "run" else 50_000,
+                )
+            )
     return (request for request in chain.from_iterable(zip_longest(*made)) if request is not None)

@@ -47,13 +47,11 @@ UPWARD = """
     kv -> patches.registry
     observability -> patches.patch
     observability -> patches.registry
-    observability -> policies.residency.fate
+    observability -> policies.contract.fate
     observability -> prediction.oracle
     observability -> prediction.service.messages
     observability -> scheduling.wait_forecast
     observability -> simulation.run_data
-    policies -> scheduling.plan
-    policies -> scheduling.views
     prediction -> simulation.datasets
     prediction -> simulation.workload_rows
     prediction -> systems
@@ -67,14 +65,6 @@ MUTUAL = """
     observability.slo_account <-> observability.slo_report
     patches.fingerprint <-> patches.registry
     prediction.history <-> prediction.length
-    scheduling.failed_loads <-> scheduling.scheduler
-    scheduling.ledger <-> scheduling.residence
-    scheduling.moves <-> scheduling.scheduler
-    scheduling.progress <-> scheduling.scheduler
-    scheduling.residence <-> scheduling.scheduler
-    scheduling.running_order <-> scheduling.scheduler
-    scheduling.scheduler <-> scheduling.state
-    scheduling.scheduler <-> scheduling.step
 """
 """Two modules that import each other; imports for type checking and inside of functions count."""
 

@@ -10,23 +10,23 @@ import pytest
 
 from vllm_ext import systems
 from vllm_ext.config import AXES, ConfigError, ExtConfig
-from vllm_ext.policies.admission.best_set import BestSet
-from vllm_ext.policies.admission.fits_now import FitsNow
-from vllm_ext.policies.admission.peak_memory import PeakMemory
-from vllm_ext.policies.admission.prefill_first import PrefillFirst
-from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.policies.gates.peak_memory import PeakMemory
+from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.gates.watermark import Watermark
+from vllm_ext.policies.gates.whole_prompts import WholePrompts
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
 from vllm_ext.systems import System, build, known, register, resolve
 from vllm_ext.systems_table import ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Longest:
+class Longest(Ordering):
     weight: float = 1.0
 
     def rank(self, request: RequestView, now: float) -> Rank:
@@ -56,29 +56,60 @@ def test_parameters_reach_the_policies() -> None:
         ExtConfig(system="alise", ordering={"num_levels": 2, "age_limit_s": 5}, admission={"preempt": False})
     )
     assert policies.ordering == RemainingTimeLevels(num_levels=2, age_limit_s=5)
-    assert policies.admission == BestSet(preempt=False)
+    assert policies.admission == Preemptive(preempt=False)
     assert not policies.is_upstream
     assert "num_levels=2" in policies.describe()
 
 
 def test_the_baselines_have_their_papers_and_differ_from_upstream() -> None:
-    for name, admission in (("orca", ReserveMaximum), ("vllm-2023", PrefillFirst)):
+    rows = {"orca": (ReserveMaximum(), WholePrompts()), "vllm-2023": (Watermark(watermark=0.99), WholePrompts())}
+    for name, gates in rows.items():
         policies = build(ExtConfig(system=name))
-        assert type(policies.admission) is admission
+        assert (policies.admission, policies.gates) == (InOrder(), gates)
         assert policies.system.paper
         assert not policies.is_upstream
     assert build(ExtConfig(system="vllm-2023")).budget == SeparateBatches()
-    assert build(ExtConfig(system="orca", admission={"reserve_tokens": 2048})).admission == ReserveMaximum(
-        reserve_tokens=2048
-    )
+    given = build(ExtConfig(system="orca", admission={"reserve_tokens": 2048}))
+    assert given.gates[0] == ReserveMaximum(reserve_tokens=2048)
 
 
-@pytest.mark.parametrize("name", ["orca+alise", "alise+orca", "orca+vllm-2023"])
-def test_two_systems_that_decide_admission_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["accelgen+alise", "alise+auto"])
+def test_two_systems_that_select_differently_are_refused_by_name(name: str) -> None:
     first, _, second = name.partition("+")
-    with pytest.raises(ConfigError, match=f"{first} and {second} both set admission") as caught:
+    with pytest.raises(ConfigError, match=f"{first} and {second} both set") as caught:
         resolve(name)
     assert (caught.value.field, caught.value.value) == ("system", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "gates"),
+    [
+        ("alise+past-future", [PeakMemory]),
+        ("past-future+alise", [PeakMemory]),
+        ("orca+past-future", [ReserveMaximum, WholePrompts, PeakMemory]),
+        ("orca+conservative", [ReserveMaximum, WholePrompts]),
+        ("past-future+past-future", [PeakMemory]),
+    ],
+)
+def test_gates_of_several_systems_stand_behind_each_other(name: str, gates: list[type]) -> None:
+    policies = build(ExtConfig(system=name, admission={"max_victims": 2} if "alise" in name else {}))
+    assert [type(gate) for gate in policies.gates] == gates
+    assert policies.admission == (Preemptive(max_victims=2) if "alise" in name else InOrder())
+
+
+def test_gates_that_differ_in_a_parameter_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="past-future and auto set PeakMemory differently"):
+        resolve("past-future+auto")
+
+
+def test_a_policy_that_is_none_is_refused_when_it_is_built() -> None:
+    class Duck:
+        def rank(self, request: RequestView, now: float) -> Rank:
+            return Rank(())
+
+    register(System(name="duck", ordering=Duck))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"system.ordering='Duck': a subclass of .*Ordering"):
+        build(ExtConfig(system="duck"))
 
 
 def test_a_subclass_of_a_default_policy_is_something_to_steer() -> None:
@@ -92,12 +123,12 @@ def test_a_subclass_of_a_default_policy_is_something_to_steer() -> None:
 
 def test_a_composition_takes_each_axis_from_the_system_that_sets_it() -> None:
     register(System(name="longest", ordering=Longest, paper="P"))
-    register(System(name="best", admission=BestSet, paper="Q"))
+    register(System(name="best", admission=Preemptive, paper="Q"))
     system = resolve("longest+best")
     assert (system.name, system.ordering, system.admission, system.budget) == (
         "longest+best",
         Longest,
-        BestSet,
+        Preemptive,
         resolve("fcfs").budget,
     )
     assert system.parts == ("longest", "best")
@@ -108,7 +139,7 @@ def test_a_composition_takes_each_axis_from_the_system_that_sets_it() -> None:
 def test_composing_with_fcfs_or_itself_changes_nothing() -> None:
     for name in ("fcfs+alise", "alise+fcfs", "alise+alise"):
         system = resolve(name)
-        assert (system.ordering, system.admission) == (RemainingTimeLevels, BestSet)
+        assert (system.ordering, system.admission) == (RemainingTimeLevels, Preemptive)
 
 
 def test_a_composition_with_an_oracle_reads_the_truth() -> None:
@@ -198,7 +229,7 @@ def test_modules_are_imported_before_the_name_is_looked_up(tmp_path: Path, monke
     (tmp_path / "more_systems.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "more_systems", raising=False)
-    assert build(ExtConfig(system="from-module", modules=("more_systems",))).admission == FitsNow()
+    assert build(ExtConfig(system="from-module", modules=("more_systems",))).admission == InOrder()
 
 
 def test_a_missing_module_is_named() -> None:
@@ -217,7 +248,7 @@ def test_a_composition_carries_the_parameters_of_its_parts() -> None:
     system = resolve("sarathi-static+past-future")
     policies = build(ExtConfig(system="sarathi-static+past-future"))
     assert (system.parameters, policies.budget) == ({"budget": {"dynamic": False}}, TbtBudget(dynamic=False))
-    assert policies.admission == PeakMemory()
+    assert policies.gates == (PeakMemory(),)
     with pytest.raises(ConfigError, match="sarathi and sarathi-static both set budget"):
         resolve("sarathi+sarathi-static")
 
@@ -225,7 +256,8 @@ def test_a_composition_carries_the_parameters_of_its_parts() -> None:
 @pytest.mark.parametrize("name", ["sarathi+past-future", "alise+sarathi", "sarathi+conservative", "fastserve+fastgen"])
 def test_systems_of_different_axes_compose_in_any_order(name: str) -> None:
     one, two = resolve(name), resolve("+".join(reversed(name.split("+"))))
-    assert [one.axis(a) for a in AXES] == [two.axis(a) for a in AXES]
+    assert [getattr(one, a) for a in AXES] == [getattr(two, a) for a in AXES]
+    assert (one.gates, one.parameters) == (two.gates, two.parameters)
     assert not build(ExtConfig(system=name)).is_upstream
 
 

@@ -1,4 +1,4 @@
-"""What a serving system is: a policy for each of four axes."""
+"""What a serving system is: a policy for each of four axes, and gates before admission."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from vllm_ext.config import AXES
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.budget.static import StaticBudget
+from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency
 from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.policies.protocols import Admission, Budget, Ordering, Residency
 from vllm_ext.policies.residency.recompute import Recompute
 
 
@@ -21,11 +21,14 @@ class System:
 
     name: str
     ordering: Callable[..., Ordering] = Arrival
-    admission: Callable[..., Admission] = FitsNow
+    admission: Callable[..., Admission] = InOrder
+    """The selector: who joins and who leaves for it."""
+    gates: tuple[Callable[..., GatePolicy], ...] = ()
+    """Who must not join, although there is room; all of them must let a request pass."""
     budget: Callable[..., Budget] = StaticBudget
     residency: Callable[..., Residency] = Recompute
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By axis: parameters of its policy in which the row differs from the policy's own defaults."""
+    """By axis: parameters in which the row differs from its policies' defaults. Those of gates are admission's."""
     oracle: bool = False
     """Whether true output lengths are read: offline benchmarks only."""
     paper: str = ""
@@ -38,30 +41,38 @@ class System:
         """Names of the composed rows."""
         return tuple(self.name.split("+"))
 
-    def axis(self, name: str) -> tuple[Any, Mapping[str, Any]]:
-        """Return the factory of an axis and the row's parameters for it: what a composition takes over."""
-        return getattr(self, name), self.parameters.get(name, {})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """The four policies of a system, built with their parameters."""
+    """The policies of a system, built with their parameters."""
 
     system: System
     ordering: Ordering
     admission: Admission
+    gates: tuple[GatePolicy, ...]
     budget: Budget
     residency: Residency
 
     @property
+    def all(self) -> tuple[Policy, ...]:
+        """Every policy of the system."""
+        return (self.ordering, self.admission, *self.gates, self.budget, self.residency)
+
+    @property
     def is_upstream(self) -> bool:
-        """Whether every axis is vLLM's own rule, so that there is nothing to steer."""
-        return (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, FitsNow, StaticBudget)
+        """Whether order, admission and budget are vLLM's own rules, so that there is nothing to steer."""
+        own = (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, InOrder, StaticBudget)
+        return own and not self.gates
 
     @property
     def use_predictions(self) -> bool:
-        """Whether any policy looks at predicted lengths; one that does not say so is taken to do."""
-        return any(getattr(getattr(self, axis), "uses_predictions", True) for axis in AXES)
+        """Whether any policy looks at predicted lengths."""
+        return any(policy.uses_predictions for policy in self.all)
+
+    @property
+    def history(self) -> int:
+        """How many finished output lengths the gates look at; 0: none."""
+        return max((gate.history for gate in self.gates), default=0)
 
     def tier(self, given: KvTierConfig) -> KvTierConfig:
         """Return the options of the KV tier, as the system wants them where the user left them open.
@@ -69,8 +80,11 @@ class Policies:
         Raises:
             ConfigError: they do not fit together.
         """
-        return given.resolved(getattr(self.residency, "tier_options", {}))
+        return given.resolved(self.residency.tier_options)
 
     def describe(self) -> str:
         """Return one line: the system and its policies with their parameters."""
-        return f"{self.system.name}: " + ", ".join(f"{axis}={getattr(self, axis)!r}" for axis in AXES)
+        shown = [f"{axis}={getattr(self, axis)!r}" for axis in AXES]
+        if self.gates:
+            shown.insert(2, f"gates={list(self.gates)!r}")
+        return f"{self.system.name}: " + ", ".join(shown)

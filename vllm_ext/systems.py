@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
+from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Residency
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.retention import Retention, RetentionWithSwaps
 from vllm_ext.system import Policies, System
@@ -17,6 +18,13 @@ from vllm_ext.systems_table import ROWS
 __all__ = ["Policies", "System", "build", "known", "register", "resolve", "table"]
 
 _SYSTEMS: dict[str, System] = {row.name: row for row in ROWS}
+_BASES: dict[str, type] = {
+    "ordering": Ordering,
+    "admission": Admission,
+    "gates": GatePolicy,
+    "budget": Budget,
+    "residency": Residency,
+}
 
 
 def register(system: System) -> System:
@@ -46,10 +54,10 @@ def table() -> tuple[System, ...]:
 def resolve(name: str) -> System:
     """Return the row called ``name``, or the composition ``A+B``.
 
-    Each named system contributes the axes in which it differs from ``fcfs``.
+    Each named system contributes the axes in which it differs from ``fcfs``, and its gates.
 
     Raises:
-        ConfigError: a name is unknown, or two systems set the same axis differently.
+        ConfigError: a name is unknown, or two systems set the same axis or gate differently.
     """
     parts = name.split("+")
     for part in parts:
@@ -58,28 +66,54 @@ def resolve(name: str) -> System:
     if len(parts) == 1:
         return _SYSTEMS[name]
     base = _SYSTEMS["fcfs"]
+    rows = [_SYSTEMS[part] for part in parts]
     chosen: dict[str, tuple[str, Any]] = {}
-    for part in parts:
+    for row in rows:
         for axis in AXES:
-            setting = _SYSTEMS[part].axis(axis)
-            if setting == base.axis(axis):
+            setting = _setting(getattr(row, axis), row, axis)
+            if setting == _setting(getattr(base, axis), base, axis):
                 continue
             if axis in chosen and chosen[axis][1] != setting:
                 both = _with_conversations(chosen[axis][1], setting)
                 if both is None:
-                    allowed = f"systems that differ in their axes; {chosen[axis][0]} and {part} both set {axis}"
+                    allowed = f"systems that differ in their axes; {chosen[axis][0]} and {row.name} both set {axis}"
                     raise ConfigError("system", name, allowed)
                 setting = both
-            chosen[axis] = (part, setting)
+            chosen[axis] = (row.name, setting)
+    gates = _joined_gates(name, rows)
+    parameters = {axis: dict(given) for axis, (_, (_, given)) in chosen.items() if given}
+    for given in gates.values():
+        parameters.setdefault("admission", {}).update(given)
     return dataclasses.replace(
         base,
         name=name,
-        oracle=any(_SYSTEMS[p].oracle for p in parts),
-        paper="; ".join(_SYSTEMS[p].paper for p in parts if _SYSTEMS[p].paper),
-        summary=" + ".join(_SYSTEMS[p].summary for p in parts if _SYSTEMS[p].summary),
-        parameters={axis: parameters for axis, (_, (_, parameters)) in chosen.items() if parameters},
+        oracle=any(row.oracle for row in rows),
+        paper="; ".join(row.paper for row in rows if row.paper),
+        summary=" + ".join(row.summary for row in rows if row.summary),
+        parameters={axis: given for axis, given in parameters.items() if given},
+        gates=tuple(gates),
         **{axis: factory for axis, (_, (factory, _)) in chosen.items()},
     )
+
+
+def _joined_gates(name: str, rows: list[System]) -> dict[Any, Mapping[str, Any]]:
+    """Return the gates of all rows, each once, with what is set of their fields."""
+    gates: dict[Any, tuple[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        for factory in row.gates:
+            given = _setting(factory, row, "admission")[1]
+            other, same = gates.setdefault(factory, (row.name, given))
+            if same != given:
+                allowed = f"systems whose gates agree; {other} and {row.name} set {factory.__name__} differently"
+                raise ConfigError("system", name, allowed)
+    return {factory: given for factory, (_, given) in gates.items()}
+
+
+def _setting(factory: Any, row: System, axis: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return a factory and what its row sets of its fields."""
+    fields = _fields(factory)
+    given = row.parameters.get(axis, {})
+    return factory, {name: value for name, value in given.items() if name in fields} if fields else given
 
 
 def _with_conversations(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any] | None:
@@ -112,18 +146,36 @@ def build(config: ExtConfig) -> Policies:
             system.name,
             "reads true output lengths, which only offline benchmarks may: set allow_oracle there",
         )
-    built = {axis: _construct(system, axis, getattr(config, axis)) for axis in AXES}
-    return Policies(system=system, **built)
+    given = {axis: {**system.parameters.get(axis, {}), **getattr(config, axis)} for axis in AXES}
+    for axis in AXES:
+        _check_names(axis, given[axis], (getattr(system, axis), *(system.gates if axis == "admission" else ())))
+    built = {axis: _construct(getattr(system, axis), axis, given[axis]) for axis in AXES}
+    gates = tuple(_construct(factory, "admission", given["admission"]) for factory in system.gates)
+    for axis, policy in (*built.items(), *(("gates", gate) for gate in gates)):
+        if not isinstance(policy, _BASES[axis]):
+            allowed = f"a subclass of vllm_ext.policies.contract.{_BASES[axis].__name__}"
+            raise ConfigError(f"system.{axis}", type(policy).__name__, allowed)
+    return Policies(system=system, gates=gates, **built)
 
 
-def _construct(system: System, axis: str, given: Mapping[str, Any]) -> Any:
-    factory, defaults = system.axis(axis)
-    parameters = {**defaults, **given}
-    fields = {f.name: f for f in dataclasses.fields(factory)} if dataclasses.is_dataclass(factory) else {}
+def _check_names(axis: str, given: Mapping[str, Any], factories: tuple[Any, ...]) -> None:
+    """Raise ConfigError for a parameter that none of an axis' policies has."""
+    known_fields = {name: factory for factory in factories for name in _fields(factory)}
+    for name, value in given.items():
+        if name not in known_fields:
+            owners = " and ".join(factory.__name__ for factory in factories)
+            allowed = f"a parameter of {owners}: {', '.join(known_fields) or 'nothing'}"
+            raise ConfigError(f"{axis}.{name}", value, allowed)
+
+
+def _fields(factory: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {f.name: f for f in dataclasses.fields(factory)} if dataclasses.is_dataclass(factory) else {}
+
+
+def _construct(factory: Any, axis: str, given: Mapping[str, Any]) -> Any:
+    fields = _fields(factory)
+    parameters = {name: value for name, value in given.items() if name in fields}
     for name, value in parameters.items():
-        if name not in fields:
-            allowed = ", ".join(fields) or "nothing"
-            raise ConfigError(f"{axis}.{name}", value, f"a parameter of {factory.__name__}: {allowed}")
         default = fields[name].default
         if isinstance(default, bool | int | float | str) and not _fits(value, type(default)):
             raise ConfigError(f"{axis}.{name}", value, f"of type {type(default).__name__}, and finite")

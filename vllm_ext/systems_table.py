@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from vllm_ext.policies.admission.best_set import BestSet
-from vllm_ext.policies.admission.foresight_fit import ForesightFit
-from vllm_ext.policies.admission.peak_memory import PREDICTED, PeakMemory
-from vllm_ext.policies.admission.prefill_first import PrefillFirst
-from vllm_ext.policies.admission.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.admission.backfill import Backfill
+from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
-from vllm_ext.policies.admission.watermark import Watermark
-from vllm_ext.policies.admission.whole_prompts import WholePrompts
 from vllm_ext.policies.budget.chunks_apart import ChunksApart
 from vllm_ext.policies.budget.fixed_forward import FixedForward
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.gates.peak_memory import PREDICTED, PeakMemory
+from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.gates.watermark import Watermark
+from vllm_ext.policies.gates.whole_prompts import WholePrompts
 from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
@@ -36,7 +35,7 @@ ROWS = (
     System(
         name="alise",
         ordering=RemainingTimeLevels,
-        admission=BestSet,
+        admission=Preemptive,
         residency=EstimatedWait,
         paper=_ALISE,
         summary="shortest predicted remaining time first, preemptive, aged",
@@ -44,7 +43,7 @@ ROWS = (
     System(
         name="oracle-alise",
         ordering=RemainingTimeLevels,
-        admission=BestSet,
+        admission=Preemptive,
         residency=EstimatedWait,
         oracle=True,
         paper=f"{_ALISE}, Oracle",
@@ -65,7 +64,7 @@ ROWS = (
     ),
     System(
         name="sarathi-hybrid-only",
-        admission=WholePrompts,
+        gates=(WholePrompts,),
         paper=f"{_SARATHI}, ablation",
         summary="ablation: prompts join decodes in one step, but are not cut into chunks",
     ),
@@ -77,7 +76,7 @@ ROWS = (
     ),
     System(
         name="oracle-sarathi",
-        admission=PeakMemory,
+        gates=(PeakMemory,),
         budget=TbtBudget,
         parameters={"admission": {"forecast": PREDICTED, "reserve": _ROUNDING}},
         oracle=True,
@@ -96,7 +95,7 @@ ROWS = (
         name="accelgen-no-chunk",
         ordering=SloSlack,
         admission=SloMatch,
-        parameters={"admission": {"whole_prompts": True}},
+        gates=(WholePrompts,),
         paper=f"{_ACCELGEN}, ablation /Chunk",
         summary="ablation: whole prompts, static token budget",
     ),
@@ -128,13 +127,13 @@ ROWS = (
     ),
     System(
         name="past-future",
-        admission=PeakMemory,
+        gates=(PeakMemory,),
         paper=_PAST_FUTURE,
         summary="admission by the predicted peak of KV memory, from the lengths of recent requests",
     ),
     System(
         name="oracle-past-future",
-        admission=PeakMemory,
+        gates=(PeakMemory,),
         parameters={"admission": {"forecast": PREDICTED, "reserve": _ROUNDING}},
         oracle=True,
         paper=f"{_PAST_FUTURE}, theoretical optimum",
@@ -149,7 +148,8 @@ ROWS = (
     System(
         name="auto",
         ordering=PressingFirst,
-        admission=ForesightFit,
+        admission=Backfill,
+        gates=(PeakMemory,),
         budget=TbtBudget,
         residency=EstimatedWait,
         parameters={
@@ -161,14 +161,15 @@ ROWS = (
     ),
     System(
         name="orca",
-        admission=ReserveMaximum,
+        gates=(ReserveMaximum, WholePrompts),
         paper="Orca (OSDI '22)",
         summary="baseline: arrival order, the maximum length of each request reserved, whole prompts",
     ),
     System(
         name="vllm-2023",
-        admission=PrefillFirst,
+        gates=(Watermark, WholePrompts),
         budget=SeparateBatches,
+        parameters={"admission": {"watermark": 0.99}},
         paper="vLLM 0.2 (SOSP '23)",
         summary="baseline: arrival order, steps of prompts before steps of decodes",
     ),
@@ -181,7 +182,7 @@ ROWS = (
     System(
         name="fastserve",
         ordering=SkipJoin,
-        admission=BestSet,
+        admission=Preemptive,
         residency=EstimatedWait,
         parameters={"admission": {"priced": False}, "residency": {"choose": SWAPPED, "tier_bits": 16}},
         paper="FastServe (arXiv 2305.05920)",
@@ -189,14 +190,13 @@ ROWS = (
     ),
     System(
         name="aggressive",
-        admission=Watermark,
+        gates=(Watermark,),
         paper=f"{_PAST_FUTURE}, baseline",
         summary="baseline: admission while prompts fit below a watermark",
     ),
     System(
         name="conservative",
-        admission=ReserveMaximum,
-        parameters={"admission": {"whole_prompts": False}},
+        gates=(ReserveMaximum,),
         paper=f"{_PAST_FUTURE}, baseline",
         summary="baseline: admission while maximum lengths fit, times an overcommit",
     ),

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
 from vllm_ext.systems import System, register
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseRatio:
+class ResponseRatio(Ordering):
     """Order requests by (wait + service) / service, highest first: short jobs lead, long ones catch up by waiting.
 
     Source: Brinch Hansen's highest response ratio next; the service time is ALISE's estimate.
@@ -32,7 +31,7 @@ class ResponseRatio:
         """Return the negated response ratio: the lowest key goes first."""
         service_s = max(request.predicted_remaining_s, 1e-6)
         ratio = 1 + request.total_wait_s(now) / service_s
-        return Rank((-ratio, service_s), until=now + self.refresh_s)
+        return Rank((-ratio, service_s), until_s=now + self.refresh_s)
 
 
 register(System(name="response-ratio", ordering=ResponseRatio, summary="highest response ratio next"))

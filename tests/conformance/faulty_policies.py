@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.extent import quick
-from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.static import StaticBudget
+from vllm_ext.policies.contract import Rank, RequestView, Room, Split, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
-from vllm_ext.scheduling.views import RequestView, StepView
 from vllm_ext.systems import System, register
 
 from .systems_matrix import Row
@@ -55,55 +54,51 @@ class FaultyOrdering(RemainingTimeLevels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultyAdmission(BestSet):
+class FaultyAdmission(Preemptive):
     """Fails after it has looked at everything, when half the decision is made."""
 
-    def plan(self, step: StepView) -> AdmissionPlan:
-        plan = super().plan(step)
+    def select(self, step: Step, room: Room) -> None:
+        super().select(step, room)
         list(step.waiting())
         FAULTS.maybe_raise()
-        return plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyBudget(StaticBudget):
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         FAULTS.maybe_raise()
-        return super().plan(step)
+        return super().split(step)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostileAdmission(BestSet):
-    """Asks for what can't be: strangers, waiting requests, the same victim twice, impossible caps."""
+class HostileAdmission(Preemptive):
+    """Asks for what can't be: strangers, running requests, the same one twice, victims that wait."""
 
-    def plan(self, step: StepView) -> AdmissionPlan:
+    def select(self, step: Step, room: Room) -> None:
         if not FAULTS.due():
-            return super().plan(step)
+            super().select(step, room)
+            return
         rng = FAULTS.rng
-        ids = ["nobody", *(r.req_id for r in step.waiting()), *(r.req_id for r in step.running_worst_first())]
-        return AdmissionPlan(
-            preempt=tuple(rng.choices(ids, k=rng.randrange(4))),
-            max_running=rng.choice([None, -3, 0, 1, 10**9]),
-            hold=frozenset(rng.choices(ids, k=rng.randrange(4))),
-        )
+        ids = ["nobody", *(c.request.req_id for c in step.waiting()), *(v.request.req_id for v in step.victims())]
+        room.preempt = rng.choices(ids, k=rng.randrange(4))
+        room.admit = rng.choices(ids, k=rng.randrange(4))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostileBudget(StaticBudget):
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         if not FAULTS.due():
-            return super().plan(step)
+            return super().split(step)
         rng = FAULTS.rng
-        return BudgetPlan(
-            token_budget=rng.choice([None, -1, 0, 1, 7, 10**9]),
-            decode_only=rng.random() < 0.5,
-            skip=tuple(rng.choices(["nobody", *(r.req_id for r in step.running_worst_first())], k=2)),
+        return Split(
+            tokens=rng.choice([None, -1, 0, 1, 7, 10**9]), prefill=rng.random() < 0.5, apart=rng.random() < 0.5
         )
 
 
-register(System(name="test-faulty-ordering", ordering=FaultyOrdering, admission=BestSet))
+register(System(name="test-faulty-ordering", ordering=FaultyOrdering, admission=Preemptive))
 register(System(name="test-faulty-admission", ordering=RemainingTimeLevels, admission=FaultyAdmission))
-register(System(name="test-faulty-budget", ordering=RemainingTimeLevels, admission=BestSet, budget=FaultyBudget))
+register(System(name="test-admission-by-arrival", admission=FaultyAdmission))
+register(System(name="test-faulty-budget", ordering=RemainingTimeLevels, admission=Preemptive, budget=FaultyBudget))
 register(System(name="test-hostile", ordering=RemainingTimeLevels, admission=HostileAdmission, budget=HostileBudget))
 
 _EXAMPLES = quick(25, full=80)
@@ -111,4 +106,9 @@ FAULTY = tuple(
     Row(name=name, options={"system": name}, examples=_EXAMPLES)
     for name in ("test-faulty-ordering", "test-faulty-admission", "test-faulty-budget")
 )
+EVERY_STEP = (
+    Row(name="test-admission-by-arrival", options={"system": "test-admission-by-arrival"}, examples=_EXAMPLES),
+    *(row for row in FAULTY if row.name != "test-faulty-admission"),
+)
+"""Those whose every step is in order of arrival: admission is not asked where nobody waits."""
 HOSTILE = Row(name="test-hostile", options={"system": "test-hostile"}, examples=_EXAMPLES)

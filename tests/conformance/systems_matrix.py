@@ -65,7 +65,7 @@ SYSTEMS = (
         examples=_LEAST,
     ),
     Row(name="orca", options={"system": "orca"}),
-    Row(name="vllm-2023", options={"system": "vllm-2023", "admission": {"watermark": 0.1}}),
+    Row(name="vllm-2023", options={"system": "vllm-2023", "admission": {"watermark": 0.9}}),
     Row(name="fastgen", options={"system": "fastgen", "budget": {"tokens": 24}}),
     Row(
         name="fastserve",
@@ -149,6 +149,16 @@ SYSTEMS = (
     Row(
         name="sarathi+past-future",
         options={"system": "sarathi+past-future", "budget": _TIGHT_BUDGET},
+        examples=_LEAST,
+    ),
+    Row(
+        name="alise+past-future",
+        options={
+            "system": "alise+past-future",
+            "ordering": _QUICK_AGING,
+            "admission": {**_EAGER_PREEMPTION, "cold_requests": 4, "window": 32},
+        },
+        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
         examples=_LEAST,
     ),
     Row(

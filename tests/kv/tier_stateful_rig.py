@@ -12,10 +12,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.options import transfer_config
-from vllm_ext.policies.admission.fits_now import FitsNow
+from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.contract import Room, Step
 from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import StepView
 from vllm_ext.simulation.audit import AuditError, audit
 from vllm_ext.simulation.engine_loop import EngineLoop
 from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
@@ -36,24 +35,26 @@ _LAYERS, _PAGE_BYTES = 2, 4096
 _LONGEST_WAIT_STEPS = 400
 """Without a token, though requests are left: longer than any copy takes."""
 _IDLE_S = 1.0
-VICTIMS: set[str] = set()
-"""Requests that the policy of the test's system preempts in its next step."""
+LEFT: set[str] = set()
+"""Requests that were preempted for the next step: they don't join in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreemptsWhoItIsTold(FitsNow):
-    """Leaves admission to vLLM, and preempts the requests in `VICTIMS`."""
+class InOrderButTheLeft(InOrder):
+    """Admits as vLLM does, but for those in `LEFT`."""
 
-    preempt: ClassVar[bool] = True
+    is_vllms: ClassVar[bool] = False
 
-    def plan(self, step: StepView) -> AdmissionPlan:
-        """Return the victims, each once."""
-        chosen = tuple(sorted(VICTIMS))
-        VICTIMS.clear()
-        return AdmissionPlan(preempt=chosen)
+    def select(self, step: Step, room: Room) -> None:
+        """Take the first ones that fit."""
+        for candidate in step.waiting():
+            if candidate.request.req_id not in LEFT:
+                if not room.fits(candidate):
+                    return
+                room.take(candidate)
 
 
-register(System(name="test-tier-preempts", ordering=Arrival, admission=PreemptsWhoItIsTold))
+register(System(name="test-tier-preempts", ordering=Arrival, admission=InOrderButTheLeft))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,8 @@ class TierRig:
         self.clock = VirtualClock()
         self.lengths: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
-        VICTIMS.clear()
+        self._victims: set[str] = set()
+        LEFT.clear()
         self.scheduler = self._make_scheduler(setup)
         self.scheduler.clock = self.clock
         self.side: Any = self.scheduler.connector.connector_scheduler
@@ -184,7 +186,7 @@ class TierRig:
 
     def preempt(self, req_id: str) -> None:
         """Let the system's policy preempt a request in the next step, if it runs then."""
-        VICTIMS.add(req_id)
+        self._victims.add(req_id)
 
     def reset(self, *, running: bool, connector: bool) -> bool:
         """Reset the prefix cache, as before other weights are loaded; False if vLLM could not.
@@ -207,6 +209,11 @@ class TierRig:
         Raises:
             AuditError: a check failed, or nothing was scheduled for so long that it never will be.
         """
+        LEFT.clear()
+        for request in [r for r in self.scheduler.running if r.request_id in self._victims]:
+            self.scheduler.preempt_now(request, "policy", drop_output=self.scheduler.requires_kv_delivery)
+            LEFT.add(request.request_id)
+        self._victims.clear()
         decision = self.loop.step()
         self.steps += 1
         if decision is None or not decision.scheduled:

@@ -1,127 +1,162 @@
-"""A step view over plain numbers: a pool of KV blocks, requests that hold some, and a queue."""
+"""A step over plain numbers: a pool of KV blocks, requests that hold some, a queue, and the room that they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from vllm_ext.policies.contract import (
+    Admission,
+    Batch,
+    Candidate,
+    Demand,
+    GatePolicy,
+    Pace,
+    Pool,
+    RequestView,
+    Room,
+    Victim,
+)
+from vllm_ext.policies.contract.step import Lengths
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel
-from vllm_ext.scheduling.plan import AGED, AdmissionPlan
-from vllm_ext.scheduling.views import NO_PACE, Batch, Pace, RequestView
-
-_PIVOT = Pivot(64, 0.1)
 
 
 @dataclass(kw_only=True)
 class PoolStep:
-    """Blocks of 16 tokens; running requests hold what they have and were promised ``bounds`` tokens."""
+    """A `Step`; changed by `dataclasses.replace`. Running requests hold what they have computed."""
 
     queue: tuple[RequestView, ...] = ()
-    bounds: tuple[int, ...] = ()
-    """Longest length of each running request, in tokens."""
-    num_total_blocks: int = 100
-    num_free_blocks: int = 100
+    """Who waits, best rank first."""
+    running: tuple[RequestView, ...] = ()
+    """Who runs, best rank first."""
+    total: int = 100
+    free: int = 100
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """By id: what a waiting request needs, a running one frees. Where nothing is said, the blocks of its sequence."""
+    common_blocks: int = 0
+    """Blocks at the front of every waiting request that are the same for all."""
+    common_held: bool = False
+    """Whether running requests hold them; if not, the first to join does."""
+    keys: Mapping[str, float] = field(default_factory=dict)
+    """Ranks by id; where nothing is said, the predicted remaining time."""
+    aged: frozenset[str] = frozenset()
     max_running: int = 8
     token_budget: int = 64
+    apart: bool = False
+    """Whether decodes sit out a step of prompts."""
     num_drafts: int = 0
     """Tokens that each decode verifies besides its next one."""
-    unfinished: tuple[int, ...] = ()
-    """Tokens left of prompts that are half done; these requests are the last of the running ones."""
-    max_model_len: int = 512
-    admission: AdmissionPlan = field(default_factory=AdmissionPlan)
-    now: float = 0.0
     block_size: int = 16
-    running: tuple[RequestView, ...] = ()
-    """Running requests, best rank first; needed by policies that look at them one by one."""
+    max_model_len: int = 512
     finished: tuple[int, ...] = ()
     """Output lengths of finished requests."""
-    shared_blocks: int = 0
-    """Blocks of its prefix that a waiting request would share."""
-    context_tokens: int = 0
     objectives_s: tuple[float, ...] = ()
     """TBT objectives of the running requests that name one."""
+    runtime: RuntimeModel = field(default_factory=lambda: RuntimeModel((0.01, 0.0, 1e-4, 0.0, 0.0), Pivot(64, 0.1)))
+    pace: Pace = field(default_factory=Pace)
+    now: float = 0.0
     number: int = 0
-    runtime: RuntimeModel = field(default_factory=lambda: RuntimeModel((0.01, 0.0, 1e-4, 0.0, 0.0)))
-    pivot: Pivot = _PIVOT
-    pace: Pace = NO_PACE
-    aged: frozenset[str] = frozenset()
+    changes: int = 0
+    memo: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    membership: int = 0
-    queue_changes: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    num_victims_shown: int = 0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
-
-    @property
-    def num_running(self) -> int:
-        return max(len(self.bounds), len(self.running))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.queue)
-
-    @property
-    def num_prefilling(self) -> int:
-        return len(self.unfinished) or len(self.prefilling())
-
-    @property
-    def num_free_tokens(self) -> int:
-        return self.token_budget - self.decode_tokens - sum(self.unfinished)
+        self.num_running, self.num_waiting = len(self.running), len(self.queue)
+        self.num_prefilling = len(self.prefilling())
+        self.num_decoding = self.num_running - self.num_prefilling
+        self.decode_tokens = self.num_decoding * (1 + self.num_drafts)
+        chunks = sum(request.missing_tokens for request in self.prefilling())
+        self.free_tokens = self.token_budget - chunks - (0 if self.apart else self.decode_tokens)
+        self.context_tokens = sum(request.num_computed_tokens for request in self.running)
+        self.pool = Pool(
+            total=self.total,
+            unused=self.free,
+            free=self.free,
+            block_sizes=(self.block_size,),
+            max_model_len=self.max_model_len,
+        )
 
     def tbt_s(self, default_s: float) -> float:
         unnamed = (default_s,) if len(self.objectives_s) < self.num_running or not self.num_running else ()
         return min(*self.objectives_s, *unnamed, float("inf"))
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-min(num_tokens, self.max_model_len) // self.block_size)
-
-    @property
-    def num_unused_blocks(self) -> int:
-        return self.num_free_blocks
-
-    @property
-    def num_decoding(self) -> int:
-        return self.num_running - self.num_prefilling
-
-    @property
-    def decode_tokens(self) -> int:
-        return self.num_decoding * (1 + self.num_drafts)
-
-    def finished_lengths(self) -> npt.NDArray[np.int64]:
+    def finished_lengths(self) -> Lengths:
         return np.array(sorted(self.finished), dtype=np.int64)
 
-    def batch(self) -> Batch:
-        rows = [(r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens) for r in self.running]
+    def batch(self, without: Sequence[Victim] = ()) -> Batch:
+        left = self._without(without)
+        rows = [(r.num_tokens, r.num_computed_tokens, r.num_output_tokens, r.max_tokens) for r in left]
         return Batch(*np.array(rows, dtype=np.int64).reshape(len(rows), 4).T)
 
-    def predicted_lengths(self) -> npt.NDArray[np.int64]:
-        return np.array([r.predicted_output_tokens for r in self.running], dtype=np.int64)
+    def predicted_lengths(self, without: Sequence[Victim] = ()) -> Lengths:
+        return np.array([r.predicted_output_tokens for r in self._without(without)], dtype=np.int64)
 
-    def cached_blocks_in_use(self, request: RequestView) -> int:
-        return self.shared_blocks
+    def _without(self, leaving: Sequence[Victim]) -> list[RequestView]:
+        gone = {victim.request.req_id for victim in leaving}
+        return [request for request in self.running if request.req_id not in gone]
 
     def prefilling(self) -> list[RequestView]:
         return [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
 
-    def level_of(self, request: RequestView) -> int:
-        return AGED if request.req_id in self.aged else 0
+    def waiting(self) -> Iterator[Candidate]:
+        for request in self.queue:
+            yield Candidate(request, self._key(request), request.req_id in self.aged)
 
-    def running_worst_first(self) -> Iterator[RequestView]:
-        return iter(self.running[::-1])
+    def victims(self) -> Iterator[Victim]:
+        for request in self.running[::-1]:
+            self.num_victims_shown += 1
+            yield self.victim(request)
 
-    def blocks_at_bound(self, min_tokens: int = 0) -> int:
-        return sum(self.blocks_for(max(bound, min_tokens)) for bound in self.bounds)
+    def victim(self, request: RequestView) -> Victim:
+        freed = self.blocks.get(request.req_id, self.pool.blocks_for(request.num_computed_tokens))
+        return Victim(request, self._key(request), freed, request.recompute_s, request.recompute_s)
 
-    def decoding(self) -> tuple[str, ...]:
-        return tuple(f"r{i}" for i in range(self.num_running - self.num_prefilling))
+    def best_running(self) -> RequestView | None:
+        return self.running[0] if self.running else None
 
-    def waiting(self) -> Iterator[RequestView]:
-        return iter(self.queue)
+    def _key(self, request: RequestView) -> tuple[float, ...]:
+        return (self.keys.get(request.req_id, request.predicted_remaining_s),)
+
+
+def room_of(step: PoolStep, *gates: GatePolicy) -> Room:
+    """What a step has left."""
+    joined: list[Candidate] = []
+
+    def price(candidate: Candidate, free_tokens: int) -> Demand:
+        request = candidate.request
+        shared = step.common_blocks if step.common_held or joined else 0
+        blocks = step.blocks.get(request.req_id, step.pool.blocks_for(request.num_tokens))
+        cached = shared * step.block_size
+        return Demand(max(1, request.missing_tokens - cached), max(0, blocks - shared), request.num_tokens - cached)
+
+    return Room(
+        seats=step.max_running - step.num_running,
+        tokens=step.free_tokens,
+        blocks=step.pool.free,
+        idle=not step.running,
+        price=price,
+        taken=lambda candidate, tokens: joined.append(candidate),
+        gates=tuple(policy.gate(step) for policy in gates),
+    )
+
+
+def select(policy: Admission, step: PoolStep, *gates: GatePolicy) -> Room:
+    """Let a selector choose; what no selector may do is checked whatever the test is about."""
+    room = room_of(step, *gates)
+    policy.select(step, room)
+    for chosen, known in ((room.admit, step.queue), (room.preempt, step.running)):
+        assert len(set(chosen)) == len(chosen)
+        assert set(chosen) <= {request.req_id for request in known}
+    assert room.admit or not room.preempt, "somebody leaves for nobody"
+    assert not set(room.why) & set(room.admit)
+    if step.running and room.admit:
+        assert min(room.seats, room.tokens, room.blocks) >= 0
+    return room
 
 
 def prompts(*lengths: tuple[int, int]) -> tuple[RequestView, ...]:
@@ -132,7 +167,14 @@ def prompts(*lengths: tuple[int, int]) -> tuple[RequestView, ...]:
     )
 
 
-def admits(plan: AdmissionPlan, step: PoolStep) -> int | None:
-    """How many requests a plan lets join; None where it leaves that to vLLM."""
-    assert plan == AdmissionPlan(max_running=plan.max_running), "neither holds nor preempts"
-    return None if plan.max_running is None else plan.max_running - step.num_running
+def bounded(*bounds: int) -> tuple[RequestView, ...]:
+    """Running requests that decode, from the longest that each may get."""
+    return tuple(
+        RequestView(f"r{i}", float(i), 1, num_computed_tokens=1, max_tokens=bound - 1, predicted_remaining_s=1.0)
+        for i, bound in enumerate(bounds)
+    )
+
+
+def half_done(prompt: int, computed: int, **fields: Any) -> RequestView:
+    """A running request with a part of its prompt still to compute."""
+    return RequestView("p", 50.0, prompt, 0, computed, **{"max_tokens": 100, **fields})

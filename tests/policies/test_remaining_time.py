@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.config import ConfigError
+from vllm_ext.policies.contract import AGED, RequestView
+from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at, outlived_at
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.scheduling.plan import AGED
-from vllm_ext.scheduling.views import RequestView
 
 POLICY = RemainingTimeLevels(num_levels=4, base_level_s=0.5, age_limit_s=10.0)
 
 
-def view(remaining: float = 0.1, *, name: str = "r", arrival: float = 0.0, **fields: object) -> RequestView:
-    return RequestView(name, arrival, 10, predicted_remaining_s=remaining, **fields)  # type: ignore[arg-type]
+def view(remaining: float = 0.1, *, name: str = "r", arrival: float = 0.0, **fields: Any) -> RequestView:
+    return RequestView(name, arrival, 10, predicted_remaining_s=remaining, **fields)
 
 
 def order(views: list[RequestView], now: float, policy: RemainingTimeLevels = POLICY) -> list[str]:
@@ -55,21 +55,21 @@ def test_a_job_that_outlived_k_estimates_is_never_above_queue_k(demotions: int, 
 
 def test_each_age_limit_of_waiting_promotes_by_one_queue() -> None:
     waiting = view(2.5, waiting_since=100.0)
-    seen = [
-        (POLICY.rank(waiting, now).level, POLICY.rank(waiting, now).until) for now in (100, 109.9, 110, 120, 130, 139)
-    ]
-    assert seen == [(3, 110), (3, 110), (2, 120), (1, 130), (0, 140), (0, 140)]
+    ranks = [POLICY.rank(waiting, now) for now in (100, 109.9, 110, 120, 130, 139)]
+    assert [(r.level, r.until_s) for r in ranks] == [(3, 110), (3, 110), (2, 120), (1, 130), (0, 140), (0, 140)]
+    assert {r.older_only_s for r in ranks} == {140}, "known from the start"
     aged = POLICY.rank(waiting, 140)
-    assert (aged.level, aged.until) == (AGED, math.inf)
+    assert (aged.level, aged.until_s, aged.until_tokens, aged.older_only_s) == (AGED, math.inf, math.inf, -math.inf)
 
 
 def test_waits_add_up_over_preemptions_and_promotions_are_kept_while_running() -> None:
     running = view(2.5, waited_s=25.0)
     assert POLICY.rank(running, 500.0).level == 1
-    assert POLICY.rank(running, 500.0).until == math.inf, "a running request does not age"
+    assert POLICY.rank(running, 500.0).until_s == math.inf, "a running request does not age"
+    assert POLICY.rank(running, 500.0).older_only_s == math.inf
     again = view(2.5, waited_s=25.0, waiting_since=500.0)
     rank = POLICY.rank(again, 500.0)
-    assert (rank.level, rank.until) == (1, 505.0)
+    assert (rank.level, rank.until_s, rank.older_only_s) == (1, 505.0, 515.0)
     assert POLICY.rank(again, 505.0).level == 0
 
 
@@ -100,15 +100,7 @@ def test_past_the_documented_bound_nobody_younger_goes_first(
     remaining: float, demotions: int, levels: int, age_limit: float, waited: float, priority: int
 ) -> None:
     policy = RemainingTimeLevels(num_levels=levels, age_limit_s=age_limit)
-    old = view(
-        remaining,
-        name="old",
-        arrival=0.0,
-        waiting_since=waited,
-        waited_s=waited,
-        num_demotions=demotions,
-        priority=priority,
-    )
+    old = view(remaining, name="old", waiting_since=waited, num_demotions=demotions, priority=priority)
     now = policy.max_wait_behind_younger_s * (1 + 1e-9) + 1e-9
     old = old._replace(waiting_since=now, waited_s=now)
     young = view(0.0, name="young", arrival=now, waiting_since=now, priority=-9)
@@ -128,11 +120,11 @@ def test_a_rank_holds_until_the_moment_it_names(
     waiting = view(1e9, waiting_since=waiting_since, waited_s=waited)
     now = waiting_since + after
     rank = policy.rank(waiting, now)
-    if rank.until == math.inf:
+    if rank.until_s == math.inf:
         return
-    before = now + (rank.until - now) * 0.999
+    before = now + (rank.until_s - now) * 0.999
     assert policy.rank(waiting, before).key == rank.key
-    later = policy.rank(waiting, rank.until + 1e-6 * max(1.0, rank.until))
+    later = policy.rank(waiting, rank.until_s + 1e-6 * max(1.0, rank.until_s))
     assert later.level < rank.level
 
 
@@ -150,23 +142,51 @@ def test_shuffled_requests_get_the_same_order() -> None:
 
 def test_arrival_leaves_everything_to_the_ties() -> None:
     assert Arrival().rank(view(5.0, priority=3), 1.0) == Arrival().rank(view(0.1), 2.0)
-    assert Arrival().rank(view(), 0.0).until == math.inf
+    assert Arrival().rank(view(), 0.0).until_s == math.inf
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("fields", "until"),
     [
-        ("num_levels", 0),
-        ("num_levels", -1),
-        ("base_level_s", 0.0),
-        ("base_level_s", math.nan),
-        ("age_limit_s", 0.0),
-        ("age_limit_s", -1.0),
-        ("age_limit_s", math.nan),
+        ({}, 30),  # of 3 s a third is above 2 s, where queue 2 begins: a third of 60 tokens
+        ({"remaining": 2.0}, 11),  # at the boundary: the next token is on its other side
+        ({"remaining": 9.0}, 10 + 60 * 7 / 9),  # the last queue has a lower end all the same
+        ({"remaining": 0.4}, 70),  # in the first queue only the estimate is left to outlive
+        ({"remaining": 3.0, "num_demotions": 3}, 70),  # no higher queue for it
+        ({"remaining": 0.4, "max_tokens": 70}, math.inf),  # an estimate at the client's bound can't be outlived
+        ({"remaining": math.inf}, 70),
+        ({"num_output_tokens": 70}, 70),  # outlived now
+        ({"num_output_tokens": 0}, 1),  # while its prompt is computed, what it has left falls without a token
     ],
 )
-def test_a_bad_parameter_is_named(field: str, value: float) -> None:
-    with pytest.raises(ConfigError) as caught:
-        RemainingTimeLevels(**{field: value})  # type: ignore[arg-type]
-    assert caught.value.field == f"ordering.{field}"
-    assert str(value) in str(caught.value)
+def test_a_running_request_is_ranked_again_where_it_rises_or_outlives_its_estimate(
+    fields: dict[str, Any], until: float
+) -> None:
+    """It has generated 10 of 70 tokens, with 3 s to go."""
+    values = {"remaining": 3.0, "num_output_tokens": 10, "predicted_output_tokens": 70, "max_tokens": 100, **fields}
+    assert POLICY.rises_at(view(**values)) == pytest.approx(until)
+    assert POLICY.rank(view(**values), 0.0).until_tokens == pytest.approx(until)
+
+
+@given(left=st.integers(1, 400), token_s=st.floats(1e-3, 0.2), demotions=st.integers(0, 3))
+def test_up_to_that_length_it_stays_in_its_queue(left: int, token_s: float, demotions: int) -> None:
+    def at(generated: int) -> RequestView:
+        return view(
+            (left - generated) * token_s, num_output_tokens=generated, predicted_output_tokens=left, max_tokens=1000,
+            num_demotions=demotions,
+        )  # fmt: skip
+
+    generated = 1
+    while generated < left:
+        until = POLICY.rises_at(at(generated))
+        assert until >= generated + 1 or until == left, "no earlier than at the next token"
+        reached = min(math.ceil(until), left)
+        assert {POLICY.level(at(n)) for n in range(generated, reached - 1)} <= {POLICY.level(at(generated))}
+        generated = reached
+
+
+def test_what_ages_and_what_is_outlived() -> None:
+    waits, runs = view(waiting_since=100.0, waited_s=3.0), view(num_output_tokens=5, predicted_output_tokens=8)
+    assert (ages_at(waits, 10.0), ages_at(runs, 10.0)) == (107.0, math.inf)
+    assert (outlived_at(waits), outlived_at(runs), outlived_at(runs._replace(max_tokens=9))) == (1.0, math.inf, 8.0)
+    assert AGED_RANK.key < POLICY.rank(view(0.0, priority=0), 0.0).key

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from vllm_ext.config import ConfigError
+from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.admission.preemptive import Preemptive
+from vllm_ext.policies.contract import Candidate, Demand, Fate, Parting, RequestView
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
-from vllm_ext.policies.residency.fate import Fate, Parting
 from vllm_ext.policies.residency.recompute import Recompute
-from vllm_ext.scheduling.views import RequestView
+
+from .pool_step import PoolStep, room_of
 
 
 def victim(recompute_s: float) -> RequestView:
@@ -52,29 +52,15 @@ def test_vllms_own_rule_leaves_it_to_the_tier() -> None:
     assert Recompute().on_preempt(victim(1e-9), Parting(wait_s=9.0, out_s=9.0, back_s=9.0)) is Fate.SWAP
 
 
-class Step:
-    """A step whose requests rank by their numbers: w1 before r2."""
-
-    def __init__(self, waiting: dict[str, int], running: dict[str, int], free: int) -> None:
-        self._waiting, self._running = waiting, running
-        self.num_waiting, self.num_running, self.num_free_blocks = len(waiting), len(running), free
-        self.looked_at = 0
-
-    def waiting(self) -> Iterator[RequestView]:
-        for name in sorted(self._waiting, key=_place):
-            yield RequestView(name, 0.0, 1, num_blocks=self._waiting[name])
-
-    def running_worst_first(self) -> Iterator[RequestView]:
-        for name in sorted(self._running, key=_place, reverse=True):
-            self.looked_at += 1
-            yield RequestView(name, 0.0, 1, num_blocks=self._running[name])
-
-    def goes_before(self, first: RequestView, second: RequestView) -> bool:
-        return _place(first.req_id) < _place(second.req_id)
-
-
-def _place(name: str) -> int:
-    return int(name[1:])
+def step_of(waiting: dict[str, int], running: dict[str, int], free: int) -> PoolStep:
+    """By the blocks of each; requests rank by their numbers: w1 before r2."""
+    blocks = waiting | running
+    keys = {name: float(name[1:]) for name in blocks}
+    queue, run = (
+        tuple(RequestView(name, 0.0, 1, 0, computed) for name in sorted(names, key=keys.__getitem__))
+        for names, computed in ((waiting, 0), (running, 1))
+    )
+    return PoolStep(queue=queue, running=run, blocks=blocks, keys=keys, free=free)
 
 
 @pytest.mark.parametrize(
@@ -92,27 +78,31 @@ def _place(name: str) -> int:
 )
 def test_who_will_be_pushed_out_is_seen_before(waiting: dict[str, int], free: int, leaving: tuple[str, ...]) -> None:
     running = dict.fromkeys(("r3", "r4", "r5", "r6", "r7", "r8", "r9"), 4)
-    step = Step(waiting, running, free)
-    assert EstimatedWait().leaving_soon(step) == leaving  # type: ignore[arg-type]
-    assert step.looked_at <= 1 + len(leaving)
+    step = step_of(waiting, running, free)
+    assert EstimatedWait().leaving_soon(step, room_of(step)) == leaving
+    assert step.num_victims_shown <= 1 + len(leaving)
 
 
 @pytest.mark.parametrize("policy", [EstimatedWait(ahead=False), EstimatedWait(choose="recompute"), Recompute()])
 def test_nobody_is_copied_ahead_where_that_is_not_wanted(policy: EstimatedWait | Recompute) -> None:
-    assert policy.leaving_soon(Step({"w1": 9}, {"r2": 4}, 0)) == ()  # type: ignore[arg-type]
+    step = step_of({"w1": 9}, {"r2": 4}, 0)
+    assert policy.leaving_soon(step, room_of(step)) == ()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("choose", "guess"),
-        ("exposed", 1.1),
-        ("exposed", -0.1),
-        ("every_steps", 0),
-        ("max_leaving", 0),
-        ("tier_bits", 4),
-    ],
-)
-def test_bad_parameters_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"residency.{field}="):
-        EstimatedWait(**{field: value})  # type: ignore[arg-type]
+def test_who_joined_in_this_step_is_counted_and_who_leaves_in_it_is_not_named() -> None:
+    """w1 takes 9 of 10 blocks, so that w2 lacks 4; where w2 has r9's place already, nobody has to leave."""
+    step = step_of({"w1": 9, "w2": 5}, {"r8": 4, "r9": 4}, 10)
+    room = room_of(step)
+    price = room.price
+
+    def priced(each: Candidate, tokens: int) -> Demand:
+        """As the scheduler does: what a request that joined has cached is held, by itself."""
+        demand = price(each, tokens)
+        return demand._replace(blocks=1) if each.request.req_id in room.admit else demand
+
+    room.price = priced
+    InOrder().select(step, room)
+    assert (room.admit, EstimatedWait().leaving_soon(step, room)) == (["w1"], ("r9",))
+    room = room_of(step)
+    Preemptive(priced=False).select(step, room)
+    assert (room.preempt, EstimatedWait().leaving_soon(step, room)) == (["r9"], ())

@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
-from vllm_ext.config import ConfigError
 from vllm_ext.policies.admission.slo_match import SloMatch
-from vllm_ext.prediction.runtime import Pivot
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import Pace, RequestView
+from vllm_ext.policies.contract import GatePolicy, Pace, RequestView
+from vllm_ext.policies.gates.whole_prompts import WholePrompts
+from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.slo import Slo
 
-from .pool_step import PoolStep
+from .pool_step import PoolStep, half_done, select
 
 NOW = 100.0
 PACE = Pace(step_s=0.1, longest_step_s=0.1, chunk_tokens=1000.0)
 
 
-def waiting(name: str, prompt: int, *, left_s: float = 5.0, **fields: object) -> RequestView:
+def waiting(name: str, prompt: int, *, left_s: float = 5.0, **fields: Any) -> RequestView:
     """A request that must run within ``left_s``."""
     ttft = Slo(ttft_s=left_s + PACE.longest_step_s * -(-prompt // 1000))
-    values = {"waiting_since": NOW, "pace": PACE, "slo": ttft, "num_blocks": -(-prompt // 16), "max_tokens": 100}
-    return RequestView(name, NOW, prompt, **{**values, **fields})
+    return RequestView(name, NOW, prompt, waiting_since=NOW, pace=PACE, slo=ttft, max_tokens=100, **fields)
 
 
-def running(name: str, *, tbt_s: float = 0.2, blocks: int = 10, tokens: int = 50, **fields: object) -> RequestView:
-    return RequestView(
-        name, 0.0, 10, tokens, 10 + tokens, max_tokens=100, pace=PACE, slo=Slo(tbt_s=tbt_s), num_blocks=blocks, **fields
-    )
+def running(name: str, *, tbt_s: float = 0.2, **fields: Any) -> RequestView:
+    return RequestView(name, 0.0, 10, 50, 60, max_tokens=100, pace=PACE, slo=Slo(tbt_s=tbt_s), **fields)
 
 
-def step_of(*queue: RequestView, compute: int = 1000, blocks: int = 100, seats: int = 8, **fields: object) -> PoolStep:
-    """A step with so much room; the saturated step is the whole budget."""
-    run: tuple[RequestView, ...] = fields.pop("running", ())  # type: ignore[assignment]
+def step_of(*queue: RequestView, compute: int = 1000, free: int = 100, seats: int = 8, **fields: Any) -> PoolStep:
+    """A step with so much room; the saturated step is the whole budget, and who decodes holds 10 blocks."""
+    run: tuple[RequestView, ...] = fields.get("running", ())
+    blocks = {r.req_id: 10 for r in run if r.num_output_tokens} | fields.pop("blocks", {})
     return PoolStep(
         queue=queue,
-        running=run,
-        bounds=(100,) * len(run),
-        num_total_blocks=1000,
-        num_free_blocks=blocks,
+        total=1000,
+        free=free,
+        blocks=blocks,
         max_running=seats + len(run),
         token_budget=compute + len(run),
         pace=PACE,
-        pivot=Pivot(compute + len(run), 0.1875),
+        runtime=RuntimeModel(pivot=Pivot(compute + len(run), 0.1875)),
         now=NOW,
         max_model_len=100_000,
         **fields,
     )
 
 
-def joins(plan: AdmissionPlan, step: PoolStep) -> set[str]:
-    assert plan.max_running is not None
-    free = [r.req_id for r in step.queue if r.req_id not in plan.hold]
-    seats = plan.max_running - step.num_running + len(plan.preempt)
-    return set(free[:seats])  # vLLM takes them in the order of the queue
+def joins(policy: SloMatch, step: PoolStep, *gates: GatePolicy) -> set[str]:
+    return set(select(policy, step, *gates).admit)
+
+
+def pushes_out(policy: SloMatch, step: PoolStep) -> list[str]:
+    return select(policy, step).preempt
 
 
 def test_of_four_requests_those_that_fill_both_resources_join() -> None:
@@ -62,29 +60,38 @@ def test_of_four_requests_those_that_fill_both_resources_join() -> None:
     a (300, 304), b (700, 704), c (250, 800), d (900, 912): d is nearest (100, 208), then nothing but a
     fits what is left (100, 208), cut to 100 tokens.
     """
-    a, b, d = waiting("a", 300), waiting("b", 700), waiting("d", 900)
-    c = waiting("c", 250, num_blocks=50)
-    step = step_of(a, b, c, d, blocks=70)
-    assert joins(SloMatch().plan(step), step) == {"d"}, "a's 304 tokens of memory do not fit into 208"
-    more = step_of(a, b, c, d, blocks=80)
+    a, b, c, d = waiting("a", 300), waiting("b", 700), waiting("c", 250), waiting("d", 900)
+    step = step_of(a, b, c, d, free=70, blocks={"c": 50})
+    assert joins(SloMatch(), step) == {"d"}, "a's 304 tokens of memory do not fit into 208"
     # 1280 tokens of memory: d first (100, 368); of the rest a (304 of memory) alone fits.
-    assert joins(SloMatch().plan(more), more) == {"d", "a"}
-    in_order = SloMatch(match=False)
-    assert joins(in_order.plan(step), step) == {"a", "b"}, "the queue's order leaves 0 and 112"
+    assert joins(SloMatch(), replace(step, free=80)) == {"d", "a"}
+    assert joins(SloMatch(match=False), step) == {"a", "b"}, "the queue's order leaves 0 and 112"
+
+
+def test_what_shares_a_prefix_with_who_was_taken_is_priced_again() -> None:
+    """12 blocks are free; each needs 10, of which 9 are the same."""
+    step = step_of(*[waiting(f"w{i}", 160) for i in range(4)], free=12, running=(running("r"),), common_blocks=9)
+    assert joins(SloMatch(), step) == {"w0", "w1", "w2"}
+    assert len(joins(SloMatch(), replace(step, common_blocks=0))) == 1
+
+
+def test_where_nothing_runs_one_that_fits_is_taken_before_one_that_does_not() -> None:
+    """b takes all tokens and 63 of 60 blocks: vLLM can't start it, and nobody else was offered."""
+    assert joins(SloMatch(), step_of(waiting("a", 300), waiting("b", 1000), free=60)) == {"a"}
 
 
 def test_only_requests_close_to_the_first_compete() -> None:
-    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, blocks=66)
-    assert joins(SloMatch(gamma_s=0.75, gamma_steps=0).plan(step), step) == {"a"}
-    assert joins(SloMatch(gamma_s=1.0, gamma_steps=0).plan(step), step) == {"late"}
+    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, free=66)
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=0), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=0), step) == {"late"}
 
 
 def test_close_is_a_matter_of_steps_where_they_are_short() -> None:
     """0.8 s are eight steps of 0.1 s."""
-    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, blocks=66)
-    assert joins(SloMatch(gamma_s=1.0, gamma_steps=7).plan(step), step) == {"a"}
-    assert joins(SloMatch(gamma_s=1.0, gamma_steps=9).plan(step), step) == {"late"}
-    assert joins(SloMatch(gamma_s=0.75, gamma_steps=9).plan(step), step) == {"a"}, "never more than gamma_s"
+    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, free=66)
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=7), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=9), step) == {"late"}
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=9), step) == {"a"}, "never more than gamma_s"
 
 
 def test_who_could_be_met_only_by_a_step_of_its_own_is_lost() -> None:
@@ -92,29 +99,29 @@ def test_who_could_be_met_only_by_a_step_of_its_own_is_lost() -> None:
     late = waiting("late", 100, left_s=0.08, prefill_s=0.15)
     begun = waiting("r", 100, left_s=50.0)._replace(waiting_since=None)
     step = step_of(late, waiting("a", 100), seats=0, running=(begun,))
-    assert SloMatch().plan(step).preempt == ()
-    assert SloMatch(lost_steps=0).plan(step).preempt == ("r",), "urgent, and not lost for certain"
+    assert pushes_out(SloMatch(), step) == []
+    assert pushes_out(SloMatch(lost_steps=0), step) == ["r"], "urgent, and not lost for certain"
 
 
-def test_a_long_prompt_is_cut_to_what_is_left() -> None:
-    step = step_of(waiting("long", 900), compute=500, blocks=60)
-    assert joins(SloMatch().plan(step), step) == {"long"}
-    busy = step_of(waiting("long", 900), compute=500, blocks=60, running=(running("r"),))
-    assert joins(SloMatch(whole_prompts=True).plan(busy), busy) == set()
-    assert joins(SloMatch(whole_prompts=True).plan(step), step) == {"long"}, "alone it is admitted whatever it needs"
+def test_a_long_prompt_is_cut_to_what_is_left_unless_a_gate_wants_it_whole() -> None:
+    step = step_of(waiting("long", 501), compute=500, free=60)
+    busy = replace(step, running=(running("r"),), token_budget=501)
+    assert joins(SloMatch(), step) == joins(SloMatch(), busy) == {"long"}
+    assert select(SloMatch(), busy, WholePrompts()).why == {"long": "whole_prompts"}
+    assert joins(SloMatch(), step, WholePrompts()) == {"long"}, "alone it is admitted whatever it needs"
 
 
 def test_one_long_prompt_at_a_time() -> None:
-    half_done = RequestView("r", 0.0, 600, 0, 200, max_tokens=100, pace=PACE, num_blocks=38)
+    prefills = half_done(600, 200, pace=PACE)
     queue = waiting("long", 600), waiting("short", 90)
     policy = SloMatch(long_prompt_tokens=500)
-    busy = step_of(*queue, running=(half_done,), unfinished=(400,))
-    assert joins(policy.plan(busy), busy) == {"short"}
+    busy = step_of(*queue, running=(prefills,))
+    assert joins(policy, busy) == {"short"}
     free = step_of(*queue, waiting("long too", 600), compute=3000)
-    assert len(joins(policy.plan(free), free) & {"long", "long too"}) == 1
-    assert joins(SloMatch(long_prompt_tokens=500, exclusive=False).plan(free), free) == {"long", "short", "long too"}
-    urgent = step_of(waiting("long", 600, left_s=0.05), running=(half_done,), unfinished=(400,))
-    assert joins(policy.plan(urgent), urgent) == {"long"}
+    assert len(joins(policy, free) & {"long", "long too"}) == 1
+    assert joins(SloMatch(long_prompt_tokens=500, exclusive=False), free) == {"long", "short", "long too"}
+    urgent = step_of(waiting("long", 600, left_s=0.05), running=(prefills,))
+    assert joins(policy, urgent) == {"long"}
 
 
 AS_PUBLISHED = SloMatch(spare=False)
@@ -124,65 +131,55 @@ AS_PUBLISHED = SloMatch(spare=False)
 def test_an_urgent_request_pushes_out_who_has_most_time_left() -> None:
     run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9)
     step = step_of(waiting("now", 160, left_s=0.05), waiting("later", 160), seats=0, running=run)
-    plan = AS_PUBLISHED.plan(step)
-    assert (plan.preempt, joins(plan, step)) == (("slow",), {"now"})
-    memory = step_of(waiting("now", 160, left_s=0.05), blocks=0, running=run)
-    assert AS_PUBLISHED.plan(memory).preempt == ("slow",)
-    assert SloMatch(spare=False, preempt=False).plan(memory).preempt == ()
+    room = select(AS_PUBLISHED, step)
+    assert (room.preempt, room.admit) == (["slow"], ["now"])
+    memory = step_of(waiting("now", 160, left_s=0.05), free=0, running=run)
+    assert pushes_out(AS_PUBLISHED, memory) == ["slow"]
+    assert pushes_out(SloMatch(spare=False, preempt=False), memory) == []
 
 
 def test_nobody_is_pushed_out_in_vain_or_again_before_it_got_on() -> None:
-    run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9, blocks=3)
-    large = step_of(waiting("now", 1600, left_s=0.05), blocks=0, running=run)
-    assert AS_PUBLISHED.plan(large).preempt == (), "13 blocks are less than the 100 it needs"
+    run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9)
+    large = step_of(waiting("now", 1600, left_s=0.05), free=0, running=run, blocks={"slow": 3})
+    assert pushes_out(AS_PUBLISHED, large) == [], "13 blocks are less than the 100 it needs"
+    two = step_of(waiting("now", 320, left_s=0.01), free=0, running=run)
+    assert pushes_out(AS_PUBLISHED, two) == ["slow", "fast"]
+    assert pushes_out(SloMatch(spare=False, max_victims=1), two) == []
     again = step_of(
         waiting("now", 160, left_s=0.05),
         seats=0,
         running=(running("slow", tbt_s=0.9, num_preemptions=1, progress_tokens=3),),
     )
-    assert AS_PUBLISHED.plan(again).preempt == ()
-    assert SloMatch(spare=False, min_progress_tokens=3).plan(again).preempt == ("slow",)
+    assert pushes_out(AS_PUBLISHED, again) == []
+    assert pushes_out(SloMatch(spare=False, min_progress_tokens=3), again) == ["slow"]
+
+
+def nobody_moves(policy: SloMatch, step: PoolStep) -> bool:
+    room = select(policy, step)
+    return not room.admit and not room.preempt
 
 
 def test_without_room_and_urgency_nothing_is_decided() -> None:
-    step = step_of(waiting("w", 160), seats=0, running=(running("r"),))
-    assert SloMatch().plan(step) == AdmissionPlan()
-    assert SloMatch().plan(step_of(running=(running("r"),))) == AdmissionPlan()
+    assert nobody_moves(SloMatch(), step_of(waiting("w", 160), seats=0, running=(running("r"),)))
+    assert nobody_moves(SloMatch(), step_of(running=(running("r"),)))
 
 
 def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
     lost = waiting("lost", 160, left_s=0.05, prefill_s=60.0)
     step = step_of(lost, seats=0, running=(running("slow", tbt_s=0.9),))
-    assert SloMatch().plan(step) == AdmissionPlan()
-    step.aged = frozenset({"lost"})
-    assert SloMatch().plan(step).preempt == ()
+    assert nobody_moves(AS_PUBLISHED, step)
+    assert nobody_moves(AS_PUBLISHED, replace(step, aged=frozenset({"lost"})))
 
 
 def test_who_has_begun_to_answer_is_left_alone() -> None:
     answers = running("answers", tbt_s=0.9)
-    prefills = RequestView(
-        "prefills", 0.0, 600, 0, 200, max_tokens=100, pace=PACE, num_blocks=38, slo=Slo(ttft_s=900.0)
-    )
-    step = step_of(waiting("now", 160, left_s=0.05), seats=0, running=(prefills, answers), unfinished=(400,))
-    assert SloMatch().plan(step).preempt == ("prefills",)
-    assert AS_PUBLISHED.plan(step).preempt == ("answers",), "the last of those who run"
+    prefills = half_done(600, 200, pace=PACE, slo=Slo(ttft_s=900.0))
+    step = step_of(waiting("now", 160, left_s=0.05), seats=0, running=(prefills, answers))
+    assert pushes_out(SloMatch(), step) == ["p"]
+    assert pushes_out(AS_PUBLISHED, step) == ["answers"], "the last of those who run"
 
 
 def test_nobody_passes_an_aged_request_that_finds_no_room() -> None:
-    step = step_of(waiting("old", 1600), waiting("small", 16), blocks=5, running=(running("r", blocks=3),))
-    step.aged = frozenset({"old"})
-    assert joins(SloMatch().plan(step), step) == set()
-    step.aged = frozenset()
-    assert joins(SloMatch().plan(step), step) == {"small"}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("gamma_s", -1.0), ("gamma_steps", -1.0), ("lost_steps", -1.0), ("long_prompt_tokens", -1),
-        ("min_progress_tokens", 0), ("max_victims", 0),
-    ],
-)  # fmt: skip
-def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"admission.{field}"):
-        SloMatch(**{field: value})
+    step = step_of(waiting("old", 1600), waiting("small", 16), free=5, running=(running("r"),), blocks={"r": 3})
+    assert joins(SloMatch(), replace(step, aged=frozenset({"old"}))) == set()
+    assert joins(SloMatch(), step) == {"small"}

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from vllm_ext.config import ConfigError
+from vllm_ext.policies.contract import AGED, Pace, RequestView
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import RELEGATED, SloSlack
 from vllm_ext.policies.slack import READING_TBT_S, slack, ttft_s
-from vllm_ext.scheduling.plan import AGED
-from vllm_ext.scheduling.views import Pace, RequestView
 from vllm_ext.slo import Slo
 
 PACE = Pace(step_s=0.04, longest_step_s=0.05, chunk_tokens=500.0, preemption_s=0.01)
 
 
-def waiting(
-    name: str = "w", *, arrived: float = 100.0, prompt: int = 400, slo: Slo | None = None, **fields: object
-) -> RequestView:
-    values = {"waiting_since": arrived, "pace": PACE, "slo": slo or Slo(), **fields}
-    return RequestView(name, arrived, prompt, **values)
+def waiting(name: str = "w", *, arrived: float = 100.0, prompt: int = 400, **fields: Any) -> RequestView:
+    return RequestView(name, arrived, prompt, **{"waiting_since": arrived, "pace": PACE, **fields})
 
 
 def test_remaining_time_is_objective_less_wait_less_execution() -> None:
@@ -86,21 +82,29 @@ def test_a_lost_request_goes_last_when_it_is_lost() -> None:
     order = SloSlack()
     request = waiting(slo=Slo(ttft_s=1.0), prefill_s=0.2)
     rank = order.rank(request, 100.1)
-    assert rank.until == pytest.approx(100.76, abs=1e-6)
-    assert SloSlack(lost_steps=0).rank(request, 100.1).until == pytest.approx(100.8, abs=1e-6)
-    lost = order.rank(request, rank.until)
+    assert rank.until_s == pytest.approx(100.76, abs=1e-6)
+    assert SloSlack(lost_steps=0).rank(request, 100.1).until_s == pytest.approx(100.8, abs=1e-6)
+    lost = order.rank(request, rank.until_s)
     assert (lost.level, lost.key > rank.key) == (RELEGATED, True)
     assert order.rank(waiting(arrived=200.0, slo=Slo(ttft_s=60.0)), 200.0).key < lost.key
     kept = SloSlack(relegate=False).rank(request, 105.0)
     assert kept.level != RELEGATED
 
 
+def test_who_begins_to_answer_is_asked_again_once() -> None:
+    """Its first token ends one objective and begins another; from then on the time left hardly moves."""
+    order, runs = SloSlack(), waiting(slo=Slo(ttft_s=1.0, tbt_s=0.2))._replace(waiting_since=None)
+    assert order.rank(runs, 100.0).until_tokens == 1
+    assert order.rank(runs._replace(num_output_tokens=1, num_computed_tokens=400), 100.0).until_tokens == math.inf
+
+
 def test_nobody_waits_longer_than_the_age_limit() -> None:
     order = SloSlack(age_limit_s=10.0)
     request = waiting(slo=Slo(ttft_s=1.0))
-    assert order.rank(request, 109.0).until == pytest.approx(110.0)
+    young = order.rank(request, 109.0)
+    assert young.until_s == young.older_only_s == pytest.approx(110.0)
     aged = order.rank(request, 110.0)
-    assert (aged.level, aged.until) == (AGED, math.inf)
+    assert (aged.level, aged.until_s, aged.until_tokens, aged.older_only_s) == (AGED, math.inf, math.inf, -math.inf)
     assert aged.key < order.rank(waiting(arrived=110.0, slo=Slo(ttft_s=0.01)), 110.0).key
 
 
@@ -129,20 +133,29 @@ def test_a_request_joins_where_its_prefill_fits_and_sinks_by_its_quanta(
 def test_who_waited_too_long_goes_first() -> None:
     order = SkipJoin(starve_limit_s=5.0)
     request = waiting(prompt_s=9.0)
-    assert order.rank(request, 104.0).until == 105.0
-    assert order.rank(request, 105.0).key < order.rank(waiting(arrived=105.0), 105.0).key
-    assert order.rank(request, 105.0).level == AGED
+    young, aged = order.rank(request, 104.0), order.rank(request, 105.0)
+    assert (young.until_s, young.older_only_s) == (105.0, 105.0)
+    assert aged.key < order.rank(waiting(arrived=105.0), 105.0).key
+    assert (aged.level, aged.until_tokens, aged.older_only_s) == (AGED, math.inf, -math.inf)
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("prompt_s", "tokens", "until"),
     [
-        (lambda: SloSlack(age_limit_s=0.0), "age_limit_s"),
-        (lambda: SkipJoin(num_levels=0), "num_levels"),
-        (lambda: SkipJoin(base_quantum_s=0.0), "base_quantum_s"),
-        (lambda: SkipJoin(starve_limit_s=-1.0), "starve_limit_s"),
+        (0.05, 0, 1.25),  # 50 ms are left of the first quantum, and a token takes 40
+        (0.05, 1, 2),  # 10 ms: no earlier than at the next token
+        (0.15, 0, 1.25),
+        (0.05, 2, 2 + 0.17 / 0.04),  # of the second quantum, 0.2 s, 30 ms are used
+        (5.00, 0, math.inf),  # the last queue has no end
     ],
 )
-def test_bad_parameters_are_refused_by_name(make: object, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"ordering.{field}"):
-        make()  # type: ignore[operator]
+def test_a_running_request_is_ranked_again_when_its_quantum_is_used_up(
+    prompt_s: float, tokens: int, until: float
+) -> None:
+    order, request = SkipJoin(num_levels=4), waiting(prompt_s=prompt_s, num_output_tokens=tokens)
+    rank = order.rank(request._replace(waiting_since=None), 100.0)
+    assert (rank.until_s, rank.older_only_s) == (math.inf, math.inf)
+    assert rank.until_tokens == pytest.approx(until)
+    if until < math.inf:
+        sunk = [order.level(request._replace(num_output_tokens=n)) for n in (math.ceil(until) - 1, math.ceil(until))]
+        assert sunk == [rank.level, rank.level + 1]

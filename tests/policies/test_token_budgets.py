@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.config import ConfigError
 from vllm_ext.policies.budget.chunks_apart import ChunksApart
 from vllm_ext.policies.budget.fixed_forward import FixedForward
+from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.contract import RequestView, Split
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import RequestView
 
-from .pool_step import PoolStep, prompts
+from .pool_step import PoolStep, half_done, prompts
 
-MODEL = RuntimeModel((0.01, 1e-4, 1e-4, 1e-7, 1e-9))
+COEFFICIENTS = (0.01, 1e-4, 1e-4, 1e-7, 1e-9)
 """10 ms a step, 0.1 ms a decode or prompt token, contexts on top."""
+MODEL = RuntimeModel(COEFFICIENTS, Pivot(64, 0.1))
+SATURATES_LATE = RuntimeModel(COEFFICIENTS, Pivot(768, 0.1))
 
 
 def decoding(count: int, context: int = 100) -> tuple[RequestView, ...]:
     return tuple(RequestView(f"r{i}", float(i), context - 1, 1, context, max_tokens=500) for i in range(count))
-
-
-def half_done(prompt: int, computed: int) -> RequestView:
-    return RequestView("p", 50.0, prompt, 0, computed, max_tokens=500)
 
 
 def mixed(decodes: int, *, context: int = 100, computed: int = 0, tbt_s: float | None = None) -> PoolStep:
@@ -35,7 +34,6 @@ def mixed(decodes: int, *, context: int = 100, computed: int = 0, tbt_s: float |
     return PoolStep(
         running=running,
         queue=prompts((100, 10)),
-        context_tokens=decodes * context + computed,
         objectives_s=() if tbt_s is None else (tbt_s,) * len(running),
         runtime=MODEL,
         token_budget=8192,
@@ -54,7 +52,7 @@ def step_s(step: PoolStep, tokens: int) -> float:
 def test_the_dynamic_budget_fills_the_objective_and_no_more() -> None:
     policy = TbtBudget(tile_tokens=1, safety=1.0)
     step = mixed(10, tbt_s=0.1)
-    tokens = policy.plan(step).token_budget
+    tokens = policy.split(step).tokens
     assert tokens is not None
     assert step_s(step, tokens) <= 0.1 < step_s(step, tokens + 1)
 
@@ -63,7 +61,7 @@ def test_the_dynamic_budget_shrinks_as_prefill_batch_and_contexts_grow() -> None
     policy = TbtBudget(tile_tokens=1)
 
     def chunk(step: PoolStep) -> int:
-        tokens = policy.plan(step).token_budget
+        tokens = policy.split(step).tokens
         assert tokens is not None
         return tokens - step.num_decoding
 
@@ -76,9 +74,8 @@ def test_the_dynamic_budget_shrinks_as_prefill_batch_and_contexts_grow() -> None
 def test_drafts_are_priced_like_the_tokens_of_a_prompt() -> None:
     """A step with drafts is learned as one of chunks; 10 decodes verify 3 drafts each."""
     policy = TbtBudget(tile_tokens=1, safety=1.0, min_prefill_tokens=1)
-    step = mixed(10, tbt_s=0.1)
-    step.num_drafts = 3
-    tokens = policy.plan(step).token_budget
+    step = replace(mixed(10, tbt_s=0.1), num_drafts=3)
+    tokens = policy.split(step).tokens
     assert tokens is not None
     pairs = tokens * tokens / 2
 
@@ -87,38 +84,43 @@ def test_drafts_are_priced_like_the_tokens_of_a_prompt() -> None:
 
     assert chunks_s(tokens) <= 0.1 < chunks_s(tokens + 2)
     step.objectives_s = (0.001,)
-    assert policy.plan(step).token_budget == 41, "what is decoded, drafts included, and a token of a prompt"
+    assert policy.split(step).tokens == 41, "what is decoded, drafts included, and a token of a prompt"
 
 
 def test_the_static_budget_looks_at_its_reference_batch_only() -> None:
     policy = TbtBudget(dynamic=False, tile_tokens=1, safety=1.0, reference_decodes=32, reference_context=1000)
-    budgets = {policy.plan(mixed(n, computed=c, tbt_s=0.1)).token_budget for n in (1, 30) for c in (0, 9000)}
+    budgets = {policy.split(mixed(n, computed=c, tbt_s=0.1)).tokens for n in (1, 30) for c in (0, 9000)}
     assert len(budgets) == 1
     (tokens,) = budgets
     assert tokens is not None
     reference = StepFeatures(32, tokens - 32, 32 * 1000 + tokens - 32, (tokens - 32) ** 2 / 2)
     assert MODEL.step_time_s(reference) <= 0.1
-    assert TbtBudget(dynamic=False, tokens=512).plan(mixed(3)).token_budget == 512
+    assert TbtBudget(dynamic=False, tokens=512).split(mixed(3)).tokens == 512
 
 
 @pytest.mark.parametrize(("tokens", "tile", "expected"), [(257, 256, 256), (511, 256, 256), (200, 256, 200)])
 def test_budgets_are_whole_tiles(tokens: int, tile: int, expected: int) -> None:
     """One token more than a tile costs up to a third more (Sarathi-Serve, section 4.3)."""
     policy = TbtBudget(dynamic=False, tokens=tokens, tile_tokens=tile, min_prefill_tokens=1)
-    assert policy.plan(mixed(3)).token_budget == expected
+    assert policy.split(mixed(3)).tokens == expected
 
 
 def test_prompts_get_a_little_even_where_decodes_alone_break_the_objective() -> None:
     policy = TbtBudget(min_prefill_tokens=16)
-    assert policy.plan(mixed(200, tbt_s=0.011)).token_budget == 216
+    assert policy.split(mixed(200, tbt_s=0.011)).tokens == 216
 
 
 def test_a_step_without_decodes_or_without_prompts_is_left_alone() -> None:
-    for policy in (TbtBudget(), ChunksApart(tokens=64)):
-        assert policy.plan(PoolStep(running=decoding(4), runtime=MODEL)) == BudgetPlan()
+    assert TbtBudget().split(PoolStep(running=decoding(4), runtime=MODEL)) == Split()
     lone = PoolStep(running=(half_done(100, 0),), runtime=MODEL)
-    assert TbtBudget().plan(lone) == BudgetPlan()
-    assert ChunksApart(tokens=64).plan(lone) == BudgetPlan(token_budget=64)
+    assert TbtBudget().split(lone) == Split()
+    assert ChunksApart(tokens=64).split(lone) == Split(tokens=64, apart=True)
+
+
+def test_the_size_of_a_step_of_chunks_does_not_bound_decodes() -> None:
+    for number in (0, 1):
+        tokens = ChunksApart(tokens=64).split(PoolStep(running=decoding(100), number=number)).tokens
+        assert tokens is None or tokens >= 100
 
 
 @given(
@@ -134,7 +136,7 @@ def test_a_looser_objective_never_reduces_the_budget(
     decodes: int, context: int, computed: int, tbt_s: float, looser: float, dynamic: bool, tile: int
 ) -> None:
     def tokens(policy: TbtBudget | SloPivotBudget, objective_s: float) -> int:
-        found = policy.plan(mixed(decodes, context=context, computed=computed, tbt_s=objective_s)).token_budget
+        found = policy.split(mixed(decodes, context=context, computed=computed, tbt_s=objective_s)).tokens
         assert found is not None
         return found
 
@@ -144,59 +146,47 @@ def test_a_looser_objective_never_reduces_the_budget(
 
 def test_accelgens_budget_is_equation_6() -> None:
     step = mixed(10, tbt_s=0.2)
-    step.pivot = Pivot(768, 0.1)
-    assert SloPivotBudget().plan(step).token_budget == 1536
+    step.runtime = SATURATES_LATE
+    assert SloPivotBudget().split(step).tokens == 1536
     step.objectives_s = ()
-    assert SloPivotBudget().plan(step).token_budget == 1440, "the reading speed, where nobody has an objective"
+    assert SloPivotBudget().split(step).tokens == 1440, "the reading speed, where nobody has an objective"
     step.objectives_s = (1e-4,)
-    assert SloPivotBudget().plan(step).token_budget == 11, "a token for everybody who decodes, and one more"
+    assert SloPivotBudget().split(step).tokens == 11, "a token for everybody who decodes, and one more"
 
 
 @pytest.mark.parametrize("policy", [TbtBudget(), SloPivotBudget()], ids=["sarathi", "accelgen"])
 def test_one_client_who_names_five_seconds_loosens_nobodys_objective(policy: TbtBudget | SloPivotBudget) -> None:
     step = mixed(10)
-    expected = policy.plan(step)
+    expected = policy.split(step)
     step.objectives_s = (5.0,)
-    assert policy.plan(step) == expected
+    assert policy.split(step) == expected
     step.objectives_s = (5.0,) * step.num_running
-    assert policy.plan(step) != expected, "all of them may"
+    assert policy.split(step) != expected, "all of them may"
 
 
 def test_without_a_default_only_named_objectives_count() -> None:
     policy = TbtBudget(default_tbt_ms=0.0)
     step = mixed(10)
-    assert policy.plan(step) == BudgetPlan()
+    assert policy.split(step) == Split()
     step.objectives_s = (0.1,)
-    assert policy.plan(step) == TbtBudget().plan(mixed(10, tbt_s=0.1))
+    assert policy.split(step) == TbtBudget().split(mixed(10, tbt_s=0.1))
 
 
 def test_fastgens_forward_size_is_fixed() -> None:
     step = mixed(10, tbt_s=0.001)
-    step.pivot = Pivot(768, 0.1)
-    assert FixedForward().plan(step).token_budget == 768
-    assert FixedForward(tokens=256).plan(step).token_budget == 256
-    assert FixedForward(tokens=4).plan(step).token_budget == 11
+    step.runtime = SATURATES_LATE
+    assert FixedForward().split(step).tokens == 768
+    assert FixedForward(tokens=256).split(step).tokens == 256
+    assert FixedForward(tokens=4).split(step).tokens == 11
+
+
+def test_prompts_and_decodes_do_not_share_a_step() -> None:
+    assert SeparateBatches().split(mixed(3)) == Split(apart=True)
 
 
 def test_chunks_and_decodes_take_turns() -> None:
     step = mixed(3)
     step.number = 4
-    assert ChunksApart(tokens=64).plan(step) == BudgetPlan(token_budget=64, skip=("r0", "r1", "r2"))
+    assert ChunksApart(tokens=64).split(step) == Split(tokens=64, apart=True)
     step.number = 5
-    assert ChunksApart(tokens=64).plan(step) == BudgetPlan(token_budget=3, decode_only=True)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tile_tokens", 48),
-        ("tile_tokens", 0),
-        ("default_tbt_ms", -1.0),
-        ("safety", 1.5),
-        ("min_prefill_tokens", 0),
-        ("tokens", 512),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"budget.{field}"):
-        TbtBudget(**{field: value})
+    assert ChunksApart(tokens=64).split(step) == Split(tokens=3, prefill=False)

@@ -6,7 +6,7 @@ import math
 
 from vllm.v1.request import Request
 
-from vllm_ext.scheduling.plan import Rank
+from vllm_ext.policies.contract import Rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.simulation.harness import make_request
 
@@ -31,7 +31,7 @@ class Ranks:
         self, name: str, key: float = 0.0, *, until: float = math.inf, level: int = 0, arrival: float = 0.0
     ) -> Request:
         self.requests[name] = make_request(name, 3, arrival_time=arrival)
-        self.ranks[name] = Rank((key,), until, level)
+        self.ranks[name] = Rank((key,), until_s=until, level=level)
         return self.requests[name]
 
     def add(self, name: str, key: float = 0.0, **kwargs: float) -> Request:

@@ -10,10 +10,10 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.contract import Admission, Budget, Ordering, Rank, RequestView, Room, Split, Step
 from vllm_ext.prediction.profile import Profile, save
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
-from vllm_ext.scheduling.upstream import admission_cap
-from vllm_ext.scheduling.views import RequestView, StepView
+from vllm_ext.scheduling.engine_state import seats
 from vllm_ext.simulation.audit import audit
 from vllm_ext.simulation.engine_loop import Decision, EngineLoop
 from vllm_ext.simulation.fake_runner import FakeRunner
@@ -32,34 +32,34 @@ class Script:
     """What the policies of the system ``scripted`` do; a test fills it in, a fixture empties it."""
 
     rank: Callable[[RequestView, float], Any]
-    admit: Callable[[StepView], AdmissionPlan]
-    budget: Callable[[StepView], BudgetPlan]
+    select: Callable[[Step, Room], None]
+    split: Callable[[Step], Split]
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.rank = lambda request, now: Rank(())
-        self.admit = lambda step: AdmissionPlan()
-        self.budget = lambda step: BudgetPlan()
+        self.select = InOrder().select
+        self.split = lambda step: Split()
 
 
 SCRIPT = Script()
 
 
-class _Ordering:
+class _Ordering(Ordering):
     def rank(self, request: RequestView, now: float) -> Rank:
         return SCRIPT.rank(request, now)
 
 
-class _Admission:
-    def plan(self, step: StepView) -> AdmissionPlan:
-        return SCRIPT.admit(step)
+class _Admission(Admission):
+    def select(self, step: Step, room: Room) -> None:
+        SCRIPT.select(step, room)
 
 
-class _Budget:
-    def plan(self, step: StepView) -> BudgetPlan:
-        return SCRIPT.budget(step)
+class _Budget(Budget):
+    def split(self, step: Step) -> Split:
+        return SCRIPT.split(step)
 
 
 register(System(name="scripted", ordering=_Ordering, admission=_Admission, budget=_Budget))
@@ -201,7 +201,7 @@ def knobs(scheduler: Scheduler) -> tuple[object, ...]:
     """The settings of vLLM that a step's plan may change."""
     return (
         scheduler.max_num_scheduled_tokens,
-        admission_cap(scheduler),
+        seats(scheduler),
         scheduler.scheduler_config.long_prefill_token_threshold,
     )
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.contract import Split, Step
 
 from .steering import SCRIPT, Rig, Table, play, steps, workload
 
@@ -103,17 +102,17 @@ def test_vllm_2023_runs_prompts_before_decodes_and_never_both() -> None:
     assert steps(rig, 2) == [{"d": 10}, {"a": 1, "b": 1, "c": 1, "d": 1}]
 
 
-def test_vllm_2023_completes_a_prompt_longer_than_a_step_before_anything_else() -> None:
+def test_vllm_2023_completes_a_prompt_longer_than_a_step_before_any_decode() -> None:
     rig = Rig("vllm-2023")
     add_all(rig, a=(20, 9, 9))
     rig.step(2)
     add_all(rig, long=(150, 9, 9), b=(10, 9, 9))
-    assert steps(rig, 5) == [{"long": 64}, {"long": 64}, {"long": 22}, {"b": 10}, {"a": 1, "long": 1, "b": 1}]
+    assert steps(rig, 4) == [{"long": 64}, {"long": 64}, {"long": 22, "b": 10}, {"a": 1, "long": 1, "b": 1}]
 
 
 def test_vllm_2023_leaves_the_watermark_free() -> None:
     """10 blocks, 3 of them kept free: prompts of 2 blocks fit three times."""
-    rig = Rig("vllm-2023", options={"admission": {"watermark": 0.3}}, num_blocks=11)
+    rig = Rig("vllm-2023", options={"admission": {"watermark": 0.7}}, num_blocks=11)
     for i in range(5):
         rig.add(f"r{i}", 20, max_tokens=20, length=20)
     assert steps(rig, 2) == [{"r0": 20, "r1": 20, "r2": 20}, {"r0": 1, "r1": 1, "r2": 1}]
@@ -121,7 +120,7 @@ def test_vllm_2023_leaves_the_watermark_free() -> None:
 
 def test_vllm_2023_preempts_the_last_arrival_and_recomputes_it_as_a_prompt() -> None:
     """3 blocks. At 17 tokens each, a takes the third one and b leaves with 2 tokens generated; a grows to 3 blocks."""
-    rig = Rig("vllm-2023", num_blocks=4, options={"admission": {"watermark": 0.0}}, enable_prefix_caching=False)
+    rig = Rig("vllm-2023", num_blocks=4, options={"admission": {"watermark": 1.0}}, enable_prefix_caching=False)
     add_all(rig, a=(15, 25, 25), b=(15, 25, 25))
     expected: Table = [{"a": 15, "b": 15}, {"a": 1, "b": 1}, *[{"a": 1}] * 23, {"b": 17}, *[{"b": 1}] * 22]
     assert steps(rig, len(expected)) == expected
@@ -156,50 +155,40 @@ def test_vllm_2023_never_mixes_on_a_random_workload(depth: int) -> None:
 
 
 def test_the_view_counts_blocks_and_prompts_as_the_pool_does() -> None:
-    seen: list[tuple[int, int, int, int, int, tuple[str, ...]]] = []
+    seen: list[tuple[int, int, int, int, int]] = []
 
-    def look(step: StepView) -> AdmissionPlan:
+    def look(step: Step) -> Split:
+        bounds = step.batch().bound
         seen.append(
-            (
-                step.num_total_blocks,
-                step.num_free_blocks,
-                step.blocks_at_bound(),
-                step.blocks_at_bound(100),
-                step.num_prefilling,
-                step.decoding(),
-            )
+            (step.pool.total, step.pool.free, step.pool.blocks_of(bounds), step.num_prefilling, step.num_decoding)
         )
-        return AdmissionPlan()
+        return Split()
 
-    SCRIPT.admit = look
+    SCRIPT.split = look
     rig = Rig("scripted", num_blocks=31, max_model_len=128)
     add_all(rig, a=(10, 6, 6), b=(100, 400, 9))
     rig.step(3)
     assert seen == [
-        (30, 30, 0, 0, 0, ()),
-        (30, 30 - 1 - 4, 1 + 8, 7 + 8, 1, ("a",)),  # b has 54 of 100 tokens; its bound is cut at 128
-        (30, 30 - 1 - 7, 1 + 8, 7 + 8, 0, ("a", "b")),
+        (30, 30, 0, 0, 0),
+        (30, 30 - 1 - 4, 1 + 8, 1, 1),  # b has 54 of 100 tokens; its bound is cut at 128
+        (30, 30 - 1 - 7, 1 + 8, 0, 2),
     ]
 
 
-def test_the_budget_policy_sees_what_admission_decided() -> None:
-    decided, seen = AdmissionPlan(max_running=3), []
-
-    def look(step: StepView) -> BudgetPlan:
-        seen.append(step.admission)
-        return BudgetPlan()
-
-    SCRIPT.admit, SCRIPT.budget = lambda step: decided, look
+def test_admission_gets_what_the_budget_leaves() -> None:
     rig = Rig("scripted")
     rig.add("a")
     rig.step()
-    assert seen == [decided]
+    SCRIPT.split = lambda step: Split(tokens=12)
+    for name in ("b", "c", "d"):
+        rig.add(name, 10)
+    assert steps(rig, 1) == [{"a": 1, "b": 10, "c": 1}], "d would get no token: it is not named"
+    assert rig.state["why_waiting"] == {"d": "tokens"}
 
 
-def test_a_paused_session_keeps_its_seat_beside_a_cap() -> None:
+def test_a_paused_session_keeps_its_seat() -> None:
     """vLLM counts sessions that wait for their client's next input towards the seats."""
-    SCRIPT.admit = lambda step: AdmissionPlan(max_running=step.num_running + 1)
-    rig = Rig("scripted")
+    rig = Rig("scripted", max_num_seqs=2)
     add_all(rig, a=(10, 6, 6), b=(10, 6, 6))
     rig.scheduler.num_waiting_for_streaming_input = 1
     assert steps(rig, 1) == [{"a": 10}]

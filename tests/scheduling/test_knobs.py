@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.contract import Rank, Room, Split, Step
 
 from .steering import SCRIPT, Rig, knobs, play, workload
 
@@ -21,26 +21,35 @@ def _empty_script() -> Iterator[None]:
     SCRIPT.reset()
 
 
-def _random_skips(step: StepView) -> BudgetPlan:
-    names = [view.req_id for view in step.running_worst_first()]
-    return BudgetPlan(skip=(*names[: len(names) // 2], "unknown"))
+def _preempt_worst(step: Step, room: Room) -> None:
+    eligible = [victim for victim in step.victims() if victim.request.progress_tokens >= 3][:1]
+    head = next(step.waiting())
+    if eligible and room.fits(head, eligible):
+        room.take(head, eligible)
+    room.preempt.append("unknown")
 
 
-def _preempt_worst(step: StepView) -> AdmissionPlan:
-    eligible = [v.req_id for v in step.running_worst_first() if v.progress_tokens >= 3]
-    return AdmissionPlan(preempt=(*eligible[:1], "unknown"))
+def _only_the_first(step: Step, room: Room) -> None:
+    room.take(next(step.waiting()))
 
 
-def _hold_worst(step: StepView) -> AdmissionPlan:
-    names = [view.req_id for view in step.waiting()]
-    return AdmissionPlan(hold=frozenset({*names[1:], "unknown"}))
+def _last_first(step: Step, room: Room) -> None:
+    for candidate in reversed(list(step.waiting())):
+        if room.fits(candidate):
+            room.take(candidate)
+    room.admit.insert(0, "unknown")
+
+
+def _two_at_a_time(step: Step, room: Room) -> None:
+    room.seats = min(room.seats, 2 - step.num_running)
+    InOrder().select(step, room)
 
 
 class _Alternate:
-    def __init__(self, *plans: BudgetPlan) -> None:
+    def __init__(self, *plans: Split) -> None:
         self.plans, self.number = plans, 0
 
-    def __call__(self, step: StepView) -> BudgetPlan:
+    def __call__(self, step: Step) -> Split:
         self.number += 1
         return self.plans[self.number % len(self.plans)]
 
@@ -50,17 +59,15 @@ KNOBS: dict[str, Callable[[], None]] = {
     "shuffled-ranks": lambda: setattr(
         SCRIPT, "rank", lambda v, now: Rank((hash((v.num_output_tokens, v.arrival_time)) % 97,))
     ),
-    "preempt": lambda: setattr(SCRIPT, "admit", _preempt_worst),
-    "hold": lambda: setattr(SCRIPT, "admit", _hold_worst),
-    "max-running": lambda: setattr(SCRIPT, "admit", lambda step: AdmissionPlan(max_running=2)),
-    "max-running-above-vllms": lambda: setattr(SCRIPT, "admit", lambda step: AdmissionPlan(max_running=10**9)),
-    "budget-of-8": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=8)),
-    "budget-above-vllms": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=10**9)),
-    "every-third-step-empty": lambda: setattr(
-        SCRIPT, "budget", _Alternate(BudgetPlan(token_budget=0), BudgetPlan(), BudgetPlan())
-    ),
-    "decode-only": lambda: setattr(SCRIPT, "budget", _Alternate(BudgetPlan(decode_only=True), BudgetPlan())),
-    "skip": lambda: setattr(SCRIPT, "budget", _random_skips),
+    "preempt": lambda: setattr(SCRIPT, "select", _preempt_worst),
+    "only-the-first": lambda: setattr(SCRIPT, "select", _only_the_first),
+    "last-first": lambda: setattr(SCRIPT, "select", _last_first),
+    "two-at-a-time": lambda: setattr(SCRIPT, "select", _two_at_a_time),
+    "budget-of-8": lambda: setattr(SCRIPT, "split", lambda step: Split(tokens=8)),
+    "budget-above-vllms": lambda: setattr(SCRIPT, "split", lambda step: Split(tokens=10**9)),
+    "every-third-step-empty": lambda: setattr(SCRIPT, "split", _Alternate(Split(tokens=0), Split(), Split())),
+    "decode-only": lambda: setattr(SCRIPT, "split", _Alternate(Split(prefill=False), Split())),
+    "apart": lambda: setattr(SCRIPT, "split", lambda step: Split(apart=True)),
 }
 
 
@@ -95,22 +102,29 @@ def _decisions_of_a_step(rig: Rig) -> dict[str, int]:
     return dict(decision.scheduled)
 
 
-def test_held_requests_wait_for_exactly_one_step() -> None:
+def test_exactly_those_who_are_named_join_in_their_order() -> None:
     rig = Rig("scripted")
-    SCRIPT.admit = lambda step: AdmissionPlan(hold=frozenset({"a"}))
-    rig.add("a")
-    rig.add("b")
-    assert _decisions_of_a_step(rig) == {"b": 10}
+
+    def second_and_third(step: Step, room: Room) -> None:
+        _first, second, third = step.waiting()
+        room.take(third)
+        room.take(second)
+
+    SCRIPT.select = second_and_third
+    for name in "abc":
+        rig.add(name)
+    assert _decisions_of_a_step(rig) == {"c": 10, "b": 10}
+    assert rig.running == ["c", "b"]
     SCRIPT.reset()
-    assert _decisions_of_a_step(rig) == {"b": 1, "a": 10}
+    assert _decisions_of_a_step(rig) == {"c": 1, "b": 1, "a": 10}
 
 
-def test_max_running_blocks_admissions_only() -> None:
+def test_naming_nobody_keeps_everybody_out_but_those_who_run() -> None:
     rig = Rig("scripted")
     rig.add("a")
     rig.add("b")
     rig.step()
-    SCRIPT.admit = lambda step: AdmissionPlan(max_running=1)
+    SCRIPT.select = lambda step, room: None
     rig.add("c")
     assert _decisions_of_a_step(rig) == {"a": 1, "b": 1}
 
@@ -120,14 +134,14 @@ def test_token_budget_of_a_step(budget: int, expected: dict[str, int]) -> None:
     rig = Rig("scripted")
     rig.add("a")
     rig.step()
-    SCRIPT.budget = lambda step: BudgetPlan(token_budget=budget)
+    SCRIPT.split = lambda step: Split(tokens=budget)
     rig.add("b")
     assert _decisions_of_a_step(rig) == expected
 
 
 def test_decode_only_keeps_prefills_out_as_long_as_something_decodes() -> None:
     rig = Rig("scripted")
-    SCRIPT.budget = lambda step: BudgetPlan(decode_only=True)
+    SCRIPT.split = lambda step: Split(prefill=not step.num_decoding)
     rig.add("a", length=3)
     assert _decisions_of_a_step(rig) == {"a": 10}, "nothing decodes yet"
     rig.add("b")
@@ -136,15 +150,14 @@ def test_decode_only_keeps_prefills_out_as_long_as_something_decodes() -> None:
     assert _decisions_of_a_step(rig) == {"b": 10}, "a is done"
 
 
-def test_a_skipped_request_keeps_its_blocks_and_returns_in_the_next_step() -> None:
+def test_who_sits_a_step_out_keeps_its_blocks_and_returns_in_the_next_one() -> None:
     rig = Rig("scripted")
     rig.add("a")
-    rig.add("b")
     rig.step()
-    SCRIPT.budget = lambda step: BudgetPlan(skip=("a",))
-    assert _decisions_of_a_step(rig) == {"b": 1}
-    SCRIPT.reset()
-    assert _decisions_of_a_step(rig) == {"a": 1, "b": 1}
+    SCRIPT.split = lambda step: Split(apart=True)
+    rig.add("b")
+    assert _decisions_of_a_step(rig) == {"b": 10}
+    assert _decisions_of_a_step(rig) == {"a": 1, "b": 1}, "nobody prefills"
 
 
 def test_preempting_ids_that_do_not_run_is_passed_over() -> None:
@@ -152,7 +165,7 @@ def test_preempting_ids_that_do_not_run_is_passed_over() -> None:
     rig.add("a")
     rig.add("b")
     rig.step()
-    SCRIPT.admit = lambda step: AdmissionPlan(preempt=("b", "gone", "a", "a"))
+    SCRIPT.select = lambda step, room: room.preempt.extend(("b", "gone", "a", "a"))
     rig.step()
     assert rig.state["preemptions"]["policy"] == 1
     SCRIPT.reset()

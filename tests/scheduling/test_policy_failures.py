@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan, Rank
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.contract import Rank, Room, Split, Step
 
 from .steering import SCRIPT, Rig, play, workload
 
@@ -37,33 +36,34 @@ def _boom(*args: object) -> Any:
     raise _Boom("policy")
 
 
-def _raise_midway(step: StepView) -> AdmissionPlan:
-    for _ in step.waiting():
+def _raise_midway(step: Step, room: Room) -> None:
+    for candidate in step.waiting():
+        room.take(candidate)
         raise _Boom("midway")
-    return AdmissionPlan()
+
+
+def _plan(name: str, wrong: Any) -> Callable[[Step, Room], None]:
+    return lambda step, room: setattr(room, name, wrong)
 
 
 FAILURES: dict[str, Callable[[], None]] = {
     "ordering": lambda: setattr(SCRIPT, "rank", _boom),
-    "admission": lambda: setattr(SCRIPT, "admit", _boom),
-    "admission-midway": lambda: setattr(SCRIPT, "admit", _raise_midway),
-    "budget": lambda: setattr(SCRIPT, "budget", _boom),
+    "admission": lambda: setattr(SCRIPT, "select", _boom),
+    "admission-midway": lambda: setattr(SCRIPT, "select", _raise_midway),
+    "budget": lambda: setattr(SCRIPT, "split", _boom),
     "nan-key": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank((math.nan,))),
     "nan-in-one-key": lambda: setattr(
         SCRIPT, "rank", lambda v, now: Rank((math.nan if v.req_id == "r5" else v.num_prompt_tokens,))
     ),
-    "nan-until": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank((1.0,), until=math.nan)),
+    "nan-until": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank((1.0,), until_s=math.nan)),
     "no-rank": lambda: setattr(SCRIPT, "rank", lambda v, now: None),
     "text-in-key": lambda: setattr(SCRIPT, "rank", lambda v, now: Rank(("x" if int(v.req_id[1:]) % 2 else 1.0,))),  # type: ignore[arg-type]
-    "no-plan": lambda: setattr(SCRIPT, "admit", lambda step: None),
     **{
-        f"{name}={wrong!r}": lambda name=name, wrong=wrong: setattr(
-            SCRIPT, "admit", lambda step: AdmissionPlan(**{name: wrong})
-        )
-        for name, wrong in [("preempt", None), ("preempt", ([],)), ("hold", 3), ("hold", ["r1"]), ("hold", None)]
+        f"{name}={wrong!r}": lambda name=name, wrong=wrong: setattr(SCRIPT, "select", _plan(name, wrong))
+        for name, wrong in [("preempt", None), ("preempt", [[]]), ("admit", 3), ("admit", [3]), ("admit", None)]
     },
-    "skip=None": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(skip=None)),  # type: ignore[arg-type]
-    "fraction-of-a-token": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=7.5)),  # type: ignore[arg-type]
+    "no-split": lambda: setattr(SCRIPT, "split", lambda step: None),
+    "fraction-of-a-token": lambda: setattr(SCRIPT, "split", lambda step: Split(tokens=7.5)),  # type: ignore[arg-type]
 }
 
 
@@ -87,6 +87,7 @@ def test_a_step_whose_policy_fails_is_first_come_first_served(failure: str) -> N
     rig.add("c", 7)
     assert rig.waiting == ["c", "b", "a"]
     FAILURES[failure]()
+    rig.add("d", 8)  # its rank is asked for
     rig.step()
     assert rig.running == ["a", "b"]
     SCRIPT.reset()
@@ -102,8 +103,8 @@ def test_a_failing_policy_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> Non
     records: list[str] = []
     monkeypatch.setattr(module.logger, "exception", lambda message, *args: records.append(message % args))
     logging.getLogger("vllm").setLevel(logging.CRITICAL)
-    SCRIPT.admit = _boom
-    rig = Rig("scripted")
+    SCRIPT.select = _boom
+    rig = Rig("scripted", max_num_seqs=1)
     for i in range(5):
         rig.add(f"r{i}", length=3)
     rig.drain()
@@ -120,6 +121,7 @@ def test_a_policy_that_recovers_steers_again() -> None:
     rig.step()
     assert rig.running == ["a"]
     SCRIPT.rank = lambda v, now: Rank((-v.num_prompt_tokens,))
+    rig.scheduler.ranked.rerank_all()
     rig.step(2)
     fallbacks = rig.state["fallbacks"]
     rig.step(3)
@@ -131,17 +133,18 @@ def test_a_policy_that_recovers_steers_again() -> None:
 def test_notes_last_until_a_policy_fails() -> None:
     rig, seen = Rig("scripted", max_num_seqs=1), []
 
-    def admit(step: StepView) -> AdmissionPlan:
-        seen.append(dict(step.notes))
-        step.notes["mine"] = step.number
-        return AdmissionPlan()
+    def look(step: Step) -> Split:
+        seen.append(dict(step.memo))
+        step.memo["mine"] = step.number
+        return Split()
 
-    SCRIPT.admit = admit
+    SCRIPT.split = look
     rig.add("a", length=20)
     rig.step(3)
     first = rig.scheduler.current_step - 3
     assert [notes.get("mine", 0) - first for notes in seen[1:]] == [0, 1]
-    SCRIPT.budget = _boom
+    rig.add("b", length=20)
+    SCRIPT.select = _boom
     rig.step()
     rig.step()
     assert seen[-1] == {}
@@ -149,17 +152,17 @@ def test_notes_last_until_a_policy_fails() -> None:
     rig.drain()
 
 
-def test_membership_changes_when_somebody_joins_or_leaves_and_only_then() -> None:
+def test_changes_are_counted_when_somebody_comes_joins_or_leaves_and_only_then() -> None:
     rig, seen = Rig("scripted", max_num_seqs=2), []
 
-    def admit(step: StepView) -> AdmissionPlan:
-        seen.append((step.membership, rig.running))
-        return AdmissionPlan()
+    def look(step: Step) -> Split:
+        seen.append((step.changes, set(rig.running), set(rig.waiting)))
+        return Split()
 
-    SCRIPT.admit = admit
+    SCRIPT.split = look
     for name, length in (("a", 4), ("b", 9), ("c", 5), ("d", 3)):
         rig.add(name, length=length)
     rig.drain()
-    for (number, names), (next_number, next_names) in itertools.pairwise(seen):
-        assert (number == next_number) == (set(names) == set(next_names))
-    assert len({number for number, _ in seen}) > 3
+    for (number, *who), (next_number, *next_who) in itertools.pairwise(seen):
+        assert (number == next_number) == (who == next_who)
+    assert len({number for number, *_ in seen}) > 3

@@ -1,12 +1,14 @@
-"""The waiting queue: vLLM's interface, ranks that expire, hiding, the arrival-ordered fallback, bounded memory."""
+"""The waiting queue: vLLM's interface, ranks that expire, offers, the arrival-ordered fallback, bounded memory."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
+from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.scheduling.plan import Rank
+from vllm_ext.policies.contract import Rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 
 from .ranks import Ranks
@@ -36,7 +38,7 @@ def test_an_empty_queue_is_false_and_refuses_peek_and_pop() -> None:
     assert list(r.queue) == []
     assert r.queue.oldest() is None
     assert list(r.queue.best(5)) == []
-    r.queue.begin_step(1.0, 64, 2)
+    r.queue.begin_step(1.0)
     for call in (r.queue.peek_request, r.queue.pop_request):
         with pytest.raises(IndexError, match="empty"):
             call()
@@ -95,46 +97,83 @@ def test_a_readded_request_takes_its_new_rank_and_counts_once() -> None:
     assert r.queue.levels == {}
 
 
-def test_hidden_requests_are_counted_but_not_served() -> None:
+def test_exactly_those_are_served_who_are_offered_in_that_order() -> None:
     r = Ranks()
     for name, key in (("a", 1), ("b", 2), ("c", 3)):
         r.add(name, key)
-    r.queue.hide(frozenset({"a", "c", "unknown"}))
+    r.queue.offer([r.requests["c"], r.make("stranger"), r.requests["a"], r.requests["c"]])
     assert len(r.queue) == 3
     assert r.names() == ["a", "b", "c"]
-    assert r.queue.peek_request().request_id == "b"
-    assert [x.request_id for x in r.queue.best(3)] == ["b"]
-    assert r.drain() == ["b"]
+    assert [x.request_id for x in r.queue.best(3)] == ["a", "b", "c"]
+    assert r.drain() == ["c", "a"]
     assert not r.queue
     with pytest.raises(IndexError):
         r.queue.peek_request()
-    r.queue.begin_step(0.0, 64, 0)
-    assert r.drain() == ["a", "c"]
+    r.queue.begin_step(0.0)
+    assert r.drain() == ["b"]
 
 
-def test_hiding_replaces_what_was_hidden() -> None:
+def test_who_is_put_back_is_not_offered_again_and_nobody_takes_its_place() -> None:
     r = Ranks()
-    r.add("a", 1)
+    for name, key in (("a", 1), ("b", 2), ("c", 3)):
+        r.add(name, key)
+    r.queue.offer([r.requests["b"], r.requests["c"]])
+    passed_over = r.queue.pop_request()
+    r.queue.prepend_requests([passed_over])
+    assert r.queue.peek_request().request_id == "c"
+    assert r.drain() == ["c"]
+    r.queue.offer(None)
+    assert r.drain() == ["a", "b"]
+
+
+def test_an_offer_that_left_is_passed_over() -> None:
+    r = Ranks()
+    a, b = r.add("a", 1), r.add("b", 2)
+    r.queue.offer([a, b])
+    r.queue.remove_requests([a])
+    assert r.queue.peek_request() is b
+    r.queue.offer([])
+    assert not r.queue
+
+
+def _compiling(r: Ranks, name: str, grammar: object = None) -> Request:
+    request = r.make(name, -1.0)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    state = SimpleNamespace(grammar=grammar, is_grammar_ready=grammar is not None)
+    request.structured_output_request = state
+    r.queue.add_request(request)
+    return request
+
+
+def test_who_waits_for_a_grammar_hides_nobody_and_returns_to_its_place() -> None:
+    r = Ranks()
+    blocked = [_compiling(r, f"g{i}") for i in range(100)]
     r.add("b", 2)
-    r.queue.hide(frozenset({"a"}))
+    assert len(r.queue) == 101
+    assert [x.request_id for x in r.queue.best(3)] == ["b"]
     assert r.queue.peek_request().request_id == "b"
-    r.queue.hide(frozenset({"b"}))
-    assert r.queue.peek_request().request_id == "a"
+    before = r.queue.changes
+    state = blocked[70].structured_output_request
+    state.grammar = state.is_grammar_ready = True  # type: ignore[union-attr, misc, assignment]
+    for _ in range(2):  # some are looked at in each step, in turn
+        r.queue.begin_step(0.0)
+    assert [x.request_id for x in r.queue.best(3)] == ["g70", "b"]
+    assert r.queue.changes == before + 1
+    r.queue.remove_requests(blocked)
+    assert r.drain() == ["b"]
+    assert sum(_sizes(r.queue)) == 0
 
 
-def test_a_hidden_request_can_be_removed_and_ranked_again() -> None:
+def test_a_grammar_that_failed_is_shown_to_vllm_first() -> None:
+    """It tells the client; but only about requests that it looks at."""
     r = Ranks()
-    a = r.add("a", 1)
-    r.add("b", 2)
-    c = r.add("c", 3)
-    r.queue.hide(frozenset({"a", "b"}))
-    assert r.queue.peek_request() is c
-    r.ranks["a"] = Rank((9.0,))
-    r.queue.rerank(a)
-    r.queue.remove_requests([r.requests["b"]])
-    assert r.queue.peek_request() is c
-    r.queue.hide(frozenset())
-    assert r.drain() == ["c", "a"]
+    failed = _compiling(r, "failed", grammar=ValueError("no grammar"))
+    b = r.add("b", 2)
+    r.queue.begin_step(0.0)
+    r.queue.offer([b])
+    assert r.queue.pop_request() is failed
+    r.queue.prepend_requests([failed])
+    assert r.queue.peek_request() is b
 
 
 def test_rank_is_asked_again_when_it_expires_and_not_before() -> None:
@@ -142,40 +181,40 @@ def test_rank_is_asked_again_when_it_expires_and_not_before() -> None:
     r.add("old", 5, until=10.0)
     r.add("new", 1)
     r.asked.clear()
-    r.queue.begin_step(9.999, 64, 0)
+    r.queue.begin_step(9.999)
     assert r.asked == []
     r.ranks["old"] = Rank((0.0,), level=-1)
-    r.queue.begin_step(10.0, 64, 0)
+    r.queue.begin_step(10.0)
     assert r.asked == ["old"]
     assert r.names() == ["old", "new"]
     assert r.queue.levels == {-1: 1, 0: 1}
-    r.queue.begin_step(1e9, 64, 0)
+    r.queue.begin_step(1e9)
     assert r.asked == ["old"], "a rank without an end is not asked for again"
 
 
 def test_the_number_of_expired_ranks_per_step_is_bounded_and_the_rest_follows() -> None:
     r = Ranks()
-    for i in range(10):
-        r.add(f"r{i}", i, until=1.0 + i / 100)
-    for i in range(10):
+    for i in range(30):
+        r.add(f"r{i}", i, until=1.0 + i / 100, arrival=i)
+    for i in range(30):
         r.ranks[f"r{i}"] = Rank((-1.0 - i,))
     r.asked.clear()
-    r.queue.begin_step(5.0, 4, 0)
-    assert r.asked == ["r0", "r1", "r2", "r3"], "the longest overdue first"
-    r.queue.begin_step(5.0, 64, 0)
-    assert r.drain() == [f"r{i}" for i in reversed(range(10))]
+    r.queue.begin_step(5.0)
+    assert r.asked == [f"r{i}" for i in range(16)], "the longest overdue first"
+    r.queue.begin_step(5.0)
+    assert r.drain() == [f"r{i}" for i in reversed(range(30))]
 
 
 def test_an_expiry_of_a_superseded_rank_is_ignored() -> None:
     r = Ranks()
     a = r.add("a", 1, until=1.0)
-    r.ranks["a"] = Rank((2.0,), until=50.0)
+    r.ranks["a"] = Rank((2.0,), until_s=50.0)
     r.queue.rerank(a)
     r.asked.clear()
-    r.queue.begin_step(10.0, 64, 0)
+    r.queue.begin_step(10.0)
     assert r.asked == []
     r.queue.pop_request()
-    r.queue.begin_step(100.0, 64, 0)
+    r.queue.begin_step(100.0)
     assert r.asked == [], "a request that left is not ranked"
 
 
@@ -185,29 +224,29 @@ def test_a_rank_that_is_expired_at_once_does_not_take_the_turns_of_others() -> N
     r.add("stuck", 1, until=1.0)
     r.add("due", 2, until=1.5)
     r.asked.clear()
-    r.queue.begin_step(2.0, 64, 0)
+    r.queue.begin_step(2.0)
     assert r.asked.count("stuck") == 1
     assert "due" in r.asked
 
 
-def test_refresh_takes_every_request_in_turn() -> None:
+def test_all_ranks_are_asked_for_again_some_in_each_step() -> None:
     r = Ranks()
-    for name in "abcd":
-        r.add(name)
+    for i in range(40):
+        r.add(f"r{i}")
     r.asked.clear()
+    r.queue.rerank_all()
     for _ in range(4):
-        r.queue.begin_step(0.0, 64, 1)
-    assert sorted(r.asked) == ["a", "b", "c", "d"]
-    r.asked.clear()
-    r.queue.begin_step(0.0, 64, 100)
-    assert sorted(r.asked) == ["a", "b", "c", "d"], "no more than there are"
+        before = len(r.asked)
+        r.queue.begin_step(0.0)
+        assert len(r.asked) - before <= 16
+    assert sorted(r.asked) == sorted(f"r{i}" for i in range(40))
 
 
 def test_ranks_do_not_move_within_a_step() -> None:
     r = Ranks()
     r.add("a", 1, until=1.0)
     r.add("b", 2)
-    r.queue.begin_step(0.5, 64, 2)
+    r.queue.begin_step(0.5)
     r.ranks = {"a": Rank((9.0,)), "b": Rank((0.0,))}
     assert r.queue.peek_request().request_id == "a"
     assert r.drain() == ["a", "b"]
@@ -220,15 +259,15 @@ def test_by_arrival_serves_in_order_of_arrival_until_the_next_step() -> None:
     r.queue.by_arrival = True
     assert r.queue.pop_request().request_id == "a"
     assert r.queue.peek_request().request_id == "b"
-    r.queue.begin_step(0.0, 64, 0)
+    r.queue.begin_step(0.0)
     assert r.drain() == ["b", "c"]
 
 
-def test_by_arrival_serves_hidden_requests_too() -> None:
+def test_by_arrival_serves_those_who_are_not_offered_too() -> None:
     """The fallback follows no plan, so nothing may be held back in it."""
     r = Ranks()
     r.add("a", 1)
-    r.queue.hide(frozenset({"a"}))
+    r.queue.offer([])
     assert not r.queue
     r.queue.by_arrival = True
     assert r.drain() == ["a"]
@@ -266,7 +305,7 @@ def test_a_look_that_was_not_finished_loses_no_request() -> None:
     kept = r.queue.best(3)
     next(kept)
     next(kept)
-    r.queue.begin_step(0.0, 64, 0)
+    r.queue.begin_step(0.0)
     assert r.queue.peek_request().request_id == "a"
     assert r.drain() == ["a", "b", "c"]
     del kept
@@ -294,37 +333,23 @@ def test_keys_of_different_length_and_size_can_be_compared() -> None:
 
 
 def _sizes(queue: RankedQueue) -> list[int]:
-    return [len(x) for x in (queue._heap, queue._expiry, queue._arrivals, queue._rounds, queue._aside)]
+    return [len(x) for x in (queue._heap, queue._expiry, queue._arrivals, queue._blocked, queue._stale)]
 
 
-@pytest.mark.parametrize("hide", [False, True], ids=["visible", "hidden"])
-def test_memory_follows_the_length_of_the_queue_under_churn(hide: bool) -> None:
+@pytest.mark.parametrize("offer", [False, True], ids=["by-rank", "offered"])
+def test_memory_follows_the_length_of_the_queue_under_churn(offer: bool) -> None:
     r = Ranks()
     requests = [r.add(f"r{i}", i, until=1e9 + i) for i in range(20)]
     for number in range(3000):
         request = requests[number % 20]
-        if hide and number % 7 == 0:
-            r.queue.hide(frozenset({request.request_id}))
+        if offer and number % 7 == 0:
+            r.queue.offer([request])
             r.queue.peek_request()
         r.queue.remove_request(request)
         r.queue.add_request(request)
         r.queue.rerank(request)
-        r.queue.begin_step(float(number), 64, 2)
+        r.queue.begin_step(float(number))
         assert max(_sizes(r.queue)) <= 2 * 20 + 64 + 20
+    r.queue.offer(None)
     assert sorted(r.drain()) == sorted(x.request_id for x in requests)
     assert r.queue.levels == {}
-
-
-def test_refreshes_stay_fair_after_readding() -> None:
-    """A request that was skipped many times must not crowd the others out of the rounds."""
-    r = Ranks()
-    for name in "abcd":
-        r.add(name)
-    for _ in range(20):
-        a = r.requests["a"]
-        r.queue.remove_request(a)
-        r.queue.add_request(a)
-    r.asked.clear()
-    for _ in range(60):
-        r.queue.begin_step(0.0, 64, 2)
-    assert all(r.asked.count(name) >= 4 for name in "bcd")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_ext.scheduling.plan import Rank
+from vllm_ext.policies.contract import Rank
 
 from .ranks import Ranks
 
@@ -20,7 +20,7 @@ class AgainstASortedList(RuleBasedStateMachine):
         super().__init__()
         self.r = Ranks()
         self.model: dict[str, Rank] = {}
-        self.hidden: frozenset[str] = frozenset()
+        self.offered: list[str] | None = None
         self.outside: list[str] = []
         self.now = 0.0
         self.changes: dict[str, Rank] = {}
@@ -31,7 +31,7 @@ class AgainstASortedList(RuleBasedStateMachine):
         return [name for name in ranked if names(name)]
 
     def _visible(self) -> list[str]:
-        return self._order(lambda name: name not in self.hidden)
+        return self._order() if self.offered is None else self.offered
 
     @rule(key=st.integers(0, 3), until=st.sampled_from([1.0, 3.0, math.inf]), arrival=st.integers(0, 2))
     def add(self, key: int, until: float, arrival: int) -> None:
@@ -53,6 +53,8 @@ class AgainstASortedList(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model)))
         self.r.queue.remove_requests([self.r.requests[name]])
         del self.model[name]
+        if self.offered is not None:
+            self.offered = [other for other in self.offered if other != name]
         self.outside.append(name)
 
     @rule()
@@ -62,6 +64,8 @@ class AgainstASortedList(RuleBasedStateMachine):
             return
         assert self.r.queue.pop_request().request_id == visible[0]
         del self.model[visible[0]]
+        if self.offered is not None:
+            self.offered = visible[1:]
         self.outside.append(visible[0])
 
     @precondition(lambda self: self.model)
@@ -69,7 +73,7 @@ class AgainstASortedList(RuleBasedStateMachine):
     def change_behind_its_back(self, data: st.DataObject, key: int, until: float) -> None:
         """The policy would answer differently now; the queue must not notice before it asks."""
         name = data.draw(st.sampled_from(sorted(self.model)))
-        self.r.ranks[name] = Rank((float(key),), self.now + until, key)
+        self.r.ranks[name] = Rank((float(key),), until_s=self.now + until, level=key)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -79,21 +83,22 @@ class AgainstASortedList(RuleBasedStateMachine):
         self.model[name] = self.r.ranks[name]
 
     @rule(data=st.data())
-    def hide(self, data: st.DataObject) -> None:
-        self.hidden = frozenset(data.draw(st.sets(st.sampled_from([*sorted(self.model), "unknown"]))))
-        self.r.queue.hide(self.hidden)
+    def offer(self, data: st.DataObject) -> None:
+        self.offered = data.draw(st.permutations(sorted(self.model)))[: data.draw(st.integers(0, 5))]
+        self.r.queue.offer([self.r.requests[name] for name in self.offered])
 
-    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 5.0]), refresh=st.integers(0, 3))
-    def begin_step(self, passed: float, refresh: int) -> None:
+    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
+    def begin_step(self, passed: float) -> None:
         self.now += passed
-        self.hidden = frozenset()
-        due = {name for name, rank in self.model.items() if rank.until <= self.now}
+        self.offered = None
+        due = {name for name, rank in self.model.items() if rank.until_s <= self.now}
         for name, rank in self.r.ranks.items():
-            if rank.until <= self.now:
-                self.r.ranks[name] = rank._replace(until=self.now + 1.0)
+            if rank.until_s <= self.now:
+                self.r.ranks[name] = rank._replace(until_s=self.now + 1.0)
         self.r.asked.clear()
-        self.r.queue.begin_step(self.now, 1000, refresh)
-        assert due <= set(self.r.asked)
+        self.r.queue.begin_step(self.now)
+        assert set(self.r.asked) <= due
+        assert len(self.r.asked) >= min(len(due), 16)
         for name in self.r.asked:
             self.model[name] = self.r.ranks[name]
 
@@ -106,7 +111,7 @@ class AgainstASortedList(RuleBasedStateMachine):
         assert bool(queue) == bool(visible)
         if visible:
             assert queue.peek_request().request_id == visible[0]
-        assert [x.request_id for x in queue.best(1000)] == visible
+        assert [x.request_id for x in queue.best(1000)] == self._order()
         levels: dict[int, int] = {}
         for rank in self.model.values():
             levels[rank.level] = levels.get(rank.level, 0) + 1

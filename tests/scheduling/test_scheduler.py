@@ -283,15 +283,17 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
     assert len(rig.state["records"]) == 10
     if system == "alise":
         assert scheduler.running_order.keys == {}
-        assert len(scheduler.running_order._rounds) <= 2 * 4 + 64 + 4
+        order = scheduler.running_order
+        assert sum(map(len, (order._ranked, order._by_time, order._by_step, order._stale, order._tbt_s))) == 0
+        assert (scheduler.fronts._starts, scheduler.fronts._behind) == ({}, {})
         queue = scheduler.ranked
         assert queue.levels == {}
-        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._rounds))) <= 2 * len(ids) + 64
-        assert queue._aside == []
+        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._stale))) <= 2 * len(ids) + 64
+        assert not queue._blocked
         # Once it is idle, what is left behind is a constant, whatever the queue's length was.
         rig.add("last", length=2)
         rig.drain()
-        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._rounds))) <= 64 + 2
+        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._stale))) <= 64 + 2
 
 
 @pytest.mark.parametrize("system", ["fcfs", "alise"])

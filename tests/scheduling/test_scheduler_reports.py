@@ -88,12 +88,15 @@ def test_state_is_json_and_complete(system: str) -> None:
         "preemptions", "fallbacks", "stalls", "demotions", "bad_hints", "policy_steps", "policy_s", "steps", "runtime",
         "records", "next_record", "lost_records", "system", "policies", "running", "waiting_by_level", "oldest_wait_s",
         "late_predictions", "wait_forecast", "fates", "waits_compared", "wait_expected_s", "wait_actual_s",
-        "wait_error_s",
+        "wait_error_s", "refusals", "waiting_for", "why_waiting",
     }  # fmt: skip
     assert (state["system"], state["running"], state["steps"]) == (system, 1, 2)
     assert sum(state["waiting_by_level"].values()) == 1
     assert state["oldest_wait_s"] == 2.0
     assert state["policy_steps"] == (2 if system == "alise" else 0)
+    refused = {"seats": 1} if system == "alise" else {}
+    assert (state["waiting_for"], state["refusals"].keys()) == (refused, refused.keys())
+    assert state["why_waiting"] == ({"b": "seats"} if system == "alise" else {})
     assert state["policies"].startswith(f"{system}: ordering=")
     assert len(state["runtime"]["coefficients"]) == 5
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_ext.scheduling.plan import AdmissionPlan, BudgetPlan
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.contract import Room, Split, Step
 
 from .steering import SCRIPT, Rig, play, workload
 
@@ -21,24 +20,18 @@ def _empty_script() -> Iterator[None]:
     SCRIPT.reset()
 
 
-def _skip_all(step: StepView) -> BudgetPlan:
-    return BudgetPlan(skip=tuple(view.req_id for view in step.running_worst_first()))
+def _nobody(step: Step, room: Room) -> None:
+    pass
 
 
-def _skip_decodes_and_allow_nothing_else(step: StepView) -> BudgetPlan:
-    return BudgetPlan(skip=step.decoding(), decode_only=True)
-
-
-def _hold_all(step: StepView) -> AdmissionPlan:
-    return AdmissionPlan(hold=frozenset(view.req_id for view in step.waiting()))
+def _a_stranger(step: Step, room: Room) -> None:
+    room.admit.append("unknown")
 
 
 MISTAKES: dict[str, Callable[[], None]] = {
-    "skips-everything": lambda: setattr(SCRIPT, "budget", _skip_all),
-    "skips-decodes-in-a-decode-only-step": lambda: setattr(SCRIPT, "budget", _skip_decodes_and_allow_nothing_else),
-    "no-tokens": lambda: setattr(SCRIPT, "budget", lambda step: BudgetPlan(token_budget=0)),
-    "admits-nobody": lambda: setattr(SCRIPT, "admit", lambda step: AdmissionPlan(max_running=0)),
-    "holds-everybody": lambda: setattr(SCRIPT, "admit", _hold_all),
+    "no-tokens": lambda: setattr(SCRIPT, "split", lambda step: Split(tokens=0)),
+    "admits-nobody": lambda: setattr(SCRIPT, "select", _nobody),
+    "admits-a-stranger": lambda: setattr(SCRIPT, "select", _a_stranger),
 }
 
 
@@ -55,7 +48,7 @@ def test_every_request_ends_with_upstreams_output_and_the_stalls_are_counted(mis
 
 def test_the_plan_after_an_empty_step_is_not_followed_and_the_one_after_that_is() -> None:
     rig = Rig("scripted")
-    SCRIPT.budget = _skip_all
+    SCRIPT.split = lambda step: Split(tokens=0 if step.num_running else None)
     rig.add("a", length=30)
     tokens = []
     for _ in range(6):
@@ -69,7 +62,12 @@ def test_the_plan_after_an_empty_step_is_not_followed_and_the_one_after_that_is(
 def test_an_empty_step_that_had_nothing_to_do_is_no_stall() -> None:
     """Async: the only request awaits its last token while the plan keeps the next one out."""
     rig = Rig("scripted", depth=2)
-    SCRIPT.admit = lambda step: AdmissionPlan(max_running=max(1, step.num_running))
+
+    def one_at_a_time(step: Step, room: Room) -> None:
+        if room.idle:
+            room.take(next(step.waiting()))
+
+    SCRIPT.select = one_at_a_time
     rig.add("a", length=3, max_tokens=3)
     rig.add("b", length=3, max_tokens=3)
     rig.drain()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.scheduling.step import SchedulerStep
+from vllm_ext.policies.contract import Split, Step
 
 from .steering import SCRIPT, Rig
 
@@ -20,9 +20,19 @@ def _empty_script() -> Iterator[None]:
     SCRIPT.reset()
 
 
-def seen(rig: Rig) -> SchedulerStep:
-    rig.scheduler.running_order.update()
-    return SchedulerStep(rig.scheduler, rig.clock())
+def seen(rig: Rig) -> Step:
+    """What the budget policy is shown before the next step."""
+    steps: list[Step] = []
+
+    def look(step: Step) -> Split:
+        steps.append(step)
+        return Split()
+
+    SCRIPT.split = look
+    rig.scheduler.running_order.update(rig.clock())
+    rig.scheduler.planner.plan(rig.clock())
+    SCRIPT.split = lambda step: Split()
+    return steps[0]
 
 
 def test_the_tightest_objective_is_that_of_all_who_run() -> None:
@@ -46,13 +56,13 @@ def test_free_tokens_are_what_decodes_their_drafts_and_prompts_leave() -> None:
     for name in "abc":
         rig.add(name, 10, length=30)
     rig.step(2)
-    assert seen(rig).num_free_tokens == 64 - 3
+    assert seen(rig).free_tokens == 64 - 3
     rig.add("long", 200, length=30)
     rig.step()
-    assert seen(rig).num_free_tokens < 0, "the rest of a long prompt takes all"
+    assert seen(rig).free_tokens < 0, "the rest of a long prompt takes all"
     rig.step(8)
     rig.scheduler.num_spec_tokens = 3
-    assert seen(rig).num_free_tokens == 64 - 4 * (1 + 3)
+    assert seen(rig).free_tokens == 64 - 4 * (1 + 3)
 
 
 def test_a_refusal_does_not_answer_for_another_head() -> None:

@@ -10,6 +10,11 @@ from vllm.v1.request import RequestStatus
 from .steering import Rig
 
 
+def preempt(rig: Rig, req_id: str) -> None:
+    rig.scheduler._now = rig.clock()
+    rig.scheduler.preempt_now(rig.scheduler.requests[req_id], "policy", drop_output=False)
+
+
 def test_whoever_vllm_passes_over_goes_on_waiting() -> None:
     """vLLM takes a request whose grammar is not ready from the queue in each step, and puts it back."""
     rig = Rig("alise", max_num_seqs=4)
@@ -37,7 +42,7 @@ def test_an_abort_is_no_resumption() -> None:
     for name in "ab":
         rig.add(name, 20, length=100, max_tokens=200)
     rig.step(10, seconds=0.01)
-    rig.scheduler.preempt_by_policy("b", rig.clock())
+    preempt(rig, "b")
     rig.clock.advance(100.0)
     rig.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     rig.drain(seconds=0.01)
@@ -50,7 +55,7 @@ def test_a_resumption_is_counted_once_with_its_wait() -> None:
         rig.add(name, 20, length=100, max_tokens=200)
     rig.step(10, seconds=0.01)
     job = rig.scheduler.ledger["b"]
-    rig.scheduler.preempt_by_policy("b", rig.clock())
+    preempt(rig, "b")
     rig.clock.advance(3.0)
     waited: list[float] = []
     rig.scheduler.ledger.pace.resumed = waited.append
@@ -68,6 +73,6 @@ def test_an_estimate_that_was_outlived_is_raised_for_those_who_wait_as_well() ->
         rig.step(seconds=0.01)
     job = rig.scheduler.ledger["a"]
     assert job.estimate == 10
-    rig.scheduler.preempt_by_policy("a", rig.clock())
+    preempt(rig, "a")
     assert job.estimate > 10
     assert job.demotions == rig.state["demotions"] == 1

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.admission.preemptive import Preemptive
+from vllm_ext.policies.contract import Rank, RequestView, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
-from vllm_ext.scheduling.plan import AdmissionPlan, Rank
-from vllm_ext.scheduling.views import RequestView, StepView
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.systems import System, register
 
@@ -91,12 +90,12 @@ class RecordingOrder(RemainingTimeLevels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordingAdmission(BestSet):
-    def plan(self, step: StepView) -> AdmissionPlan:
+class RecordingAdmission(Preemptive):
+    def select(self, step: Step, room: Room) -> None:
         SEEN_TIMES.append(step.now)
-        SEEN_VIEWS.extend(step.waiting())
-        SEEN_VIEWS.extend(step.running_worst_first())
-        return super().plan(step)
+        SEEN_VIEWS.extend(candidate.request for candidate in step.waiting())
+        SEEN_VIEWS.extend(victim.request for victim in step.victims())
+        super().select(step, room)
 
 
 register(System(name="test-sim-recorder", ordering=RecordingOrder, admission=RecordingAdmission))

@@ -12,10 +12,8 @@ import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.config import ConfigError
-from vllm_ext.policies.admission.best_set import BestSet
+from vllm_ext.policies.contract import Admission, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import StepView
 from vllm_ext.simulation import run
 from vllm_ext.simulation.audit import audit_drained
 from vllm_ext.simulation.engine_loop import Decision, EngineLoop, Stalled
@@ -141,18 +139,18 @@ def test_scheduler_that_admits_nobody_may_still_wait_for_an_abort() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HoldsEverybody(BestSet):
-    def plan(self, step: StepView) -> AdmissionPlan:
-        return AdmissionPlan(hold=frozenset(request.req_id for request in step.waiting()))
+class AdmitsNobody(Admission):
+    def select(self, step: Step, room: Room) -> None:
+        pass
 
 
-register(System(name="test-sim-holds-everybody", ordering=RemainingTimeLevels, admission=HoldsEverybody))
+register(System(name="test-sim-admits-nobody", ordering=RemainingTimeLevels, admission=AdmitsNobody))
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-def test_policy_that_holds_everybody_costs_time_and_not_the_run(depth: int) -> None:
+def test_policy_that_admits_nobody_costs_time_and_not_the_run(depth: int) -> None:
     """The steered scheduler takes the plan away for a step: a is admitted after one sleep."""
-    data, _ = simulate([ask("a")], system="test-sim-holds-everybody", async_scheduling=depth == 2)
+    data, _ = simulate([ask("a")], system="test-sim-admits-nobody", async_scheduling=depth == 2)
     assert rows(data.requests)["a"]["first_scheduled_s"] == IDLE_STEP_S
     assert data.counters["empty_steps"] >= 1
 

@@ -18,7 +18,7 @@ from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.retention import Chain
 from vllm_ext.kv.step_loads import ended_owner
 from vllm_ext.kv.worth import ClassCosts, class_of
-from vllm_ext.policies.residency.fate import Fate
+from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from vllm_ext.observability.engine_metrics import new_counter, new_gauge
-from vllm_ext.policies.residency.fate import Fate
+from vllm_ext.policies.contract.fate import Fate
 
 _STATES = ("running", "kept", "gone")
 

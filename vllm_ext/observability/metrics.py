@@ -32,6 +32,11 @@ class Metrics:
             "runtime_model_relative_error", "Moving average of |predicted - observed| / observed step time."
         )
         self.preemptions = new_counter("preemptions", "Preemptions by reason: policy, memory, reset, load.", "reason")
+        self.refusals = new_counter(
+            "admission_refusals",
+            "Looks at waiting requests that could not join, by what was missing: seats, tokens, blocks, or a gate.",
+            "reason",
+        )
         self.totals = {
             "fallbacks": new_counter("policy_fallbacks", "Times a policy raised and arrival order was used."),
             "stalls": new_counter("policy_stalls", "Steps whose plan let nothing run although something could."),
@@ -84,6 +89,8 @@ class EngineFeed:
         m.runtime_error.labels(**labels).set(state["runtime"]["mean_abs_relative_error"])
         for reason, total in state["preemptions"].items():
             m.preemptions.labels(**labels, reason=reason).inc(self._increment(f"preemptions.{reason}", total))
+        for reason, total in state["refusals"].items():
+            m.refusals.labels(**labels, reason=reason).inc(self._increment(f"refusals.{reason}", total))
         for name, counter in m.totals.items():
             counter.labels(**labels).inc(self._increment(name, state[name]))
         m.lost_records.labels(**labels).inc(state["lost_records"])

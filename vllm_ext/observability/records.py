@@ -48,6 +48,8 @@ class Counters:
     """Steps and ranks in which a policy failed and arrival order was used."""
     stalls: int = 0
     """Steps whose plan let nothing run although something could; the plan of the step after was not followed."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Looks at waiting requests that found them without room, by what was missing."""
     demotions: int = 0
     late_predictions: int = 0
     """Predictions that came after their request was queued, and were taken over."""

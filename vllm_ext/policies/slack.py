@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from vllm_ext.config_slo import BUCKET_TOKENS
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.contract import RequestView
 
 READING_TBT_S = 0.1875
 """Time between tokens at which people read, in seconds. Source: AccelGen, section 3.1."""
@@ -59,8 +59,7 @@ def given_up_at(request: RequestView, left: Slack, margin_steps: float) -> float
 
 def chunks(request: RequestView) -> int:
     """Return N_ck, the steps that what is missing of the sequence takes: 1 for a request that decodes."""
-    missing = request.num_tokens - request.num_computed_tokens
-    return max(1, math.ceil(missing / max(request.pace.chunk_tokens, 1.0)))
+    return max(1, math.ceil(request.missing_tokens / max(request.pace.chunk_tokens, 1.0)))
 
 
 def ttft_s(request: RequestView) -> float:

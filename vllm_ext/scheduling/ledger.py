@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.config import RETRIEVAL, SloConfig
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
+from vllm_ext.policies.contract import RequestView
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.runtime import RuntimeModel
 from vllm_ext.scheduling.pace import PaceTracker
-from vllm_ext.scheduling.views import RequestView
 from vllm_ext.slo import NO_SLO, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.residence import Residence
+    from vllm_ext.scheduling.demand import Front
 
 
 _NO_DEFAULTS = SloConfig()
@@ -100,8 +102,12 @@ class Ledger:
         self.runtime = runtime
         self.use_oracle = use_oracle
         self.jobs: dict[str, Job] = {}
-        self.residence: Residence | None = None
-        """Set where there is a KV tier: it knows what it costs to have KV back."""
+        self.front: Callable[[Request], Front] | None = None
+        """Looks up what of a waiting request needs no computing; None where nothing is steered."""
+        self.load_s: Callable[[int], float] = lambda _: 0.0
+        """Seconds to load the KV of so many tokens from host memory."""
+        self.resumed: Callable[[Job, float], None] = lambda *_: None
+        """Told that a preempted request waited so many seconds."""
         self._count = 0
 
     def __getitem__(self, req_id: str) -> Job:
@@ -160,8 +166,7 @@ class Ledger:
             job.waiting_since = None
             if job.request.num_preemptions:
                 self.pace.resumed(waited_s)
-                if self.residence is not None:
-                    self.residence.resumed(job, waited_s)
+                self.resumed(job, waited_s)
             if job.first_token is not None and waited_s > (job.slo.tbt_s or math.inf):
                 job.missed = True
             job.output_at_admission = job.request.num_output_tokens
@@ -223,7 +228,7 @@ class Ledger:
         """Set the estimate of a job that may have begun: more than it generated, and at most its bound."""
         job.estimate = max(1, min(max(tokens, job.request.num_output_tokens + 1), job.query.max_tokens))
 
-    def view(self, job: Job, num_blocks: int = 0) -> RequestView:
+    def view(self, job: Job) -> RequestView:
         """Return the snapshot of a job."""
         request, runtime = job.request, self.runtime
         if job.query.max_tokens != request.max_tokens or job.query.num_prompt_tokens != request.num_prompt_tokens:
@@ -233,11 +238,17 @@ class Ledger:
         computed = min(request.num_computed_tokens, tokens)
         remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
         recompute_s = prefill_s = 0.0
+        ready = 0
         if computed < tokens - 1:
-            kept = 0 if computed else min(job.kept_tokens, tokens - 1)
-            prefill_s = runtime.prefill_s(tokens - computed - kept, computed + kept)
-            if kept and self.residence is not None:
-                prefill_s += self.residence.load_s(kept)
+            there = computed
+            if not computed and self.front is not None and job.waiting_since is not None:
+                front = self.front(request)
+                there = front.tokens
+                ready = min(max(front.ready_tokens, job.kept_tokens), tokens - 1)
+            base = max(computed, ready)
+            prefill_s = runtime.prefill_s(tokens - base, base)
+            if ready > there:
+                prefill_s += self.load_s(ready - there)
             remaining_s += prefill_s
         if computed:
             recompute_s = runtime.prefill_s(computed)
@@ -258,12 +269,10 @@ class Ledger:
             job.waited_s,
             request.num_preemptions,
             generated - job.output_at_admission,
-            num_blocks,
             job.slo,
             job.missed,
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,
-            recompute_s,
-            recompute_s,
+            ready,
         )

@@ -14,6 +14,8 @@ from vllm_ext.scheduling.step_timer import StepTimer
 from vllm_ext.scheduling.wait_forecast import WaitForecast
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -80,6 +82,12 @@ class Observer:
     def preempted(self, reason: str) -> None:
         """Count a preemption."""
         self.counters.preemptions[reason] = self.counters.preemptions.get(reason, 0) + 1
+
+    def refused(self, why: Mapping[str, str]) -> None:
+        """Count those who were looked at in a step and did not join, by what was missing."""
+        refusals = self.counters.refusals
+        for reason in why.values():
+            refusals[reason] = refusals.get(reason, 0) + 1
 
     def parted(self, fate: str) -> None:
         """Count what becomes of a preempted request's KV."""

@@ -1,34 +1,43 @@
-"""A waiting queue in the order of a policy whose cost does not depend on its length."""
+"""A waiting queue in the order of a policy, at a cost that does not depend on its length."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_ext.scheduling.plan import Rank
+from vllm_ext.policies.contract import Rank
+from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
 
 _COMPACT_ABOVE = 64
+_MAX_DUE = 16
+"""Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
 _OLDEST_KEPT_FRESH = 4
 """Requests that arrived first and are ranked again as soon as their rank expires, whatever else is due: aged requests
 are served in this order, so that the aging bound holds however long the queue is."""
+_BLOCKED_ASKED = 64
+"""Requests whose grammar is being compiled that are looked at in a step, in turn."""
+
+_SUPERSEDED_SEEN, _KEPT_CLEAN = 64, 64
+"""Superseded entries that looks may meet before they are dropped, and live ones among which that is done."""
 
 Entry = tuple[tuple[float, ...], int, Request, Rank]
 """Key with its ties, insertion number, request, rank."""
 
 
 class RankedQueue(RequestQueue):
-    """Requests by rank, with lazy aging, hiding, and an arrival-ordered fallback.
+    """Requests by rank, with lazy aging, offers, and an arrival-ordered fallback.
 
     A heap holds one live entry per request; entries that were superseded stay behind until they surface. A second heap
     knows when ranks expire, so that aging touches only what is due. peek and pop agree within a step: ranks change in
-    `begin_step` only, and by requests that join.
+    `begin_step` only, and by requests that join. Requests whose grammar is being compiled stand apart: vLLM would pass
+    over them, and however many there are they hide nobody.
     """
 
     def __init__(self, rank: Callable[[Request], Rank], ties: Callable[[Request], tuple[float, int]]) -> None:
@@ -44,10 +53,11 @@ class RankedQueue(RequestQueue):
         self._heap: list[Entry] = []
         self._expiry: list[tuple[float, int, Request]] = []
         self._arrivals: list[tuple[tuple[float, int], Request]] = []
-        self._rounds: deque[Request] = deque()
+        self._blocked: dict[Request, None] = {}
+        self._stale: deque[Request] = deque()
         self._counter = 0
-        self._hidden: frozenset[str] = frozenset()
-        self._aside: list[Entry] = []
+        self._superseded = 0
+        self._offered: deque[Request] | None = None
         self.by_arrival = False
         """Serve in order of arrival, whatever the ranks: what a step falls back to when a policy fails."""
         self.changes = 0
@@ -62,9 +72,10 @@ class RankedQueue(RequestQueue):
         if request in self._live:
             return
         self.changes += 1
+        if awaits_grammar(request) or grammar_failed(request):
+            self._blocked[request] = None
         self._push(request)
         heapq.heappush(self._arrivals, (self._ties(request), request))
-        self._rounds.append(request)
 
     def prepend_request(self, request: Request) -> None:
         """Add a request: its rank decides, there is no front to put it at."""
@@ -76,10 +87,10 @@ class RankedQueue(RequestQueue):
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        """Return the visible request of best rank.
+        """Return the next request that is offered, or the one of best rank where nobody in particular is.
 
         Raises:
-            IndexError: every request is hidden, or there is none.
+            IndexError: there is none.
         """
         request = self._first()
         if request is None:
@@ -122,65 +133,77 @@ class RankedQueue(RequestQueue):
     def __contains__(self, request: object) -> bool:
         return request in self._live
 
-    def begin_step(self, now: float, max_expired: int, refresh: int) -> None:
-        """Show what was hidden, rank again what expired, and a few others in turn so that estimates stay fresh.
-
-        Args:
-            now: Clock time, s.
-            max_expired: Bound on expired ranks handled now; the rest follows in the next steps.
-            refresh: Number of other requests to rank again.
-        """
-        self.hide(frozenset())
+    def begin_step(self, now: float) -> None:
+        """Rank again what is due at clock time ``now`` (s), and let those in whose grammar has come."""
+        self.offer(None)
         self.by_arrival = False
+        if self._superseded > _SUPERSEDED_SEEN:
+            self._drop_superseded()
+        self._unblock()
         self._first_arrival()  # drops what is gone from the front
         due: list[Request] = []
-        while self._expiry and self._expiry[0][0] <= now and len(due) < max_expired:
+        while self._expiry and self._expiry[0][0] <= now and len(due) < _MAX_DUE:
             _, number, request = heapq.heappop(self._expiry)
             if (entry := self._live.get(request)) is not None and entry[1] == number:
                 due.append(request)
         for _, request in islice(_ascending(self._arrivals), _OLDEST_KEPT_FRESH):
             entry = self._live.get(request)
-            if entry is not None and entry[3].until <= now and request not in due:
+            if entry is not None and entry[3].until_s <= now and request not in due:
+                due.append(request)
+        while self._stale and len(due) < _MAX_DUE:
+            request = self._stale.popleft()
+            if request in self._live and request not in due:
                 due.append(request)
         for request in due:  # after all were taken: one that expires at once must not take the others' turns
             self._push(request)
-        for _ in range(min(refresh, len(self._rounds))):
-            request = self._rounds.popleft()
-            if request in self._live:
-                self._rounds.append(request)
-                self._push(request)
 
-    def hide(self, req_ids: frozenset[str]) -> None:
-        """Keep these requests from being admitted; replaces what was hidden before."""
-        for entry in self._aside:
-            heapq.heappush(self._heap, entry)
-        self._aside.clear()
-        self._hidden = req_ids
+    def offer(self, requests: Sequence[Request] | None) -> None:
+        """Show vLLM exactly these, in their order, until the next step or offer; None: everybody, by rank.
+
+        Whoever is taken out and put back is not offered again. Those whose grammar failed are offered first: vLLM does
+        not admit them, but tells their clients.
+        """
+        if requests is None:
+            self._offered = None
+            return
+        failed = [request for request in islice(self._blocked, _BLOCKED_ASKED) if grammar_failed(request)]
+        named = (*failed, *(request for request in requests if request in self._live))
+        self._offered = deque(dict.fromkeys(named))  # whoever is named twice comes once
 
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a waiting request again, because something about it changed."""
         if request in self._live:
             self._push(request)
 
+    def rerank_all(self) -> None:
+        """Ask for all ranks again, some in each of the next steps: what they were made of changed."""
+        self._stale = deque(self._live)
+
     def key(self, request: Request) -> tuple[float, ...]:
         """Return the key of a request in the queue, ties included."""
         return self._live[request][0]
 
-    def level(self, request: Request) -> int:
-        """Return the level of a request in the queue."""
-        return self._live[request][3].level
+    def rank(self, request: Request) -> Rank:
+        """Return the rank of a request in the queue."""
+        return self._live[request][3]
 
     def best(self, count: int) -> Iterator[Request]:
-        """Yield up to ``count`` visible requests, best rank first, without changing the queue.
+        """Yield up to ``count`` requests that wait for nothing but room, best rank first, without changing the queue.
 
-        Superseded entries on the way are looked at too, so it costs little more than ``count`` on average.
+        Superseded entries on the way are looked at too, and dropped in the next step if they are many.
         """
-        visible = (
-            entry[2]
-            for entry in _ascending(self._heap)
-            if self._live.get(entry[2]) is entry and entry[2].request_id not in self._hidden
-        )
-        return islice(visible, count)
+        return islice(self._by_rank(), count)
+
+    def _by_rank(self) -> Iterator[Request]:
+        for entry in _ascending(self._heap):
+            if self._live.get(entry[2]) is entry:
+                yield entry[2]
+            else:
+                self._superseded += 1
+
+    def oldest(self) -> Request | None:
+        """Return the request that arrived first."""
+        return self._first_arrival()
 
     def _push(self, request: Request) -> None:
         rank = self._rank(request)
@@ -190,31 +213,55 @@ class RankedQueue(RequestQueue):
             self._count(old[3].level, -1)
         self._count(rank.level, 1)
         self._live[request] = entry
-        heapq.heappush(self._heap, entry)
-        if rank.until != math.inf:
-            heapq.heappush(self._expiry, (rank.until, self._counter, request))
+        if request not in self._blocked:
+            heapq.heappush(self._heap, entry)
+        if rank.until_s != math.inf:
+            heapq.heappush(self._expiry, (rank.until_s, self._counter, request))
         self._compact()
+
+    def _drop_superseded(self) -> None:
+        """Drop superseded entries among the first of the heap."""
+        kept: list[Entry] = []
+        while self._heap and len(kept) < _KEPT_CLEAN:
+            entry = heapq.heappop(self._heap)
+            if self._live.get(entry[2]) is entry:
+                kept.append(entry)
+        for entry in kept:
+            heapq.heappush(self._heap, entry)
+        self._superseded = 0
+
+    def _unblock(self) -> None:
+        """Look at some of those whose grammar is being compiled, in turn; whose grammar has come waits like others."""
+        for request in list(islice(self._blocked, _BLOCKED_ASKED)):
+            del self._blocked[request]
+            if awaits_grammar(request) or grammar_failed(request):
+                self._blocked[request] = None
+            else:
+                self.changes += 1
+                heapq.heappush(self._heap, self._live[request])
 
     def _remove(self, request: Request) -> None:
         entry = self._live.pop(request)
+        if self._offered and request in self._offered:
+            self._offered.remove(request)
+        self._blocked.pop(request, None)
         self.changes += 1
         self._count(entry[3].level, -1)
         if not self._live:  # nothing to keep alive finished requests for
-            for structure in (self._heap, self._expiry, self._arrivals, self._rounds, self._aside):
+            for structure in (self._heap, self._expiry, self._arrivals, self._stale):
                 structure.clear()
 
     def _first(self) -> Request | None:
         if self.by_arrival:
             return self._first_arrival()
+        if self._offered is not None:
+            return self._offered[0] if self._offered else None
         heap, live = self._heap, self._live
         while heap:
             entry = heap[0]
-            if live.get(entry[2]) is not entry:
-                heapq.heappop(heap)
-            elif self._hidden and entry[2].request_id in self._hidden:
-                self._aside.append(heapq.heappop(heap))
-            else:
+            if live.get(entry[2]) is entry:
                 return entry[2]
+            heapq.heappop(heap)
         return None
 
     def _first_arrival(self) -> Request | None:
@@ -224,10 +271,6 @@ class RankedQueue(RequestQueue):
                 return request
             heapq.heappop(self._arrivals)
         return None
-
-    def oldest(self) -> Request | None:
-        """Return the request that arrived first."""
-        return self._first_arrival()
 
     def _count(self, level: int, change: int) -> None:
         left = self.levels.get(level, 0) + change
@@ -239,9 +282,8 @@ class RankedQueue(RequestQueue):
     def _compact(self) -> None:
         """Drop superseded entries once they outnumber the live ones, so that memory follows the queue's length."""
         limit = 2 * len(self._live) + _COMPACT_ABOVE
-        if len(self._heap) + len(self._aside) > limit:
-            aside = {id(entry) for entry in self._aside}
-            self._heap = [e for e in self._live.values() if id(e) not in aside]
+        if len(self._heap) > limit:
+            self._heap = [e for e in self._live.values() if e[2] not in self._blocked]
             heapq.heapify(self._heap)
         if len(self._expiry) > limit:
             self._expiry = [e for e in self._expiry if (c := self._live.get(e[2])) is not None and c[1] == e[1]]
@@ -249,8 +291,6 @@ class RankedQueue(RequestQueue):
         if len(self._arrivals) > limit:
             self._arrivals = [(self._ties(r), r) for r in self._live]
             heapq.heapify(self._arrivals)
-        if len(self._rounds) > limit:
-            self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in self._live))
 
 
 _Item = TypeVar("_Item")

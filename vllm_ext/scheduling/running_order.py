@@ -1,24 +1,37 @@
-"""Keeps vLLM's list of running requests in the order of the policy, a few ranks at a time."""
+"""Keeps vLLM's list of running requests in the order of the policy; ranks are asked for again when they expire."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.scheduler import SteeredScheduler
+    from vllm_ext.policies.contract import Rank
+    from vllm_ext.scheduling.engine_state import EngineState
 
 Key = tuple[float, ...]
 
-REFRESH_STEPS = 16
-"""Steps within which every running request is ranked again: the cost per step stays a fraction of vLLM's own."""
+_MAX_DUE = 16
+"""Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
+_COMPACT_ABOVE = 64
+_LOOKED_AT = 8
+"""Possible victims that are ranked again at a time."""
+_FRESH_STEPS = 8
+"""Steps within which they are not ranked again."""
+
+
+class _Ranked(NamedTuple):
+    number: int
+    step: int
 
 
 class RunningOrder:
-    """Ranks of running requests, refreshed in turn.
+    """Ranks of running requests.
 
     vLLM serves ``running`` from the front and, out of KV memory, preempts from its back: keeping the list sorted by
     rank is all it takes to choose both.
@@ -26,36 +39,47 @@ class RunningOrder:
 
     def __init__(
         self,
-        scheduler: SteeredScheduler,
-        rank: Callable[[Request], Key],
+        engine: EngineState,
+        rank: Callable[[Request], tuple[Key, Rank]],
         *,
+        free_blocks: Callable[[], int],
+        tbt_s: Callable[[Request], float | None],
         stall_free: bool = False,
-        refresh_steps: int = REFRESH_STEPS,
     ) -> None:
         """Start empty.
 
         Args:
-            scheduler: Whose list is ordered.
-            rank: Computes the key of a running request, ties included.
+            engine: Whose list is ordered.
+            rank: Asks for the rank of a running request; its key with ties included, and the rank.
+            free_blocks: KV blocks that are free now.
+            tbt_s: The TBT objective of a request, in seconds; None if it has none.
             stall_free: Serve decodes before prefill chunks even when KV memory is about to run out, so that a
                 prefilling request is the first to leave, whatever its rank.
-            refresh_steps: Steps within which every request is ranked again; 0: ranks never change.
         """
-        self._scheduler = scheduler
+        self._engine = engine
         self._rank = rank
+        self._free_blocks = free_blocks
+        self._objective = tbt_s
         self._stall_free = stall_free
-        self._refresh_steps = refresh_steps
         self.changes = 0
         """Counts who joined or left."""
         self.keys: dict[Request, Key] = {}
+        self._ranked: dict[Request, _Ranked] = {}
+        self._counter = 0
+        self._by_time: list[tuple[float, int, Request]] = []
+        self._by_step: list[tuple[float, int, Request, float]] = []
+        self._stale: deque[Request] = deque()
         self._tbt_s: dict[Request, float] = {}  # TBT objectives of those who have one
-        self._rounds: deque[Request] = deque()
 
     def forget(self, request: Request) -> None:
         """Drop a request that left the running list."""
         if self.keys.pop(request, None) is not None:
             self.changes += 1
+            del self._ranked[request]
         self._tbt_s.pop(request, None)
+        if not self.keys:  # nothing to keep alive finished requests for
+            for structure in (self._by_time, self._by_step, self._stale):
+                structure.clear()
 
     def tbt_s(self, default_s: float) -> float:
         """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
@@ -63,63 +87,117 @@ class RunningOrder:
         return min(named) if len(named) == len(self.keys) > 0 else min((default_s, *named))
 
     def rerank(self, request: Request) -> None:
-        """Compute the rank of a running request again."""
-        self.keys[request] = self._rank(request)
+        """Ask for the rank of a running request again; one that does not run is passed over."""
+        if request in self.keys:
+            self._push(request)
 
-    def update(self) -> None:
-        """Rank newcomers and a few others, and sort the list."""
-        running = self._scheduler.running
+    def _push(self, request: Request) -> None:
+        self.keys[request], rank = self._rank(request)
+        self._counter = number = self._counter + 1
+        self._ranked[request] = _Ranked(number, self._engine.current_step)
+        if rank.until_s != math.inf:
+            heapq.heappush(self._by_time, (rank.until_s, number, request))
+        if rank.until_tokens != math.inf:
+            self._await_tokens(request, number, rank.until_tokens)
+        limit = 2 * len(self._ranked) + _COMPACT_ABOVE
+        if len(self._by_time) > limit:
+            self._by_time = [e for e in self._by_time if self._in_force(e[2], e[1])]
+            heapq.heapify(self._by_time)
+        if len(self._by_step) > limit:
+            self._by_step = [s for s in self._by_step if self._in_force(s[2], s[1])]
+            heapq.heapify(self._by_step)
+
+    def rerank_all(self) -> None:
+        """Ask for all ranks again, some in each of the next steps: what they were made of changed."""
+        self._stale = deque(self.keys)
+
+    def update(self, now: float) -> None:
+        """Rank newcomers and those whose rank expired by clock time ``now`` (s), and sort the list."""
+        running = self._engine.running
         if len(self.keys) != len(running):
             self._reconcile()
-        refresh = 1 + len(running) // self._refresh_steps if self._refresh_steps else 0
-        for _ in range(min(refresh, len(self._rounds))):
-            request = self._rounds.popleft()
-            if request in self.keys:
-                self._rounds.append(request)
-                self.rerank(request)
+        for request in self._due(now):
+            self.rerank(request)
         try:
             self._sort()
         except KeyError:  # one left and another joined unseen (a streaming session): as many, but not the same
             self._reconcile()
             self._sort()
 
+    def _due(self, now: float) -> list[Request]:
+        due: list[Request] = []
+        while self._by_time and self._by_time[0][0] <= now and len(due) < _MAX_DUE:
+            _, number, request = heapq.heappop(self._by_time)
+            if self._in_force(request, number):
+                due.append(request)
+        step = self._engine.current_step
+        while self._by_step and self._by_step[0][0] <= step and len(due) < _MAX_DUE:
+            _, number, request, until_tokens = heapq.heappop(self._by_step)
+            if not self._in_force(request, number):
+                continue
+            if request.num_output_tokens >= until_tokens:
+                due.append(request)
+            else:  # it was slower than it might have been
+                self._await_tokens(request, number, until_tokens)
+        while self._stale and len(due) < _MAX_DUE:
+            request = self._stale.popleft()
+            if request in self.keys:
+                due.append(request)
+        return due
+
+    def _in_force(self, request: Request, number: int) -> bool:
+        ranked = self._ranked.get(request)
+        return ranked is not None and ranked.number == number
+
+    def _await_tokens(self, request: Request, number: int, until_tokens: float) -> None:
+        """Look at a request again when it may have generated so many tokens."""
+        per_step = 1 + self._engine.num_spec_tokens
+        steps = max(1.0, (until_tokens - request.num_output_tokens) // per_step)
+        heapq.heappush(self._by_step, (self._engine.current_step + steps, number, request, until_tokens))
+
     def _sort(self) -> None:
-        keys, scheduler = self.keys, self._scheduler
+        keys, engine = self.keys, self._engine
         # A decode may not wait behind the rest of a long prompt, however short its output. But when KV memory is about
         # to run out the back of the list is who leaves, and that must be the worst-ranked.
-        if scheduler._inflight_prefills and (
-            self._stall_free or scheduler.kv_space.free_blocks() > len(scheduler.running)
-        ):
-            scheduler.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
+        if engine._inflight_prefills and (self._stall_free or self._free_blocks() > len(engine.running)):
+            engine.running.sort(key=lambda request: (request.is_prefill_chunk, keys[request]))
         else:
-            scheduler.running.sort(key=keys.__getitem__)
+            engine.running.sort(key=keys.__getitem__)
 
     def _reconcile(self) -> None:
-        running = self._scheduler.running
+        running = self._engine.running
         members = set(running)
         for request in [r for r in self.keys if r not in members]:
             self.forget(request)
         for request in running:
             if request not in self.keys:
-                self.rerank(request)
+                self._push(request)
                 self.changes += 1
-                self._rounds.append(request)
-                tbt_s = self._scheduler.ledger[request.request_id].slo.tbt_s
+                tbt_s = self._objective(request)
                 if tbt_s is not None:
                     self._tbt_s[request] = tbt_s
-        if len(self._rounds) > 2 * len(running) + 64:
-            self._rounds = deque(dict.fromkeys(r for r in self._rounds if r in members))
 
-    def worst_first(self) -> Iterator[Request]:
-        """Yield running requests, worst rank first."""
-        if self._scheduler._inflight_prefills:
-            return iter(sorted(self._scheduler.running, key=self.keys.__getitem__, reverse=True))
-        running: list[Request] = self._scheduler.running[::-1]
-        return iter(running)
+    def worst_first(self) -> Iterator[tuple[Request, Key]]:
+        """Yield running requests with their keys, worst rank first.
+
+        A few at a time are ranked again before they are named, unless that was done in the last steps: a victim must
+        not be chosen by what it had left long ago. Those behind them stand where their last ranks put them.
+        """
+        engine, keys = self._engine, self.keys
+        running = engine.running
+        if engine._inflight_prefills:
+            running = sorted(running, key=keys.__getitem__)
+        for last in range(len(running), 0, -_LOOKED_AT):
+            looked_at = running[max(0, last - _LOOKED_AT) : last]
+            for request in looked_at:
+                if engine.current_step - self._ranked[request].step >= _FRESH_STEPS:
+                    self.rerank(request)
+            looked_at.sort(key=keys.__getitem__, reverse=True)
+            yield from ((request, keys[request]) for request in looked_at)
 
     def best(self) -> Request | None:
         """Return the running request of best rank."""
-        running = self._scheduler.running
-        if not running:
-            return None
-        return min(running, key=self.keys.__getitem__) if self._scheduler._inflight_prefills else running[0]
+        running = self._engine.running
+        if not running or not self._engine._inflight_prefills:
+            return running[0] if running else None
+        return min(running, key=self.keys.__getitem__)

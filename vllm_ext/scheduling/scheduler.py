@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -16,27 +15,26 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.config import AXES, KEY, RETRIEVAL, parse
+from vllm_ext.config import KEY, RETRIEVAL, parse
 from vllm_ext.kv.step_loads import Engine
 from vllm_ext.patches import registry
+from vllm_ext.policies.contract import NO_PLAN, Rank, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.profile import engine_key, load_runtime_model
+from vllm_ext.scheduling.apply_plan import applied, stalled
+from vllm_ext.scheduling.demand import Fronts
+from vllm_ext.scheduling.engine_state import return_parked
 from vllm_ext.scheduling.failed_loads import take_back
 from vllm_ext.scheduling.gap_scheduler import GapScheduler
-from vllm_ext.scheduling.kv_space import KvSpace
+from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
-from vllm_ext.scheduling.moves import applied
 from vllm_ext.scheduling.observer import Observer
-from vllm_ext.scheduling.plan import NO_PLAN, Rank, StepPlan, check_rank
-from vllm_ext.scheduling.progress import stalled
+from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.ranked_queue import RankedQueue
-from vllm_ext.scheduling.residence import Residence
-from vllm_ext.scheduling.running_order import REFRESH_STEPS, RunningOrder
-from vllm_ext.scheduling.start_line import can_predict_from_prompts, switched_off
-from vllm_ext.scheduling.state import state_of
-from vllm_ext.scheduling.step import SchedulerStep
-from vllm_ext.scheduling.upstream import return_parked
+from vllm_ext.scheduling.running_order import RunningOrder
+from vllm_ext.scheduling.start_line import log_start
+from vllm_ext.scheduling.state import queue_state
 from vllm_ext.systems import build
 
 if TYPE_CHECKING:
@@ -46,15 +44,13 @@ logger = init_logger("vllm.vllm_ext.scheduler")
 
 _UNRANKED = Rank((float("inf"),))
 """Place of a request whose policy failed: last, until its rank is asked for again."""
-_MAX_EXPIRED_PER_STEP = 16
-_WAITING_REFRESHED_PER_STEP = 1
 
 
 class SteeredScheduler(GapScheduler):
     """vLLM's scheduler, steered by the policies of a system.
 
     Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
-    ``waiting`` and ``running``, preemption, caps), and vLLM's own ``schedule`` runs. It is neither copied nor cut. A
+    ``waiting`` and ``running``, preemption, budget), and vLLM's own ``schedule`` runs, neither copied nor cut. A
     policy that raises costs its step the plan: the step is first come, first served, counted, and logged once. A plan
     that lets nothing run although something could costs the next step its plan, so that it can't stall the server.
 
@@ -80,55 +76,82 @@ class SteeredScheduler(GapScheduler):
         key = engine_key(self.vllm_config, current_platform.get_device_name())
         runtime = load_runtime_model(config.profile, *key)
         predictor = LengthPredictor.from_config(config.prediction)
-        use_oracle = self.policies.system.oracle or "oracle" in config.prediction.sources
-        refresh = config.prediction.refresh
-        window = getattr(self.policies.admission, "window", config.prediction.window)
-        self.ledger = Ledger(predictor, runtime, use_oracle=use_oracle, refresh=refresh, slo=config.slo, window=window)
-        self.rng = np.random.default_rng(config.seed)
-        self.policy_notes: dict[str, Any] = {}
+        self.ledger = Ledger(
+            predictor,
+            runtime,
+            use_oracle=self.policies.system.oracle or "oracle" in config.prediction.sources,
+            refresh=config.prediction.refresh,
+            slo=config.slo,
+            window=self.policies.history or config.prediction.window,
+        )
         self.observer = Observer(self.ledger, config.record_capacity)
-        self.kv_space = KvSpace(self, getattr(self.policies.residency, "reserve", 0.0))
+        self.fronts = Fronts(self)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
-        self._orders_by_arrival = type(self.policies.ordering) is Arrival
-        self._policy_failed_in_step = False
+        self._failing = False
         self._stalled = False
         self._failure_logged = False
         self._preempt_reason = "memory"
-        self.residence: Residence | None = None
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
-        if self.tier is not None:  # the runtime model may be replaced, and simulations replace the clock
-            self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
-            self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
+        self.swapper: KvSwapper | None = None
+        self._join_tier()
+        reserved = int(self.policies.residency.device_reserve * self.kv_cache_manager.block_pool.num_gpu_blocks)
+        self.kv_cache_manager.watermark_blocks = max(self.kv_cache_manager.watermark_blocks, reserved)
+        if self._steers:
+            self._steer()
+        log_start(self.policies, self.ledger, config, has_connector=self.connector is not None)
+
+    def _join_tier(self) -> None:
+        # The runtime model may be replaced, and simulations replace the clock.
         if self.gaps is not None:
             self.gaps.compute_s = lambda *tokens: self.ledger.runtime.prefill_s(*tokens)  # noqa: PLW0108
-            if self.tier is not None:
-                self.tier.cross_gaps(self.gaps)
-        if self._steers:
-            self._check_model()
-            self.ranked = RankedQueue(self._rank, self._ties)
-            self.waiting = self.ranked
-            stall_free = getattr(self.policies.budget, "stall_free", False)
-            fixed = self._orders_by_arrival and not self.policies.use_predictions
-            refresh_steps = 0 if fixed else getattr(self.policies.ordering, "refresh_steps", REFRESH_STEPS)
-            self._waiting_refreshed = 0 if fixed else _WAITING_REFRESHED_PER_STEP
-            self.running_order = RunningOrder(
-                self, self._running_key, stall_free=stall_free, refresh_steps=refresh_steps
-            )
-            if self.tier is not None:
-                self.residence = self.ledger.residence = Residence(self, self.tier)
-        logger.info("vllm-ext is active: %s", self.policies.describe())
-        off = switched_off(
-            [getattr(self.policies, axis) for axis in AXES],
-            config,
-            predicts=self.policies.use_predictions and not use_oracle,
-            predictor_installed=can_predict_from_prompts(config.predictor.encoder),
-            profiled=runtime.given is not None,
-            has_connector=self.connector is not None,
+            self.fronts.gaps = self.gaps
+        if self.tier is None:
+            return
+        self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
+        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
+        if self.gaps is not None:
+            self.tier.cross_gaps(self.gaps)
+        self.fronts.host = self.tier
+        self.swapper = KvSwapper(
+            self,
+            self.tier,
+            self.policies.residency,
+            ledger=self.ledger,
+            fronts=self.fronts,
+            observer=self.observer,
+            clock=lambda: self._now,
         )
-        if off:
-            logger.info("vllm-ext, not switched on: %s", "; ".join(off))
+        self.ledger.load_s, self.ledger.resumed = self.swapper.load_s, self.swapper.resumed
+
+    def _steer(self) -> None:
+        self._check_model()
+        self._orders_by_arrival = type(self.policies.ordering) is Arrival
+        self.ledger.front = self.fronts.of
+        self.ranked = self.waiting = RankedQueue(self._rank, self._ties)
+        self.running_order = RunningOrder(
+            self,
+            self._running_rank,
+            free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks,
+            tbt_s=lambda request: self.ledger[request.request_id].slo.tbt_s,
+            stall_free=self.policies.budget.stall_free,
+        )
+        self.planner = Planner(
+            self,
+            admission=self.policies.admission,
+            gates=self.policies.gates,
+            budget=self.policies.budget,
+            ledger=self.ledger,
+            queue=self.ranked,
+            order=self.running_order,
+            fronts=self.fronts,
+            rng=np.random.default_rng(self.config.seed),
+        )
+        if self.swapper is not None:
+            self.planner.swapper = self.swapper
+            self.swapper.queue, self.swapper.order = self.ranked, self.running_order
+            self.swapper.rank = lambda view: self.policies.ordering.rank(view, self._now)
 
     def _check_model(self) -> None:
         if self.scheduler_config.policy != "fcfs":
@@ -136,7 +159,7 @@ class SteeredScheduler(GapScheduler):
                 f"scheduling_policy={self.scheduler_config.policy!r}: {self.policies.system.name} chooses order and "
                 "victims itself and honours priority; leave --scheduling-policy out"
             )
-        if getattr(self.policies.admission, "preempt", False) and not self.kv_space.only_full_attention:
+        if self.policies.admission.preempts and not self.fronts.probe.full_attention:
             raise ValueError(
                 f"{self.policies.system.name} with preemption counts KV blocks, which is exact for full attention "
                 "only; this model has sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
@@ -152,9 +175,9 @@ class SteeredScheduler(GapScheduler):
             output = super().schedule(throttle_prefills)
         else:
             plan = self._plan(now)
-            with applied(self, plan, now):
-                output = super().schedule(throttle_prefills or plan.budget.decode_only)
-            if stalled(self, plan, output):
+            with applied(self, self.ranked, plan, self._preempt_by_policy):
+                output = super().schedule(throttle_prefills or not plan.split.prefill)
+            if stalled(self, self.ranked, plan, output):
                 self._stalled = True
                 self.observer.counters.stalls += 1
         if self._steers:
@@ -168,38 +191,27 @@ class SteeredScheduler(GapScheduler):
         started = time.perf_counter()
         plan = NO_PLAN
         try:
-            self.ranked.begin_step(now, _MAX_EXPIRED_PER_STEP, self._waiting_refreshed)
-            self.running_order.update()
+            self.ranked.begin_step(now)
+            self.running_order.update(now)
             if not self._stalled:
-                plan = self._ask_policies(SchedulerStep(self, now))
+                plan = self.planner.plan(now)
+                self.observer.refused(self.planner.why)
         except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
-        if self._policy_failed_in_step:
-            self._policy_failed_in_step = False
+        if self._failing:
+            self._failing = False
             plan = NO_PLAN
-            self._order_by_arrival()
+            self.ranked.by_arrival = True
+            self.running.sort(key=self._ties)
         self._stalled = False
         self.observer.planned(time.perf_counter() - started)
         return plan
 
-    def _ask_policies(self, step: SchedulerStep) -> StepPlan:
-        admission = self.policies.admission.plan(step)
-        if self.deferred_frees and admission.preempt:
-            # While blocks of earlier preemptions are on their way back, more would be preempted than is needed.
-            admission = dataclasses.replace(admission, preempt=())
-        step.admission = admission
-        if self.residence is not None:
-            self.residence.look_ahead(step)
-        return StepPlan(admission=admission, budget=self.policies.budget.plan(step))
-
-    def _order_by_arrival(self) -> None:
-        self.ranked.by_arrival = True
-        self.running.sort(key=lambda request: self.ledger[request.request_id].ties)
-
     def _policy_failed(self) -> None:
         """Count a policy's exception and make the step at hand, or the next one, first come, first served."""
-        self._policy_failed_in_step = True
-        self.policy_notes.clear()
+        self._failing = True
+        if self._steers:
+            self.planner.memo.clear()
         self.observer.counters.fallbacks += 1
         if not self._failure_logged:
             self._failure_logged = True
@@ -214,7 +226,12 @@ class SteeredScheduler(GapScheduler):
         now = self._now = self.clock()
         self.observer.finished_step(scheduler_output, now)
         if self.tier is not None:
-            take_back(self, self.tier, model_runner_output)
+            take_back(
+                self,
+                self.tier,
+                model_runner_output,
+                lambda request: self.preempt_now(request, "load", drop_output=True),
+            )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.observer.note_first_tokens(now)
         if self.tier_account is not None:
@@ -262,19 +279,12 @@ class SteeredScheduler(GapScheduler):
             return False
         self.ledger.correct(job, tokens, source, p90)
         if self._steers:
-            if job.request in self.ranked:
-                self.ranked.rerank(job.request)
-            elif job.request in self.running_order.keys:
-                self.running_order.rerank(job.request)
+            self.ranked.rerank(job.request)
+            self.running_order.rerank(job.request)
         return True
 
-    def preempt_by_policy(self, req_id: str, now: float) -> None:
-        """Preempt a running request; one that does not run is passed over."""
-        job = self.ledger.get(req_id)
-        if job is None or job.request not in self.running_order.keys or job.request not in self.running:
-            return
-        self._now = now
-        self.preempt_now(job.request, "policy", drop_output=self.requires_kv_delivery)
+    def _preempt_by_policy(self, request: Request) -> None:
+        self.preempt_now(request, "policy", drop_output=self.requires_kv_delivery)
 
     def preempt_now(self, request: Request, reason: str, *, drop_output: bool) -> None:
         """Preempt a running request, between two of vLLM's steps.
@@ -300,9 +310,9 @@ class SteeredScheduler(GapScheduler):
             self._inflight_prefills.discard(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if self.residence is not None and self._preempt_reason not in ("reset", "load"):
+        if self.swapper is not None and self._preempt_reason not in ("reset", "load"):
             try:
-                self.residence.preempting(request)
+                self.swapper.preempting(request)
             except Exception:  # noqa: BLE001 - see _plan; undecided, the tier goes its own way
                 self._policy_failed()
         if self._steers:
@@ -315,8 +325,7 @@ class SteeredScheduler(GapScheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""
-        self._now = self.clock()
-        self._preempt_reason = "reset"
+        self._now, self._preempt_reason = self.clock(), "reset"
         try:
             return bool(super().reset_prefix_cache(*args, **kwargs))
         finally:
@@ -333,16 +342,11 @@ class SteeredScheduler(GapScheduler):
         result = super()._free_request(request, *args, **kwargs)
         if self._steers:
             self.running_order.forget(request)
+        self.fronts.forget(request.request_id)
         self.observer.closed(request, self._now)
         return result
 
     # --- ranks ------------------------------------------------------------------------------------------------------
-
-    def key_of(self, req_id: str) -> tuple[float, ...]:
-        """Return the key that orders a waiting or running request, ties included."""
-        request = self.ledger[req_id].request
-        key = self.running_order.keys.get(request)
-        return self.ranked.key(request) if key is None else key
 
     def _ties(self, request: Request) -> tuple[float, int]:
         return self.ledger[request.request_id].ties
@@ -350,15 +354,15 @@ class SteeredScheduler(GapScheduler):
     def _rank(self, request: Request) -> Rank:
         job = self.ledger[request.request_id]
         self.ledger.start_wait(job, self._now)
-        self.observer.counters.demotions += self.ledger.outlived(job)
         return self._ask_rank(job)
 
-    def _running_key(self, request: Request) -> tuple[float, ...]:
+    def _running_rank(self, request: Request) -> tuple[tuple[float, ...], Rank]:
         job = self.ledger[request.request_id]
-        self.observer.counters.demotions += self.ledger.outlived(job)
-        return (*self._ask_rank(job).key, *job.ties)
+        rank = self._ask_rank(job)
+        return (*rank.key, *job.ties), rank
 
     def _ask_rank(self, job: Job) -> Rank:
+        self.observer.counters.demotions += self.ledger.outlived(job)
         if self._orders_by_arrival:  # the same for every request: no view is needed to know it
             return BY_ARRIVAL
         try:
@@ -373,7 +377,15 @@ class SteeredScheduler(GapScheduler):
 
     def vllm_ext_state(self, since: int = 0) -> dict[str, Any]:
         """Return the state for metrics, with the records of requests finished from number ``since`` on."""
-        return state_of(self, since)
+        state = self.observer.state(since)
+        queue, why = (self.ranked, self.planner.why) if self._steers else (None, {})
+        state |= queue_state(self, queue, self.ledger, self.clock(), why)
+        state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
+        if self.tier_account is not None:
+            state["kv_tier"] = self.tier_account.state()
+        if self.gaps is not None:
+            state["kv_gaps"] = self.gaps.counts.state()
+        return state
 
     @functools.cached_property
     def tier_admin(self) -> TierAdmin:

@@ -5,21 +5,63 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from vllm.logger import init_logger
 
 from vllm_ext.config import RETRIEVAL, ExtConfig
 from vllm_ext.config_slo import SloConfig
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.contract import Policy
 from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import RECOMPUTED, EstimatedWait
 from vllm_ext.policies.residency.retention import Retention
 
+if TYPE_CHECKING:
+    from vllm_ext.scheduling.ledger import Ledger
+
+logger = init_logger("vllm.vllm_ext.scheduler")
+
 _BY_STEP_TIMES = (TbtBudget, SloPivotBudget, SloSlack)
 """Policies that go wrong by as much as the runtime model does; others only order by it."""
 _BY_OBJECTIVES = (SloMatch, SloPivotBudget, PressingFirst, SloSlack)
 """Policies that treat all requests alike where none has an objective."""
+
+
+class Chosen(Protocol):
+    """The policies of a system."""
+
+    @property
+    def all(self) -> tuple[Policy, ...]:
+        """Every one of them."""
+        ...
+
+    @property
+    def use_predictions(self) -> bool:
+        """Whether any of them looks at predicted lengths."""
+        ...
+
+    def describe(self) -> str:
+        """Return one line."""
+        ...
+
+
+def log_start(policies: Chosen, ledger: Ledger, config: ExtConfig, *, has_connector: bool) -> None:
+    """Log the system that is active, and what of it is off."""
+    logger.info("vllm-ext is active: %s", policies.describe())
+    off = switched_off(
+        policies.all,
+        config,
+        predicts=policies.use_predictions and not ledger.use_oracle,
+        predictor_installed=can_predict_from_prompts(config.predictor.encoder),
+        profiled=ledger.runtime.given is not None,
+        has_connector=has_connector,
+    )
+    if off:
+        logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
 
 def switched_off(

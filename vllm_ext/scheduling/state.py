@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.scheduler import SteeredScheduler
+    from vllm_ext.scheduling.engine_state import EngineState
+    from vllm_ext.scheduling.ledger import Ledger
+    from vllm_ext.scheduling.ranked_queue import RankedQueue
 
 
-def state_of(scheduler: SteeredScheduler, since: int) -> dict[str, Any]:
-    """Return a scheduler's state, fit for JSON, with the records of requests finished from number ``since`` on."""
-    waiting, steered = scheduler.waiting, hasattr(scheduler, "ranked")
-    levels = dict(scheduler.ranked.levels) if steered else {0: len(waiting)}
-    oldest = scheduler.ranked.oldest() if steered else next(iter(waiting), None)
-    state = scheduler.observer.state(since)
-    state.update(
-        system=scheduler.policies.system.name,
-        policies=scheduler.policies.describe(),
-        running=len(scheduler.running),
-        waiting_by_level={str(level): count for level, count in levels.items()},
-        oldest_wait_s=_wait_s(scheduler, oldest) if oldest is not None else 0.0,
-    )
-    if scheduler.tier_account is not None:
-        state["kv_tier"] = scheduler.tier_account.state()
-    if scheduler.gaps is not None:
-        state["kv_gaps"] = scheduler.gaps.counts.state()
-    return state
+def queue_state(
+    engine: EngineState, queue: RankedQueue | None, ledger: Ledger, now: float, why: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return who runs and waits, fit for JSON.
+
+    Args:
+        engine: vLLM's scheduler.
+        queue: Its waiting queue, if we order it.
+        ledger: Knows since when requests wait.
+        now: Clock time, s.
+        why: What those who were looked at in the last step lacked, by request id.
+    """
+    levels = {0: len(engine.waiting)} if queue is None else queue.levels
+    oldest = next(iter(engine.waiting), None) if queue is None else queue.oldest()
+    return {
+        "running": len(engine.running),
+        "waiting_by_level": {str(level): count for level, count in levels.items()},
+        "oldest_wait_s": 0.0 if oldest is None else _wait_s(ledger, oldest, now),
+        "waiting_for": dict(Counter(why.values())),
+        "why_waiting": dict(why),
+    }
 
 
-def _wait_s(scheduler: SteeredScheduler, request: Request) -> float:
-    job = scheduler.ledger.get(request.request_id)
-    if job is None or job.waiting_since is None:
-        return 0.0
-    return scheduler.clock() - job.waiting_since
+def _wait_s(ledger: Ledger, request: Request, now: float) -> float:
+    job = ledger.get(request.request_id)
+    return 0.0 if job is None or job.waiting_since is None else now - job.waiting_since

@@ -3,198 +3,204 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.prediction.runtime import Pivot
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.upstream import admission_cap, parked
-from vllm_ext.scheduling.views import Batch, RequestView
+from vllm_ext.policies.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
+from vllm_ext.policies.contract.step import Lengths
+from vllm_ext.scheduling.demand import loaded_tokens
+from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling
 
 if TYPE_CHECKING:
-    from vllm_ext.scheduling.scheduler import SteeredScheduler
+    from collections.abc import Callable
+
+    from vllm.v1.request import Request
+
+    from vllm_ext.prediction.runtime import RuntimeModel
+    from vllm_ext.scheduling.ledger import Ledger
+    from vllm_ext.scheduling.ranked_queue import RankedQueue
+    from vllm_ext.scheduling.running_order import RunningOrder
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
-
+_LOOKED_AT = 8 * LOOK_AHEAD
+"""Requests looked at for them at most, among them those that vLLM would pass over, as whose adapter has no place."""
 
 _computed_tokens = attrgetter("num_computed_tokens")
 _LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
 
-class SchedulerStep:
-    """The StepView of one moment; makes the views of requests only when they are asked for."""
+class EngineStep:
+    """The `Step` of one moment; makes the views of requests only when they are asked for."""
 
-    def __init__(self, scheduler: SteeredScheduler, now: float) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        engine: EngineState,
+        now: float,
+        *,
+        pool: Pool,
+        ledger: Ledger,
+        queue: RankedQueue,
+        order: RunningOrder,
+        rng: np.random.Generator,
+        memo: dict[str, Any],
+        victim: Callable[[RequestView, int], Victim],
+    ) -> None:
+        """Take the scheduler and what is known beside it.
+
+        Args:
+            engine: vLLM's scheduler.
+            now: Clock time, s.
+            pool: Its KV blocks.
+            ledger: Makes views.
+            queue: Who waits.
+            order: Who runs.
+            rng: For policies that draw.
+            memo: What policies noted in earlier steps.
+            victim: Prices the preemption of a running request that frees so many blocks.
+        """
+        self._engine, self._ledger, self._queue, self._order, self._victim = engine, ledger, queue, order, victim
         self.now = now
-        self.num_running = len(scheduler.running)
-        self.num_waiting = len(scheduler.waiting)
-        held_seats: int = scheduler.num_waiting_for_streaming_input
-        self.max_running = admission_cap(scheduler) - held_seats
-        self.token_budget = scheduler.max_num_scheduled_tokens
-        self.number: int = scheduler.current_step
-        self.admission = AdmissionPlan()
-        self.runtime = scheduler.ledger.runtime
-        self.pace = scheduler.ledger.pace.pace
-        self.rng = scheduler.rng
-        self.notes = scheduler.policy_notes
-        self.membership = scheduler.running_order.changes
-        self.queue_changes = scheduler.ranked.changes
+        self.pool = pool
+        self.rng = rng
+        self.memo = memo
+        self.number: int = engine.current_step
+        self.num_running = len(engine.running)
+        self.num_waiting = len(engine.waiting)
+        self.num_prefilling = len(prefilling(engine)) if engine._inflight_prefills else 0
+        self.num_decoding = self.num_running - self.num_prefilling
+        self.decode_tokens = self.num_decoding * (1 + int(engine.num_spec_tokens))
+        self.token_budget = engine.max_num_scheduled_tokens
+        self.runtime: RuntimeModel = ledger.runtime
+        self.pace: Pace = ledger.pace.pace
+        self.changes: int = order.changes + queue.changes
+        self._apart = False
+        self._free_tokens: int | None = None
+
+    def split_by(self, split: Split) -> None:
+        """Take the budget policy's answer: from here on the step has what that leaves."""
+        if split.tokens is not None:
+            self.token_budget = max(0, min(split.tokens, self.token_budget))
+        if not split.prefill:
+            self.token_budget = min(self.token_budget, self.decode_tokens)
+        self._apart = split.apart
+        self._free_tokens = None
 
     @property
-    def num_free_tokens(self) -> int:
-        """Tokens of the budget that running requests will leave for admissions; may be negative."""
-        scheduler = self._scheduler
-        free: int = self.token_budget - self.decode_tokens
-        cap = scheduler.scheduler_config.long_prefill_token_threshold or self.token_budget
-        for request in scheduler._inflight_prefills:
-            if request.status == RequestStatus.RUNNING:
+    def free_tokens(self) -> int:
+        """Tokens of the budget that running requests, and those that have loaded, leave; may be negative."""
+        if self._free_tokens is None:
+            engine = self._engine
+            free = self.token_budget - (0 if self._apart else self.decode_tokens)
+            cap = engine.scheduler_config.long_prefill_token_threshold or self.token_budget
+            for request in prefilling(engine) if engine._inflight_prefills else ():
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
-        return free
-
-    @property
-    def num_free_blocks(self) -> int:
-        """KV blocks free for admissions, the watermark already taken off."""
-        return self._scheduler.kv_space.free_blocks()
-
-    @property
-    def num_total_blocks(self) -> int:
-        """KV blocks of the whole pool, those in use included."""
-        return self._scheduler.kv_space.total_blocks()
-
-    @property
-    def num_prefilling(self) -> int:
-        """Running requests with a part of their prompt still to compute."""
-        return sum(request.status == RequestStatus.RUNNING for request in self._scheduler._inflight_prefills)
-
-    @property
-    def pivot(self) -> Pivot:
-        """The step at which throughput saturates."""
-        return self.runtime.pivot
-
-    @property
-    def num_decoding(self) -> int:
-        """Running requests whose prompt is computed."""
-        return self.num_running - self.num_prefilling
-
-    @property
-    def decode_tokens(self) -> int:
-        """Tokens that the step takes for those who decode, drafts included."""
-        return self.num_decoding * (1 + int(self._scheduler.num_spec_tokens))
+            self._free_tokens = free - loaded_tokens(engine)
+        return self._free_tokens
 
     @property
     def context_tokens(self) -> int:
         """Sum of the KV tokens held by running requests."""
-        return sum(map(_computed_tokens, self._scheduler.running))
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a KV block; of the smallest, where a model has several sizes."""
-        return self._scheduler.kv_space.block_size
-
-    @property
-    def num_unused_blocks(self) -> int:
-        """KV blocks that nobody holds, the watermark not taken off."""
-        return self._scheduler.kv_space.unused_blocks()
+        return sum(map(_computed_tokens, self._engine.running))
 
     def tbt_s(self, default_s: float) -> float:
         """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
-        return self._scheduler.running_order.tbt_s(default_s)
+        return self._order.tbt_s(default_s)
 
-    def finished_lengths(self) -> npt.NDArray[np.int64]:
+    def finished_lengths(self) -> Lengths:
         """Output lengths of the requests that finished last, ascending."""
-        return self._scheduler.ledger.finished_lengths.ascending()
+        return self._ledger.finished_lengths.ascending()
 
-    def batch(self) -> Batch:
-        """The running requests as columns."""
-        running, prefilling = self._scheduler.running, self._scheduler._inflight_prefills
+    def _holders(self, without: Sequence[Victim]) -> list[Request]:
+        leaving = {victim.request.req_id for victim in without}
+        return [r for r in (*self._engine.running, *loading(self._engine)) if r.request_id not in leaving]
+
+    def batch(self, without: Sequence[Victim] = ()) -> Batch:
+        """Those who run or load KV, as columns."""
+        holders, half_done = self._holders(without), self._engine._inflight_prefills
         computed, prompt, max_tokens = (
-            np.fromiter(map(read, running), dtype=np.int64, count=len(running)) for read in _LENGTHS
+            np.fromiter(map(read, holders), dtype=np.int64, count=len(holders)) for read in _LENGTHS
         )
         # Who decodes has computed all but its last token; of the others, a few, the request itself is asked.
         generated = np.maximum(computed - prompt, 0)
         tokens = np.maximum(computed, prompt)
-        if prefilling:
-            for place, request in enumerate(running):
-                if request in prefilling:
+        if half_done:
+            for place, request in enumerate(holders):
+                if request in half_done:
                     generated[place], tokens[place] = request.num_output_tokens, request.num_tokens
         return Batch(tokens, computed, generated, max_tokens)
 
-    def predicted_lengths(self) -> npt.NDArray[np.int64]:
-        """Current estimates of the running requests' total output, in the order of `batch`."""
-        jobs = self._scheduler.ledger.jobs
-        return np.array([jobs[request.request_id].estimate for request in self._scheduler.running], dtype=np.int64)
-
-    def cached_blocks_in_use(self, request: RequestView) -> int:
-        """KV blocks of a waiting request that others hold already: it would share them."""
-        return self._scheduler.kv_space.cached_blocks_in_use(self._scheduler.ledger[request.req_id].request)
+    def predicted_lengths(self, without: Sequence[Victim] = ()) -> Lengths:
+        """Current estimates of their total output, in the order of `batch`."""
+        jobs = self._ledger.jobs
+        return np.array([jobs[request.request_id].estimate for request in self._holders(without)], dtype=np.int64)
 
     def prefilling(self) -> Sequence[RequestView]:
         """Running requests with a part of their prompt still to compute, best rank first."""
-        scheduler = self._scheduler
-        found = [r for r in scheduler._inflight_prefills if r.status == RequestStatus.RUNNING]
-        found.sort(key=scheduler.running_order.keys.__getitem__)
-        return [scheduler.ledger.view(scheduler.ledger[r.request_id]) for r in found]
+        found = sorted(prefilling(self._engine), key=self._order.keys.__getitem__)
+        return [self._view(request) for request in found]
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks that a sequence of so many tokens takes, nothing of it shared."""
-        return self._scheduler.kv_space.blocks_for(num_tokens)
+    def waiting(self) -> Iterator[Candidate]:
+        """Waiting requests that could join now, best rank first."""
+        return islice(self._candidates(), LOOK_AHEAD)
 
-    def blocks_at_bound(self, min_tokens: int = 0) -> int:
-        """KV blocks of all requests that hold KV, once each is as long as its bound, and at least ``min_tokens``."""
-        scheduler = self._scheduler
-        holders = chain(scheduler.running, getattr(scheduler, parked(scheduler)))
-        return scheduler.kv_space.blocks_at_bound(holders, min_tokens)
+    def _candidates(self) -> Iterator[Candidate]:
+        fits_adapter = self._adapters()
+        for request in self._queue.best(_LOOKED_AT):
+            if could_join(request) and (fits_adapter is None or fits_adapter(request)):
+                aged = self._queue.rank(request).older_only_s <= self.now
+                yield Candidate(self._view(request), self._queue.key(request), aged)
 
-    def decoding(self) -> tuple[str, ...]:
-        """Ids of the running requests whose prompt is computed."""
-        scheduler = self._scheduler
-        prefilling = scheduler._inflight_prefills
-        return tuple(request.request_id for request in scheduler.running if request not in prefilling)
+    def _adapters(self) -> Callable[[Request], bool] | None:
+        """Return who could join beside the adapters in use: vLLM passes over one more than it has room for."""
+        config = self._engine.lora_config
+        if not config:
+            return None
+        used = {r.lora_request.lora_int_id for r in self._engine.running if r.lora_request is not None}
 
-    def waiting(self) -> Iterator[RequestView]:
-        """Waiting requests that could be admitted now, best rank first."""
-        scheduler = self._scheduler
-        for request in scheduler.ranked.best(LOOK_AHEAD):
-            if not could_be_admitted(request):
-                continue
-            blocks = scheduler.kv_space.blocks_to_admit(request)
-            yield scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
+        def fits(request: Request) -> bool:
+            adapter = request.lora_request
+            return adapter is None or len(used) < config.max_loras or adapter.lora_int_id in used
 
-    def running_worst_first(self) -> Iterator[RequestView]:
-        """Running requests, worst rank first."""
-        scheduler = self._scheduler
-        for request in scheduler.running_order.worst_first():
-            blocks = scheduler.kv_space.blocks_freed_by(request)
-            view = scheduler.ledger.view(scheduler.ledger[request.request_id], blocks)
-            yield view if scheduler.residence is None else scheduler.residence.priced(view)
+        return fits
 
-    def running_best(self) -> RequestView | None:
+    def victims(self) -> Iterator[Victim]:
+        """Running requests, worst rank first, ranked afresh when looked at.
+
+        While blocks of earlier preemptions are on their way back there is nobody: more would leave than is needed.
+        """
+        if self._engine.deferred_frees:
+            return
+        for request, key in self._order.worst_first():
+            victim = self._victim(self._view(request), self._blocks_freed_by(request))
+            yield victim._replace(key=key)
+
+    def best_running(self) -> RequestView | None:
         """The running request of the best rank."""
-        request = self._scheduler.running_order.best()
-        return None if request is None else self._scheduler.ledger.view(self._scheduler.ledger[request.request_id])
+        request = self._order.best()
+        return None if request is None else self._view(request)
 
-    def level_of(self, request: RequestView) -> int:
-        """The level of a waiting request's rank."""
-        return self._scheduler.ranked.level(self._scheduler.ledger[request.req_id].request)
+    def _view(self, request: Request) -> RequestView:
+        return self._ledger.view(self._ledger[request.request_id])
 
-    def goes_before(self, first: RequestView, second: RequestView) -> bool:
-        """Whether the ordering puts ``first`` before ``second``."""
-        return self._scheduler.key_of(first.req_id) < self._scheduler.key_of(second.req_id)
+    def _blocks_freed_by(self, request: Request) -> int:
+        """Return the blocks that a preemption would free: those that nobody else holds, which need not be the last."""
+        held = self._engine.kv_cache_manager.get_blocks(request.request_id).blocks
+        return sum([block.ref_cnt <= 1 and not block.is_null for group in held for block in group])
 
 
-def could_be_admitted(request: Request) -> bool:
-    """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
-    if request.num_stale_output_tokens and not request.drop_stale_output:
-        return False
-    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-        # vLLM looks whether the grammar is there only when a seat is free, which may be what we are to see to.
-        structured = request.structured_output_request
-        return structured is not None and structured.is_grammar_ready and not isinstance(structured.grammar, Exception)
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+def pool_of(engine: EngineState) -> Pool:
+    """Return the KV blocks of an engine, as they are now; vLLM keeps one, the null block, for itself."""
+    manager = engine.kv_cache_manager
+    unused = manager.block_pool.get_num_free_blocks()
+    return Pool(
+        total=manager.block_pool.num_gpu_blocks - 1,
+        unused=unused,
+        free=unused - manager.watermark_blocks if engine.running else unused,
+        block_sizes=tuple(each.block_size for each in manager.coordinator.single_type_managers),
+        lookahead_tokens=engine.num_lookahead_tokens,
+        max_model_len=engine.max_model_len,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.scheduling.upstream import parked
+from vllm_ext.scheduling.engine_state import parked, parked_name
 
 _HOLDS_NOTHING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -35,9 +35,9 @@ def audit_queues(scheduler: Scheduler) -> None:
     queues = {
         "running": list(scheduler.running),
         "waiting": list(scheduler.waiting),
-        parked(scheduler): list(getattr(scheduler, parked(scheduler))),
+        parked_name(scheduler): list(parked(scheduler)),
     }
-    for name in ("waiting", parked(scheduler)):
+    for name in ("waiting", parked_name(scheduler)):
         if (length := len(getattr(scheduler, name))) != len(queues[name]):
             raise AuditError(f"{name}: len() is {length}, iteration gives {len(queues[name])}")
     places = Counter(request.request_id for queue in queues.values() for request in queue)

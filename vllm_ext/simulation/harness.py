@@ -291,9 +291,10 @@ def make_requests(
     *,
     extra_args: Mapping[str, Any] | None = None,
     hasher: BlockHasher | None = None,
+    first_token: int = 100,
 ) -> Iterator[Request]:
     """Build many like requests fast: ``prefix0``, ``prefix1``, ... share prompt and sampling parameters."""
-    params, tokens = _sampling_params(max_tokens, extra_args), list(range(100, 100 + prompt_tokens))
+    params, tokens = _sampling_params(max_tokens, extra_args), list(range(first_token, first_token + prompt_tokens))
     for number in range(count):
         yield Request(
             request_id=f"{prefix}{number}",

@@ -2,55 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE
-from vllm_ext.policies.budget.slo_pivot import pivot_tokens
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Admission, Candidate, RequestView, Room, Step, Victim
 from vllm_ext.policies.slack import given_up_at, slack
-from vllm_ext.scheduling.plan import AGED, AdmissionPlan
-from vllm_ext.scheduling.views import RequestView, StepView
 
 
-class _Candidate(NamedTuple):
-    request: RequestView
+class _Hopeful(NamedTuple):
+    """A waiting request, and how its objectives stand."""
+
+    candidate: Candidate
     remaining_s: float
     """T_r: time until it must run."""
     lost: bool
     """Whether its objective can't be met any more."""
-    aged: bool
+
+    def is_urgent(self, step: Step) -> bool:
+        return self.candidate.aged or (not self.lost and self.remaining_s <= step.pace.longest_step_s)
 
 
-class _Demand(NamedTuple):
-    """What a request asks of a step: tokens to compute, tokens of KV."""
-
-    req_id: str
-    tokens: int
-    memory: int
-    long: bool
-
-
-@dataclass
-class _Room:
-    """What is left of the step, in tokens, and who was given some."""
-
-    compute: int
-    memory: int
-    seats: int
-    long_above: int
-    """Prompts of more tokens are long."""
-    long_prompts: int
-    """Long ones that are being computed."""
-    chosen: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
+def _again(seen: list[Victim], rest: Iterator[Victim]) -> Iterator[Victim]:
+    """Yield those who were looked at before, then the others, which are remembered."""
+    yield from tuple(seen)
+    for victim in rest:
+        seen.append(victim)
+        yield victim
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloMatch:
+class SloMatch(Admission):
     """Urgent requests join first, then those whose demand is nearest to what is left.
 
     A waiting request is urgent if it must run in the next step to keep its objective (T_r at most one long step), or if
@@ -78,14 +62,12 @@ class SloMatch:
     """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
     match: bool = True
     """Choose by demand; False: in the order of the queue (ablation /Batch)."""
-    whole_prompts: bool = False
-    """Admit a prompt only if all of it fits into the step, or alone (ablation /Chunk)."""
     ordered: bool = True
     """Whether the queue is in the order of slack, so that the first ones tell of those after them."""
     exclusive: bool = True
     """Whether one long prompt at a time is computed."""
     long_prompt_tokens: int = 0
-    """Prompts longer than this are long; 0: longer than the step at which throughput saturates."""
+    """Prompts with more to compute than this are long; 0: more than the step at which throughput saturates."""
     preempt: bool = True
     """Whether urgent requests may push out running ones."""
     min_progress_tokens: int = 16
@@ -108,150 +90,110 @@ class SloMatch:
         for name in ("min_progress_tokens", "max_victims"):
             require(getattr(self, name) >= 1, f"admission.{name}", getattr(self, name), "an integer of at least 1")
 
-    def plan(self, step: StepView) -> AdmissionPlan:
-        """Return whom to preempt, how many join, and who of the first in the queue must not."""
-        if not step.num_waiting:
-            return NO_CHANGE
-        room = self._room(step)
+    @property
+    def preempts(self) -> bool:
+        """Whether it preempts."""
+        return self.preempt
+
+    def select(self, step: Step, room: Room) -> None:
+        """Take the urgent ones, then those that match."""
         head = self._head(step, room)
-        if not head:
-            return NO_CHANGE
-        held_up = not self._admit_urgent(step, room, [c for c in head if self._is_urgent(c, step)])
-        if not held_up:
-            self._admit_matching(step, room, head)
-        cap = step.num_running - len(room.preempted) + len(room.chosen)
-        if not cap:  # nothing would run: the first one does, whatever it needs
-            return AdmissionPlan(preempt=tuple(room.preempted), max_running=1)
-        passed_over = frozenset(c.request.req_id for c in head).difference(room.chosen)
-        return AdmissionPlan(preempt=tuple(room.preempted), max_running=cap, hold=passed_over)
+        urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
+        if self._admit_urgent(step, room, urgent):
+            self._admit_matching(step, room, [hopeful for hopeful in head if hopeful not in urgent], urgent)
 
-    def _room(self, step: StepView) -> _Room:
-        long_above = self.long_prompt_tokens or step.pivot.tokens
-        # However tight the objective, the budget policy leaves a token beside the decodes.
-        budget = min(step.token_budget, max(pivot_tokens(step), step.decode_tokens + 1))
-        return _Room(
-            compute=step.num_free_tokens - step.token_budget + budget,
-            memory=step.num_free_blocks * step.block_size,
-            seats=step.max_running - step.num_running,
-            long_above=long_above,
-            long_prompts=sum(request.num_prompt_tokens > long_above for request in step.prefilling()),
-        )
-
-    def _head(self, step: StepView, room: _Room) -> list[_Candidate]:
+    def _head(self, step: Step, room: Room) -> list[_Hopeful]:
         """Return the urgent requests at the head of the queue and, where there is room, those that compete to join."""
-        has_room = room.seats > 0 and room.memory > 0 and room.compute > 0
-        found: list[_Candidate] = []
-        first: _Candidate | None = None
-        for request in step.waiting():
-            left = slack(request, step.now)
-            aged = step.level_of(request) == AGED
-            lost = given_up_at(request, left, self.lost_steps) <= step.now
-            candidate = _Candidate(request, left.start_by - step.now, lost, aged)
-            if not self._is_urgent(candidate, step):
+        found: list[_Hopeful] = []
+        first: _Hopeful | None = None
+        for candidate in step.waiting():
+            left = slack(candidate.request, step.now)
+            lost = given_up_at(candidate.request, left, self.lost_steps) <= step.now
+            hopeful = _Hopeful(candidate, left.start_by - step.now, lost)
+            if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
-                first = candidate if first is None else first
-                late = not has_room or candidate.remaining_s > first.remaining_s + self._group_s(step)
+                first = first or hopeful
+                late = not room.open or hopeful.remaining_s > first.remaining_s + self._group_s(step)
                 if late and self.ordered:
                     break
-                if not has_room:
+                if not room.open:
                     continue
-            found.append(candidate)
+            found.append(hopeful)
         return found
 
-    @staticmethod
-    def _is_urgent(candidate: _Candidate, step: StepView) -> bool:
-        return candidate.aged or (not candidate.lost and candidate.remaining_s <= step.pace.longest_step_s)
-
-    def _admit_urgent(self, step: StepView, room: _Room, urgent: list[_Candidate]) -> bool:
+    def _admit_urgent(self, step: Step, room: Room, urgent: list[_Hopeful]) -> bool:
         """Take the urgent requests in; False if one that aged finds no room, so that nobody may pass it."""
-        victims = step.running_worst_first()
-        for candidate in urgent:
-            request = candidate.request
-            short = room.seats < 1 or room.memory < request.num_blocks * step.block_size
-            if short and not (self.preempt and not candidate.lost and self._make_room(step, room, candidate, victims)):
-                if candidate.aged:
-                    return False
+        victims, seen = step.victims(), list[Victim]()
+        for hopeful in urgent:
+            candidate = hopeful.candidate
+            if room.fits(candidate):
+                room.take(candidate)
                 continue
-            if room.compute < 1:
+            if room.tokens < 1:
                 return not candidate.aged
-            self._take(room, self._demand(step, room, request))
+            may = self.preempt and not hopeful.lost
+            leaving = self._leaving(step, room, hopeful, _again(seen, victims)) if may else ()
+            if leaving:
+                room.take(candidate, leaving)
+            elif candidate.aged:
+                return False
         return True
 
-    def _make_room(self, step: StepView, room: _Room, candidate: _Candidate, victims: Iterator[RequestView]) -> bool:
-        """Preempt those with most time left until the candidate fits; nobody, if it can't be made to fit."""
-        needed = candidate.request.num_blocks * step.block_size
-        found: list[RequestView] = []
-        seats, memory = room.seats, room.memory
+    def _leaving(self, step: Step, room: Room, hopeful: _Hopeful, victims: Iterator[Victim]) -> tuple[Victim, ...]:
+        """Return those with most time left, until the urgent one fits; nobody, if it can't be made to fit."""
+        leaving: tuple[Victim, ...] = ()
         for victim in victims:
-            if len(room.preempted) + len(found) >= self.max_victims:
-                return False
-            left = slack(victim, step.now)
-            lost = given_up_at(victim, left, self.lost_steps) <= step.now
-            remaining_s = left.start_by - step.now
-            if not lost and remaining_s <= candidate.remaining_s:
-                return False
-            if victim.num_preemptions and victim.progress_tokens < self.min_progress_tokens:
+            if len(room.preempt) + len(leaving) >= self.max_victims:
+                return ()
+            request = victim.request
+            if request.req_id in room.preempt:
                 continue
-            if self.spare and victim.num_output_tokens:
+            left = slack(request, step.now)
+            lost = given_up_at(request, left, self.lost_steps) <= step.now
+            if not lost and left.start_by - step.now <= hopeful.remaining_s:
+                return ()
+            if request.num_preemptions and request.progress_tokens < self.min_progress_tokens:
                 continue
-            found.append(victim)
-            seats += 1
-            memory += victim.num_blocks * step.block_size
-            if seats >= 1 and memory >= needed:
-                room.seats, room.memory = seats, memory
-                room.preempted += [v.req_id for v in found]
-                return True
-        return False
+            if self.spare and request.num_output_tokens:
+                continue
+            leaving += (victim,)
+            if room.fits(hopeful.candidate, leaving):
+                return leaving
+        return ()
 
-    def _admit_matching(self, step: StepView, room: _Room, head: list[_Candidate]) -> None:
-        rest = [c for c in head if c.request.req_id not in room.chosen and not self._is_urgent(c, step)]
-        if not rest:
+    def _admit_matching(self, step: Step, room: Room, rest: list[_Hopeful], urgent: list[_Hopeful]) -> None:
+        if not rest or not room.open:
             return
-        latest_s = rest[0].remaining_s + self._group_s(step)
-        group = [
-            self._demand(step, room, c.request) for c in rest if c.lost == rest[0].lost and c.remaining_s <= latest_s
-        ]
-        if not self.match:
-            for demand in itertools.takewhile(lambda demand: room.seats > 0 and self._fits(step, room, demand), group):
-                self._take(room, demand)
-            return
-        while room.seats > 0:
-            # Room only shrinks: what does not fit now will not fit later in this step.
-            group = [demand for demand in group if self._fits(step, room, demand)]
-            if not group:
+        first = rest[0]
+        latest_s = first.remaining_s + self._group_s(step)
+        group = [h.candidate for h in rest if h.lost == first.lost and h.remaining_s <= latest_s]
+        long_above = self.long_prompt_tokens or step.runtime.pivot.tokens
+
+        def is_long(request: RequestView) -> bool:
+            return self.exclusive and request.missing_tokens > long_above
+
+        joined = [h.candidate.request for h in urgent if h.candidate.request.req_id in room.admit]
+        computing_long = any(map(is_long, joined)) or any(
+            request.num_prompt_tokens > long_above for request in step.prefilling()
+        )
+        while group:
+            # What does not fit now may do so once somebody is taken whose prefix it shares.
+            fitting = [c for c in group if not (computing_long and is_long(c.request)) and room.fits(c)]
+            if not fitting or (not self.match and fitting[0] is not group[0]):
                 return
-            best = min(group, key=lambda demand: self._distance(room, demand))
+            best = min(fitting, key=lambda c: self._distance(step, room, c)) if self.match else fitting[0]
             group.remove(best)
-            self._take(room, best)
+            computing_long = computing_long or is_long(best.request)
+            room.take(best)
 
-    def _group_s(self, step: StepView) -> float:
+    def _group_s(self, step: Step) -> float:
         """Return how much later than the first one a request may be to compete with it, in seconds."""
         if not self.gamma_steps:
             return self.gamma_s
         return min(self.gamma_s, self.gamma_steps * step.pace.longest_step_s)
 
     @staticmethod
-    def _demand(step: StepView, room: _Room, request: RequestView) -> _Demand:
-        tokens = request.num_tokens - request.num_computed_tokens
-        long = request.num_prompt_tokens > room.long_above
-        return _Demand(request.req_id, tokens, request.num_blocks * step.block_size, long)
-
-    def _fits(self, step: StepView, room: _Room, demand: _Demand) -> bool:
-        if demand.memory > room.memory or room.compute < 1 or (self.exclusive and room.long_prompts and demand.long):
-            return False
-        alone = self.whole_prompts and not step.num_running and not room.chosen
-        return self._compute(room, demand) <= room.compute or alone
-
-    def _compute(self, room: _Room, demand: _Demand) -> int:
-        """Tokens to compute, cut to what is left where prompts may be cut."""
-        return demand.tokens if self.whole_prompts else min(demand.tokens, max(room.compute, 1))
-
-    def _distance(self, room: _Room, demand: _Demand) -> float:
-        return math.hypot(room.compute - self._compute(room, demand), room.memory - demand.memory)
-
-    def _take(self, room: _Room, demand: _Demand) -> None:
-        room.compute -= self._compute(room, demand)
-        room.memory -= demand.memory
-        room.seats -= 1
-        room.long_prompts += demand.long
-        room.chosen.append(demand.req_id)
+    def _distance(step: Step, room: Room, candidate: Candidate) -> float:
+        demand = room.demand(candidate)
+        left = room.tokens - min(demand.tokens, room.tokens)
+        return math.hypot(left, (room.blocks - demand.blocks) * step.pool.block_size)

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import StepView
-
-_NO_CHANGE = BudgetPlan()
+from vllm_ext.policies.contract import Budget, Split, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunksApart:
+class ChunksApart(Budget):
     """Compute prompts in chunks, but never together with decodes: a step of chunks, then a step of decodes.
 
     Ablation "chunked-prefills-only". The paper does not say how chunks and decodes take turns; here every other step
@@ -30,14 +27,9 @@ class ChunksApart:
     def __post_init__(self) -> None:
         require(self.tokens >= 0, "budget.tokens", self.tokens, "an integer of at least 0")
 
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         """Return which half of the work this step leaves out."""
-        tokens = self.tokens or None
-        could_join = step.num_waiting > 0 and step.num_running < step.max_running
-        if not step.num_prefilling and not could_join:
-            return _NO_CHANGE
-        if not step.num_decoding:
-            return BudgetPlan(token_budget=tokens)
-        if step.number % 2:
-            return BudgetPlan(token_budget=step.decode_tokens, decode_only=True)
-        return BudgetPlan(token_budget=tokens, skip=step.decoding())
+        if step.num_decoding and step.number % 2 and (step.num_prefilling or step.num_waiting):
+            return Split(tokens=step.decode_tokens, prefill=False)
+        tokens = max(self.tokens, step.decode_tokens) if self.tokens else None
+        return Split(tokens=tokens, apart=True)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.contract import Budget, Split, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class FixedForward:
+class FixedForward(Budget):
     """Dynamic SplitFuse: long prompts are split over several steps, short ones fused to fill a step of fixed size.
 
     Decodes come first. The size does not depend on any objective, nor on what a step's contexts cost.
@@ -24,11 +23,11 @@ class FixedForward:
     stall_free: ClassVar[bool] = True
 
     tokens: int = 0
-    """Forward size in tokens; 0: the size at which throughput saturates (`StepView.pivot`)."""
+    """Forward size in tokens; 0: the size at which throughput saturates (`RuntimeModel.pivot`)."""
 
     def __post_init__(self) -> None:
         require(self.tokens >= 0, "budget.tokens", self.tokens, "an integer of at least 0")
 
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         """Return the fixed size, and at least a token for everybody who decodes and one for a prompt."""
-        return BudgetPlan(token_budget=max(self.tokens or step.pivot.tokens, step.decode_tokens + 1))
+        return Split(tokens=max(self.tokens or step.runtime.pivot.tokens, step.decode_tokens + 1))

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.budget.tbt import TbtBudget, fitting_prompt_tokens
+from vllm_ext.policies.contract import Budget, Split, Step
 from vllm_ext.policies.slack import READING_TBT_S
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import StepView
 
 _RULE = TbtBudget()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloPivotBudget:
+class SloPivotBudget(Budget):
     """Scale the step at which throughput saturates to the tightest objective of those who run.
 
         S_b = S_pf * SLO_min / T_pf        S_pf: tokens of the saturated step, T_pf: its duration
@@ -33,20 +32,20 @@ class SloPivotBudget:
     fitted: bool = True
     """Whether contexts are looked at as well."""
 
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         """Return S_b, and at least a token for everybody who decodes and one for a prompt."""
         tokens = pivot_tokens(step)
         if self.fitted and step.num_decoding:
             fitting = fitting_prompt_tokens(step, _RULE.safety * _objective_s(step))
             tokens = min(tokens, step.decode_tokens + max(fitting, _RULE.min_prefill_tokens))
-        return BudgetPlan(token_budget=max(tokens, step.decode_tokens + 1))
+        return Split(tokens=max(tokens, step.decode_tokens + 1))
 
 
-def pivot_tokens(step: StepView) -> int:
+def pivot_tokens(step: Step) -> int:
     """Return S_b, in tokens."""
-    pivot = step.pivot
+    pivot = step.runtime.pivot
     return int(pivot.tokens * _objective_s(step) / pivot.step_s)
 
 
-def _objective_s(step: StepView) -> float:
+def _objective_s(step: Step) -> float:
     return step.tbt_s(READING_TBT_S)

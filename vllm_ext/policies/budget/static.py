@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import StepView
+from vllm_ext.policies.contract import Budget, Split, Step
 
-_NO_CHANGE = BudgetPlan()
+_NO_CHANGE = Split()
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticBudget:
+class StaticBudget(Budget):
     """Leave the budget at vLLM's ``max_num_batched_tokens``."""
 
     uses_predictions: ClassVar[bool] = False
 
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         """Return no change."""
         return _NO_CHANGE

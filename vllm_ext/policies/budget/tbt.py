@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Budget, Split, Step
 from vllm_ext.prediction.runtime import RuntimeModel
-from vllm_ext.scheduling.plan import BudgetPlan
-from vllm_ext.scheduling.views import StepView
 
-_NO_CHANGE = BudgetPlan()
+_NO_CHANGE = Split()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TbtBudget:
+class TbtBudget(Budget):
     """Give a step as many tokens as keep the gap between tokens within the objective.
 
     Decodes come first; what the budget leaves goes to unfinished prompts, then to new ones. The objective is the
@@ -67,7 +66,7 @@ class TbtBudget:
         fixed = not (self.tokens and self.dynamic)
         require(fixed, "budget.tokens", self.tokens, "0 with a dynamic budget; set budget.dynamic to false")
 
-    def plan(self, step: StepView) -> BudgetPlan:
+    def split(self, step: Step) -> Split:
         """Return the step's token budget."""
         if not step.num_decoding or not (step.num_prefilling or step.num_waiting) or not self.objective_s(step):
             return _NO_CHANGE
@@ -76,9 +75,9 @@ class TbtBudget:
             tokens = step.decode_tokens + fitting
         else:
             tokens = self.static_tokens(step.runtime, self.objective_s(step))
-        return BudgetPlan(token_budget=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
+        return Split(tokens=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
 
-    def objective_s(self, step: StepView) -> float:
+    def objective_s(self, step: Step) -> float:
         """Return the gap that no token of this step may exceed, in seconds; 0 if there is none."""
         tightest = step.tbt_s(self.default_tbt_ms / 1000 or math.inf)
         return 0.0 if math.isinf(tightest) else tightest
@@ -97,7 +96,7 @@ class TbtBudget:
         return decodes + fitting
 
 
-def fitting_prompt_tokens(step: StepView, step_s: float) -> int:
+def fitting_prompt_tokens(step: Step, step_s: float) -> int:
     """Return the prompt tokens that fit beside the step's decodes if it may take ``step_s`` seconds.
 
     All of them are taken to be at the context of the furthest of the unfinished prompts.

@@ -1,14 +1,24 @@
-"""Aging by a single limit: who has waited that long goes first, so that nobody starves."""
+"""When ranks change: by aging, so that nobody starves, and with what a running request has generated."""
 
 from __future__ import annotations
 
 import math
 
-from vllm_ext.scheduling.plan import AGED, Rank
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.contract import AGED, Rank, RequestView
 
-AGED_RANK = Rank((float(AGED),), level=AGED)
+AGED_RANK = Rank((float(AGED),), older_only_s=-math.inf, level=AGED)
 """Before all others, oldest first."""
+
+
+def outlived_at(request: RequestView) -> float:
+    """Return the output length, in tokens, at which a request outlives its estimate; infinite at the client's bound.
+
+    While its prompt is computed the time it has left falls without a token: it is asked again at the first one.
+    """
+    if not request.num_output_tokens:
+        return 1.0
+    estimate = request.predicted_output_tokens
+    return math.inf if estimate >= request.max_tokens else float(estimate)
 
 
 def ages_at(request: RequestView, limit_s: float) -> float:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
 
 BY_ARRIVAL = Rank(())
 """The rank of every request; ties end in arrival."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class Arrival(Ordering):
     """Order requests by arrival. Ties end in arrival anyway, so every key is the same."""
 
     uses_predictions: ClassVar[bool] = False

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at, outlived_at
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.slack import slack
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
 from vllm_ext.slo import NO_SLO
 
 PRESSING, WILLING, RELEGATED = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PressingFirst:
+class PressingFirst(Ordering):
     """Let those go first whose objective presses, by the time left; all others by predicted remaining time.
 
     A request presses from ``horizon_s`` before it must run to keep its objectives (`slack`). Until then it is served
@@ -32,9 +31,6 @@ class PressingFirst:
     """
 
     uses_predictions: ClassVar[bool] = True
-    refresh_steps: ClassVar[int] = 48
-    """Steps within which running requests are ranked again: their time left hardly moves."""
-
     horizon_s: float = 2.0
     """How long before it must run a request begins to press, in seconds."""
     num_levels: int = 6
@@ -58,7 +54,8 @@ class PressingFirst:
         """Return the place of ``request``; a waiting one must be asked for again when it presses, is lost, or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:
             return AGED_RANK
-        until = ages_at(request, self.age_limit_s)
+        ages_s = until = ages_at(request, self.age_limit_s)
+        until_tokens = self._levels.rises_at(request)
         group, place = WILLING, (float(self._levels.level(request)), request.predicted_remaining_s)
         if request.slo != NO_SLO:
             left = slack(request, now)
@@ -67,12 +64,14 @@ class PressingFirst:
             elif request.waiting_since is None:
                 group = PRESSING  # it has tokens to deliver: nobody who waits goes before it, and most time left leaves
                 place = (-math.inf, left.start_by - now)
+                until, until_tokens = math.nextafter(left.lost_at, math.inf), outlived_at(request)
             elif left.start_by - self.horizon_s <= now:
                 group, place = PRESSING, (left.start_by, 0.0)
                 until = min(until, math.nextafter(left.lost_at, math.inf))
             else:
-                until = min(until, left.start_by - self.horizon_s)
-        return Rank((float(group), request.priority, *place), until=until, level=group)
+                until = min(until, left.start_by - self.horizon_s, math.nextafter(left.lost_at, math.inf))
+        key = (float(group), request.priority, *place)
+        return Rank(key, until_s=until, until_tokens=until_tokens, older_only_s=ages_s, level=group)
 
     @functools.cached_property
     def _levels(self) -> RemainingTimeLevels:

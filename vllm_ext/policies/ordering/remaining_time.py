@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import AGED, Rank
-from vllm_ext.scheduling.views import RequestView
+from vllm_ext.policies.contract import AGED, Ordering, Rank, RequestView
+from vllm_ext.policies.ordering.aging import ages_at, outlived_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemainingTimeLevels:
+class RemainingTimeLevels(Ordering):
     """Order requests by predicted remaining time in priority queues of doubling width.
 
     Queue 0 takes requests with less than ``base_level_s`` left, queue k those with less than ``base_level_s * 2**k``,
@@ -54,9 +54,25 @@ class RemainingTimeLevels:
         level = self.level(request)
         promotions = int(request.total_wait_s(now) // self.age_limit_s)
         if promotions > level:
-            return Rank((0.0,), level=AGED)
-        until = math.inf
-        if request.waiting_since is not None:
-            until = request.waiting_since + (promotions + 1) * self.age_limit_s - request.waited_s
+            return Rank((0.0,), older_only_s=-math.inf, level=AGED)
         queue = level - promotions
-        return Rank((1.0, request.priority, queue, request.predicted_remaining_s), until=until, level=queue)
+        return Rank(
+            (1.0, request.priority, queue, request.predicted_remaining_s),
+            until_s=ages_at(request, (promotions + 1) * self.age_limit_s),
+            until_tokens=self.rises_at(request),
+            older_only_s=ages_at(request, (level + 1) * self.age_limit_s),
+            level=queue,
+        )
+
+    def rises_at(self, request: RequestView) -> float:
+        """Return the output length, in tokens, at which a request rises by a queue or outlives its estimate.
+
+        What it has left is taken to fall evenly; it is asked again there, and then knows better.
+        """
+        left = request.predicted_output_tokens - request.num_output_tokens
+        remaining_s = request.predicted_remaining_s
+        level = min(self.level(request), self.num_levels - 1)
+        if left <= 0 or level <= request.num_demotions or not 0 < remaining_s < math.inf:
+            return outlived_at(request)
+        share = 1 - self.base_level_s * 2.0 ** (level - 1) / remaining_s
+        return min(outlived_at(request), request.num_output_tokens + max(1.0, left * share))

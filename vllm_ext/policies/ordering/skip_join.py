@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
 
 
 @dataclass(frozen=True, kw_only=True)
-class SkipJoin:
+class SkipJoin(Ordering):
     """Priority queues of doubling quantum; who used up a queue's quantum goes down one.
 
     A new request skips the queues whose quantum its first step would exceed: the time of its prefill is known. From
@@ -44,6 +44,10 @@ class SkipJoin:
 
     def level(self, request: RequestView) -> int:
         """Return the queue of a request that did not starve, 0 (highest) to ``num_levels - 1``."""
+        return self._level(request)[0]
+
+    def _level(self, request: RequestView) -> tuple[int, float]:
+        """Return the queue of a request, and what is left of its quantum in seconds."""
         level, quantum = 0, self.base_quantum_s
         while level < self.num_levels - 1 and quantum < request.prompt_s:
             level, quantum = level + 1, 2 * quantum
@@ -51,11 +55,13 @@ class SkipJoin:
         while level < self.num_levels - 1 and served_s >= quantum:
             served_s -= quantum
             level, quantum = level + 1, 2 * quantum
-        return level
+        return level, quantum - served_s if level < self.num_levels - 1 else math.inf
 
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``: its queue, in order of arrival there."""
         if request.total_wait_s(now) >= self.starve_limit_s:
             return AGED_RANK
-        level = self.level(request)
-        return Rank((float(level),), until=ages_at(request, self.starve_limit_s), level=level)
+        level, left_s = self._level(request)
+        ages_s = ages_at(request, self.starve_limit_s)
+        used_up = request.num_output_tokens + max(1.0, left_s / request.pace.step_s)
+        return Rank((float(level),), until_s=ages_s, until_tokens=used_up, older_only_s=ages_s, level=level)

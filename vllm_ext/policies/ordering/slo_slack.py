@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Ordering, Rank, RequestView
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
 from vllm_ext.policies.slack import given_up_at, slack
-from vllm_ext.scheduling.plan import Rank
-from vllm_ext.scheduling.views import RequestView
 
 IN_TIME, RELEGATED = 0, 1
 _WAITS, _RUNS = 0.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SloSlack:
+class SloSlack(Ordering):
     """Let the request go first that has the least time left to meet its objectives.
 
     The remaining time of those who wait shrinks for all alike, so it is turned into the clock time by which a request
@@ -39,8 +38,6 @@ class SloSlack:
     """Waiting time after which only older requests go before this one, in seconds."""
 
     uses_predictions: ClassVar[bool] = True
-    refresh_steps: ClassVar[int] = 48
-    """Steps within which running requests are ranked again: their time left hardly moves."""
 
     def __post_init__(self) -> None:
         require(self.lost_steps >= 0, "ordering.lost_steps", self.lost_steps, "a number of at least 0")
@@ -59,11 +56,11 @@ class SloSlack:
         lost_at = given_up_at(request, left, self.lost_steps)
         lost = self.relegate and lost_at <= now
         level = RELEGATED if lost else IN_TIME
-        if request.waiting_since is None:
-            return Rank((float(level), _RUNS, left.start_by - now), level=level)
-        until = ages_at(request, self.age_limit_s)
-        if self.relegate and not lost and lost_at < until:
-            until = math.nextafter(lost_at, math.inf)
+        loses = math.nextafter(lost_at, math.inf) if self.relegate and not lost else math.inf
+        if request.waiting_since is None:  # the time it has left hardly moves once it has begun to answer
+            begins = math.inf if request.num_output_tokens else 1.0
+            return Rank((float(level), _RUNS, left.start_by - now), until_s=loses, until_tokens=begins, level=level)
+        ages_s = ages_at(request, self.age_limit_s)
         # Of those that are lost whatever happens, the shortest leaves most room for the others.
         place = float(request.num_tokens) if lost else left.start_by
-        return Rank((float(level), _WAITS, place), until=until, level=level)
+        return Rank((float(level), _WAITS, place), until_s=min(ages_s, loses), older_only_s=ages_s, level=level)

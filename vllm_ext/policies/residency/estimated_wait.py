@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.residency.fate import Fate, Parting
-from vllm_ext.scheduling.views import RequestView, StepView
+from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency, Room, Step
 
 SWAPPED, RECOMPUTED, PRICED = "swap", "recompute", "cost"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimatedWait:
+class EstimatedWait(Residency):
     """Decide for each preempted request, and copy the KV of those who will be preempted ahead of it.
 
     Of a request that has to leave, the KV stays where it is if the request is expected back before its blocks are
@@ -74,7 +73,12 @@ class EstimatedWait:
         swap_s = self.exposed * parting.out_s + parting.back_s
         return Fate.SWAP if swap_s < request.recompute_s else Fate.RECOMPUTE
 
-    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
+    @property
+    def look_ahead_steps(self) -> int:
+        """Steps between two times that `leaving_soon` is asked."""
+        return self.every_steps
+
+    def leaving_soon(self, step: Step, room: Room) -> tuple[str, ...]:
         """Return the running requests, by id, that better-ranked waiting ones will push out.
 
         Cost: a look at a few requests in one step of ``every_steps``.
@@ -82,17 +86,19 @@ class EstimatedWait:
         if not self.ahead or self.choose == RECOMPUTED or not step.num_waiting or not step.num_running:
             return ()
         leaving: list[str] = []
-        candidates = step.running_worst_first()
-        room = step.num_free_blocks
-        victim = next(candidates, None)
-        for head in step.waiting():
-            room -= head.num_blocks
-            while room < 0 and victim is not None and len(leaving) < self.max_leaving:
-                if not step.goes_before(head, victim):
+        victims = (victim for victim in step.victims() if victim.request.req_id not in room.preempt)
+        blocks = room.blocks
+        victim = next(victims, None)
+        for candidate in step.waiting():
+            if candidate.request.req_id in room.admit:
+                continue
+            blocks -= room.demand(candidate).blocks
+            while blocks < 0 and victim is not None and len(leaving) < self.max_leaving:
+                if candidate.key >= victim.key:
                     return tuple(leaving)
-                leaving.append(victim.req_id)
-                room += victim.num_blocks
-                victim = next(candidates, None)
-            if room < 0:
+                leaving.append(victim.request.req_id)
+                blocks += victim.blocks
+                victim = next(victims, None)
+            if blocks < 0:
                 break
         return tuple(leaving)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.residency.fate import Fate, Parting
-from vllm_ext.scheduling.views import RequestView, StepView
+from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class Recompute(Residency):
     """No say in where KV lives: blocks of a preempted request are vLLM's to reuse.
 
     What its prefix cache still holds is found there. With a KV tier (``--kv-tier-gib``) whole chunks are copied to host
@@ -22,7 +21,3 @@ class Recompute:
     def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
         """Return the tier's own way for every request."""
         return Fate.SWAP
-
-    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
-        """Return nobody."""
-        return ()

@@ -7,13 +7,12 @@ from typing import Any
 
 from vllm_ext.config_kv import AUTO, FUSED, LEADING
 from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
-from vllm_ext.policies.residency.fate import Fate, Parting
-from vllm_ext.scheduling.views import RequestView, StepView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class Retention(Residency):
     """Keep the KV of finished turns on the device and in host memory, and drop what is cheapest to compute again.
 
     Blocks on the device stay until they are needed, and are copied to the host before that, when less than a quarter
@@ -42,6 +41,11 @@ class Retention:
         return False
 
     @property
+    def device_reserve(self) -> float:
+        """Share of the device's blocks that admissions leave to running requests."""
+        return self.reserve
+
+    @property
     def tier_options(self) -> dict[str, Any]:
         """Options of the KV tier that this policy wants where the user leaves them open."""
         return {"bits": self.tier_bits, "policy": LEADING, "store": AUTO, "load": AUTO, "gaps": FUSED}
@@ -49,10 +53,6 @@ class Retention:
     def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
         """Suspend: the KV stays where it is until its blocks are needed, and is copied before that."""
         return Fate.KEEP
-
-    def leaving_soon(self, step: StepView) -> tuple[str, ...]:
-        """Return nobody: what is copied ahead is what nobody uses."""
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from vllm_ext.policies.admission.peak_memory import PeakMemory
+from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.repro.bench import Bench, Metrics
 from vllm_ext.repro.studies import past_future as base
 from vllm_ext.repro.study import Claim, Findings, Plot, Study

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_ext.policies.admission.peak import Peak
-from vllm_ext.policies.admission.queue_scan import NO_CHANGE, admit, nobody
 from vllm_ext.policies.checks import require
-from vllm_ext.scheduling.plan import AdmissionPlan
-from vllm_ext.scheduling.views import Batch, RequestView, StepView
-
-Lengths = npt.NDArray[np.int64]
+from vllm_ext.policies.contract import Batch, Candidate, Demand, GatePolicy, RequestView, Step, Victim
+from vllm_ext.policies.contract.step import Lengths
+from vllm_ext.policies.gates.peak import Peak
 
 _REFUSED = "peak_memory.refused"
 HISTORY, PREDICTED = "history", "predicted"
@@ -22,13 +19,12 @@ _FORECASTS = (HISTORY, PREDICTED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeakMemory:
-    """Let the next request join only if the predicted peak of KV memory stays within the pool.
+class PeakMemory(GatePolicy):
+    """Let a request join only if the predicted peak of KV memory stays within the pool.
 
     Every step, output lengths are drawn from those of the last ``window`` finished requests: for a waiting request from
     P(l), for one that generated g tokens from P(l | l > g). From the lengths follows when each request ends and how
-    much memory all others hold by then; the highest such sum is the peak (`Peak`). Requests are taken in the order of
-    the queue until one does not fit.
+    much memory all others hold by then; the highest such sum is the peak (`Peak`).
 
     Small batches are drawn several times, and the highest peak counts: their sum of lengths is uncertain. Until
     ``cold_requests`` have finished, a part of the lengths drawn is the client's bound: everything, before the first
@@ -36,7 +32,7 @@ class PeakMemory:
 
     Memory is counted in the pool's blocks. Prefix blocks that several requests share count once; as sharers finish, the
     saving is reduced in proportion, which is exact for one common prefix. What a waiting request would share with
-    running ones costs it nothing.
+    running ones costs it nothing. Those who load KV hold their blocks already and count as running.
 
     Source: Past-Future (arXiv 2507.10150), section 3, equations 1-4, Algorithm 1 and section 4. Blocks, sharing and
     ``stratify`` are ours; with ``stratify`` the draws of a step are spread evenly over the distribution, so that their
@@ -57,15 +53,13 @@ class PeakMemory:
     """How often a batch is drawn at most."""
     stratify: bool = True
     """Whether the draws of a step are spread evenly over the distribution."""
-    max_admissions: int = 32
-    """Requests admitted per step at most."""
     redraw_steps: int = 4
     """Steps for which it stands that nobody fits, unless who runs or who waits changes; 1: drawn again every step."""
 
     def __post_init__(self) -> None:
         require(0 <= self.reserve < 1, "admission.reserve", self.reserve, "at least 0 and less than 1")
         require(self.forecast in _FORECASTS, "admission.forecast", self.forecast, f"one of {', '.join(_FORECASTS)}")
-        for field in ("window", "least_draws", "most_repeats", "max_admissions", "redraw_steps"):
+        for field in ("window", "least_draws", "most_repeats", "redraw_steps"):
             require(getattr(self, field) >= 1, f"admission.{field}", getattr(self, field), "an integer of at least 1")
         require(self.cold_requests >= 0, "admission.cold_requests", self.cold_requests, "an integer of at least 0")
 
@@ -74,69 +68,94 @@ class PeakMemory:
         """Whether predicted lengths are looked at."""
         return self.forecast == PREDICTED
 
-    def plan(self, step: StepView) -> AdmissionPlan:
-        """Return the cap that admits exactly the requests whose peak fits."""
-        if not step.num_waiting or step.num_running >= step.max_running:
-            return NO_CHANGE
-        if step.num_free_blocks < 1:  # vLLM's own rule, which foresees nothing, might find some in the step
-            return nobody(step) if step.num_running else NO_CHANGE
-        if self.stands(step):
-            return nobody(step)
-        plan = admit(step, Forecast(self, step).admits, self.max_admissions)
-        if plan.max_running == step.num_running:
-            self.note(step)
-        return plan
+    @property
+    def history(self) -> int:
+        """How many finished output lengths it looks at."""
+        return self.window
 
-    def note(self, step: StepView) -> None:
-        """Note that nobody fits."""
-        step.notes[_REFUSED] = Refusal(step.number, step.membership, step.queue_changes)
-
-    def stands(self, step: StepView) -> bool:
-        """Say whether an earlier step's answer, that nobody fits, still stands.
-
-        The moments at which requests of one draw end, and the memory held then, stay where they are while everybody
-        who runs advances by a token a step.
-        """
-        last: Refusal | None = step.notes.get(_REFUSED)
-        return (
-            last is not None
-            and step.number - last.step < self.redraw_steps
-            and step.membership == last.membership
-            and step.queue_changes == last.queue_changes
-        )
+    def gate(self, step: Step) -> _PeakGate:
+        """Return the gate of a step."""
+        return _PeakGate(self, step)
 
 
-class Refusal(NamedTuple):
-    """When nobody fitted."""
+class _Refusal(NamedTuple):
+    """When nobody fitted.
+
+    That stands for a while: the moments at which requests of one draw end, and the memory held then, stay where they
+    are while everybody who runs advances by a token a step.
+    """
 
     step: int
-    membership: int
-    queue_changes: int
+    changes: int
+
+
+class _PeakGate:
+    name = "peak_memory"
+
+    def __init__(self, policy: PeakMemory, step: Step) -> None:
+        self._policy = policy
+        self._step = step
+        self._forecast: Forecast | None = None
+        self._joined: list[tuple[float, tuple[int, ...]]] = []
+        self._left: tuple[Victim, ...] = ()
+        self._without: tuple[Victim, ...] = ()
+        last: _Refusal | None = step.memo.get(_REFUSED)
+        self.closed = (
+            last is not None and step.number - last.step < policy.redraw_steps and last.changes == step.changes
+        )
+
+    def fits(self, candidate: Candidate, demand: Demand, leaving: Sequence[Victim]) -> bool:
+        if self.closed and not leaving:
+            return False
+        if self._at(leaving).admits(candidate.request, demand.own_tokens):
+            return True
+        if not self._joined and not leaving and not self.closed:
+            self._step.memo[_REFUSED] = _Refusal(self._step.number, self._step.changes)
+        return False
+
+    def take(self, candidate: Candidate, demand: Demand, leaving: Sequence[Victim]) -> None:
+        self._step.memo.pop(_REFUSED, None)
+        self.closed = False
+        forecast = self._at(leaving)
+        drawn = forecast.drawn(candidate.request)
+        self._joined.append((demand.own_tokens, drawn))
+        forecast.add(demand.own_tokens, drawn)
+        self._left = (*self._left, *leaving)
+
+    def _at(self, leaving: Sequence[Victim]) -> Forecast:
+        """Return the forecast in which those who joined are there, and those who leave are not."""
+        without = (*self._left, *leaving)
+        if self._forecast is None or self._without != without:
+            self._forecast, self._without = Forecast(self._policy, self._step, without), without
+            for tokens, drawn in self._joined:
+                self._forecast.add(tokens, drawn)
+        return self._forecast
 
 
 class Forecast:
     """The peaks of one step, one per repeat of the draw; grows as requests are admitted."""
 
-    def __init__(self, policy: PeakMemory, step: StepView) -> None:
+    def __init__(self, policy: PeakMemory, step: Step, without: Sequence[Victim] = ()) -> None:
         self._policy = policy
         self._step = step
         self._history = step.finished_lengths()
         cold = policy.cold_requests
         # The upper end of the distribution is the bound while little is known.
         self._known = min(1.0, len(self._history) / cold) if cold else float(len(self._history) > 0)
-        batch = step.batch()
-        expected = step.num_running + 1
+        batch, pool = step.batch(without), step.pool
         repeats = 1
         if policy.forecast == HISTORY:
-            repeats = min(policy.most_repeats, max(1, -(-policy.least_draws // expected)))
-        block = step.block_size
-        self._capacity = (1 - policy.reserve) * step.num_total_blocks * block
-        used = step.num_total_blocks - step.num_unused_blocks
-        held = int((-(-batch.computed // block)).sum()) if expected > 1 else 0
+            repeats = min(policy.most_repeats, max(1, -(-policy.least_draws // (len(batch.tokens) + 1))))
+        self._drawn: dict[str, tuple[int, ...]] = {}
+        block = pool.block_size
+        self._capacity = (1 - policy.reserve) * pool.total * block
+        used = pool.total - pool.unused - sum(victim.blocks for victim in without)
+        held = int((-(-batch.computed // block)).sum())
         # Positive: blocks that others than the running hold. Negative: blocks that running ones share.
         extra = (used - held) * block
         self._peaks = [
-            Peak(batch.tokens, self._remaining(batch), rounding=(block - 1) / 2, extra=extra) for _ in range(repeats)
+            Peak(batch.tokens, self._remaining(batch, without), rounding=(block - 1) / 2, extra=extra)
+            for _ in range(repeats)
         ]
 
     @property
@@ -144,20 +163,26 @@ class Forecast:
         """The highest of the peaks, in tokens."""
         return max(peak.tokens for peak in self._peaks)
 
-    def admits(self, request: RequestView) -> bool:
-        """Take the request in if every peak with it fits; it stays out otherwise."""
-        tokens = request.num_tokens - self._step.cached_blocks_in_use(request) * self._step.block_size
-        drawn = [self._remaining_of(request) for _ in self._peaks]
-        for peak, remaining in zip(self._peaks, drawn, strict=True):
-            if peak.with_one_more(tokens, remaining) > self._capacity:
-                return False
-        for peak, remaining in zip(self._peaks, drawn, strict=True):
-            peak.add(tokens, remaining)
-        return True
+    def admits(self, request: RequestView, own_tokens: float) -> bool:
+        """Say whether every peak fits with a request that adds ``own_tokens`` of KV now."""
+        drawn = zip(self._peaks, self.drawn(request), strict=True)
+        return all(peak.with_one_more(own_tokens, remaining) <= self._capacity for peak, remaining in drawn)
 
-    def _remaining(self, batch: Batch) -> Lengths:
+    def drawn(self, request: RequestView) -> tuple[int, ...]:
+        """Return what a waiting request is taken to generate yet, in tokens, for each peak; drawn once."""
+        found = self._drawn.get(request.req_id)
+        if found is None:
+            found = self._drawn[request.req_id] = tuple([self._remaining_of(request) for _ in self._peaks])
+        return found
+
+    def add(self, own_tokens: float, drawn: Sequence[int]) -> None:
+        """Let a request join that adds ``own_tokens`` of KV now and ``drawn`` later, for each peak."""
+        for number, peak in enumerate(self._peaks):
+            peak.add(own_tokens, drawn[number % len(drawn)])
+
+    def _remaining(self, batch: Batch, without: Sequence[Victim]) -> Lengths:
         if self._policy.forecast == PREDICTED:
-            lengths = self._step.predicted_lengths()
+            lengths = self._step.predicted_lengths(without)
         else:
             lengths = self._draw(batch.generated, batch.max_tokens)
         return np.maximum(np.minimum(lengths, batch.max_tokens) - batch.generated, 1)

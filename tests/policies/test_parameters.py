@@ -1,0 +1,55 @@
+"""Parameters that make no sense are refused by name when a policy is built, with their value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from vllm_ext.config import ConfigError
+from vllm_ext.policies.admission.backfill import Backfill
+from vllm_ext.policies.admission.preemptive import Preemptive
+from vllm_ext.policies.admission.slo_match import SloMatch
+from vllm_ext.policies.budget.tbt import TbtBudget
+from vllm_ext.policies.contract import Policy
+from vllm_ext.policies.gates.peak_memory import PeakMemory
+from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
+from vllm_ext.policies.gates.watermark import Watermark
+from vllm_ext.policies.ordering.pressing import PressingFirst
+from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
+from vllm_ext.policies.ordering.skip_join import SkipJoin
+from vllm_ext.policies.ordering.slo_slack import SloSlack
+from vllm_ext.policies.residency.estimated_wait import EstimatedWait
+
+BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
+    (RemainingTimeLevels, "ordering", {"num_levels": (0, -1), "base_level_s": (0.0, math.nan)}),
+    (RemainingTimeLevels, "ordering", {"age_limit_s": (0.0, -1.0, math.nan)}),
+    (PressingFirst, "ordering", {"horizon_s": (-1.0,), "age_limit_s": (0.0,), "num_levels": (0,)}),
+    (SloSlack, "ordering", {"age_limit_s": (0.0,), "lost_steps": (-1.0,)}),
+    (SkipJoin, "ordering", {"num_levels": (0,), "base_quantum_s": (0.0,), "starve_limit_s": (-1.0,)}),
+    (Preemptive, "admission", {"gain_ratio": (0.0, math.nan), "min_progress_tokens": (0,)}),
+    (Preemptive, "admission", {"max_preempting": (0,), "max_victims": (-1,)}),
+    (Backfill, "admission", {"gain_ratio": (0.0,), "max_passed": (0,)}),
+    (SloMatch, "admission", {"gamma_s": (-1.0,), "gamma_steps": (-1.0,), "lost_steps": (-1.0,)}),
+    (SloMatch, "admission", {"long_prompt_tokens": (-1,), "min_progress_tokens": (0,), "max_victims": (0,)}),
+    (PeakMemory, "admission", {"reserve": (1.0, -0.1), "forecast": ("guess",), "window": (0,)}),
+    (PeakMemory, "admission", {"cold_requests": (-1,), "redraw_steps": (0,)}),
+    (ReserveMaximum, "admission", {"reserve_tokens": (-1,), "overcommit": (0.9,)}),
+    (Watermark, "admission", {"watermark": (-0.1, 0.0, 1.5)}),
+    (TbtBudget, "budget", {"tile_tokens": (48, 0), "default_tbt_ms": (-1.0,), "safety": (1.5,)}),
+    (TbtBudget, "budget", {"min_prefill_tokens": (0,), "tokens": (512,)}),
+    (EstimatedWait, "residency", {"choose": ("guess",), "exposed": (1.1, -0.1), "every_steps": (0,)}),
+    (EstimatedWait, "residency", {"max_leaving": (0,), "tier_bits": (4,)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "axis", "name", "value"),
+    [(policy, axis, name, value) for policy, axis, bad in BAD for name, values in bad.items() for value in values],
+)
+def test_a_bad_parameter_is_named(policy: type[Policy], axis: str, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        policy(**{name: value})
+    assert caught.value.field == f"{axis}.{name}"
+    assert str(value) in str(caught.value)

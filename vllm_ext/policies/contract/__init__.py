@@ -1,0 +1,35 @@
+"""The contract between policies and a step: what they see, what they decide, and the one place that counts."""
+
+from vllm_ext.policies.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency
+from vllm_ext.policies.contract.fate import Fate, Parting
+from vllm_ext.policies.contract.request import AGED, NO_PACE, Pace, Rank, RequestView, check_rank
+from vllm_ext.policies.contract.room import Candidate, Demand, Gate, Room, Victim
+from vllm_ext.policies.contract.step import NO_PLAN, Batch, Pool, Split, Step, StepPlan
+
+__all__ = [
+    "AGED",
+    "NO_PACE",
+    "NO_PLAN",
+    "Admission",
+    "Batch",
+    "Budget",
+    "Candidate",
+    "Demand",
+    "Fate",
+    "Gate",
+    "GatePolicy",
+    "Ordering",
+    "Pace",
+    "Parting",
+    "Policy",
+    "Pool",
+    "Rank",
+    "RequestView",
+    "Residency",
+    "Room",
+    "Split",
+    "Step",
+    "StepPlan",
+    "Victim",
+    "check_rank",
+]

@@ -1,0 +1,1 @@
+"""Who must not join, although there is room? One gate per file."""

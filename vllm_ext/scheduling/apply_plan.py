@@ -1,0 +1,89 @@
+"""Turns a plan into moves of vLLM's own knobs; nothing here decides.
+
+Every knob was shown to leave the outputs of greedy requests as they are; what a step changes is put back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling
+from vllm_ext.scheduling.step import LOOK_AHEAD
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_ext.policies.contract import StepPlan
+    from vllm_ext.scheduling.ranked_queue import RankedQueue
+
+
+@contextmanager
+def applied(
+    engine: EngineState, queue: RankedQueue, plan: StepPlan, preempt: Callable[[Request], None]
+) -> Iterator[None]:
+    """Apply ``plan`` for the step scheduled inside the context.
+
+    Requests that are gone meanwhile are passed over. The budget never exceeds what vLLM was configured with.
+
+    Args:
+        engine: vLLM's scheduler.
+        queue: Its waiting queue.
+        plan: What to do.
+        preempt: Preempts a running request.
+    """
+    split = plan.split
+    for req_id in plan.preempt:
+        request = engine.requests.get(req_id)
+        if request is not None and request in engine.running:
+            preempt(request)
+    if plan.admit is not None:
+        queue.offer([engine.requests[req_id] for req_id in plan.admit if req_id in engine.requests])
+    if split.apart and (plan.admit or prefilling(engine)):
+        _sit_out(engine)
+    tokens, bound = engine.max_num_scheduled_tokens, engine.prefill_capacity_bound
+    try:
+        if split.tokens is not None:
+            engine.max_num_scheduled_tokens = max(0, min(split.tokens, tokens))
+        if not split.prefill:
+            engine.prefill_capacity_bound = False
+        yield
+    finally:
+        engine.max_num_scheduled_tokens = tokens
+        if not split.prefill:
+            engine.prefill_capacity_bound = bound
+        queue.offer(None)
+
+
+def _sit_out(engine: EngineState) -> None:
+    """Pass over those who decode in the step that is scheduled next; they keep their KV."""
+    for request in engine.running:
+        if request not in engine._inflight_prefills:
+            # schedule() counts the step first; only requests due at a later step are passed over in this one.
+            request.next_decode_eligible_step = max(request.next_decode_eligible_step, engine.current_step + 2)
+
+
+def stalled(engine: EngineState, queue: RankedQueue, plan: StepPlan, output: SchedulerOutput) -> bool:
+    """Return whether the step just scheduled is empty although without its plan something might have run.
+
+    Steps of async scheduling in which every request merely awaits its last output are empty by nature and don't count,
+    nor do those in which KV is being loaded.
+    """
+    if output.num_scheduled_tokens or not plan.restricts:
+        return False
+    if loading(engine):
+        return False
+    if engine.running:
+        return any(_has_work(request) for request in engine.running)
+    return any(could_join(request) for request in queue.best(LOOK_AHEAD))
+
+
+def _has_work(request: Request) -> bool:
+    """Whether tokens of a running request are left to schedule; vLLM takes no step beyond the client's bound."""
+    in_flight: int = request.num_output_placeholders
+    computed: int = request.num_computed_tokens
+    if in_flight and computed + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
+        return False
+    return bool(request.num_tokens_with_spec + in_flight > computed)

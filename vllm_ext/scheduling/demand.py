@@ -1,0 +1,252 @@
+"""What a waiting request asks of a step, net of the prefix cache, the host tier and what the step admitted already."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from vllm_ext.policies.contract import Candidate, Demand, Pool
+from vllm_ext.scheduling.engine_state import EngineState, loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.request import Request
+
+_GAPS_STAND_STEPS = 16
+_NOTHING: AbstractSet[bytes] = frozenset()
+
+
+class Front(NamedTuple):
+    """What of a waiting request's sequence needs no computing, from the first token on."""
+
+    tokens: int = 0
+    """On the device."""
+    held_blocks: int = 0
+    """Of these, blocks that somebody holds: they are shared. The others leave the free pool when they are taken."""
+    host_tokens: int = 0
+    """In host memory, behind those on the device."""
+    between_steps: bool = False
+    """Whether these are loaded between steps."""
+
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens that need no computing."""
+        return self.tokens + self.host_tokens
+
+
+class HostLookup(Protocol):
+    """The KV tier's books, which a look leaves as they are."""
+
+    def peek(self, request: Request, local_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens it would supply behind so many on the device, and whether between steps."""
+        ...
+
+
+class GapLookup(Protocol):
+    """Finds what is kept behind gaps, and holds nothing of it."""
+
+    def peek(self, request: Request, local_tokens: int) -> tuple[int, int, int]:
+        """Return how many tokens are kept in all, and behind the hit how many blocks are held and are idle."""
+        ...
+
+
+class PrefixProbe:
+    """Looks up how much of a request's front is in the prefix cache.
+
+    A block can't be found without those before it, so the end of the front is galloped to and bisected for, from where
+    it was last time: two look-ups where it stands. Exact for full attention; for models with several kinds of layers
+    vLLM's own look-up is made, which walks through the whole front.
+    """
+
+    def __init__(self, engine: EngineState) -> None:
+        """Take vLLM's scheduler."""
+        manager = engine.kv_cache_manager
+        self._manager = manager
+        self._pool = manager.block_pool
+        coordinator = manager.coordinator
+        self.full_attention = all(
+            isinstance(group.kv_cache_spec, FullAttentionSpec) for group in engine.kv_cache_config.kv_cache_groups
+        )
+        """False for sliding-window, Mamba and hybrid models, where block counts are upper bounds."""
+        self.gallops = self.full_attention and isinstance(coordinator, UnitaryKVCacheCoordinator)
+        self._enabled = bool(manager.enable_caching)
+        self._dropped = len(getattr(coordinator, "eagle_group_ids", ())) if self.gallops else 0
+        self.block_size: int = coordinator.single_type_managers[0].block_size
+        self.lookups = 0
+
+    def front(self, request: Request, start: int = 0, joined: AbstractSet[bytes] = _NOTHING) -> tuple[int, int, int]:
+        """Return how many blocks at the front of a request are cached, and how many of them somebody holds.
+
+        Args:
+            request: One that holds no KV.
+            start: Blocks at its front last time.
+            joined: Hashes of blocks that those who join in this step will hold and have cached.
+
+        Returns:
+            Cached blocks that vLLM will use, held blocks among them, and where to start next time.
+        """
+        if not self._enabled or request.skip_reading_prefix_cache:
+            return 0, 0, 0
+        if not self.gallops:
+            return self._asked(request)
+        hashes, get = request.block_hashes, self._pool.get_cached_block
+        limit = min(len(hashes), (request.num_tokens - 1) // self.block_size)
+
+        def cached(place: int) -> bool:
+            self.lookups += 1
+            return hashes[place] in joined or get(hashes[place], [0]) is not None
+
+        def held(place: int) -> bool:
+            self.lookups += 1
+            if hashes[place] in joined:
+                return True
+            block = get(hashes[place], [0])
+            return block is not None and block[0].ref_cnt > 0
+
+        found = _last(cached, limit, min(start, limit))
+        used = max(0, found - self._dropped)
+        return used, _last(held, used, used), found
+
+    def _asked(self, request: Request) -> tuple[int, int, int]:
+        blocks, tokens, *_ = self._manager.get_computed_blocks(request)
+        held = sum(not block.is_null and block.ref_cnt > 0 for group in blocks.blocks for block in group)
+        return tokens // self.block_size, held, 0
+
+
+def _last(holds: Callable[[int], bool], limit: int, start: int) -> int:
+    """Return how many of the first ``limit`` places hold, where none does behind one that does not."""
+    low, high = start, limit
+    if start and not holds(start - 1):
+        low, high = 0, start - 1
+    else:
+        step = 1
+        while low < limit:
+            ahead = min(low + step, limit)
+            if not holds(ahead - 1):
+                high = ahead - 1
+                break
+            low, step = ahead, 2 * step
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle - 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class Fronts:
+    """Fronts of waiting requests, with what the host tier and lookups behind gaps add.
+
+    Attributes:
+        host: The KV tier's books; None without a tier.
+        gaps: Finds what is kept behind gaps; None where lookups end at the first.
+    """
+
+    def __init__(self, engine: EngineState) -> None:
+        """Take vLLM's scheduler."""
+        self.probe = PrefixProbe(engine)
+        self.host: HostLookup | None = None
+        self.gaps: GapLookup | None = None
+        self._engine = engine
+        self._starts: dict[str, int] = {}
+        self._behind: dict[str, tuple[int, int, int, int]] = {}
+
+    def forget(self, req_id: str) -> None:
+        """Forget a request that ended."""
+        self._starts.pop(req_id, None)
+        self._behind.pop(req_id, None)
+
+    def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
+        """Return the front of a request that holds no KV; none of one that does."""
+        if request.num_computed_tokens:
+            return Front()
+        req_id = request.request_id
+        blocks, held, start = self.probe.front(request, self._starts.get(req_id, 0), joined)
+        if not joined:
+            self._starts[req_id] = start
+        tokens = blocks * self.probe.block_size
+        if self.gaps is not None:
+            kept, held_behind = self._behind_gaps(request, tokens)
+            if kept > tokens:  # what is loaded into gaps is in that count
+                return Front(kept, held + held_behind)
+        if self.host is None or request.skip_reading_prefix_cache:
+            return Front(tokens, held)
+        return Front(tokens, held, *self.host.peek(request, tokens))
+
+    def _behind_gaps(self, request: Request, tokens: int) -> tuple[int, int]:
+        """Return what is kept in all and held behind the hit; looked for anew every few steps, block by block."""
+        assert self.gaps is not None
+        step = self._engine.current_step
+        known = self._behind.get(request.request_id)
+        if known is None or known[1] != tokens or step - known[0] >= _GAPS_STAND_STEPS:
+            kept, held, _ = self.gaps.peek(request, tokens)
+            known = self._behind[request.request_id] = (step, tokens, kept, held)
+        return known[2], known[3]
+
+
+class Prices:
+    """Prices the candidates of one step.
+
+    vLLM enters the blocks of whoever joins into the prefix cache at once, so that those who share them may join in the
+    same pass: what joined is taken off as well.
+    """
+
+    def __init__(self, engine: EngineState, fronts: Fronts, pool: Pool) -> None:
+        """Take vLLM's scheduler, and its blocks as they are before the step."""
+        self._engine = engine
+        self._fronts = fronts
+        self._pool = pool
+        self._joined: set[bytes] = set()
+        self._whole = bool(engine.scheduler_reserve_full_isl)
+        self._reserved: int | None = None
+
+    def price(self, candidate: Candidate, free_tokens: int) -> Demand:
+        """Return what a candidate asks for, as vLLM will count it.
+
+        Args:
+            candidate: A waiting request.
+            free_tokens: What the step has left: its prompt is cut to that.
+        """
+        request = self._engine.requests[candidate.request.req_id]
+        front = self._fronts.of(request, self._joined)
+        length, ready = request.num_tokens, front.ready_tokens
+        missing = max(1, length - ready)
+        now = 0 if front.between_steps else min(missing, max(free_tokens, 1))
+        slots = ready + now + (0 if front.between_steps else self._pool.lookahead_tokens)
+        tokens = max(slots, length) if self._whole else slots
+        blocks = self._pool.blocks_for(tokens, drafts=False) - front.held_blocks
+        if front.between_steps:
+            blocks += self._promised()
+        own = length - front.held_blocks * self._fronts.probe.block_size
+        return Demand(0 if front.between_steps else missing, max(blocks, 0), max(own, 0), front.between_steps)
+
+    def joins(self, candidate: Candidate, tokens: int) -> None:
+        """Note that a candidate joins, and that so many of its tokens are computed in this step."""
+        if not self._fronts.probe.gallops:
+            return
+        request = self._engine.requests[candidate.request.req_id]
+        front = self._fronts.of(request, self._joined)
+        end = front.tokens if front.between_steps else front.ready_tokens + tokens
+        self._joined.update(request.block_hashes[: end // self._fronts.probe.block_size])
+
+    def _promised(self) -> int:
+        """Return the blocks that prompts under way still need: who loads between steps must leave them."""
+        if self._reserved is None:
+            self._reserved = self._engine._inflight_prefill_reserved_blocks()
+        return self._reserved
+
+
+def loaded_tokens(engine: EngineState) -> int:
+    """Return the tokens that those take in this step whose KV has come: they start before all others."""
+    ready, under_way = engine.finished_recving_kv_req_ids, RequestStatus.WAITING_FOR_REMOTE_KVS
+    return sum(
+        max(1, request.num_tokens - request.num_computed_tokens)
+        for request in loading(engine)
+        if request.status != under_way or request.request_id in ready
+    )

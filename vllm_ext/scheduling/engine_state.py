@@ -1,0 +1,110 @@
+"""vLLM's scheduler as our helpers see it: every name of it that they use, and what its versions call differently."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from vllm.v1.request import Request, RequestStatus
+
+_STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
+_HOLDS_KV = (RequestStatus.WAITING_FOR_REMOTE_KVS, _STREAMING)
+
+
+class EngineState(Protocol):
+    """The parts of ``vllm.v1.core.sched.scheduler.Scheduler`` that plans are made of and applied to."""
+
+    running: list[Request]
+    waiting: Any
+    requests: dict[str, Request]
+    current_step: int
+    max_num_running_reqs: int
+    max_num_scheduled_tokens: int
+    num_waiting_for_streaming_input: int
+    num_lookahead_tokens: int
+    num_spec_tokens: int
+    max_model_len: int
+    scheduler_reserve_full_isl: bool
+    prefill_capacity_bound: bool
+    finished_recving_kv_req_ids: set[str]
+    prev_step_scheduled_req_ids: set[str]
+    scheduler_config: Any
+    lora_config: Any
+    kv_cache_config: Any
+    kv_cache_manager: Any
+    connector: Any
+    _inflight_prefills: set[Request]
+
+    @property
+    def deferred_frees(self) -> Any:
+        """Blocks of preempted requests that are still read by steps under way."""
+        ...
+
+    def _inflight_prefill_reserved_blocks(self) -> int: ...
+
+
+def seats(engine: EngineState) -> int:
+    """Return the number of sequences from which on vLLM admits no more."""
+    cap: int = getattr(engine, "max_num_active_reqs", engine.max_num_running_reqs)  # 0.30 has one cap for both
+    return cap
+
+
+def parked_name(engine: EngineState) -> str:
+    """Return the name of vLLM's second waiting queue, which it serves before ``waiting``: requests that hold KV."""
+    return "kv_holding_waiting" if hasattr(engine, "kv_holding_waiting") else "skipped_waiting"
+
+
+def parked(engine: EngineState) -> Collection[Request]:
+    """Return that queue."""
+    found: Collection[Request] = getattr(engine, parked_name(engine))
+    return found
+
+
+def loading(engine: EngineState) -> list[Request]:
+    """Return the requests that load KV, or have loaded it and start before all others."""
+    return [request for request in parked(engine) if request.status != _STREAMING]
+
+
+def prefilling(engine: EngineState) -> list[Request]:
+    """Return the running requests with a part of their prompt still to compute."""
+    return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]
+
+
+def return_parked(engine: EngineState) -> None:
+    """Put requests that were passed over back into ``waiting``, as vLLM does from 0.31 on.
+
+    vLLM 0.30 parks them in a queue that goes before ``waiting`` whatever their rank. Those that hold KV stay there.
+    """
+    skipped = getattr(engine, "skipped_waiting", None)
+    if not skipped:
+        return
+    back = [request for request in skipped if request.status not in _HOLDS_KV]
+    skipped.remove_requests(back)
+    for request in back:
+        engine.waiting.add_request(request)
+
+
+def awaits_grammar(request: Request) -> bool:
+    """Whether the grammar of a request's output is still being compiled: vLLM would pass over it."""
+    if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return False
+    structured = request.structured_output_request
+    return structured is None or not structured.is_grammar_ready
+
+
+def grammar_failed(request: Request) -> bool:
+    """Whether the grammar could not be compiled: vLLM must look at the request to say so to its client."""
+    if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR or awaits_grammar(request):
+        return False
+    structured = request.structured_output_request
+    return structured is not None and isinstance(structured.grammar, Exception)
+
+
+def could_join(request: Request) -> bool:
+    """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return False
+    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        # vLLM looks whether the grammar is there only when a seat is free, which may be what we are to see to.
+        return not awaits_grammar(request) and not grammar_failed(request)
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -1,0 +1,160 @@
+"""Asks the residency policy what becomes of KV, and tells the KV tier.
+
+Everything here is estimates: how long a preempted request will wait, how long its blocks stay, what copies take. What
+came of the estimates is kept for the metrics.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_ext.policies.contract import Fate, Parting, RequestView, Room, Victim
+from vllm_ext.scheduling.step import LOOK_AHEAD, pool_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm.v1.request import Request
+
+    from vllm_ext.kv.scheduler_side import TierScheduler
+    from vllm_ext.policies.contract import Rank, Residency
+    from vllm_ext.scheduling.demand import Fronts
+    from vllm_ext.scheduling.engine_state import EngineState
+    from vllm_ext.scheduling.ledger import Job, Ledger
+    from vllm_ext.scheduling.observer import Observer
+    from vllm_ext.scheduling.ranked_queue import RankedQueue
+    from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.scheduling.step import EngineStep
+
+
+class KvSwapper:
+    """One scheduler's dealings with its KV tier.
+
+    Attributes:
+        queue: Who waits, by rank; None where vLLM orders its queue itself.
+        order: Who runs, by rank; likewise.
+        rank: Asks for the rank of a request; likewise.
+    """
+
+    queue: RankedQueue | None = None
+    order: RunningOrder | None = None
+    rank: Callable[[RequestView], Rank] | None = None
+
+    def __init__(
+        self,
+        engine: EngineState,
+        tier: TierScheduler,
+        policy: Residency,
+        *,
+        ledger: Ledger,
+        fronts: Fronts,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        """Take vLLM's scheduler, the scheduler's side of the connector, and the policy."""
+        self._engine, self._tier, self._policy = engine, tier, policy
+        self._ledger, self._fronts, self._observer, self._clock = ledger, fronts, observer, clock
+
+    def look_ahead(self, step: EngineStep, room: Room) -> None:
+        """Let the tier copy the KV of those who will have to leave; one that stores early has done so."""
+        if not self._tier.stores_early and step.number % self._policy.look_ahead_steps == 0:
+            self._tier.leaving = frozenset(self._policy.leaving_soon(step, room))
+
+    def preempting(self, request: Request) -> None:
+        """Decide about the KV of a running request that is preempted now.
+
+        Raises:
+            TypeError: the policy returned something else than a fate.
+        """
+        job = self._ledger.get(request.request_id)
+        if job is None:
+            return
+        view = self._ledger.view(job)
+        parting = self._parting(job, view)
+        fate = self._policy.on_preempt(view, parting)
+        if not isinstance(fate, Fate):
+            raise TypeError(f"on_preempt returned {fate!r}: must be a Fate")
+        self._tier.decide(request.request_id, fate)
+        self._observer.parted(fate.value)
+        job.expected_wait_s = parting.wait_s
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(fate) else 0
+
+    def priced(self, victim: RequestView, blocks: int) -> Victim:
+        """Return what the preemption of a running request would cost it, and everybody else.
+
+        A victim waits until its KV is back; the others wait while it is computed again, or while it is copied out.
+        """
+        computed, recompute_s = victim.num_computed_tokens, victim.recompute_s
+        if computed:
+            prices = self._tier.prices
+            out_s = prices.store_s(self._tier.missing_tokens(victim.req_id, computed))
+            rest_s = recompute_s * (1 - prices.kept_tokens(computed) / computed)
+            swap_s = out_s + prices.load_s(computed) + rest_s
+            if swap_s < recompute_s:
+                return Victim(victim, (), blocks, swap_s, out_s + rest_s)
+        return Victim(victim, (), blocks, recompute_s, recompute_s)
+
+    def load_s(self, num_tokens: int) -> float:
+        """Return the time to load the KV of so many tokens."""
+        return self._tier.prices.load_s(num_tokens)
+
+    def resumed(self, job: Job, waited_s: float) -> None:
+        """Compare how long a preempted request waited with what was expected."""
+        if job.expected_wait_s is not None:
+            self._observer.resumed(job.expected_wait_s, waited_s)
+            job.expected_wait_s = None
+        job.kept_tokens = 0
+
+    def _parting(self, job: Job, view: RequestView) -> Parting:
+        """Return what it costs if a running request is preempted now, in seconds."""
+        request, prices = job.request, self._tier.prices
+        computed = min(request.num_computed_tokens, request.num_tokens)
+        return Parting(
+            wait_s=self._wait_s(job, view),
+            reuse_s=self._reuse_s(),
+            out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
+            back_s=prices.load_s(computed),
+        )
+
+    def _wait_s(self, job: Job, view: RequestView) -> float:
+        """Return the estimated wait time (ALISE, eq. 7) of a running request that is preempted now.
+
+        The paper sums the predicted times of all that go before, as if they ran one after the other. Here they run
+        side by side, in as many places as there are: the sum is divided by those. What is beyond the first requests of
+        the queue counts with the mean of these. Aging ends the wait of whoever is promoted before.
+        """
+        now = self._clock()
+        ledger, running = self._ledger, self._engine.running
+        first = self.order.best() if self.order is not None else next(iter(running), None)
+        until_free_s = 0.0
+        if first is not None and first is not job.request:
+            until_free_s = ledger.view(ledger[first.request_id]).predicted_remaining_s
+        if self.queue is None or self.rank is None:
+            return until_free_s  # vLLM puts it back in front of all others
+        place = self.rank(view._replace(waiting_since=now))
+        ahead = [ledger.view(ledger[request.request_id]) for request in self._before((*place.key, *job.ties))]
+        sum_s = sum(each.predicted_remaining_s for each in ahead)
+        if len(ahead) == LOOK_AHEAD:
+            sum_s *= len(self.queue) / len(ahead)
+        return min(until_free_s + sum_s / max(1, len(running)), max(0.0, place.older_only_s - now))
+
+    def _before(self, key: tuple[float, ...]) -> Iterator[Request]:
+        assert self.queue is not None
+        for request in self.queue.best(LOOK_AHEAD):
+            if self.queue.key(request) > key:
+                return
+            yield request
+
+    def _reuse_s(self) -> float:
+        """Return how long the blocks of a request that leaves now stay: those given up before are taken first."""
+        engine, pool = self._engine, pool_of(self._engine)
+        head = None if self.queue is None else next(self.queue.best(1), None)
+        wanted = 0
+        if head is not None:
+            wanted = pool.blocks_for(head.num_tokens) - self._fronts.of(head).held_blocks
+        left = pool.unused - wanted
+        if left <= 0:
+            return 0.0
+        per_step = max(len(engine.running), 1) / pool.block_size
+        return left / per_step * self._ledger.pace.pace.step_s

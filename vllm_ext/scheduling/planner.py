@@ -1,0 +1,127 @@
+"""Asks the policies about one step: how many tokens, who joins and leaves, whose KV is copied ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.policies.contract import RequestView, Room, StepPlan, Victim
+from vllm_ext.scheduling.demand import Fronts, Prices
+from vllm_ext.scheduling.engine_state import EngineState, loading, parked, seats
+from vllm_ext.scheduling.step import EngineStep, pool_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from vllm_ext.policies.contract import Admission, Budget, GatePolicy
+    from vllm_ext.scheduling.kv_swapper import KvSwapper
+    from vllm_ext.scheduling.ledger import Ledger
+    from vllm_ext.scheduling.ranked_queue import RankedQueue
+    from vllm_ext.scheduling.running_order import RunningOrder
+
+_LOOKED_AFTER_STEPS = 64
+_CHANGED = 1.25
+"""Times by which the price of a step must have changed since ranks were made of it."""
+
+
+class Planner:
+    """Makes the plan of each step, budget first, then admission, which gets what the budget leaves.
+
+    Attributes:
+        memo: What policies noted for later steps.
+        why: Why those who were looked at in the last step do not run, by request id.
+        swapper: Where there is a KV tier: whose KV is copied ahead, and what preemptions cost.
+    """
+
+    def __init__(
+        self,
+        engine: EngineState,
+        *,
+        admission: Admission,
+        gates: Sequence[GatePolicy],
+        budget: Budget,
+        ledger: Ledger,
+        queue: RankedQueue,
+        order: RunningOrder,
+        fronts: Fronts,
+        rng: np.random.Generator,
+    ) -> None:
+        """Take vLLM's scheduler, the policies, and what is known beside vLLM."""
+        self._engine, self._ledger = engine, ledger
+        self._admission, self._gates, self._budget = admission, gates, budget
+        self._queue, self._order, self._fronts, self._rng = queue, order, fronts, rng
+        self.memo: dict[str, Any] = {}
+        self.why: dict[str, str] = {}
+        self.swapper: KvSwapper | None = None
+        self._free_to_vllm = admission.is_vllms and not gates
+        self._priced_at = self._step_price()
+
+    def plan(self, now: float) -> StepPlan:
+        """Return the plan for a step at clock time ``now`` (s).
+
+        Raises:
+            Exception: whatever a policy raises; nothing has been changed then.
+        """
+        self._follow_prices()
+        engine = self._engine
+        pool = pool_of(engine)
+        step = EngineStep(
+            engine,
+            now,
+            pool=pool,
+            ledger=self._ledger,
+            queue=self._queue,
+            order=self._order,
+            rng=self._rng,
+            memo=self.memo,
+            victim=self._victim,
+        )
+        split = self._budget.split(step)
+        plan = StepPlan(split=split)
+        self.why = {}
+        if not step.num_waiting:
+            return plan
+        step.split_by(split)
+        room = self._room(step)
+        if not self._free_to_vllm or split.apart:
+            room.gates = tuple(policy.gate(step) for policy in self._gates)
+            self._admission.select(step, room)
+            plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt))
+            self.why = room.why
+        if self.swapper is not None:
+            self.swapper.look_ahead(step, room)
+        return plan
+
+    def _room(self, step: EngineStep) -> Room:
+        engine = self._engine
+        prices = Prices(engine, self._fronts, step.pool)
+        return Room(
+            seats=seats(engine) - step.num_running - len(parked(engine)),
+            tokens=step.free_tokens,
+            blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
+            idle=not step.num_running and not loading(engine),
+            price=prices.price,
+            taken=prices.joins,
+        )
+
+    def _victim(self, request: RequestView, blocks: int) -> Victim:
+        if self.swapper is not None:
+            return self.swapper.priced(request, blocks)
+        return Victim(request, (), blocks, request.recompute_s, request.recompute_s)
+
+    def _follow_prices(self) -> None:
+        """Ask for all ranks again once steps have turned out to take much longer than thought, or less."""
+        if self._engine.current_step % _LOOKED_AFTER_STEPS:
+            return
+        price = self._step_price()
+        for now, then in zip(price, self._priced_at, strict=True):
+            if not then / _CHANGED <= now <= then * _CHANGED:
+                self._priced_at = price
+                self._queue.rerank_all()
+                self._order.rerank_all()
+                return
+
+    def _step_price(self) -> tuple[float, float]:
+        runtime = self._ledger.runtime
+        return runtime.decode_s(100, 1000), runtime.prefill_s(1000)
