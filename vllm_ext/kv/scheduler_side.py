@@ -24,6 +24,8 @@ from vllm_ext.policies.residency.fate import Fate
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+    from vllm_ext.hints import HintError
+
 
 class TierScheduler(IdleStoringScheduler):
     """vLLM's side, with three ways to store.
@@ -98,6 +100,11 @@ class TierScheduler(IdleStoringScheduler):
         self.price(recompute_s)
         if self.keeper is not None:
             self.keeper.use(clock, recompute_s)
+
+    def report_bad_hints(self, told: Callable[[str, HintError], None]) -> None:
+        """Say who is told the id of a request, and what of its hints it may not ask for."""
+        if self.keeper is not None:
+            self.keeper.on_bad_hint = told
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

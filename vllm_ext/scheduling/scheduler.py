@@ -100,6 +100,7 @@ class SteeredScheduler(GapScheduler):
         self.tier_account = getattr(self.connector, "account", None)
         if self.tier is not None:  # the runtime model may be replaced, and simulations replace the clock
             self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
+            self.tier.report_bad_hints(self.observer.bad_hint)
             self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
         if self.gaps is not None:
             self.gaps.compute_s = lambda *tokens: self.ledger.runtime.prefill_s(*tokens)  # noqa: PLW0108
