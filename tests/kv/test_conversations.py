@@ -131,9 +131,43 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
         turn(book, None, [f"{number}"], [], float(number))
     assert len(book) <= 11
-    assert holding in book
-    assert running in book
+    assert {holding, running} <= set(book.after(0))
     assert len(book._by_tail) <= 11
+
+
+def test_a_forgotten_conversation_whose_chunks_are_stored_after_all_is_known_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks that lay on the device may be copied when 65,536 others have come."""
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 3)
+    book = ConversationBook(ttl_s=10.0)
+    late, taken = turn(book, "late", ["x"], [], 0.0), turn(book, "taken", ["y"], [], 0.0)
+    for number in range(10):
+        turn(book, f"c{number}", [f"{number}"], [], 1.0)
+    new = turn(book, "taken", ["y"], [], 1.0)
+    assert not {late, taken} & set(book.after(0))
+    late.own(*keys("x"))
+    taken.own(*keys("y"))
+    assert [c.name for c in book.after(new.number)] == ["late", None]
+    assert book.find("late") == {"": late}
+    assert book.find("taken") == {"": new}, "its name is another one's by now"
+    assert (book.counts.running, book.counts.kept) == (0, 2)
+    assert {late, taken} <= set(book.expired(11.0, 100))
+
+
+def test_who_is_forgotten_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a long time to live every request left an entry, and its conversation, until that was over."""
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 10)
+    book = ConversationBook(ttl_s=1e6)
+    kept = turn(book, "kept", ["k"], [], 0.0)
+    kept.own(*keys("k"))
+    for number in range(1000):
+        turn(book, None, [f"{number}"], [], 1.0 + number)
+        turn(book, "kept", ["k"], [], 1.0 + number)
+    for number in range(500):
+        book.leave(book.enter("kept", "", [], 2e3, ttl_s=1e5 - number), [], 2e3)
+    assert len(book._expiry) <= 2 * len(book) + 64
+    assert list(book.expired(2e3 + 1e5, 1000)) == [kept]
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_of_what_a_client_may_not_ask_for_the_scheduler_is_told() -> None:
     tier.turn("b", "b0", at=1.0, salt="s", kv_ttl_s=11.0)
     tier.turn("c", "c0", at=2.0, salt="s", kv_ttl_s=10.0)
     assert told == [("request-0.0-a", "kv_ttl_s"), ("request-1.0-b", "kv_ttl_s")]
-    assert [c.name for c in tier.keeper.book] == ["a", "b", "c"], "their other hints are followed"
+    assert [c.name for c in tier.keeper.book.after(0)] == ["a", "b", "c"], "their other hints are followed"
 
 
 def test_emptying_the_tier_empties_the_conversations() -> None:
@@ -213,4 +213,4 @@ def test_emptying_the_tier_empties_the_conversations() -> None:
         tier.turn(name, f"{name}0", at=float(number))
     tier.manager.reset_cache()
     tier.check()
-    assert not any(conversation.keys for conversation in tier.keeper.book)
+    assert not any(conversation.keys for conversation in tier.keeper.book.after(0))

@@ -39,18 +39,18 @@ def audit_owners(policy: RetentionCachePolicy, book: ConversationBook) -> None:
     Raises:
         AuditError: they do not.
     """
-    nodes, quotas = policy._nodes, policy.quotas
+    nodes, quotas, conversations = policy._nodes, policy.quotas, list(book.after(0))
     owned = {(key, c.number) for key, node in nodes.items() for c in (*node.others, node.conversation) if c is not None}
-    if owned != {(key, c.number) for c in book for key in c.keys}:
+    if owned != {(key, c.number) for c in conversations for key in c.keys}:
         raise AuditError("chunks and conversations do not agree on who owns what")
     per_salt = Counter(node.conversation.salt_tag for node in nodes.values() if node.conversation is not None)
-    running = sum(c.running > 0 for c in book)
-    kept = sum(not c.running and bool(c.keys) for c in book)
+    running = sum(c.running > 0 for c in conversations)
+    kept = sum(not c.running and bool(c.keys) for c in conversations)
     counted = {
         "by salt": (quotas.per_salt, per_salt),
         "of new salts": (quotas.of_new, sum(n for tag, n in per_salt.items() if tag not in quotas._returned)),
         "pinned": (policy.owners.pinned, sum(node.pinned for node in nodes.values())),
-        "pinned conversations": (set(book.pinned), {c for c in book if c.pinned}),
+        "pinned conversations": (set(book.pinned), {c for c in conversations if c.pinned}),
         "conversations": ((book.counts.running, book.counts.kept), (running, kept)),
     }
     for name, (found, expected) in counted.items():

@@ -13,7 +13,7 @@ import heapq
 import math
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 65536
 """Conversations remembered at most; those that hold nothing and were not used longest are forgotten."""
+_LEAST_WATCHED = 64
+"""Entries up to which nobody looks for those that hold no more."""
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class StateCounts:
     """Have requests that did not end."""
     kept: int = 0
     """Have none, and chunks in the tier."""
+    recall: Callable[[Conversation], None] = lambda _: None
+    """Called with a forgotten conversation of which a chunk is stored after all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +67,8 @@ class Conversation:
     """Chunks in the tier that it owns, alone or with others; changed by `own` and `disown` only."""
     tail: OffloadKey | None = None
     """The last chunk of its last turn, whether it is still there or not."""
+    known: bool = True
+    """Whether it is in its book still."""
     counts: StateCounts = field(default_factory=StateCounts)
     """Of its book."""
 
@@ -86,6 +92,8 @@ class Conversation:
         if not self.keys and not self.running:
             self.counts.kept += 1
         self.keys.add(key)
+        if not self.known:
+            self.counts.recall(self)
 
     def disown(self, key: OffloadKey) -> None:
         """Take a chunk out."""
@@ -115,7 +123,7 @@ class ConversationBook:
 
     def __init__(self, ttl_s: float = math.inf) -> None:
         self.returns = ReturnModel()
-        self.counts = StateCounts()
+        self.counts = StateCounts(recall=self._recall)
         self._ttl_s = ttl_s
         self._salt_key = secrets.token_bytes(16)
         self._known: OrderedDict[int, Conversation] = OrderedDict()
@@ -132,10 +140,6 @@ class ConversationBook:
 
     def __len__(self) -> int:
         return len(self._known)
-
-    def __iter__(self) -> Iterator[Conversation]:
-        """Yield all conversations: not while the engine runs, there may be many."""
-        return iter(self._known.values())
 
     def salt_tag(self, salt: str | None) -> str:
         """Return what stands for a ``cache_salt``: a keyed hash, 32 hex digits, which means nothing elsewhere.
@@ -230,6 +234,9 @@ class ConversationBook:
             conversation.watched_s = conversation.expires_s
             self._numbers += 1
             heapq.heappush(self._expiry, (conversation.expires_s, self._numbers, conversation))
+            if len(self._expiry) > 2 * len(self._known) + _LEAST_WATCHED:
+                self._expiry = [entry for entry in self._expiry if entry[0] == entry[2].watched_s]
+                heapq.heapify(self._expiry)
 
     def pin(self, conversation: Conversation, wanted: bool) -> None:
         """Note whether a conversation is pinned."""
@@ -250,11 +257,23 @@ class ConversationBook:
     def _add(self, name: str | None, salt_tag: str) -> Conversation:
         self._numbers += 1
         made = Conversation(self._numbers, name, salt_tag, ttl_s=self._ttl_s, counts=self.counts)
-        self._known[made.number] = made
-        self._pages.add(made.number, made)
-        if name is not None:
-            self._named.setdefault(name, {})[salt_tag] = made
+        self._know(made)
         return made
+
+    def _recall(self, forgotten: Conversation) -> None:
+        """Know a conversation again; its name may be another one's by now."""
+        self._numbers += 1
+        forgotten.number, forgotten.known = self._numbers, True
+        if forgotten.name is not None and forgotten.salt_tag in self.find(forgotten.name):
+            forgotten.name = None
+        self._know(forgotten)
+        self._watch(forgotten)
+
+    def _know(self, conversation: Conversation) -> None:
+        self._known[conversation.number] = conversation
+        self._pages.add(conversation.number, conversation)
+        if conversation.name is not None:
+            self._named.setdefault(conversation.name, {})[conversation.salt_tag] = conversation
 
     def _forget_some(self) -> None:
         """Forget the conversations that were not used longest, up to a few at a time."""
@@ -269,6 +288,7 @@ class ConversationBook:
 
     def _forget(self, conversation: Conversation) -> None:
         del self._known[conversation.number]
+        conversation.known, conversation.watched_s = False, math.inf
         self._pages.remove(conversation.number)
         self._forget_tail(conversation)
         self.pin(conversation, wanted=False)
