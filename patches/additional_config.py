@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_ext.config import KEY
+from vllm_ext.config import KEY, parse
 
 
 class AdditionalConfig(UserDict[str, Any]):
@@ -37,3 +37,9 @@ def with_options(additional: Mapping[str, Any], options: Mapping[str, Any]) -> d
     """
     merged = {**additional, KEY: dict(options)}
     return AdditionalConfig(merged) if len(merged) == 1 else merged
+
+
+def server_ttl_s(vllm_config: Any) -> float:
+    """Return ``kv_tier.ttl_s``, in seconds; 0: conversations have no end, or none of our options was chosen."""
+    options = (vllm_config.additional_config or {}).get(KEY)
+    return parse(options).kv_tier.ttl_s if options else 0.0

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_ext import config as ext_config
+from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig
 from vllm_ext.config_kv import FUSED, LEADING, OFF, PHASED
 from vllm_ext.patches import registry
@@ -41,6 +42,8 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
     refuse_oracle(config, usage)
     refuse_priority(config, self.scheduling_policy)
+    if _opens_admin(config, usage):
+        envs.admin_key()  # refuses to start without one
     chosen, transfer = self.scheduler_cls, self.kv_transfer_config
     self.scheduler_cls = scheduler_cls
     if config.kv_tier.gib:
@@ -186,6 +189,10 @@ def _not_verified(groups: tuple[str, ...]) -> str | None:
     return None
 
 
+def _opens_admin(config: ExtConfig, usage_context: object) -> bool:
+    return usage_context in _SERVERS and config.kv_tier.admin
+
+
 def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     """Return the hook groups that this process needs under the configuration."""
     from vllm_ext import systems
@@ -193,7 +200,7 @@ def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
     groups = ["hints"]
     if usage_context in _HTTP:
         groups.append("http")
-    if usage_context in _SERVERS and config.kv_tier.admin:
+    if _opens_admin(config, usage_context):
         groups.append("kv-admin")
     predicts = ext_config.RETRIEVAL in config.prediction.sources and systems.build(config).use_predictions
     if predicts:

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_ext import hints
 from vllm_ext.observability import slo_report
+from vllm_ext.patches.additional_config import server_ttl_s
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
 from vllm_ext.prediction.service import said
@@ -25,7 +26,9 @@ async def _create(
     original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     try:
-        await add_hints(request, raw_request)
+        found = await add_hints(request, raw_request)
+        if found.kv_ttl_s is not None:
+            hints.check_lifetime(found, request.cache_salt, server_ttl_s(self.engine_client.vllm_config))
     except hints.HintError as error:
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
@@ -35,10 +38,13 @@ async def _create(
     return said.along(slo_report.along(answer, report), request)
 
 
-async def add_hints(request: Any, raw_request: Any) -> None:
+async def add_hints(request: Any, raw_request: Any) -> hints.RequestHints:
     """Put the hints of headers and ``nvext`` into ``request.vllm_xargs``; what the body says there wins.
 
     A request without such hints is left untouched.
+
+    Returns:
+        What the body's ``vllm_xargs`` say by themselves.
 
     Raises:
         HintError: A hint is malformed; the request is not changed.
@@ -46,9 +52,10 @@ async def add_hints(request: Any, raw_request: Any) -> None:
     found = {} if raw_request is None else hints.from_headers(raw_request.headers)
     found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
     given = await _as_sent(request.vllm_xargs or {}, raw_request)
-    hints.from_extra_args(given)
-    if found or any(key in given for key in hints.FLAG_KEYS):
+    said_in_body = hints.from_extra_args(given)
+    if found or hints.REPORT_KEY in given:
         request.vllm_xargs = {**found, **given}
+    return said_in_body
 
 
 async def _as_sent(given: dict[str, Any], raw_request: Any) -> dict[str, Any]:
@@ -61,9 +68,7 @@ async def _as_sent(given: dict[str, Any], raw_request: Any) -> dict[str, Any]:
     if not suspects:
         return given
     if raw_request is None:
-        return {
-            key: bool(value) if key in hints.FLAG_KEYS and value in (0, 1) else value for key, value in given.items()
-        }
+        return {**given, **{key: bool(given[key]) for key in suspects if key == hints.REPORT_KEY}}
     body = await raw_request.json()
     sent = body.get("vllm_xargs") if isinstance(body, dict) else None
     return {**given, **{key: sent[key] for key in suspects if key in sent}} if isinstance(sent, dict) else given

@@ -9,10 +9,11 @@ Can go: when a plugin can validate requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.patches.additional_config import server_ttl_s
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
 
@@ -24,7 +25,10 @@ def _process_inputs(
     extra = getattr(params, "extra_args", None)
     if extra or session_id is not None:
         try:
-            hints.from_extra_args(extra, session_id)
+            found = hints.from_extra_args(extra, session_id)
+            if found.kv_ttl_s is not None:
+                salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+                hints.check_lifetime(found, salt, server_ttl_s(self.vllm_config))
         except hints.HintError as error:
             raise refusal(error) from error
     return original(self, request_id, prompt, params, *args, **kwargs)

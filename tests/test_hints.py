@@ -14,7 +14,23 @@ from hypothesis import strategies as st
 from vllm_ext import hints
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints
 
-NOT_AN_SLO = [-1, 0, 0.0, -0.5, math.nan, math.inf, -math.inf, 10**400, True, False, "250", "", [250], {"ms": 250}]
+NOT_AN_SLO = [
+    -1,
+    0,
+    0.0,
+    -0.5,
+    5e-324,
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**400,
+    True,
+    False,
+    "250",
+    "",
+    [250],
+    {"ms": 250},
+]
 NOT_AN_OSL = [-3, 0, 1_000_001, 1.0, 1.5, math.nan, True, False, "12", [12]]
 NOT_A_TAG = ["", "x" * 65, 7, True, ["t"]]
 NOT_A_FLAG = [1, 0, 1.0, "true", "", [True]]
@@ -81,16 +97,20 @@ def test_a_malformed_tag_is_refused_by_name(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", NOT_A_FLAG, ids=repr)
-@pytest.mark.parametrize("key", hints.FLAG_KEYS)
-def test_a_flag_is_a_boolean(key: str, value: Any) -> None:
-    with pytest.raises(HintError, match=rf"^{key}=.*: must be true or false;"):
-        hints.from_extra_args({key: value})
+def test_a_flag_is_a_boolean(value: Any) -> None:
+    with pytest.raises(HintError, match=r"^slo_report=.*: must be true or false;"):
+        hints.from_extra_args({"slo_report": value})
 
 
 @pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("key", hints.FLAG_KEYS)
-def test_what_a_flag_stands_for_may_be_asked_for_or_declined(key: str, value: bool) -> None:
-    assert getattr(hints.from_extra_args({key: value}), key) is value
+def test_a_report_may_be_asked_for_or_declined(value: bool) -> None:
+    assert hints.from_extra_args({"slo_report": value}).slo_report is value
+
+
+@pytest.mark.parametrize("value", [True, False, 1, "true"], ids=repr)
+def test_a_client_neither_pins_nor_takes_a_pin_away(value: Any) -> None:
+    with pytest.raises(HintError, match=r"^kv_pin=.*: must be absent, as only an administrator pins"):
+        hints.from_extra_args({"kv_pin": value})
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "60", math.inf, math.nan, 30 * 86400 + 1, [60]], ids=repr)
@@ -102,6 +122,47 @@ def test_a_malformed_time_to_live_is_refused_by_name(value: Any) -> None:
 def test_a_time_to_live_is_seconds() -> None:
     assert hints.from_extra_args({"kv_ttl_s": 60}).kv_ttl_s == 60.0
     assert hints.from_extra_args({}).kv_ttl_s is None
+
+
+SHORTENED = [(60.0, "salt", 0.0), (60.0, "salt", 60.0), (None, None, 60.0)]
+
+
+@pytest.mark.parametrize(("ttl_s", "salt", "server_ttl_s"), SHORTENED)
+def test_who_has_a_salt_shortens_a_life(ttl_s: float | None, salt: str | None, server_ttl_s: float) -> None:
+    hints.check_lifetime(RequestHints(kv_ttl_s=ttl_s), salt, server_ttl_s)
+
+
+@pytest.mark.parametrize(
+    ("salt", "server_ttl_s", "allowed"),
+    [
+        (None, 0.0, "sent with a cache_salt"),
+        ("", 100.0, "sent with a cache_salt"),
+        ("salt", 59.9, "at most 59.9, the server's own"),
+    ],
+)
+def test_a_life_that_its_client_may_not_set_is_refused(salt: str | None, server_ttl_s: float, allowed: str) -> None:
+    with pytest.raises(HintError, match=rf"^kv_ttl_s=60\.0: must be {allowed}"):
+        hints.check_lifetime(RequestHints(kv_ttl_s=60.0), salt, server_ttl_s)
+
+
+@pytest.mark.parametrize("key", ["conversation_id", "tag"])
+def test_a_text_that_no_file_could_hold_is_refused(key: str) -> None:
+    """JSON carries half a surrogate pair; the first log or metric that encodes it would fail."""
+    with pytest.raises(HintError, match=f"^{key}="):
+        hints.from_extra_args({key: "a\ud800"})
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("value", [10**5000, Unspeakable()], ids=["a number of 5001 digits", "an object"])
+@pytest.mark.parametrize("key", hints.KEYS)
+def test_what_can_not_be_shown_is_refused_all_the_same(key: str, value: Any) -> None:
+    """Python shows no integer of more than 4300 digits: the refusal itself failed, and with it the engine."""
+    with pytest.raises(HintError, match=rf"^{key}=<(int|Unspeakable)>: must be"):
+        hints.from_extra_args({key: value})
 
 
 @pytest.mark.parametrize("value", NOT_AN_ID, ids=lambda v: repr(v)[:20])

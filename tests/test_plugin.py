@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -288,6 +289,28 @@ def test_a_malformed_offline_hint_is_refused_by_its_name(model: str, key: str, v
         processor.process_inputs("b", prompt, SamplingParams(extra_args={key: value}), ("generate",))
     assert isinstance(caught.value, VLLMValidationError)
     assert caught.value.parameter == key
+
+
+def test_an_admin_endpoint_without_a_key_of_its_own_is_refused_before_anything_is_loaded(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_EXT_ADMIN_KEY", raising=False)
+    options = {"scheduler_cls": "fcfs", "additional_config": {"vllm_ext": {"kv_tier": {"gib": 1.0, "admin": True}}}}
+    with pytest.raises(ValueError, match="VLLM_EXT_ADMIN_KEY is not set"):
+        make_config(model, "OPENAI_API_SERVER", **options)
+
+
+def test_an_offline_life_that_may_not_be_set_is_refused(model: str) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    options = {"vllm_ext": {"kv_tier": {"gib": 1.0, "ttl_s": 60.0}}}
+    processor = InputProcessor(make_config(model, scheduler_cls="fcfs", additional_config=options))
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    for salt, ttl_s, lawful in ((None, 5.0, False), ("salt", 61.0, False), ("salt", 60.0, True)):
+        params = SamplingParams(extra_args={"kv_ttl_s": ttl_s})
+        with contextlib.nullcontext() if lawful else pytest.raises(ValueError, match=r"^kv_ttl_s="):
+            processor.process_inputs("a", {**prompt, **({"cache_salt": salt} if salt else {})}, params, ("generate",))
 
 
 FRESH = """

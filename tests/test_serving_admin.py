@@ -14,11 +14,11 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_ext import serving_admin
+from vllm_ext import envs, serving_admin
 from vllm_ext.patches import registry
 
 Answer = Callable[..., Any]
-URL, KEY = serving_admin.PREFIX, "k-1"
+URL, KEY, API_KEY = serving_admin.PREFIX, "key-of-the-administrator", "key-of-the-clients"
 ROW = {"name": "a"}
 
 
@@ -36,10 +36,17 @@ class Client:
         return await answer if asyncio.iscoroutine(answer) else answer
 
 
-def server(client: Client, *, admin: bool = True, key: str | None = None, root_path: str = "") -> TestClient:
-    """Build the application as vLLM does, as far as it matters here."""
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.ADMIN_KEY, KEY)
+
+
+def server(
+    client: Client, *, admin: bool = True, key: str | None = KEY, api_key: str | None = API_KEY, root_path: str = ""
+) -> TestClient:
+    """Build the application as vLLM does, as far as it matters here; its client sends the key."""
     args = Namespace(
-        api_key=[key] if key else None, allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
+        api_key=[api_key] if api_key else None, allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
         allowed_headers=["*"], enable_request_id_headers=False, middleware=[], log_error_stack=False,
     )  # fmt: skip
     app = FastAPI()
@@ -52,11 +59,13 @@ def server(client: Client, *, admin: bool = True, key: str | None = None, root_p
     options = {"vllm_ext": {"kv_tier": {"gib": 1.0, "admin": admin}}}
     engine: Any = Namespace(vllm_config=Namespace(additional_config=options), engine_core=client)
     asyncio.run(plugin.init_state(engine, app.state, args))
-    return TestClient(app, raise_server_exceptions=False)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return TestClient(app, raise_server_exceptions=False, headers=headers)
 
 
 def found(_: str, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"conversations": [ROW], "conversation": ROW, "action": action, "with": arguments}
+    page = {"conversations": [ROW], "cursor": 17, "more": False} if action == "list" else {"conversations": [ROW]}
+    return {**page, "conversation": ROW, "action": action, "with": arguments}
 
 
 def nobody(*_: Any) -> dict[str, Any]:
@@ -77,15 +86,45 @@ def text(answer: Any) -> str:
 
 def test_every_engine_is_asked_and_named() -> None:
     client = Client(found, found)
-    answer = server(client).get(f"{URL}/conversations?offset=1&limit=2&sort=name")
-    asked = {"offset": 1, "limit": 2, "sort": "name"}
+    answer = server(client).get(f"{URL}/conversations?limit=2")
+    asked = {"cursor": 0, "limit": 2}
     assert answer.status_code == 200
     assert [(row["engine"], row["action"], row["with"]) for row in answer.json()["engines"]] == [
         (0, "list", asked), (1, "list", asked)
     ]  # fmt: skip
+    assert answer.json()["next"] is None
     assert {(number, method) for number, method, *_ in client.asked} == {
         (0, "vllm_ext_kv_tier"), (1, "vllm_ext_kv_tier")
     }  # fmt: skip
+
+
+def test_pages_of_several_engines_have_one_cursor() -> None:
+    """Each engine numbers its own conversations."""
+    lengths = {0: 5, 1: 2}
+
+    def engine(number: int) -> Answer:
+        def answer(_: str, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            first, limit = arguments["cursor"], arguments["limit"]
+            rows = list(range(first + 1, lengths[number] + 1))
+            return {"conversations": rows[:limit], "cursor": [first, *rows[:limit]][-1], "more": len(rows) > limit}
+
+        return answer
+
+    served, seen, following = server(Client(engine(0), engine(1))), {0: [], 1: []}, ""
+    while following is not None:
+        answer = served.get(f"{URL}/conversations?limit=2{following and '&cursor=' + following}").json()
+        for part in answer["engines"]:
+            assert set(part) == {"engine", "conversations"}
+            seen[part["engine"]] += part["conversations"]
+        following = answer["next"]
+    assert seen == {0: [1, 2, 3, 4, 5], 1: [1, 2]}
+
+
+@pytest.mark.parametrize("cursor", ["1", "1.2.3"])
+def test_a_cursor_of_other_engines_is_400(cursor: str) -> None:
+    answer = server(Client(found, found)).get(f"{URL}/conversations?cursor={cursor}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query.cursor")
+    assert "of 2 engines" in text(answer)
 
 
 @pytest.mark.parametrize("action", ["pin", "unpin", "drop"])
@@ -94,7 +133,13 @@ def test_engines_that_know_a_conversation_change_it(action: str) -> None:
     assert answer.status_code == 200
     (row,) = answer.json()["engines"]
     assert (row["engine"], row["action"]) == (1, action)
-    assert row["with"] == {"name": "a", "salt": "s", "salt_tag": None}
+    assert row["with"] == {"name": "a", "salt": "s"}
+
+
+def test_a_conversation_is_meant_by_its_id() -> None:
+    client = Client(found)
+    assert server(client).post(f"{URL}/drop", json={"id": "5f0c6a1b-17"}).status_code == 200
+    assert client.asked[0][3] == {"id": "5f0c6a1b-17"}
 
 
 def test_names_may_hold_anything() -> None:
@@ -109,7 +154,7 @@ def test_an_unknown_conversation_is_404() -> None:
     answer = client.post(f"{URL}/drop", json={"name": "a"})
     assert answer.status_code == 404
     assert "name='a'" in text(answer)
-    assert "2 with others are: give salt or salt_tag" in text(answer)
+    assert "2 with others are: give salt, or the id that the list shows" in text(answer)
 
 
 def test_a_pin_that_no_engine_takes_is_409() -> None:
@@ -121,12 +166,14 @@ def test_a_pin_that_no_engine_takes_is_409() -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({}, "body.name"),
+        ({}, "body"),
         ({"name": 7}, "body.name"),
         ({"name": "a" * 257}, "body.name"),
         ({"name": "a", "sale": "s"}, "body.sale"),
         ({"name": "a", "salt": 7}, "body.salt"),
-        ({"name": "a", "salt": "s", "salt_tag": "t"}, "body"),
+        ({"name": "a", "salt_tag": "t"}, "body.salt_tag"),
+        ({"name": "a", "id": "i"}, "body"),
+        ({"id": "i", "salt": "s"}, "body"),
     ],
 )
 def test_a_malformed_request_is_400_and_reaches_no_engine(body: dict[str, Any], field: str) -> None:
@@ -136,7 +183,7 @@ def test_a_malformed_request_is_400_and_reaches_no_engine(body: dict[str, Any], 
     assert not client.asked
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "offset=-1", "offset=x", "sort=age"])
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "cursor=-1", "cursor=x", "cursor=1..2"])
 def test_a_malformed_query_is_400(query: str) -> None:
     answer = server(Client(found)).get(f"{URL}/conversations?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"query.{query.partition('=')[0]}")
@@ -164,17 +211,44 @@ def test_emptying_resets_the_prefix_cache_of_every_engine() -> None:
 
 
 @pytest.mark.parametrize("root_path", ["", "/", "/v", "/api", "/v1"])
-def test_nobody_passes_without_the_servers_key(root_path: str) -> None:
-    """vLLM's own guard takes the root path off as a string, so that under ``/`` nothing begins with ``/v1``."""
+@pytest.mark.parametrize("key", [None, "wrong", "", API_KEY])
+def test_no_other_key_opens_it(root_path: str, key: str | None) -> None:
+    """The inference key did: every client of the server could list, pin and drop everybody's conversations."""
     client = Client(found)
-    served = server(client, key=KEY, root_path=root_path)
+    served = server(client, key=key, root_path=root_path)
     paths = {URL, f"{root_path.rstrip('/')}{URL}"}
     for path in paths:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
-            assert served.get(path, headers=headers).status_code in (401, 404)
+        assert served.get(path).status_code in (401, 404)
+        assert served.get(path, headers={"Authorization": KEY}).status_code in (401, 404)
     assert not client.asked
     assert {served.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code for path in paths} <= {200, 404}
     assert client.asked
+
+
+def test_its_key_opens_nothing_else() -> None:
+    assert server(Client(found)).get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("api_key", [KEY, None])
+def test_a_server_whose_clients_have_the_key_does_not_start(
+    api_key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_API_KEY", KEY, raising=False)
+    with pytest.raises(ValueError, match=r"VLLM_EXT_ADMIN_KEY is one of the server's API keys") as caught:
+        server(Client(found), api_key=api_key)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [(None, "is not set"), ("", "is not set"), ("short", "has 5 characters"), ("ä" * 20, "has 20")]
+)
+def test_without_a_key_there_is_no_endpoint(key: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if key is None:
+        monkeypatch.delenv(envs.ADMIN_KEY)
+    else:
+        monkeypatch.setenv(envs.ADMIN_KEY, key)
+    with pytest.raises(ValueError, match=f"^VLLM_EXT_ADMIN_KEY {what}.*: --kv-tier-admin needs a key of its own"):
+        server(Client(found))
 
 
 def test_without_the_option_there_is_no_such_path() -> None:

@@ -160,7 +160,7 @@ FLAGS: tuple[Flag, ...] = (
         name="--kv-tier-admin",
         path=("kv_tier", "admin"),
         type=bool,
-        help="Whether conversations in the KV tier can be listed, pinned and dropped under /v1/vllm-ext/kv-tier.",
+        help="Whether conversations in the KV tier can be listed, pinned and dropped with the key VLLM_EXT_ADMIN_KEY.",
     ),
     Flag(
         name="--ext-modules",

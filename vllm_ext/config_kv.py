@@ -53,13 +53,15 @@ class KvTierConfig:
     learned while serving, instead of by 1 / time."""
 
     ttl_s: float = 0.0
-    """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` goes before."""
+    """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` may shorten it
+    for its own conversation."""
 
     pin_share: float = 0.25
-    """Most of the tier that conversations pinned by clients (``kv_pin``) may hold; 0 ignores the hint."""
+    """Most of the tier that an administrator may pin; 0: nothing."""
 
     salt_share: float = 1.0
-    """Most of the tier that the chunks of one ``cache_salt`` may hold."""
+    """Most of the tier that the chunks of one ``cache_salt`` may hold; of a full tier also those of all salts together
+    that were seen in one request only."""
 
     store: str | None = None
     """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends;
@@ -91,7 +93,8 @@ class KvTierConfig:
     as vLLM does. By default what the system wants. Needs no host tier."""
 
     admin: bool = False
-    """Whether a server answers under ``/v1/vllm-ext/kv-tier``: statistics; conversations listed, pinned, dropped."""
+    """Whether a server answers under ``/vllm-ext/kv-tier`` to whoever has the key in ``VLLM_EXT_ADMIN_KEY``:
+    statistics; conversations listed, pinned, dropped."""
 
     def __post_init__(self) -> None:
         number("kv_tier.gib", self.gib)

@@ -1,8 +1,8 @@
 """The environment variables of vllm-ext: the one file that reads them.
 
-They exist only for what must hold with any scheduler, upstream's included, where no option of ours reaches the process.
-They are read when asked for, so that a test or a parent process may set them late. A value that is not allowed is an
-error, never a default.
+They exist for what must hold with any scheduler, upstream's included, where no option of ours reaches the process, and
+for keys, which would be seen in a command line and in logs. They are read when asked for, so that a test or a parent
+process may set them late. A value that is not allowed is an error, never a default.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ BENCH_FORCED_LENGTH = "VLLM_EXT_BENCH_FORCED_LENGTH"
 
 BENCH_STEP_RECORD = "VLLM_EXT_BENCH_STEP_RECORD"
 """``1``: the engine core records what its scheduler is told and decides (benchmarks and tests only)."""
+
+ADMIN_KEY = "VLLM_EXT_ADMIN_KEY"
+"""Key of the KV tier's admin endpoint, without which that does not open."""
+
+LEAST_KEY_CHARS = 16
 
 CACHE = "VLLM_EXT_CACHE"
 """Folder for files that can be made again, such as the tiny model; by default ``vllm-ext`` in the user's cache."""
@@ -30,6 +35,22 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "vllm-ext"
     return Path.home() / ".cache" / "vllm-ext"
+
+
+def admin_key() -> str:
+    """Return the key of the KV tier's admin endpoint.
+
+    Raises:
+        ValueError: The variable is unset, too short, or holds what no header carries; the key is not shown.
+    """
+    key = os.environ.get(ADMIN_KEY, "")
+    if len(key) >= LEAST_KEY_CHARS and key.isascii() and key.isprintable() and " " not in key:
+        return key
+    found = f"has {len(key)} characters" if key else "is not set"
+    raise ValueError(
+        f"{ADMIN_KEY} {found}: --kv-tier-admin needs a key of its own there, of at least {LEAST_KEY_CHARS} printable "
+        "ASCII characters without blanks; set it, or leave out the flag"
+    )
 
 
 def bench_forced_length() -> bool:

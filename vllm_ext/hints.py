@@ -26,8 +26,8 @@ MAX_TTL_S = 30 * 86400.0
 
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
 REPORT_KEY = "slo_report"
-FLAG_KEYS = ("kv_pin", REPORT_KEY)
-KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", *FLAG_KEYS)
+PIN_KEY = "kv_pin"
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", PIN_KEY, REPORT_KEY)
 """The keys of ``extra_args`` that are ours."""
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -38,6 +38,7 @@ _OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
 _TAG_ALLOWED = f"a string of 1 to {MAX_TAG_CHARS} characters"
 _FLAG_ALLOWED = "true or false"
 _TTL_ALLOWED = f"a number of seconds greater than 0 and at most {MAX_TTL_S:.0f}"
+_PIN_ALLOWED = "absent, as only an administrator pins a conversation, over the admin endpoint"
 _ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
 _SHOWN_CHARS = 80
 
@@ -52,10 +53,7 @@ class HintError(ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
-        if len(shown) > _SHOWN_CHARS:
-            shown = f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
-        super().__init__(f"{field}={shown}: must be {allowed}; correct it or leave it out")
+        super().__init__(f"{field}={_shown(value)}: must be {allowed}; correct it or leave it out")
         self.field = field
         self.value = value
         self.allowed = allowed
@@ -86,11 +84,8 @@ class RequestHints:
     tag: str | None = None
     """Name of the application or tenant; requests of one tag are expected to be alike."""
 
-    kv_pin: bool | None = None
-    """Whether the KV tier is to keep the conversation's KV from now on, whatever it is worth; None leaves that."""
-
     kv_ttl_s: float | None = None
-    """How long after its last use the conversation's KV may stay in the tier, in seconds."""
+    """How long after its last use the conversation's KV may stay in the tier, in seconds; see `check_lifetime`."""
 
     slo_report: bool = False
     """Whether the response's usage is to say how long the request took and whether its objectives were met."""
@@ -107,11 +102,13 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         session_id: vLLM's own session id, used as conversation where ``conversation_id`` is absent.
 
     Raises:
-        HintError: One of our keys, or the session id, has a value that is not allowed.
+        HintError: One of our keys, or the session id, has a value that is not allowed; ``kv_pin`` has none that is.
     """
     found = {key: extra[key] for key in KEYS if key in extra} if extra else {}
     if not found and session_id is None:
         return NO_HINTS
+    if found.get(PIN_KEY) is not None:
+        raise HintError(PIN_KEY, found[PIN_KEY], _PIN_ALLOWED)
     conversation_id = check_conversation_id("conversation_id", found.get("conversation_id"))
     if conversation_id is None:
         conversation_id = check_conversation_id("session_id", session_id)
@@ -122,7 +119,6 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         jct_slo_ms=check_slo_ms("jct_slo_ms", found.get("jct_slo_ms")),
         osl=check_osl("osl", found.get("osl")),
         tag=check_tag("tag", found.get("tag")),
-        kv_pin=check_optional_flag("kv_pin", found.get("kv_pin")),
         kv_ttl_s=check_ttl_s("kv_ttl_s", found.get("kv_ttl_s")),
         slo_report=check_flag(REPORT_KEY, found.get(REPORT_KEY)),
     )
@@ -173,7 +169,12 @@ def check_slo_ms(field: str, value: Any) -> float | None:
         number = float(value)
     except OverflowError as error:
         raise HintError(field, value, _SLO_ALLOWED) from error
-    if not math.isfinite(number) or number <= 0:
+    return _positive_ms(field, value, number)
+
+
+def _positive_ms(field: str, value: Any, number: float) -> float:
+    """Return a number of milliseconds that is positive in seconds, too: 5e-324 ms are 0 s."""
+    if not math.isfinite(number) or number / 1000 <= 0:
         raise HintError(field, value, _SLO_ALLOWED)
     return number
 
@@ -189,11 +190,7 @@ def check_osl(field: str, value: Any) -> int | None:
 
 def check_tag(field: str, value: Any) -> str | None:
     """Return a tag, or raise `HintError` naming ``field``."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_TAG_CHARS:
-        raise HintError(field, value, _TAG_ALLOWED)
-    return value
+    return None if value is None else _text(field, value, MAX_TAG_CHARS, _TAG_ALLOWED)
 
 
 def check_flag(field: str, value: Any) -> bool:
@@ -205,11 +202,6 @@ def check_flag(field: str, value: Any) -> bool:
     return value
 
 
-def check_optional_flag(field: str, value: Any) -> bool | None:
-    """Return a flag, None where nothing was said, or raise `HintError` naming ``field``."""
-    return None if value is None else check_flag(field, value)
-
-
 def check_ttl_s(field: str, value: Any) -> float | None:
     """Return a time to live in seconds, or raise `HintError` naming ``field``."""
     if value is None:
@@ -219,13 +211,48 @@ def check_ttl_s(field: str, value: Any) -> float | None:
     return float(value)
 
 
+def check_lifetime(hints: RequestHints, cache_salt: str | None, server_ttl_s: float) -> None:
+    """Check whether a client may give its conversation this life: it may only shorten it, and only its own.
+
+    Args:
+        cache_salt: Of the request. Names of conversations are no secrets: without a salt anybody could end one.
+        server_ttl_s: ``kv_tier.ttl_s``, in seconds; 0: the server ends none.
+
+    Raises:
+        HintError: ``kv_ttl_s`` was sent without a salt, or is longer than the server's.
+    """
+    if hints.kv_ttl_s is None:
+        return
+    if not cache_salt:
+        raise HintError("kv_ttl_s", hints.kv_ttl_s, "sent with a cache_salt, which says whose conversation it is")
+    if 0 < server_ttl_s < hints.kv_ttl_s:
+        allowed = f"at most {server_ttl_s:g}, the server's own: a client can only shorten the life of a conversation"
+        raise HintError("kv_ttl_s", hints.kv_ttl_s, allowed)
+
+
 def check_conversation_id(field: str, value: Any) -> str | None:
     """Return a conversation id, or raise `HintError` naming ``field``."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CONVERSATION_ID_CHARS:
-        raise HintError(field, value, _ID_ALLOWED)
+    return None if value is None else _text(field, value, MAX_CONVERSATION_ID_CHARS, _ID_ALLOWED)
+
+
+def _text(field: str, value: Any, most_chars: int, allowed: str) -> str:
+    """Return a text that can be written: half a surrogate pair, which JSON can carry, would fail in the first file."""
+    if not isinstance(value, str) or not 1 <= len(value) <= most_chars:
+        raise HintError(field, value, allowed)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise HintError(field, value, allowed) from error
     return value
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it. What can't be shown at all, such as 10**5000, is named by its type."""
+    try:
+        shown = repr(value)
+    except Exception:  # noqa: BLE001 - an offline value may be anything, and what is wrong is said all the same
+        return f"<{type(value).__name__}>"
+    return shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}... ({len(shown)} characters)"
 
 
 def _header_slo_ms(text: str) -> float | None:
@@ -233,9 +260,7 @@ def _header_slo_ms(text: str) -> float | None:
         number = float(text)
     except ValueError as error:
         raise HintError(SLO_HEADER, text, _SLO_ALLOWED) from error
-    if not math.isfinite(number) or number <= 0:
-        raise HintError(SLO_HEADER, text, _SLO_ALLOWED)
-    return number
+    return _positive_ms(SLO_HEADER, text, number)
 
 
 def _header_osl(text: str) -> int | None:

@@ -18,8 +18,9 @@ from servers import HANG_S, MODEL, Served, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
 KEY = "secret-of-the-server"
+ADMIN_KEY = "secret-of-the-administrator"
 SALT = "secret-of-a-tenant"
-TIER = "/v1/vllm-ext/kv-tier"
+TIER = "/vllm-ext/kv-tier"
 CHUNK, CHUNKS = 32, 24
 CHUNK_BYTES = 18944
 """Of the tiny model, in 8 bits."""
@@ -39,11 +40,12 @@ def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempP
         "--enable-prompt-tokens-details",
     ]
     args += ["--num-gpu-blocks-override", "18", "--max-num-seqs", "2", "--ext-metrics-interval-s", "0.2"]
-    with Served(llama, args, log_path=tmp_path_factory.mktemp("admin") / "server.log", forks=forks) as running:
+    log, env = tmp_path_factory.mktemp("admin") / "server.log", {"VLLM_EXT_ADMIN_KEY": ADMIN_KEY}
+    with Served(llama, args, log_path=log, forks=forks, env=env) as running:
         yield running
 
 
-def call(server: Served, method: str, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, Any]:
+def call(server: Served, method: str, path: str, body: Any = None, key: str | None = ADMIN_KEY) -> tuple[int, Any]:
     """Return the status and the parsed body of an answer."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
@@ -73,7 +75,8 @@ def prompt() -> list[int]:
 def ask(server: Served, name: str, tokens: list[int], **body: Any) -> int:
     """Let a conversation take a turn; return how many tokens of its prompt were not computed."""
     wanted = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "vllm_xargs": {"conversation_id": name}}
-    status, answer = call(server, "POST", "/v1/completions", {"model": MODEL, "prompt": tokens, **wanted, **body})
+    sent = {"model": MODEL, "prompt": tokens, **wanted, **body}
+    status, answer = call(server, "POST", "/v1/completions", sent, key=KEY)
     assert status == 200, answer
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
@@ -97,13 +100,12 @@ def test_a_conversation_is_listed_pinned_and_dropped(server: Served) -> None:
     wait_until(lambda: row(server, "talk")["chunks"] == 3, "the last chunk was stored")
     listed = done(server, "GET", f"{TIER}/conversations")
     assert listed["total"] == 2
-    assert [found["name"] for found in listed["conversations"]] == ["talk", "kept"]
+    assert [found["name"] for found in listed["conversations"]] == ["kept", "talk"]
     found = row(server, "kept")
-    unused_s = found.pop("unused_s")
+    unused_s, number = found.pop("unused_s"), found.pop("id")
     assert unused_s >= 0
     assert found == {
         "name": "kept",
-        "named_by_client": True,
         "salt_tag": None,
         "turns": 1,
         "running": 0,
@@ -112,13 +114,17 @@ def test_a_conversation_is_listed_pinned_and_dropped(server: Served) -> None:
         "chunks": 3,
         "bytes": 3 * CHUNK_BYTES,
     }
-    tag = row(server, "talk")["salt_tag"]
-    assert tag
-    assert tag not in SALT
+    other = row(server, "talk")
+    assert other["id"] != number
+    assert other["salt_tag"]
+    first = call(server, "GET", f"{TIER}/conversations?limit=1")[1]
+    second = call(server, "GET", f"{TIER}/conversations?limit=1&cursor={first['next']}")[1]
+    shown = [page["engines"][0]["conversations"][0]["name"] for page in (first, second)]
+    assert (shown, second["next"]) == (["kept", "talk"], None)
 
     status, refused = call(server, "POST", f"{TIER}/drop", {"name": "talk"})
     assert status == 404
-    assert "give salt or salt_tag" in refused["error"]["message"], "without its salt it is another conversation"
+    assert "give salt, or the id" in refused["error"]["message"], "without its salt it is another conversation"
 
     assert done(server, "POST", f"{TIER}/pin", {"name": "kept"})["conversation"]["pinned"]
     press(server, 12)
@@ -131,7 +137,7 @@ def test_a_conversation_is_listed_pinned_and_dropped(server: Served) -> None:
     press(server, 8)  # off the device
     assert ask(server, "talk", talk, cache_salt=SALT) == 3 * CHUNK
     press(server, 8)
-    answer = done(server, "POST", f"{TIER}/drop", {"name": "talk", "salt_tag": tag})
+    answer = done(server, "POST", f"{TIER}/drop", {"id": other["id"]})
     assert (answer["dropped_chunks"], answer["left_chunks"]) == (3, 0)
     assert ask(server, "talk", talk, cache_salt=SALT) == 0
     assert SALT not in json.dumps(done(server, "GET", f"{TIER}/conversations?limit=1000"))
@@ -176,18 +182,45 @@ def test_what_is_wrong_with_a_request_is_said(server: Served) -> None:
     ):
         status, answer = call(server, "POST", TIER + path, body)
         assert (status, answer["error"]["param"]) == (400, field)
-    for query, field in (("limit=0", "query.limit"), ("offset=-1", "query.offset"), ("sort=age", "query.sort")):
+    for query, field in (("limit=0", "query.limit"), ("cursor=-1", "query.cursor"), ("cursor=1.2", "query.cursor")):
         status, answer = call(server, "GET", f"{TIER}/conversations?{query}")
         assert (status, answer["error"]["param"]) == (400, field)
 
 
-@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize(
+    ("salt", "field", "hint"),
+    [(None, "kv_ttl_s", {"kv_ttl_s": 1e-6}), (SALT, "kv_pin", {"kv_pin": True}), (SALT, "kv_pin", {"kv_pin": False})],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_client_may_not_ask_for_is_400(
+    server: Served, stream: bool, salt: str | None, field: str, hint: dict[str, Any]
+) -> None:
+    body = {"model": MODEL, "prompt": prompt(), "stream": stream, "vllm_xargs": {"conversation_id": "kept", **hint}}
+    status, answer = call(server, "POST", "/v1/completions", body | ({"cache_salt": salt} if salt else {}), key=KEY)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert f"{field}=" in answer["error"]["message"]
+
+
+def test_a_client_with_a_salt_ends_its_own_conversation(server: Served) -> None:
+    tokens = prompt()
+    for salt in (SALT, "another"):
+        ask(server, "brief", tokens, cache_salt=salt)
+    xargs = {"conversation_id": "brief", "kv_ttl_s": 0.01}
+    ask(server, "brief", tokens, cache_salt=SALT, vllm_xargs=xargs)
+    press(server, 1)  # lives end in steps
+    rows = done(server, "GET", f"{TIER}/conversations/brief")["conversations"]
+    assert [(found["ttl_s"], found["chunks"]) for found in rows] == [(0.01, 0), (None, 3)]
+
+
+@pytest.mark.parametrize("key", [None, "wrong", KEY])
 @pytest.mark.parametrize(
     ("method", "path"),
     [("GET", ""), ("GET", "/conversations"), ("GET", "/conversations/a"), ("DELETE", "/conversations"),
      ("POST", "/pin"), ("POST", "/unpin"), ("POST", "/drop")],
 )  # fmt: skip
-def test_nothing_is_told_without_the_servers_key(server: Served, method: str, path: str, key: str | None) -> None:
+def test_nothing_is_told_without_the_administrators_key(
+    server: Served, method: str, path: str, key: str | None
+) -> None:
     body = {"name": "a"} if method == "POST" else None
     assert call(server, method, TIER + path, body, key=key)[0] == 401
 

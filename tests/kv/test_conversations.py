@@ -23,7 +23,7 @@ def keys(*names: str) -> list[OffloadKey]:
 def turn(
     book: ConversationBook, name: str | None, prompt: Sequence[str], answer: Sequence[str], at: float, salt: str = ""
 ) -> Conversation:
-    conversation = book.enter(name, salt, keys(*prompt), at)
+    conversation = book.enter(name, book.salt_tag(salt), keys(*prompt), at)
     book.leave(conversation, keys(*prompt, *answer), at + 1.0)
     return conversation
 
@@ -34,15 +34,34 @@ def test_a_name_is_a_conversation_whatever_is_said_in_it() -> None:
     assert turn(book, "a", ["other"], [], 5.0) is first
     assert (first.turns, first.running, first.last_used_s) == (2, 0, 6.0)
     assert turn(book, "b", ["x"], ["y"], 7.0) is not first
-    assert book.find("a") == [first]
+    assert book.find("a") == {"": first}
 
 
 def test_5_the_same_name_under_another_salt_is_another_conversation() -> None:
     book = ConversationBook()
     ours, theirs = turn(book, "a", ["x"], [], 0.0, salt="us"), turn(book, "a", ["x"], [], 0.0, salt="them")
     assert ours is not theirs
-    assert book.find("a", "us") == [ours]
-    assert len(book.find("a")) == 2
+    assert book.find("a") == {book.salt_tag("us"): ours, book.salt_tag("them"): theirs}
+
+
+def test_of_a_salt_only_a_tag_is_kept() -> None:
+    book, other = ConversationBook(), ConversationBook()
+    salt = "secret" * 100_000
+    tag = turn(book, "a", ["x"], [], 0.0, salt=salt).salt_tag
+    assert len(tag) == 32
+    assert tag == book.salt_tag(salt) != other.salt_tag(salt)
+    assert book.salt_tag("") == book.salt_tag(None) == ""
+    assert len(book.salt_tag("half a pair: \ud800")) == 32
+
+
+def test_a_name_that_is_forgotten_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 3)
+    book = ConversationBook()
+    for number in range(10):
+        book.pin(turn(book, f"c{number}", [f"{number}"], [], float(number)), wanted=True)
+    assert [conversation.name for conversation in book.after(0)] == ["c7", "c8", "c9"]
+    assert set(book._named) == {"c7", "c8", "c9"} == {conversation.name for conversation in book.pinned}
+    assert not book._by_tail, "of the anonymous ones only"
 
 
 def test_without_a_name_a_prompt_that_begins_with_the_last_turn_continues_it() -> None:
@@ -64,13 +83,13 @@ def test_a_named_conversation_is_never_joined_by_a_nameless_request() -> None:
 def test_a_conversation_expires_once_and_not_while_it_runs() -> None:
     book = ConversationBook(ttl_s=10.0)
     first = turn(book, "a", ["x"], [], 0.0)  # used last at 1
-    assert list(book.expired(10.9)) == []
+    assert list(book.expired(10.9, 9)) == []
     running = book.enter("a", "", keys("x"), 10.95)
-    assert list(book.expired(50.0)) == []
+    assert list(book.expired(50.0, 9)) == []
     book.leave(running, keys("x"), 60.0)
-    assert list(book.expired(69.9)) == []
-    assert list(book.expired(70.0)) == [first]
-    assert list(book.expired(99.0)) == []
+    assert list(book.expired(69.9, 9)) == []
+    assert list(book.expired(70.0, 9)) == [first]
+    assert list(book.expired(99.0, 9)) == []
 
 
 def test_a_client_may_want_its_conversation_dropped_earlier() -> None:
@@ -78,11 +97,12 @@ def test_a_client_may_want_its_conversation_dropped_earlier() -> None:
     assert book.enter("a", "", [], 0.0).ttl_s == math.inf
     conversation = book.enter("a", "", [], 0.0, ttl_s=5.0)
     assert book.enter("a", "", [], 0.0).ttl_s == 5.0, "what was said once holds"
-    for _ in range(3):
+    assert book.enter("a", "", [], 0.0, ttl_s=50.0).ttl_s == 5.0
+    for _ in range(4):
         book.leave(conversation, keys("x"), 1.0)
-    assert list(book.expired(5.9)) == []
-    assert list(book.expired(6.0)) == [conversation]
-    assert list(book.expired(9.0)) == []
+    assert list(book.expired(5.9, 9)) == []
+    assert list(book.expired(6.0, 9)) == [conversation]
+    assert list(book.expired(9.0, 9)) == []
 
 
 def test_a_time_to_live_may_be_shortened() -> None:
@@ -90,22 +110,64 @@ def test_a_time_to_live_may_be_shortened() -> None:
     turn(book, "a", ["x"], [], 0.0)
     conversation = book.enter("a", "", [], 2.0, ttl_s=5.0)
     book.leave(conversation, keys("x"), 3.0)
-    assert list(book.expired(8.0)) == [conversation]
-    assert list(book.expired(1000.0)) == [], "and not again when its first time is over"
+    assert list(book.expired(8.0, 9)) == [conversation]
+    assert list(book.expired(1000.0, 9)) == [], "and not again when its first time is over"
+
+
+def test_of_many_that_end_at_once_so_many_are_looked_at() -> None:
+    book = ConversationBook(ttl_s=10.0)
+    for number in range(100):
+        turn(book, f"{number}", ["x"], [], 0.0)
+    assert len(list(book.expired(20.0, 30))) == 30
+    assert len(list(book.expired(20.0, 1000))) == 70
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 10)
     book = ConversationBook()
     holding = turn(book, "holding", ["h"], [], 0.0)
-    holding.keys.update(keys("h"))
+    holding.own(*keys("h"))
     running = book.enter("running", "", [], 0.0)
     for number in range(100):
         turn(book, None, [f"{number}"], [], float(number))
     assert len(book) <= 11
-    assert holding in book
-    assert running in book
+    assert {holding, running} <= set(book.after(0))
     assert len(book._by_tail) <= 11
+
+
+def test_a_forgotten_conversation_whose_chunks_are_stored_after_all_is_known_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks that lay on the device may be copied when 65,536 others have come."""
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 3)
+    book = ConversationBook(ttl_s=10.0)
+    late, taken = turn(book, "late", ["x"], [], 0.0), turn(book, "taken", ["y"], [], 0.0)
+    for number in range(10):
+        turn(book, f"c{number}", [f"{number}"], [], 1.0)
+    new = turn(book, "taken", ["y"], [], 1.0)
+    assert not {late, taken} & set(book.after(0))
+    late.own(*keys("x"))
+    taken.own(*keys("y"))
+    assert [c.name for c in book.after(new.number)] == ["late", None]
+    assert book.find("late") == {"": late}
+    assert book.find("taken") == {"": new}, "its name is another one's by now"
+    assert (book.counts.running, book.counts.kept) == (0, 2)
+    assert {late, taken} <= set(book.expired(11.0, 100))
+
+
+def test_who_is_forgotten_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a long time to live every request left an entry, and its conversation, until that was over."""
+    monkeypatch.setattr("vllm_ext.kv.conversations._MOST_KNOWN", 10)
+    book = ConversationBook(ttl_s=1e6)
+    kept = turn(book, "kept", ["k"], [], 0.0)
+    kept.own(*keys("k"))
+    for number in range(1000):
+        turn(book, None, [f"{number}"], [], 1.0 + number)
+        turn(book, "kept", ["k"], [], 1.0 + number)
+    for number in range(500):
+        book.leave(book.enter("kept", "", [], 2e3, ttl_s=1e5 - number), [], 2e3)
+    assert len(book._expiry) <= 2 * len(book) + 64
+    assert list(book.expired(2e3 + 1e5, 1000)) == [kept]
 
 
 @pytest.mark.parametrize(

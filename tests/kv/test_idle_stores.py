@@ -44,7 +44,7 @@ def idle(key: OffloadKey | str, running: int = 0, length: int = 1) -> IdleChunk:
     """A chunk of so many of a conversation that had one turn, and of which so many requests are there."""
     found_key = make_offload_key(key.encode(), 0) if isinstance(key, str) else key
     owner = ReqContext("owner")
-    owner.set_state(Turn(Conversation("c", "", turns=1, running=running)))
+    owner.set_state(Turn(Conversation(1, "c", "", turns=1, running=running)))
     owner.set_state(Chain({0: [found_key] * length}, {0: BLOCK_SIZE}))
     return IdleChunk(found_key, (1,), (), owner)
 
@@ -104,7 +104,7 @@ def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -
     assert found.side._worth_a_copy([waiting, ended]) == []
     turn = ended.owner.get_state(Turn)
     assert turn is not None
-    found.side.keeper.pin(turn.conversation, wanted=True)
+    found.side.keeper.pin(turn.conversation)
     assert found.side._worth_a_copy([waiting, ended]) == [ended]
 
 

@@ -2,80 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.kv.conversations import Conversation
-from vllm_ext.kv.keeper import Keeper
-from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.retention import Chain, RetentionCachePolicy
+from vllm_ext.kv.retention import RetentionCachePolicy
 
-CHUNK = 32
-
-
-def key(name: str) -> OffloadKey:
-    return make_offload_key(name.encode(), 0)
-
-
-@dataclass
-class Tier:
-    """Eight chunks unless said otherwise; time stands where it is set."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    num_chunks: int = 8
-    policy: str = "retention"
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.manager = TierManager(self.num_chunks, cache_policy=self.policy)
-        self.keeper = Keeper(self.manager, **self.options)
-        self.keeper.use(lambda: self.now, lambda end: 1.0)
-
-    def turn(self, name: str | None, *chunks: str, at: float, salt: str = "", **hints: Any) -> Conversation:
-        """Let a request store chunks, and end."""
-        self.now = at
-        self.keeper.sweep(at)
-        extra = {**({} if name is None else {"conversation_id": name}), **hints}
-        request: Any = SimpleNamespace(
-            sampling_params=SimpleNamespace(extra_args=extra), session_id=None, cache_salt=salt or None
-        )
-        found = [key(chunk) for chunk in chunks]
-        turn = self.keeper.enter(request, found, at)
-        context = ReqContext(f"request-{at}-{name}")
-        for number, one in enumerate(found):
-            context.set_offload_key_position(one, (number + 1) * CHUNK)
-        context.set_state(Chain({0: found}, {0: CHUNK}))
-        context.set_state(turn)
-        self.manager.on_new_request(context)
-        stored = self.manager.prepare_store(found, context)
-        if stored is not None:
-            self.manager.complete_store(stored.keys_to_store, context)
-        self.manager.on_request_finished(context)
-        self.keeper.leave(turn, found, at)
-        self.keeper.sweep(at)
-        return turn.conversation
-
-    def has(self, *chunks: str) -> bool:
-        return all(self.manager.policy.get(key(chunk)) is not None for chunk in chunks)
-
-    def check(self) -> None:
-        """The books agree with each other."""
-        policy = self.manager.policy
-        assert isinstance(policy, RetentionCachePolicy)
-        resident = len(policy._nodes)
-        assert self.manager._get_num_free_chunks() + resident == self.num_chunks
-        assert self.manager._num_evictable_cache_chunks == resident
-        assert sum(policy.per_salt.values()) == sum(len(c.keys) for c in self.keeper.book) == resident
+from .keeper_parts import CHUNK, Tier
 
 
 def test_a_pinned_conversation_stays_though_it_is_the_oldest() -> None:
     tier = Tier({"pin_share": 0.5})
-    tier.turn("kept", "k0", "k1", at=0.0, kv_pin=True)
+    assert tier.keeper.pin(tier.turn("kept", "k0", "k1", at=0.0))
     for number in range(10):
         tier.turn(f"c{number}", f"{number}-0", f"{number}-1", at=1.0 + number)
         tier.check()
@@ -83,35 +22,59 @@ def test_a_pinned_conversation_stays_though_it_is_the_oldest() -> None:
     assert tier.keeper.states() == {"running": 0, "kept": 4, "gone": 7, "pinned": 1}
 
 
-def test_a_pin_ends_when_its_client_says_so() -> None:
+def test_a_pin_ends_when_it_is_taken_away() -> None:
     tier = Tier({"pin_share": 0.5})
-    tier.turn("kept", "k0", "k1", at=0.0, kv_pin=True)
-    tier.turn("kept", "k0", "k1", at=1.0, kv_pin=False)
+    kept = tier.turn("kept", "k0", "k1", at=0.0)
+    assert tier.keeper.pin(kept)
+    tier.keeper.unpin(kept)
     for number in range(4):
         tier.turn(f"c{number}", f"{number}-0", f"{number}-1", at=2.0 + number)
     assert not tier.has("k0")
+    assert tier.keeper.pinned_chunks == 0
     tier.check()
 
 
-def test_pins_hold_no_more_than_their_share() -> None:
+def test_pins_beyond_their_share_are_refused_and_change_nothing() -> None:
     tier = Tier({"pin_share": 0.25})
-    for number in range(4):
-        tier.turn(f"p{number}", f"{number}-0", f"{number}-1", at=float(number), kv_pin=True)
-    assert tier.keeper.unpinned == 3
-    assert [c.name for c in tier.keeper.book if c.pinned] == ["p3"], "the one used last"
-    tier.turn("more", "m0", "m1", "m2", "m3", at=9.0)
-    assert tier.has("m0", "m3", "3-0", "3-1")
+    first, second = tier.turn("p0", "0-0", "0-1", at=0.0), tier.turn("p1", "1-0", at=1.0)
+    assert tier.keeper.pin(first)
+    assert not tier.keeper.pin(second)
+    assert [c.name for c in tier.keeper.book.pinned] == ["p0"]
+    assert tier.keeper.pinned_chunks == tier.keeper.most_pinned_chunks == 2
+    tier.keeper.unpin(first)
+    assert tier.keeper.pin(second)
+    none = Tier({"pin_share": 0.0})
+    assert not none.keeper.pin(none.turn("short", at=0.0))
+
+
+def test_a_pinned_conversation_that_grows_is_pinned_as_far_as_there_is_room() -> None:
+    tier = Tier({"pin_share": 0.25})
+    assert tier.keeper.pin(tier.turn("kept", "k0", at=0.0))
+    tier.turn("kept", "k0", "k1", "k2", at=1.0)
+    assert tier.keeper.pinned_chunks == 2
+    tier.turn("big", *(f"b{n}" for n in range(6)), at=2.0)
+    assert tier.has("k0", "k1")
+    assert not tier.has("k2")
     tier.check()
 
 
-def test_where_pins_are_switched_off_the_hint_is_ignored() -> None:
-    tier = Tier({"pin_share": 0.0})
-    assert not tier.turn("a", "a0", at=0.0, kv_pin=True).pinned
+def test_a_chunk_stays_while_one_of_its_owners_is_pinned() -> None:
+    tier = Tier({"pin_share": 0.9})
+    one, other = tier.turn("a", "front", "a1", at=0.0), tier.turn("b", "front", "b1", at=1.0)
+    assert tier.keeper.pin(one)
+    assert tier.keeper.pin(other)
+    assert tier.keeper.pinned_chunks == 3, "a shared chunk is counted once"
+    tier.keeper.unpin(other)
+    assert tier.keeper.pinned_chunks == 2
+    tier.turn("big", *(f"c{n}" for n in range(6)), at=2.0)
+    assert tier.has("front", "a1")
+    assert not tier.has("b1")
+    tier.check()
 
 
 def test_a_tier_full_of_pins_stores_nothing_and_does_not_fail() -> None:
     tier = Tier({"pin_share": 0.9})
-    tier.turn("kept", *(f"k{n}" for n in range(7)), at=0.0, kv_pin=True)
+    assert tier.keeper.pin(tier.turn("kept", *(f"k{n}" for n in range(7)), at=0.0))
     tier.turn("big", "b0", "b1", "b2", at=1.0)
     assert tier.has(*(f"k{n}" for n in range(7)))
     assert not tier.has("b0")
@@ -132,27 +95,39 @@ def test_a_conversation_is_dropped_when_its_time_is_over() -> None:
 
 def test_a_clients_time_to_live_goes_before_and_ends_a_pin() -> None:
     tier = Tier({"ttl_s": 10.0, "pin_share": 0.5})
-    tier.turn("short", "s0", at=0.0, kv_ttl_s=2.0, kv_pin=True)
-    tier.turn("long", "l0", at=0.0, kv_ttl_s=100.0)
+    assert tier.keeper.pin(tier.turn("short", "s0", at=0.0, salt="s", kv_ttl_s=2.0))
     tier.turn("other", "o0", at=2.0)
     assert not tier.has("s0")
-    tier.turn("other", "o0", at=99.0)
-    assert tier.has("l0")
+    assert not tier.keeper.book.pinned
     tier.check()
 
 
-def test_what_others_follow_is_not_dropped_with_a_conversation() -> None:
+def test_what_others_own_is_not_dropped_with_a_conversation() -> None:
     tier = Tier()
-    shared = tier.turn("a", "system", "a1", at=0.0)
-    tier.turn("b", "system", "b1", at=1.0)  # uses the first chunk last: it is b's now
-    assert tier.keeper.drop(shared) == 1
+    first = tier.turn("a", "system", "a1", at=0.0)
+    second = tier.turn("b", "system", "b1", at=1.0)
+    third = tier.turn("c", "system", "c1", at=2.0)
+    assert tier.keeper.drop(third) == 1, "the others own the first chunk, which it had used last"
+    assert tier.keeper.drop(first) == 1
     assert tier.has("system", "b1")
-    assert not tier.has("a1")
-    owner = tier.keeper.book.find("b")[0]
-    tier.turn("c", "system", "c1", at=2.0)
-    assert tier.keeper.drop(tier.keeper.book.find("c")[0]) == 1, "b's chunk follows the shared one, which stays"
-    assert tier.has("system", "b1")
-    assert tier.keeper.drop(owner) == 1
+    tier.check()
+    assert tier.keeper.drop(second) == 2
+    assert not tier.has("system")
+    tier.check()
+
+
+def test_of_many_owners_those_are_remembered_whose_lives_end_last() -> None:
+    tier = Tier({"ttl_s": 100.0}, num_chunks=40)
+    tier.turn("long", "system", "l1", at=0.0, salt="s")
+    for number in range(20):
+        tier.turn(f"c{number}", "system", at=1.0 + number, salt="s", kv_ttl_s=1.0)
+        tier.check()
+    policy = tier.manager.policy
+    assert isinstance(policy, RetentionCachePolicy)
+    tier.turn("other", "o0", at=50.0)
+    assert tier.has("system", "l1"), "all others are over"
+    tier.turn("other", "o0", at=100.0)
+    assert not tier.has("system")
     tier.check()
 
 
@@ -166,7 +141,8 @@ def test_a_salt_does_not_push_out_the_others() -> None:
     assert tier.has("9-0", "9-1", "8-0", "8-1"), "its own oldest went"
     policy = tier.manager.policy
     assert isinstance(policy, RetentionCachePolicy)
-    assert dict(policy.per_salt) == {"quiet": 2, "loud": 4}
+    tag = tier.keeper.book.salt_tag
+    assert dict(policy.quotas.per_salt) == {tag("quiet"): 2, tag("loud"): 4}
 
 
 def test_a_prefix_beyond_its_quota_is_stored_in_part() -> None:
@@ -194,7 +170,8 @@ def test_who_has_come_back_often_is_expected_to_come_again(learn: bool, gone: st
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_vllms_own_policies_are_left_alone(policy: str) -> None:
     tier = Tier({"pin_share": 0.5}, policy=policy)
-    conversation = tier.turn("a", "a0", at=0.0, kv_pin=True)
+    conversation = tier.turn("a", "a0", at=0.0)
+    assert not tier.keeper.pin(conversation)
     assert not conversation.pinned
     assert tier.keeper.drop(conversation) == 0
     assert tier.has("a0")
@@ -214,9 +191,19 @@ def test_the_oldest_tail_goes_first_under_policy_tail() -> None:
 
 def test_a_malformed_hint_is_none() -> None:
     tier = Tier()
-    conversation = tier.turn(None, "a0", at=0.0, conversation_id=7, kv_pin=True)
-    assert not conversation.named
-    assert not conversation.pinned
+    conversation = tier.turn(None, "a0", at=0.0, salt="s", conversation_id=7, kv_ttl_s=1.0)
+    assert conversation.name is None
+    assert conversation.ttl_s == math.inf
+
+
+def test_of_what_a_client_may_not_ask_for_the_scheduler_is_told() -> None:
+    tier, told = Tier({"ttl_s": 10.0}), []
+    tier.keeper.on_bad_hint = lambda req_id, problem: told.append((req_id, problem.field))
+    tier.turn("a", "a0", at=0.0, kv_ttl_s=1.0)
+    tier.turn("b", "b0", at=1.0, salt="s", kv_ttl_s=11.0)
+    tier.turn("c", "c0", at=2.0, salt="s", kv_ttl_s=10.0)
+    assert told == [("request-0.0-a", "kv_ttl_s"), ("request-1.0-b", "kv_ttl_s")]
+    assert [c.name for c in tier.keeper.book.after(0)] == ["a", "b", "c"], "their other hints are followed"
 
 
 def test_emptying_the_tier_empties_the_conversations() -> None:
@@ -226,4 +213,4 @@ def test_emptying_the_tier_empties_the_conversations() -> None:
         tier.turn(name, f"{name}0", at=float(number))
     tier.manager.reset_cache()
     tier.check()
-    assert not any(conversation.keys for conversation in tier.keeper.book)
+    assert not any(conversation.keys for conversation in tier.keeper.book.after(0))

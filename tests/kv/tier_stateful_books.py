@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.kv.conversations import ConversationBook
 from vllm_ext.kv.retention import RetentionCachePolicy
 from vllm_ext.simulation.audit import AuditError, audit_drained
 
@@ -30,6 +31,31 @@ def audit_tier(scheduler: Scheduler) -> None:
     if idle != manager._num_evictable_cache_chunks:
         raise AuditError(f"{idle} chunks in nobody's use, counted as {manager._num_evictable_cache_chunks}")
     _audit_references(side, chunks)
+
+
+def audit_owners(policy: RetentionCachePolicy, book: ConversationBook) -> None:
+    """Conversations and chunks agree on who owns what, and all that is counted as it changes is counted right.
+
+    Raises:
+        AuditError: they do not.
+    """
+    nodes, quotas, conversations = policy._nodes, policy.quotas, list(book.after(0))
+    owned = {(key, c.number) for key, node in nodes.items() for c in (*node.others, node.conversation) if c is not None}
+    if owned != {(key, c.number) for c in conversations for key in c.keys}:
+        raise AuditError("chunks and conversations do not agree on who owns what")
+    per_salt = Counter(node.conversation.salt_tag for node in nodes.values() if node.conversation is not None)
+    running = sum(c.running > 0 for c in conversations)
+    kept = sum(not c.running and bool(c.keys) for c in conversations)
+    counted = {
+        "by salt": (quotas.per_salt, per_salt),
+        "of new salts": (quotas.of_new, sum(n for tag, n in per_salt.items() if tag not in quotas._returned)),
+        "pinned": (policy.owners.pinned, sum(node.pinned for node in nodes.values())),
+        "pinned conversations": (set(book.pinned), {c for c in conversations if c.pinned}),
+        "conversations": ((book.counts.running, book.counts.kept), (running, kept)),
+    }
+    for name, (found, expected) in counted.items():
+        if found != expected:
+            raise AuditError(f"{name}: counted as {found}, is {expected}")
 
 
 def audit_reservations(scheduler: Scheduler) -> None:
@@ -65,6 +91,8 @@ def audit_quiet(scheduler: Scheduler) -> None:
     chunks = resident(side.manager._policy)
     if pinned := [chunk for chunk in chunks.values() if chunk.ref_cnt != 0]:
         raise AuditError(f"pinned when all is over: {pinned}")
+    if isinstance(side.manager._policy, RetentionCachePolicy):
+        audit_owners(side.manager._policy, side.keeper.book)
     if side.manager._policy.evict(len(chunks), set()) is None:
         raise AuditError(f"of {len(chunks)} chunks in nobody's use some can never be evicted")
     side.manager.reset_cache()

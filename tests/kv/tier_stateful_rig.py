@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -159,7 +159,12 @@ class TierRig:
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def add(
-        self, prompt: Sequence[int], output_tokens: int, session: str | None = None, salt: str | None = None
+        self,
+        prompt: Sequence[int],
+        output_tokens: int,
+        session: str | None = None,
+        salt: str | None = None,
+        hints: Mapping[str, Any] | None = None,
     ) -> str:
         """Let a client ask; its request stops by itself after so many tokens, one at least."""
         req_id = f"r{len(self.prompts)}"
@@ -173,6 +178,7 @@ class TierRig:
                 tokens,
                 max_tokens=MAX_MODEL_LEN,
                 arrival_time=self.clock(),
+                extra_args=hints,
                 session_id=session,
                 cache_salt=salt,
                 hasher=block_hasher(BLOCK_SIZE),

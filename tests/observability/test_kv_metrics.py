@@ -43,7 +43,7 @@ TIER: dict[str, Any] = {
     "exposed_s": {"store": 0.5, "load": 0.25},
     "quantise_s": {"store": 1.5, "load": 0.75},
     "bytes_per_s": {"store": 4e9, "load": 5e9},
-    "conversations": {"running": 1, "kept": 2, "gone": 3, "pinned": 1, "expired": 4, "dropped": 5, "unpinned": 6},
+    "conversations": {"running": 1, "kept": 2, "gone": 3, "pinned": 1, "expired": 4, "dropped": 5},
 }
 
 
@@ -108,7 +108,7 @@ def test_totals_become_increments() -> None:
             assert read("copy_seconds_total", direction=direction) == tier["copy_s"][direction]
             assert read("exposed_seconds_total", direction=direction) == tier["exposed_s"][direction]
             assert read("quantise_seconds_total", direction=direction) == tier["quantise_s"][direction]
-        for name in ("expired", "dropped", "unpinned"):
+        for name in ("expired", "dropped"):
             assert read(f"{name}_conversations_total") == tier["conversations"][name]
 
 

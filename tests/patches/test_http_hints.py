@@ -99,6 +99,8 @@ MALFORMED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "report asked for with a number": ({}, {"vllm_xargs": {"slo_report": 1}}, "slo_report"),
     "report declined with a number": ({}, {"vllm_xargs": {"slo_report": 0}}, "slo_report"),
     "report asked for with a text": ({}, {"vllm_xargs": {"slo_report": "true"}}, "slo_report"),
+    "pin": ({}, {"vllm_xargs": {"kv_pin": True}}, "kv_pin"),
+    "no pin": ({}, {"vllm_xargs": {"kv_pin": False}}, "kv_pin"),
     "long conversation": ({}, {"vllm_xargs": {"conversation_id": "x" * 257}}, "conversation_id"),
     "header": ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms"),
     "length header": ({"x-dynamo-osl": "0"}, {}, "x-dynamo-osl"),
@@ -170,6 +172,22 @@ async def test_the_client_gets_status_400_with_the_field(
     error = create_error_response(caught.value).error
     assert (error.code, error.type, error.param) == (400, "BadRequestError", field)
     assert field in error.message
+
+
+UNLAWFUL_LIVES = [({"kv_ttl_s": 1.5}, None), ({"kv_ttl_s": 61}, "salt")]
+
+
+@pytest.mark.parametrize(("xargs", "salt"), UNLAWFUL_LIVES, ids=["without a salt", "longer than the server's"])
+async def test_a_life_that_its_client_may_not_set_is_refused(
+    handler: OpenAIServingCompletion, xargs: dict[str, Any], salt: str | None
+) -> None:
+    options = {"vllm_ext": {"kv_tier": {"gib": 1.0, "ttl_s": 60.0}}}
+    handler.engine_client.vllm_config = SimpleNamespace(additional_config=options)  # type: ignore[misc]
+    request, raw = make_request("completion", vllm_xargs=xargs, cache_salt=salt)
+    with pytest.raises(VLLMValidationError) as caught:
+        await handler.create_completion(request, raw)
+    error = create_error_response(caught.value).error
+    assert (error.code, error.param) == (400, "kv_ttl_s")
 
 
 async def test_a_refusal_releases_the_remote_kv_of_the_request(handler: OpenAIServingCompletion) -> None:

@@ -1,16 +1,16 @@
 """What an administrator may ask of a tier, and tell it: one engine's answers.
 
-Called between two steps, in the engine's process. Salts are secrets of tenants: an answer never shows one, but a tag
-that tells two of them apart, and that means nothing outside this process.
+Called between two steps, in the engine's process, which stands still meanwhile: an answer costs as much as what it
+shows or changes, however many conversations there are. Salts are secrets of tenants: an answer never shows one, but a
+tag that tells two of them apart, and that means nothing outside this process.
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 import math
 import secrets
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.kv.retention import RetentionCachePolicy
@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from vllm_ext.kv.keeper import Keeper
     from vllm_ext.kv.statistics import TierAccount
 
-SORTS: dict[str, Callable[[Conversation], Any]] = {
-    "last_used": lambda c: -c.last_used_s,
-    "chunks": lambda c: -len(c.keys),
-    "turns": lambda c: -c.turns,
-    "name": lambda c: (c.name, c.salt),
-}
-"""Orders of a listing: the one used last, with most chunks, with most turns first; or by name."""
-_TAG_BYTES = 6
+MOST_SHOWN = 1000
+"""Conversations in one answer."""
+_SHOWN_TAG_CHARS = 12
 
 
 class TierAdmin:
@@ -39,7 +34,8 @@ class TierAdmin:
 
     def __init__(self, account: TierAccount) -> None:
         self._account = account
-        self._tag_key = secrets.token_bytes(16)
+        self._engine = secrets.token_hex(4)
+        """Makes ids of conversations unlike those of other engines, which are asked the same."""
         self._actions: dict[str, Callable[..., dict[str, Any]]] = {
             "statistics": account.state,
             "list": self._list,
@@ -53,8 +49,8 @@ class TierAdmin:
         """Do what is asked, and return what came of it, fit for JSON.
 
         Args:
-            action: ``statistics``; ``list``, with offset, limit, and sort (`SORTS`); ``show``, with name; ``pin``,
-                ``unpin`` or ``drop``, with name, and salt or salt_tag, or neither for requests without a salt.
+            action: ``statistics``; ``list``, with cursor (0, or the page before's) and limit; ``show``, with name;
+                ``pin``, ``unpin`` or ``drop``, with id, or with name and salt, which is None for requests without one.
 
         Raises:
             ValueError: There is no such action.
@@ -63,49 +59,62 @@ class TierAdmin:
             raise ValueError(f"action={action!r}: must be one of {', '.join(self._actions)}")
         return self._actions[action](**arguments)
 
-    def _list(self, offset: int, limit: int, sort: str) -> dict[str, Any]:
+    def _list(self, cursor: int, limit: int) -> dict[str, Any]:
+        """Return the conversations that began after a cursor's, the oldest first, and the cursor to go on with."""
         book = self._keeper.book
-        found = heapq.nsmallest(offset + limit, book, key=SORTS[sort])[offset:]
-        return {"total": len(book), "conversations": [self._row(conversation) for conversation in found]}
+        found = list(islice(book.after(cursor), limit + 1))
+        shown, more = found[:limit], len(found) > limit
+        return {
+            "total": len(book),
+            "conversations": [self._row(conversation) for conversation in shown],
+            "cursor": shown[-1].number if shown else cursor,
+            "more": more,
+        }
 
     def _show(self, name: str) -> dict[str, Any]:
-        return {"conversations": [self._row(conversation) for conversation in self._keeper.book.find(name)]}
+        found = self._keeper.book.find(name)
+        return {
+            "total": len(found),
+            "conversations": [self._row(conversation) for conversation in islice(found.values(), MOST_SHOWN)],
+        }
 
-    def _pin(self, name: str, salt: str | None, salt_tag: str | None) -> dict[str, Any]:
-        return self._change(name, salt, salt_tag, self._keep)
+    def _pin(self, **ref: str | None) -> dict[str, Any]:
+        return self._change(ref, self._keep)
 
-    def _unpin(self, name: str, salt: str | None, salt_tag: str | None) -> dict[str, Any]:
-        return self._change(name, salt, salt_tag, self._keep_no_more)
+    def _unpin(self, **ref: str | None) -> dict[str, Any]:
+        return self._change(ref, self._keep_no_more)
 
-    def _drop(self, name: str, salt: str | None, salt_tag: str | None) -> dict[str, Any]:
-        return self._change(name, salt, salt_tag, self._forget)
+    def _drop(self, **ref: str | None) -> dict[str, Any]:
+        return self._change(ref, self._forget)
 
     def _change(
-        self, name: str, salt: str | None, salt_tag: str | None, change: Callable[[Conversation], dict[str, Any]]
+        self, ref: Mapping[str, str | None], change: Callable[[Conversation], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Change the conversation of a name and a salt; say how many others of that name there are if there is none."""
-        named = self._keeper.book.find(name)
-        for conversation in named:
-            meant = self._tag(conversation) == salt_tag if salt_tag else conversation.salt == (salt or "")
-            if meant:
-                done = change(conversation)
-                return {**done, "conversation": self._row(conversation)}
-        return {"conversation": None, "with_other_salts": len(named)}
+        """Change the conversation that is meant; if there is none, say how many have the name under other salts."""
+        conversation = self._meant(**ref)
+        if conversation is None:
+            return {"conversation": None, "with_other_salts": len(self._keeper.book.find(ref.get("name") or ""))}
+        return {**change(conversation), "conversation": self._row(conversation)}
+
+    def _meant(self, id: str | None = None, name: str | None = None, salt: str | None = None) -> Conversation | None:
+        book = self._keeper.book
+        if id is None:
+            return book.find(name or "").get(book.salt_tag(salt))
+        engine, _, number = id.partition("-")
+        return book.get(int(number)) if engine == self._engine and number.isdecimal() else None
 
     def _keep(self, conversation: Conversation) -> dict[str, Any]:
         keeper = self._keeper
-        keeper.pin(conversation, wanted=True)
-        keeper.sweep(self._account.tier.clock())  # takes pins away again that would hold too much
-        if conversation.pinned:
+        if keeper.pin(conversation):
             return {}
         if not self._knows_chunks:
             return {"refused": "kv_tier.policy is one of vLLM's own, which know no conversations"}
-        most, held = keeper.most_pinned_chunks, len(conversation.keys)
+        most, held, pinned = keeper.most_pinned_chunks, len(conversation.keys), keeper.pinned_chunks
         why = f"pinned conversations may hold {most} chunks together (kv_tier.pin_share), and this one holds {held}"
-        return {"refused": f"{why}; of several, those used last stay pinned"}
+        return {"refused": f"{why}; {pinned} are pinned: unpin others, or raise the share"}
 
     def _keep_no_more(self, conversation: Conversation) -> dict[str, Any]:
-        self._keeper.pin(conversation, wanted=False)
+        self._keeper.unpin(conversation)
         return {}
 
     def _forget(self, conversation: Conversation) -> dict[str, Any]:
@@ -127,9 +136,9 @@ class TierAdmin:
         """Return what is shown of a conversation; times in seconds, chunks None if nobody knows whose they are."""
         chunks = len(conversation.keys) if self._knows_chunks else None
         return {
+            "id": f"{self._engine}-{conversation.number}",
             "name": conversation.name,
-            "named_by_client": conversation.named,
-            "salt_tag": self._tag(conversation),
+            "salt_tag": conversation.salt_tag[:_SHOWN_TAG_CHARS] or None,
             "turns": conversation.turns,
             "running": conversation.running,
             "unused_s": max(0.0, self._account.tier.clock() - conversation.last_used_s),
@@ -138,9 +147,3 @@ class TierAdmin:
             "chunks": chunks,
             "bytes": None if chunks is None else chunks * self._account.chunk_bytes,
         }
-
-    def _tag(self, conversation: Conversation) -> str | None:
-        """Return what stands for a conversation's salt; None if it has none."""
-        if not conversation.salt:
-            return None
-        return hashlib.blake2b(conversation.salt.encode(), key=self._tag_key, digest_size=_TAG_BYTES).hexdigest()

@@ -44,7 +44,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         (share of such conversations that come back) * (time to compute a chunk again)  >  (time to copy it out)
 
     with the mean over the sequence's chunks, as what is kept of a sequence is of use only with what stands before it;
-    where a preempted request comes back for certain, and what a client has pinned is kept whatever it costs. Waiting
+    where a preempted request comes back for certain, and what is pinned is kept whatever it costs. Waiting
     is what happens at the last moment, when a step overwrites the chunk, and to copies ahead of time where running
     requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
     through. A server of questions that nobody follows up, with a device full of running requests, else stands still

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-
-from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
+from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
 from vllm_ext.kv.conversations import Conversation, ConversationBook, Turn
 from vllm_ext.kv.retention import RetentionCachePolicy
 from vllm_ext.kv.tally import DROPPED, EXPIRED
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
     from vllm_ext.kv.disk_manager import DiskBackedManager
     from vllm_ext.kv.manager import TierManager
 
-logger = init_logger("vllm.vllm_ext.kv")
+_MOST_ENDS = 64
+"""Conversations whose lives end in one step at most; the rest follows in the next steps."""
+_MOST_DROPPED = 512
+"""Chunks after which no further one ends in a step."""
 
 
 class Keeper:
@@ -30,10 +32,15 @@ class Keeper:
 
     Args:
         manager: Of the host tier, and of the disk behind it if there is one: what is dropped goes from both.
-        ttl_s: Seconds after its last use at which a conversation is dropped, unless its client says so; 0: never.
+        ttl_s: Seconds after its last use at which a conversation is dropped, unless its client wants it earlier; 0:
+            never.
         pin_share: Most of the tier that pinned conversations may hold.
-        salt_share: Most of it that chunks of one salt may hold.
+        salt_share: Most of it that chunks of one salt may hold, and where it is full those of all new salts together.
         learn_returns: Whether chunks are valued by the rate at which such conversations come back.
+
+    Attributes:
+        on_bad_hint: Told the id of a request, and what it may not ask for and does not get. Hints that are malformed by
+            themselves are not followed either, and counted by the scheduler.
     """
 
     def __init__(
@@ -46,17 +53,17 @@ class Keeper:
         learn_returns: bool = True,
     ) -> None:
         self.book = ConversationBook(ttl_s or math.inf)
-        self.expired = self.dropped = self.unpinned = 0
-        """Conversations whose time was over, that were dropped by hand, and whose pin was taken away."""
+        self.expired = self.dropped = 0
+        """Conversations whose time was over, and that were dropped by hand."""
+        self.on_bad_hint: Callable[[str, HintError], None] = _nobody
+        self._ttl_s = ttl_s
         self._manager = manager
-        self.most_pinned_chunks = int(pin_share * manager.num_chunks)
-        """Most chunks that pinned conversations may hold."""
-        self._pinned: dict[Conversation, None] = {}
         policy = manager.policy
         self._policy = policy if isinstance(policy, RetentionCachePolicy) else None
         if self._policy is not None:
             self._policy.returns = self.book.returns if learn_returns else None
-            self._policy.quota = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
+            self._policy.owners.most_pinned = int(pin_share * manager.num_chunks)
+            self._policy.quotas.most = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
 
     def use(self, clock: Callable[[], float], cost: Callable[[int], float]) -> None:
         """Take the scheduler's clock, and what a chunk costs to compute again, by the tokens up to its end."""
@@ -65,12 +72,10 @@ class Keeper:
 
     def enter(self, request: Request, keys: Sequence[OffloadKey], now: float) -> Turn:
         """Return a new request's place in its conversation."""
-        hints = _hints_of(request)
-        salt = request.cache_salt or ""
-        conversation = self.book.enter(hints.conversation_id, salt, keys, now, ttl_s=hints.kv_ttl_s)
-        if hints.kv_pin is not None:
-            self.pin(conversation, hints.kv_pin)
-        return Turn(conversation)
+        hints, salt_tag = self._hints_of(request), self.book.salt_tag(request.cache_salt)
+        if self._policy is not None:
+            self._policy.quotas.comes(salt_tag)
+        return Turn(self.book.enter(hints.conversation_id, salt_tag, keys, now, ttl_s=hints.kv_ttl_s))
 
     def leave(self, turn: Turn, keys: Sequence[OffloadKey], now: float) -> None:
         """Note that a request ended; ``keys`` are all its chunks."""
@@ -87,49 +92,61 @@ class Keeper:
         return 1.0 if conversation.running else self.book.returns.share(conversation.turns)
 
     def sweep(self, now: float) -> None:
-        """Drop conversations whose time is over, and pins that hold too much."""
-        for conversation in self.book.expired(now):
-            self.pin(conversation, wanted=False)
+        """Drop conversations whose time is over: a bounded number in one step, however many end at once."""
+        chunks = 0
+        for conversation in self.book.expired(now, _MOST_ENDS):
+            chunks += len(conversation.keys)
+            self.unpin(conversation)
             self.expired += 1
             self._forget(conversation, EXPIRED)
-        while self._pinned and self.pinned_chunks > self.most_pinned_chunks:
-            oldest = min(self._pinned, key=lambda conversation: conversation.last_used_s)
-            if not self.unpinned:
-                logger.warning(
-                    "pinned conversations hold more than kv_tier.pin_share of the KV tier: those that were not used "
-                    "longest are pinned no more (counted, not logged again)"
-                )
-            self.unpinned += 1
-            self.pin(oldest, wanted=False)
+            if chunks >= _MOST_DROPPED:
+                return
 
-    def pin(self, conversation: Conversation, wanted: bool) -> None:
-        """Keep a conversation's chunks whatever they are worth, or no more."""
-        if self._policy is None:
-            return
-        self._policy.pin(conversation, wanted)
-        if wanted:
-            self._pinned[conversation] = None
-        else:
-            self._pinned.pop(conversation, None)
+    def pin(self, conversation: Conversation) -> bool:
+        """Keep a conversation's chunks whatever they are worth, and those to come as far as there is room for pins.
+
+        Only an administrator may ask for it. Cost: that of the conversation's chunks.
+
+        Returns:
+            Whether it is pinned. If not, nothing has changed: there is no room for as many pins, or nobody knows whose
+            chunks are whose.
+        """
+        if self._policy is None or not self._policy.owners.pin(conversation):
+            return False
+        self.book.pin(conversation, wanted=True)
+        return True
+
+    def unpin(self, conversation: Conversation) -> None:
+        """Let a conversation's chunks go again."""
+        if conversation.pinned and self._policy is not None:
+            self._policy.unpin(conversation)
+            self.book.pin(conversation, wanted=False)
 
     def drop(self, conversation: Conversation) -> int:
-        """Forget a conversation's chunks, but those in use and those that others' chunks follow; return how many."""
+        """Forget a conversation's chunks, but those in use and those that others own or need; return how many."""
         self.dropped += 1
-        self.pin(conversation, wanted=False)
+        self.unpin(conversation)
         return self._forget(conversation, DROPPED)
 
     @property
     def pinned_chunks(self) -> int:
-        """Chunks that pinned conversations hold."""
-        return 0 if self._policy is None else self._policy.pinned_chunks
+        """Chunks that pinned conversations keep."""
+        return 0 if self._policy is None else self._policy.owners.pinned
+
+    @property
+    def most_pinned_chunks(self) -> int:
+        """Most chunks that they may keep."""
+        return 0 if self._policy is None else self._policy.owners.most_pinned
 
     def states(self) -> dict[str, int]:
-        """Return how many conversations run, wait with chunks in the tier, and without. Cost: one pass over them."""
-        found = dict.fromkeys(("running", "kept", "gone"), 0)
-        for conversation in self.book:
-            found["running" if conversation.running else "kept" if conversation.keys else "gone"] += 1
-        found["pinned"] = len(self._pinned)
-        return found
+        """Return how many conversations run, wait with chunks in the tier, and without; and how many are pinned."""
+        running, kept = self.book.counts.running, self.book.counts.kept
+        return {
+            "running": running,
+            "kept": kept,
+            "gone": len(self.book) - running - kept,
+            "pinned": len(self.book.pinned),
+        }
 
     def _forget(self, conversation: Conversation, reason: str) -> int:
         if self._policy is None:
@@ -138,11 +155,20 @@ class Keeper:
         self._manager.forget(taken, reason)
         return len(taken)
 
+    def _hints_of(self, request: Request) -> RequestHints:
+        """Return a request's hints that are followed."""
+        params: Any = request.sampling_params
+        try:
+            hints = from_extra_args(params.extra_args if params is not None else None, request.session_id)
+        except HintError:
+            return NO_HINTS
+        try:
+            check_lifetime(hints, request.cache_salt, self._ttl_s)
+        except HintError as error:
+            self.on_bad_hint(request.request_id, error)
+            return replace(hints, kv_ttl_s=None)
+        return hints
 
-def _hints_of(request: Request) -> RequestHints:
-    """Return a request's hints; where they are malformed, the scheduler counts that, and none are followed."""
-    params: Any = request.sampling_params
-    try:
-        return from_extra_args(params.extra_args if params is not None else None, request.session_id)
-    except HintError:
-        return NO_HINTS
+
+def _nobody(req_id: str, problem: HintError) -> None:
+    """Nobody counts hints."""

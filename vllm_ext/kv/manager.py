@@ -102,20 +102,33 @@ class TierManager(CPUOffloadingManager):
     def _within_quota(
         self, keys: list[OffloadKey], req_context: ReqContext, policy: RetentionCachePolicy
     ) -> list[OffloadKey]:
-        turn = req_context.get_state(Turn)
-        if turn is None or policy.quota is None:
+        turn, quotas = req_context.get_state(Turn), policy.quotas
+        if turn is None or quotas.most is None:
             return keys
-        salt = turn.conversation.salt
+        salt_tag = turn.conversation.salt_tag
         missing = [key for key in keys if policy.get(key) is None]
-        if over := policy.over_quota(salt, len(missing)):
-            evicted = policy.evict_of(salt, over, set(keys))
+        if over := quotas.over(salt_tag, len(missing)):
+            evicted = policy.evict_of(quotas.ends(salt_tag), over, set(keys))
             if evicted is not None:
                 self.forget(evicted, QUOTA)
             else:
-                left_out = set(missing[-over:])
-                self.tally.refused += len(left_out)
-                keys = [key for key in keys if key not in left_out]
+                keys, missing = self._left_out(keys, missing, over)
+        short = len(missing) - int(self._get_num_free_chunks())
+        if short > 0 and (over := min(short, quotas.new_over(salt_tag, len(missing)))):
+            evicted = policy.evict_of(quotas.ends_of_new, over, set(keys))
+            if evicted is not None:
+                self.forget(evicted, QUOTA)
+            else:
+                keys, _ = self._left_out(keys, missing, over)
         return keys
+
+    def _left_out(
+        self, keys: list[OffloadKey], missing: list[OffloadKey], count: int
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return what is to be stored, and what of it is missing, without the last so many that are."""
+        left_out = set(missing[-count:])
+        self.tally.refused += count
+        return [key for key in keys if key not in left_out], missing[:-count]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Make chunks loadable, but for those that could not be written."""

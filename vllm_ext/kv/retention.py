@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,8 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
 from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
+from vllm_ext.kv.owners import Owners
+from vllm_ext.kv.quotas import SaltQuotas
 from vllm_ext.kv.returns import ReturnModel, turn_class
 from vllm_ext.kv.tails import Tails
 from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, ClassCosts, class_of
@@ -78,6 +79,8 @@ class _Node:
     link: Link
     used_s: float
     conversation: Conversation | None
+    others: tuple[Conversation, ...] = ()
+    pinned: bool = False
 
 
 def default_cost(end: int) -> float:
@@ -92,7 +95,8 @@ class RetentionCachePolicy(CachePolicy):
         clock: Returns the time, in seconds.
         cost: Cost of computing a chunk again, by the tokens up to its end; in any unit.
         returns: At which rate conversations come back; None: as 1 / T, all alike.
-        quota: Most chunks of one ``cache_salt``; None: no bound.
+        quotas: Of each ``cache_salt``.
+        owners: Whose the chunks are, and which are pinned.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -101,17 +105,12 @@ class RetentionCachePolicy(CachePolicy):
         self.clock: Callable[[], float] = time.monotonic
         self._costs = ClassCosts(default_cost)
         self.returns: ReturnModel | None = None
-        self.quota: int | None = None
-        self.per_salt: Counter[str] = Counter()
-        """Chunks by the salt of the conversation that stored them."""
-        self.pinned_chunks = 0
-        """Chunks of pinned conversations."""
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
         self._tails: Tails[tuple[int, int], _Entry] = Tails(self._used_s)
-        self._tails_of: dict[str, Tails[int, _Entry]] = {}
-        """By salt, where there is a quota."""
+        self.quotas: SaltQuotas[_Entry] = SaltQuotas(self._used_s, self._salt_tag)
+        self.owners = Owners(self._nodes, self.quotas)
         self._announced: tuple[dict[OffloadKey, Link], Conversation | None] = ({}, None)
 
     @property
@@ -158,9 +157,7 @@ class RetentionCachePolicy(CachePolicy):
             if (node := self._nodes.get(key)) is not None:
                 node.used_s = now
                 if turn is not None and node.conversation is not turn.conversation:
-                    self._disown(key, node)
-                    node.conversation = turn.conversation
-                    self._own(key, node)
+                    self.owners.use(key, node, turn.conversation)
                 self._push(key)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -170,11 +167,11 @@ class RetentionCachePolicy(CachePolicy):
     def clear(self) -> None:
         """Forget everything."""
         for key, node in self._nodes.items():
-            self._disown(key, node)
+            self.owners.leave(key, node)
         self._nodes.clear()
         self._followers.clear()
         self._tails.clear()
-        self._tails_of.clear()
+        self.quotas.clear()
 
     def evict(self, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks, or none."""
@@ -182,21 +179,22 @@ class RetentionCachePolicy(CachePolicy):
 
     # --- beyond vLLM's interface ------------------------------------------------------------------------------------
 
-    def evict_of(self, salt: str, n: int, protected: set[OffloadKey]) -> Evicted | None:
-        """Evict exactly so many chunks of one salt, the least recently used tails first, or none."""
-        tails = self._tails_of.get(salt)
-        return None if tails is None else self._evict(tails.take(_by_age), n, protected)
+    def evict_of(self, ends: Tails[int, _Entry] | None, n: int, protected: set[OffloadKey]) -> Evicted | None:
+        """Evict exactly so many chunks of some salts, the least recently used tails first, or none.
 
-    def over_quota(self, salt: str, n: int) -> int:
-        """Return by how many chunks a salt would exceed its quota with so many more."""
-        return 0 if self.quota is None else max(0, self.per_salt[salt] + n - self.quota)
+        Args:
+            ends: What `quotas` has of these salts.
+        """
+        return None if ends is None else self._evict(ends.take(_by_age), n, protected)
 
     def take(self, conversation: Conversation) -> Evicted:
-        """Forget the chunks of a conversation but those that copies use, or that others' chunks follow."""
+        """Forget the chunks of a conversation but those that others own, that copies use, or that others' follow."""
         taken: Evicted = []
         for key in sorted(conversation.keys, key=lambda key: self._nodes[key].link.end, reverse=True):
             node = self._nodes[key]
-            if node.chunk.ref_cnt == 0 and not self._must_follow(key):
+            if self.owners.let_go(key, node, conversation):
+                self._push(key)
+            elif node.chunk.ref_cnt == 0 and not self._must_follow(key):
                 self._forget(key)
                 taken.append((key, node.chunk))
                 if node.link.before is not None:
@@ -206,14 +204,10 @@ class RetentionCachePolicy(CachePolicy):
                 self._push(key)
         return taken
 
-    def pin(self, conversation: Conversation, wanted: bool) -> None:
-        """Let a conversation's chunks stay whatever they are worth, or no more."""
-        if conversation.pinned != wanted:
-            conversation.pinned = wanted
-            self.pinned_chunks += len(conversation.keys) if wanted else -len(conversation.keys)
-        if not wanted:
-            for key in conversation.keys:
-                self._push(key)
+    def unpin(self, conversation: Conversation) -> None:
+        """Let a conversation's chunks go again."""
+        for key in self.owners.unpin(conversation):
+            self._push(key)
 
     # --- tails ------------------------------------------------------------------------------------------------------
 
@@ -245,8 +239,11 @@ class RetentionCachePolicy(CachePolicy):
         node = self._nodes.get(key)
         if node is None or node.chunk.ref_cnt or self._must_follow(key):
             return None
-        conversation = node.conversation
-        return None if conversation is not None and conversation.pinned else node.used_s
+        return None if node.pinned else node.used_s
+
+    def _salt_tag(self, entry: _Entry) -> str:
+        conversation = self._nodes[entry[1]].conversation
+        return "" if conversation is None else conversation.salt_tag
 
     def _must_follow(self, key: OffloadKey) -> bool:
         """Whether resident chunks that follow a chunk would be lost with it."""
@@ -260,8 +257,8 @@ class RetentionCachePolicy(CachePolicy):
         turns = 0 if conversation is None else turn_class(conversation.turns)
         entry = node.link.end, key
         self._tails.push((class_of(node.link.end), turns), entry, len(self._nodes))
-        if self.quota is not None and conversation is not None:
-            self._tails_of.setdefault(conversation.salt, Tails(self._used_s)).push(0, entry, len(self._nodes))
+        if conversation is not None:
+            self.quotas.push(conversation.salt_tag, entry)
 
     def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
         """Return what the tails of a class are worth that were used at a time."""
@@ -275,32 +272,17 @@ class RetentionCachePolicy(CachePolicy):
         self._nodes[key] = node
         if node.link.before is not None:
             self._followers.setdefault(node.link.before, set()).add(key)
-        self._own(key, node)
+        self.owners.enter(key, node)
 
     def _forget(self, key: OffloadKey) -> _Node:
         node = self._nodes.pop(key)
-        self._disown(key, node)
+        self.owners.leave(key, node)
         before = node.link.before
         if before is not None and (followers := self._followers.get(before)) is not None:
             followers.discard(key)
             if not followers:
                 del self._followers[before]
         return node
-
-    def _own(self, key: OffloadKey, node: _Node) -> None:
-        if node.conversation is not None:
-            node.conversation.keys.add(key)
-            self.per_salt[node.conversation.salt] += 1
-            self.pinned_chunks += node.conversation.pinned
-
-    def _disown(self, key: OffloadKey, node: _Node) -> None:
-        if node.conversation is not None:
-            node.conversation.keys.discard(key)
-            self.pinned_chunks -= node.conversation.pinned
-            salt = node.conversation.salt
-            self.per_salt[salt] -= 1
-            if not self.per_salt[salt]:
-                del self.per_salt[salt]
 
 
 class TailCachePolicy(RetentionCachePolicy):

@@ -25,6 +25,8 @@ from vllm_ext.policies.contract.fate import Fate
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+    from vllm_ext.hints import HintError
+
 
 class TierScheduler(IdleStoringScheduler):
     """vLLM's side, with three ways to store.
@@ -126,6 +128,11 @@ class TierScheduler(IdleStoringScheduler):
         tokens = prefix_tokens if self._is_simple() else shadow_tokens
         found = tokens(self, status, local_tokens, max_num_new_tokens, self.manager.peek)
         return self._when(request, local_tokens, found) if found else (0, False)
+
+    def report_bad_hints(self, told: Callable[[str, HintError], None]) -> None:
+        """Say who is told the id of a request, and what of its hints it may not ask for."""
+        if self.keeper is not None:
+            self.keeper.on_bad_hint = told
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class TierAccount:
     # --- when somebody asks -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return everything, fit for JSON; seconds are those of one worker. Cost: one pass over the conversations."""
+        """Return everything, fit for JSON; seconds are those of one worker."""
         tally, prices = self.host.tally, self.tier.prices
         quantised = self.geometry.bits == QUANTISED
         return {
@@ -153,5 +153,4 @@ class TierAccount:
         keeper = self.tier.keeper
         if keeper is None:
             return {}
-        totals = {"expired": keeper.expired, "dropped": keeper.dropped, "unpinned": keeper.unpinned}
-        return {**keeper.states(), **totals}
+        return {**keeper.states(), "expired": keeper.expired, "dropped": keeper.dropped}

@@ -36,7 +36,7 @@ class _Metrics:
             "used_chunks": _gauge("used_chunks", "Chunks in host memory, those being written included."),
             "writing_chunks": _gauge("writing_chunks", "Chunks that are being written to host memory."),
             "reading_chunks": _gauge("reading_chunks", "Chunks that are being read from host memory."),
-            "pinned_chunks": _gauge("pinned_chunks", "Chunks of pinned conversations."),
+            "pinned_chunks": _gauge("pinned_chunks", "Chunks that pinned conversations keep."),
         }
         self.idle_blocks = _gauge(
             "idle_device_blocks", "Blocks on the device that are in nobody's use and nowhere else (store ahead)."
@@ -61,7 +61,6 @@ class _Metrics:
         self.ended = {
             "expired": _counter("expired_conversations", "Conversations dropped as nobody came back in time."),
             "dropped": _counter("dropped_conversations", "Conversations dropped by hand."),
-            "unpinned": _counter("unpinned_conversations", "Pins taken away as pins held too much together."),
         }
         self.fates = _counter("preemptions", "Preemptions, by what the policy decided about the KV.", "fate")
         self.waits = {

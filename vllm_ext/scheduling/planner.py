@@ -37,6 +37,7 @@ class Planner:
     def __init__(
         self,
         engine: EngineState,
+        system: str,
         *,
         admission: Admission,
         gates: Sequence[GatePolicy],
@@ -47,7 +48,21 @@ class Planner:
         fronts: Fronts,
         rng: np.random.Generator,
     ) -> None:
-        """Take vLLM's scheduler, the policies, and what is known beside vLLM."""
+        """Take vLLM's scheduler, the system's name and policies, and what is known beside vLLM.
+
+        Raises:
+            ValueError: the system can't work with this engine.
+        """
+        if engine.scheduler_config.policy != "fcfs":
+            raise ValueError(
+                f"scheduling_policy={engine.scheduler_config.policy!r}: {system} chooses order and victims itself and "
+                "honours priority; leave --scheduling-policy out"
+            )
+        if admission.preempts and not fronts.probe.full_attention:
+            raise ValueError(
+                f"{system} with preemption counts KV blocks, which is exact for full attention only; this model has "
+                "sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
+            )
         self._engine, self._ledger = engine, ledger
         self._admission, self._gates, self._budget = admission, gates, budget
         self._queue, self._order, self._fronts, self._rng = queue, order, fronts, rng

@@ -110,6 +110,7 @@ class SteeredScheduler(GapScheduler):
         if self.tier is None:
             return
         self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
+        self.tier.report_bad_hints(self.observer.bad_hint)
         self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
@@ -126,7 +127,6 @@ class SteeredScheduler(GapScheduler):
         self.ledger.load_s, self.ledger.resumed = self.swapper.load_s, self.swapper.resumed
 
     def _steer(self) -> None:
-        self._check_model()
         self._orders_by_arrival = type(self.policies.ordering) is Arrival
         self.ledger.front = self.fronts.of
         self.ranked = self.waiting = RankedQueue(self._rank, self._ties)
@@ -139,6 +139,7 @@ class SteeredScheduler(GapScheduler):
         )
         self.planner = Planner(
             self,
+            self.policies.system.name,
             admission=self.policies.admission,
             gates=self.policies.gates,
             budget=self.policies.budget,
@@ -152,18 +153,6 @@ class SteeredScheduler(GapScheduler):
             self.planner.swapper = self.swapper
             self.swapper.queue, self.swapper.order = self.ranked, self.running_order
             self.swapper.rank = lambda view: self.policies.ordering.rank(view, self._now)
-
-    def _check_model(self) -> None:
-        if self.scheduler_config.policy != "fcfs":
-            raise ValueError(
-                f"scheduling_policy={self.scheduler_config.policy!r}: {self.policies.system.name} chooses order and "
-                "victims itself and honours priority; leave --scheduling-policy out"
-            )
-        if self.policies.admission.preempts and not self.fronts.probe.full_attention:
-            raise ValueError(
-                f"{self.policies.system.name} with preemption counts KV blocks, which is exact for full attention "
-                "only; this model has sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
-            )
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""The tier's real books and who follows its conversations, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+
+from vllm_ext.kv.conversations import Conversation
+from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.retention import Chain, RetentionCachePolicy
+
+from .tier_stateful_books import audit_owners
+
+CHUNK = 32
+
+
+def key(name: str) -> OffloadKey:
+    return make_offload_key(name.encode(), 0)
+
+
+@dataclass
+class Tier:
+    """Eight chunks unless said otherwise; time stands where it is set."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    num_chunks: int = 8
+    policy: str = "retention"
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.manager = TierManager(self.num_chunks, cache_policy=self.policy)
+        self.keeper = Keeper(self.manager, **self.options)
+        self.keeper.use(lambda: self.now, lambda end: 1.0)
+
+    def turn(self, name: str | None, *chunks: str, at: float, salt: str = "", **hints: Any) -> Conversation:
+        """Let a request store chunks, and end."""
+        self.now = at
+        self.keeper.sweep(at)
+        extra = {**({} if name is None else {"conversation_id": name}), **hints}
+        request: Any = SimpleNamespace(
+            request_id=f"request-{at}-{name}",
+            sampling_params=SimpleNamespace(extra_args=extra),
+            session_id=None,
+            cache_salt=salt or None,
+        )
+        found = [key(chunk) for chunk in chunks]
+        turn = self.keeper.enter(request, found, at)
+        context = ReqContext(request.request_id)
+        for number, one in enumerate(found):
+            context.set_offload_key_position(one, (number + 1) * CHUNK)
+        context.set_state(Chain({0: found}, {0: CHUNK}))
+        context.set_state(turn)
+        self.manager.on_new_request(context)
+        stored = self.manager.prepare_store(found, context)
+        if stored is not None:
+            self.manager.complete_store(stored.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        self.keeper.leave(turn, found, at)
+        self.keeper.sweep(at)
+        return turn.conversation
+
+    def has(self, *chunks: str) -> bool:
+        return all(self.manager.policy.get(key(chunk)) is not None for chunk in chunks)
+
+    def check(self) -> None:
+        """The books agree with each other."""
+        policy = self.manager.policy
+        assert isinstance(policy, RetentionCachePolicy)
+        resident = len(policy._nodes)
+        assert self.manager._get_num_free_chunks() + resident == self.num_chunks
+        assert self.manager._num_evictable_cache_chunks == resident
+        audit_owners(policy, self.keeper.book)
