@@ -81,7 +81,7 @@ def test_options_are_left_out_for_vllm_alone() -> None:
 
 @pytest.mark.parametrize(
     ("system", "says"),
-    [("nonsense", "must be one of upstream-fcfs"), ("alise+orca", "alise and orca both set admission")],
+    [("nonsense", "must be one of upstream-fcfs"), ("alise+accelgen", "alise and accelgen both set ordering")],
 )
 def test_an_unknown_system_and_a_contradiction_are_refused_each_with_its_reason(system: str, says: str) -> None:
     with pytest.raises(paths.SpecError, match=says) as refused:
