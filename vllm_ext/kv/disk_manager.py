@@ -105,10 +105,15 @@ class DiskBackedManager(TieringOffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         """Say whether a chunk is there, is on its way, or must be computed, as one that is late."""
-        found = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
-        if found is LookupResult.HIT_PENDING and self._clock() - self._awaited.get(key, self._clock()) > PATIENCE_S:
-            return LookupResult.MISS
-        return found
+        return self._unless_late(key, super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx))
+
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Say whether a chunk can be loaded from host memory, is on its way there, or must be computed.
+
+        Changes nothing: what is on disk only is not brought back, and what has come from there since the last look-up
+        counts as on its way.
+        """
+        return self._unless_late(key, self.host.peek(key))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """Make chunks loadable, and copy them on to disk, but for those that could not be written."""
@@ -121,6 +126,11 @@ class DiskBackedManager(TieringOffloadingManager):
         super().reset_cache()
         self._awaited.clear()
         self.disk.start_afresh()
+
+    def _unless_late(self, key: OffloadKey, found: LookupResult) -> LookupResult:
+        if found is LookupResult.HIT_PENDING and self._clock() - self._awaited.get(key, self._clock()) > PATIENCE_S:
+            return LookupResult.MISS
+        return found
 
     def _initiate_promotion(self, tier_idx: int, key: OffloadKey, req_context: ReqContext) -> bool:
         """Bring a chunk back, but not twice for the same request: two that push out each other's would never end."""

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Tr
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 
 from vllm_ext.kv.gap_plan import Action, Run
+from vllm_ext.kv.peek import chunk_key
 from vllm_ext.kv.step_loads import StepLoadingScheduler, ended_owner
 
 if TYPE_CHECKING:
@@ -45,18 +46,21 @@ class GapLoadingScheduler(StepLoadingScheduler):
         return self.prices.load_s(self.prices.chunk_tokens) * size / self.prices.chunk_tokens
 
     def held_blocks(self, request: Request, numbers: Iterable[int]) -> set[int]:
-        """Return which blocks of a request can be loaded now, of those with such numbers."""
+        """Return which blocks of a request can be loaded now, of those with such numbers; changes nothing.
+
+        What is only on disk is left there: a plan can't wait for it, and would compute it again all the same.
+        """
         status = self._req_status.get(request.request_id)
         if status is None:
             return set()
-        status.update_offload_keys()
-        keys, size = status.group_states[0].offload_keys, self.config.blocks_per_chunk
+        size, books = self.config.blocks_per_chunk, self.manager
         held: set[int] = set()
         chunk, found = -1, False
         for number in numbers:
             if number // size != chunk:
                 chunk = number // size
-                found = chunk < len(keys) and (self.manager.lookup(keys[chunk], status.req_context) is LookupResult.HIT)
+                key = chunk_key(status, chunk)
+                found = key is not None and books.peek(key) is LookupResult.HIT
             if found:
                 held.add(number)
         return held

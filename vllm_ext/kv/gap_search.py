@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ext.kv.gap_layout import GapLayout, kept_ranges
 from vllm_ext.kv.gap_manager import GapManager, Placement, Search
@@ -64,6 +64,17 @@ class GapCounts:
         return {"requests": self.requests, "gaps": self.gaps, **counts}
 
 
+class Kept(NamedTuple):
+    """What is kept of a request, its prefix hit included."""
+
+    tokens: int
+    """The virtual number of computed tokens."""
+    held_blocks: int
+    """Blocks behind the hit that running requests hold: to adopt them takes nothing."""
+    idle_blocks: int
+    """Blocks behind the hit that nobody holds: each leaves the free blocks when it is adopted."""
+
+
 class GapSearch:
     """Lookups behind gaps for one scheduler.
 
@@ -92,11 +103,31 @@ class GapSearch:
             How many tokens are kept in all: the virtual number of computed tokens; the hit alone if nothing else is.
         """
         self._manager.let_go(request.request_id)  # of an earlier try to admit it
-        placement = self._placement(request, num_hit_tokens // self._manager.block_size)
-        if placement is None:
-            return num_hit_tokens
-        self._manager.hold(request.request_id, placement)
-        return placement.layout.num_kept
+        search = self._manager.searches.setdefault(request.request_id, Search())
+        placement = self._placement(request, num_hit_tokens // self._manager.block_size, search)
+        if isinstance(placement, Placement):
+            self._manager.hold(request.request_id, placement)
+            return placement.layout.num_kept
+        if placement is not None and search.tries == 1:  # who waits is looked up in each step, and counts once
+            self.counts.refused[placement] += 1
+        return num_hit_tokens
+
+    def peek(self, request: Request, local_tokens: int) -> Kept:
+        """Return what `kept_tokens` would find now, and change nothing: to price an admission.
+
+        Cost: that of `kept_tokens`, one look-up per block behind the hit at the first try to admit the request and at
+        every sixteenth, and per block that the last of these found at the others.
+
+        Args:
+            request: One that waits.
+            local_tokens: Of its prefix hit.
+        """
+        known = self._manager.searches.get(request.request_id, Search())
+        placement = self._placement(request, local_tokens // self._manager.block_size, replace(known))
+        if not isinstance(placement, Placement):
+            return Kept(local_tokens, 0, 0)
+        held = sum(block.ref_cnt > 0 for block in placement.reused.values())
+        return Kept(placement.layout.num_kept, held, len(placement.reused) - held)
 
     def is_within(self, req_id: str, index: int) -> bool:
         """Return whether tokens of a gap are still to be computed, from a virtual index on."""
@@ -143,12 +174,14 @@ class GapSearch:
                     self._count(placements[req_id])
         return found
 
-    def _placement(self, request: Request, num_hit: int) -> Placement | None:
-        search = self._manager.searches.setdefault(request.request_id, Search())
+    def _placement(self, request: Request, num_hit: int, search: Search) -> Placement | str | None:
+        """Return what to do about a request's blocks, why nothing is done (`REFUSALS`), or None if no gap is there.
+
+        Changes nothing but ``search``.
+        """
         search.tries += 1
         if request.skip_reading_prefix_cache or request.has_encoder_inputs or request.prompt_embeds is not None:
-            self._count_refusal(search, UNSUPPORTED)
-            return None
+            return UNSUPPORTED
         kept = self._kept_blocks(request, num_hit, search)
         if not kept:
             return None
@@ -163,18 +196,13 @@ class GapSearch:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
         if not behind or (num_hit and runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            self._count_refusal(search, CHEAPER)  # perhaps even of vLLM's hit, which is not for us to give up
-            return None
+            return CHEAPER  # perhaps even of vLLM's hit, which is not for us to give up
         if not any(run.action is Action.COMPUTE for run in behind):
             return None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
         reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
         missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))
         return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused, missing)
-
-    def _count_refusal(self, search: Search, reason: str) -> None:
-        if search.tries == 1:  # who has to wait is looked up in each step, and counts once
-            self.counts.refused[reason] += 1
 
     def _kept_blocks(self, request: Request, num_hit: int, search: Search) -> dict[int, tuple[Place, Any]]:
         """Return where blocks behind the prefix hit are, by number, and those of the device; not the last token's."""

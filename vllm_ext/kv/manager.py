@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingEvent, OffloadKey, PrepareStoreOutput, ReqContext
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
@@ -56,6 +63,13 @@ class TierManager(CPUOffloadingManager):
     def policy(self) -> CachePolicy:
         """Who is evicted first."""
         return self._policy
+
+    def peek(self, key: OffloadKey) -> LookupResult:
+        """Say whether a chunk can be loaded, is being written, or is not there; changes nothing."""
+        chunk = self._policy.get(key)
+        if chunk is None:
+            return LookupResult.MISS
+        return LookupResult.HIT if chunk.is_ready else LookupResult.HIT_PENDING
 
     def forget(self, chunks: Iterable[tuple[OffloadKey, ChunkStatus]], reason: str) -> None:
         """Free chunks that the policy has let go of, none of them in use; say why (`tally.REASONS`)."""

@@ -17,6 +17,7 @@ from vllm_ext.kv.conversations import Turn
 from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.idle_stores import IdleStoringScheduler
 from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.retention import Chain
 from vllm_ext.policies.residency.fate import Fate
@@ -98,6 +99,33 @@ class TierScheduler(IdleStoringScheduler):
         self.price(recompute_s)
         if self.keeper is not None:
             self.keeper.use(clock, recompute_s)
+
+    def peek(self, request: Request, local_tokens: int, max_num_new_tokens: int | None = None) -> tuple[int, bool]:
+        """Return what `get_num_new_matched_tokens` would say now, and change nothing: to price an admission.
+
+        Cost: one look-up in a dictionary per chunk that would be loaded (`peek.prefix_tokens`); a request without
+        anything on the host costs one. Models with several groups of layers pay for vLLM's own look-up.
+
+        Args:
+            request: One that waits.
+            local_tokens: Those that the device has, as vLLM counts them. Of a request with gaps that is
+                `GapSearch.peek`'s count, and nothing is supplied beyond it: what a plan loads is in that count.
+            max_num_new_tokens: Most tokens to load; None: no bound.
+
+        Returns:
+            How many tokens the tier would supply beyond the local ones, and whether they would be loaded between steps.
+            ``(0, False)`` also where vLLM would be told to ask again later, or the request is unknown. Chunks that are
+            only on disk count as not there.
+        """
+        status = self._req_status.get(request.request_id)
+        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
+            return 0, False
+        placement = None if self.gaps is None else self.gaps.placement(request.request_id)
+        if placement is not None and placement.layout.num_kept == local_tokens:
+            return 0, False
+        tokens = prefix_tokens if self._is_simple() else shadow_tokens
+        found = tokens(self, status, local_tokens, max_num_new_tokens, self.manager.peek)
+        return self._when(request, local_tokens, found) if found else (0, False)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

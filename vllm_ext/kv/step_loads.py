@@ -146,15 +146,12 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
         """
         self._chosen.discard(request.request_id)
         num_tokens, found = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
-        if self._engine is None or not num_tokens or not found:
+        if not num_tokens or not found:
             return num_tokens, found
-        size = self.config.kv_group_configs[0].tokens_per_block
-        whole = (request.num_tokens - 1) // size * size
-        fewer = min(num_tokens, whole - num_computed_tokens)
-        if fewer <= 0 or not self._prefers_the_step(self._engine, fewer):
-            return num_tokens, True
-        self._chosen.add(request.request_id)
-        return fewer, False
+        num_tokens, between = self._when(request, num_computed_tokens, num_tokens)
+        if not between:
+            self._chosen.add(request.request_id)
+        return num_tokens, between
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; gives a load within the step an owner of its own."""
@@ -238,6 +235,17 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
                     state.block_ids.clear()
 
     # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _when(self, request: Request, num_computed_tokens: int, num_tokens: int) -> tuple[int, bool]:
+        """Return how many of the tokens that can be loaded are, and whether that is between steps; changes nothing."""
+        if self._engine is None:
+            return num_tokens, True
+        size = self.config.kv_group_configs[0].tokens_per_block
+        whole = (request.num_tokens - 1) // size * size
+        fewer = min(num_tokens, whole - num_computed_tokens)
+        if fewer <= 0 or not self._prefers_the_step(self._engine, fewer):
+            return num_tokens, True
+        return fewer, False
 
     def _prefers_the_step(self, engine: Engine, num_tokens: int) -> bool:
         behind_s = 0.0 if self.makes_way else max(0.0, self._link_free_s - self.clock())

@@ -1,0 +1,119 @@
+"""Look-ups in the host tier that change nothing: what vLLM would be told, asked before a step is decided.
+
+vLLM's own `get_num_new_matched_tokens` forgets the request's blocks, adds its keys and counts what it finds; a look-up
+on disk begins to bring a chunk back. Admissions are priced more often than that, and for requests that then wait.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        OffloadingConnectorScheduler,
+        RequestOffloadState,
+    )
+
+Peek = Callable[[OffloadKey], LookupResult]
+"""Says whether a chunk can be loaded now, without noting that somebody asked."""
+
+
+def chunk_key(status: RequestOffloadState, number: int) -> OffloadKey | None:
+    """Return the key of a request's chunk in the first group of layers, whether vLLM added it already or not.
+
+    Returns:
+        None if the chunk is not full yet.
+    """
+    keys, size = status.group_states[0].offload_keys, status.config.kv_group_configs[0].hashes_per_chunk
+    if number < len(keys):
+        return keys[number]
+    hashes, last = status.req.block_hashes, (number + 1) * size - 1
+    return make_offload_key(hashes[last], status.config.kv_group_configs[0].group_idx) if last < len(hashes) else None
+
+
+def prefix_tokens(
+    side: OffloadingConnectorScheduler,
+    status: RequestOffloadState,
+    local_tokens: int,
+    max_num_new_tokens: int | None,
+    peek: Peek,
+) -> int:
+    """Return how many tokens beyond the local ones vLLM would load now, of a model with one group of full attention.
+
+    Cost: one look-up in a dictionary per chunk that would be loaded, and one more. What the device holds already and
+    what lies behind the first missing chunk is not looked at. The chunks on the host are no prefix that could be
+    bisected: those of a sequence's end are copied first, and those whose copy failed are missing.
+
+    Args:
+        side: Whose books are read.
+        status: Of the request.
+        local_tokens: That the device has.
+        max_num_new_tokens: Most tokens to load; None: no bound.
+        peek: Looks for a chunk.
+
+    Returns:
+        0, too, if a chunk is still being written, or being loaded for somebody else: vLLM asks again later.
+    """
+    size, request, most_loaded = status.config.kv_group_configs[0].tokens_per_chunk, status.req, status.max_load_tokens
+    most: int = request.num_tokens
+    for bound in (max_num_new_tokens, most_loaded):
+        if bound is not None:
+            most = min(most, local_tokens + bound)
+    if most_loaded is not None:
+        most = most // size * size
+    loading, end = side._chunks_being_loaded or (), local_tokens // size
+    while end * size < most and (key := chunk_key(status, end)) is not None:
+        found = peek(key)
+        if found is LookupResult.MISS:
+            break
+        if found is not LookupResult.HIT or key in loading:
+            return 0
+        end += 1
+    num_tokens = min(most, end * size) - local_tokens
+    return num_tokens if num_tokens >= size else 0
+
+
+def shadow_tokens(
+    side: OffloadingConnectorScheduler,
+    status: RequestOffloadState,
+    local_tokens: int,
+    max_num_new_tokens: int | None,
+    peek: Peek,
+) -> int:
+    """Return the same for any model, from vLLM's own look-up on copies of all that it changes.
+
+    Cost: that of vLLM's look-up, and a copy of the request's list of keys.
+    """
+    shadow: Any = copy.copy(side)
+    shadow.manager, shadow._events_tracker = _Books(peek), _NoEvents()
+    of_request: Any = copy.copy(status)
+    of_request.req_context = ReqContext(status.req_context.req_id)
+    of_request.group_states = tuple(type(state)(offload_keys=list(state.offload_keys)) for state in status.group_states)
+    of_request.num_locally_computed_tokens = local_tokens
+    of_request.update_offload_keys()
+    found: int | None = shadow._lookup(of_request, max_num_new_tokens)
+    return found or 0
+
+
+class _Books:
+    """Stands for the manager."""
+
+    def __init__(self, peek: Peek) -> None:
+        self._peek = peek
+
+    def lookup(self, key: OffloadKey, _: ReqContext) -> LookupResult:
+        return self._peek(key)
+
+
+class _NoEvents:
+    """Stands for vLLM's tracker of events."""
+
+    def record_lookup(self, *_: Any) -> None:
+        """Nothing was looked up."""
+
+    def record_partial_lookup(self, *_: Any) -> None:
+        """Nothing was looked up."""
