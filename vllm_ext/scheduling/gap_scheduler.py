@@ -66,9 +66,8 @@ class GapScheduler(AsyncScheduler):
             assert isinstance(manager, GapManager)
             manager.told = self._mind_gaps
             self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
-            pool = self.kv_cache_manager.block_pool
-            pool.free_block_queue = RetentionQueue.replace(
-                pool.free_block_queue,
+            RetentionQueue.serve(
+                self.kv_cache_manager.block_pool,
                 lambda: self.clock(),  # noqa: PLW0108 - simulations replace the clock
                 self.gaps.block_cost_s,
             )
