@@ -46,7 +46,7 @@ class Compared:
             assert fingerprint(vars(self.side)) == before, "a look-up that changes nothing did"
         status = self.side._req_status[request.request_id]
         if not status.transfer_jobs:
-            both = [way(self.side, status, local_tokens, None, self.side.manager.peek) for way in WAYS]
+            both = [way(self.side, status, local_tokens, None) for way in WAYS]
             assert both[0] == both[1], "vLLM's own look-up finds something else"
         tokens, between = self._real(request, local_tokens, *limit, **named)
         assert peeked == again == (tokens or 0, between and bool(tokens))
@@ -97,8 +97,8 @@ def test_no_chunk_behind_the_first_missing_one_is_looked_for() -> None:
     on_the_host_only(rig, range(100, 112))
     rig.add([*range(100, 112), *range(200, 240)], 1)
     asked: list[Any] = []
-    peek = rig.side.manager.peek
-    rig.side.manager.peek = lambda chunk: asked.append(chunk) or peek(chunk)
+    get = rig.side.manager.policy.get
+    rig.side.manager.policy.get = lambda chunk: asked.append(chunk) or get(chunk)
     assert rig.side.peek(rig.scheduler.requests["r1"], 0) == (12, True)
     assert len(asked) == 4
 

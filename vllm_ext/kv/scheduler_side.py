@@ -108,8 +108,8 @@ class TierScheduler(IdleStoringScheduler):
 
         Args:
             request: One that waits.
-            local_tokens: Those that the device has, as vLLM counts them. Of a request with gaps that is
-                `GapSearch.peek`'s count, and nothing is supplied beyond it: what a plan loads is in that count.
+            local_tokens: Its prefix hit. Where `GapSearch.peek` finds more than that, this is not to be asked: what
+                its plan loads is in that count, and nothing is supplied beyond it.
             max_num_new_tokens: Most tokens to load; None: no bound.
 
         Returns:
@@ -124,7 +124,7 @@ class TierScheduler(IdleStoringScheduler):
         if placement is not None and placement.layout.num_kept == local_tokens:
             return 0, False
         tokens = prefix_tokens if self._is_simple() else shadow_tokens
-        found = tokens(self, status, local_tokens, max_num_new_tokens, self.manager.peek)
+        found = tokens(self, status, local_tokens, max_num_new_tokens)
         return self._when(request, local_tokens, found) if found else (0, False)
 
     # --- requests ---------------------------------------------------------------------------------------------------
