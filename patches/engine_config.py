@@ -55,9 +55,10 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
     if config.kv_tier.gib:
-        from vllm_ext.kv.support import refuse_model
+        from vllm_ext.kv.support import refuse_model, refuse_size
 
         refuse_model(vllm_config)
+        refuse_size(vllm_config)
     if config.kv_tier.disk_dir:
         from vllm_ext.kv.disk_identity import note_model
 

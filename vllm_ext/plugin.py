@@ -23,6 +23,9 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    from vllm_ext.kv.affinity import note_allowed_cores
+
+    note_allowed_cores()
     try:
         from vllm_ext.patches import registry
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from vllm_ext.kv.gap_layout import ATTRIBUTE
 from vllm_ext.kv.gap_manager import GapManager
 from vllm_ext.simulation.audit import audit
 from vllm_ext.simulation.engine_loop import EngineLoop
@@ -44,12 +45,31 @@ class Talks:
         self.scheduler.clock = self.clock
         if self.scheduler.gaps is not None:  # a virtual clock teaches that tokens cost nothing
             self.scheduler.gaps.compute_s = lambda new, context: new * 1e-4 * (1 + context / 1000)
+        self._check_rows()
         self.lengths: dict[str, int] = {}
         self.runner = FakeRunner(output_lengths=self.lengths, pipelined=depth == 2, v2=v2)
         self.loop = EngineLoop(self.scheduler, self.runner, depth=depth)
         self.history: dict[str, list[int]] = {}
         self.turns: dict[str, int] = {}
         self.prompts: dict[str, list[int]] = {}
+
+    def _check_rows(self) -> None:
+        """Let every step fail that has more rows of attention than the kernels' tables."""
+        schedule = self.scheduler.schedule
+        self.most_rows = 0
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            layouts, scheduled = getattr(output, ATTRIBUTE, {}), output.num_scheduled_tokens
+            rows = 0
+            for req_id, count in scheduled.items():
+                first = self.scheduler.requests[req_id].num_computed_tokens - count
+                rows += len(list(layouts[req_id].spans(first, count))) if req_id in layouts else 1
+            self.most_rows = max(self.most_rows, rows)
+            assert rows <= self.scheduler.scheduler_config.max_num_seqs, f"{rows} rows"
+            return output
+
+        self.scheduler.schedule = checked
 
     @property
     def pool(self) -> Any:

@@ -99,3 +99,26 @@ def test_packed_pages_are_put_in_order_first_and_back() -> None:
     for tensor, expected, was in zip(scrambled, ordered, before, strict=True):
         assert torch.equal(tensor.view(LAYOUT.dtype)[:, torch.from_numpy(order)], expected.view(LAYOUT.dtype))
         assert torch.equal(tensor[:9], was[:9])
+
+
+@BITS
+@pytest.mark.parametrize(
+    ("blocks", "chunk", "said"),
+    [([0, 12], 0, "blocks: 0 to 12, must be -1 to 11"), ([0, -2], 0, "blocks: -2 to 4"),
+     ([0, 1], 6, "chunks: 0 to 6, must be 0 to 5"), ([0, 1], -1, "chunks: -1 to 0")],
+    ids=["no-such-block", "a-negative-block", "no-such-chunk", "a-negative-chunk"],
+)  # fmt: skip
+def test_what_does_not_exist_is_refused_before_anything_is_written(
+    bits: int, blocks: list[int], chunk: int, said: str
+) -> None:
+    """The copy took any number for an address: it read or wrote somebody else's memory."""
+    kv = random_kv(num_blocks=12)
+    tier = codec(bits, kv, num_chunks=6)
+    pool, before = tier._pool if bits == LOSSLESS else tier._records, [tensor.clone() for tensor in kv]  # type: ignore[attr-defined]
+    was = pool.copy() if bits == LOSSLESS else pool.clone()
+    with pytest.raises(ValueError, match=said):
+        tier.store(0, ids([3, 4], blocks), ids(0, chunk))
+    with pytest.raises(ValueError, match=said):
+        tier.load(0, ids(0, chunk), ids([3, 4], blocks))
+    assert (pool == was).all()
+    assert all(torch.equal(tensor, original) for tensor, original in zip(kv, before, strict=True))

@@ -70,14 +70,24 @@ def test_a_block_that_is_costly_for_its_age_stays() -> None:
     assert ids(free.popleft_n(2)) == [0, 1], "17/101 < 1/1"
 
 
-def test_what_lost_its_content_goes_first() -> None:
+def test_what_the_pool_evicts_goes_first() -> None:
+    """It did only where it was the oldest of its class; else blocks went that held something."""
     clock = VirtualClock(0.0)
-    free, blocks = queue(3, clock)
-    free.popleft_n(3)
-    free.append_n([hold(blocks[n], (n + 1) * BLOCK) for n in (2, 1, 0)])
-    clock.advance(1.0)
-    blocks[2].reset_hash()
-    assert ids(free.popleft_n(3)) == [2, 0, 1]
+    pool: Any = BlockPool(num_gpu_blocks=5, enable_caching=True, hash_block_size=BLOCK)
+    RetentionQueue.serve(pool, clock, linear)
+    blocks = pool.get_new_blocks(4)
+    for block in blocks:
+        hold(block, 64 * BLOCK)
+        pool.cached_block_hash_to_block.insert(block.block_hash, block)
+    for block in blocks:
+        clock.advance(1.0)
+        pool.free_blocks([block])
+    pool.touch([blocks[3]])
+    pool.evict_blocks({blocks[2].block_id, blocks[3].block_id})
+    assert ids(pool.get_new_blocks(3)) == ids([blocks[2], blocks[0], blocks[1]])
+    assert pool.get_num_free_blocks() == 0
+    pool.free_blocks([blocks[1], blocks[3]])
+    assert sorted(ids(pool.get_new_blocks(2))) == sorted(ids([blocks[1], blocks[3]])), "in use when it was evicted"
 
 
 @given(data=st.data())
@@ -86,10 +96,11 @@ def test_always_the_least_of_its_class(data: st.DataObject) -> None:
     clock = VirtualClock(0.0)
     free, blocks = queue(12, clock)
     freed: dict[int, float] = {}
+    empty: set[int] = set()
     held = free.popleft_n(12)
     for _ in range(data.draw(st.integers(1, 25))):
         clock.advance(data.draw(st.sampled_from([0.1, 1.0, 7.0])))
-        action = data.draw(st.sampled_from(["free", "take", "touch"]))
+        action = data.draw(st.sampled_from(["free", "take", "touch", "empty"]))
         if action == "free" and held:
             some = [held.pop() for _ in range(data.draw(st.integers(1, len(held))))]
             for block in some:
@@ -97,6 +108,16 @@ def test_always_the_least_of_its_class(data: st.DataObject) -> None:
                 hold(block, BLOCK * data.draw(st.integers(1, 200)))
                 freed[block.block_id] = clock()
             free.append_n(some)
+        elif action == "empty" and freed:
+            number = data.draw(st.sampled_from(sorted(freed)))
+            blocks[number].reset_hash()
+            free.emptied([blocks[number]])
+            empty.add(number)
+            del freed[number]
+        elif action == "take" and empty:
+            taken = free.popleft()
+            empty.remove(taken.block_id)
+            held.append(taken)
         elif action == "take" and freed:
             values = {
                 n: linear(blocks[n].block_hash_num_tokens or 0) / max(clock() - t, 1e-6) for n, t in freed.items()
@@ -110,12 +131,12 @@ def test_always_the_least_of_its_class(data: st.DataObject) -> None:
             free.remove(blocks[number])
             del freed[number]
             held.append(blocks[number])
-        assert free.num_free_blocks == len(freed) == len(free.get_all_free_blocks())
+        assert free.num_free_blocks == len(freed) + len(empty) == len(free.get_all_free_blocks())
 
 
 def test_in_vllms_pool() -> None:
     pool: Any = BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=BLOCK)
-    pool.free_block_queue = RetentionQueue.replace(pool.free_block_queue, VirtualClock(0.0), linear)
+    RetentionQueue.serve(pool, VirtualClock(0.0), linear)
     blocks = pool.get_new_blocks(5)
     assert pool.get_num_free_blocks() == 0
     pool.free_blocks(reversed(blocks))

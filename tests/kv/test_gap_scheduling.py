@@ -28,9 +28,9 @@ def test_a_dropped_leading_end_is_computed_with_the_new_prompt_in_one_step(depth
 
 
 @DEPTHS
-@pytest.mark.parametrize("budget", [2, 7, 16, 33, 100])
+@pytest.mark.parametrize("budget", [3, 7, 16, 33, 100])
 def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
-    talks = Talks(depth=depth, num_blocks=64, max_num_seqs=2, max_num_batched_tokens=budget)
+    talks = Talks(depth=depth, num_blocks=64, max_num_seqs=3, max_num_batched_tokens=budget)
     talks.talk("a", words(1, 12 * BLOCK))
     talks.drop("a", range(2, 5))
     talks.drop("a", range(7, 8))
@@ -183,3 +183,43 @@ def test_the_runner_would_see_a_block_that_is_not_what_it_is_taken_for(monkeypat
     monkeypatch.setattr(talks.scheduler.gaps, "layouts", lambda *_: {})
     with pytest.raises(RunnerError, match="is not that of its own prefix"):
         talks.talk("a", words(2, 40))
+
+
+def test_a_step_has_no_more_rows_than_the_attention_kernels_tables() -> None:
+    """Tables are as long as ``--max-num-seqs``; with gaps beyond that FlashInfer raises, and FA3 writes behind its own.
+
+    Three conversations come back without their beginnings, and a fourth asks something new, where four may run: the
+    first two take a row more each, the third finds none left, and the last waits until gaps are computed.
+    """
+    talks = Talks(num_blocks=128, max_num_seqs=4, max_num_batched_tokens=64)
+    for name in "abc":
+        talks.talk(name, words(ord(name), 12 * BLOCK))
+        talks.drop(name, range(5))
+    talks.say("b", words(4, 40))
+    talks.step()
+    talks.say("a", words(5, 40))
+    talks.say("c", words(6, 40))
+    talks.say("d", words(7, 40))
+    talks.drain()
+    assert talks.most_rows <= 4
+    counts = talks.scheduler.gaps.counts
+    assert counts.requests + counts.refused["rows"] == 3
+    assert counts.refused["rows"] > 0
+
+
+def test_a_request_may_have_as_many_gaps_as_rows_are_left() -> None:
+    talks = Talks(num_blocks=64, max_num_seqs=2, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(2, 5))
+    talks.drop("a", range(7, 8))
+    talks.talk("a", words(2, 40))
+    assert talks.scheduler.gaps.counts.requests_by_gaps == {1: 1}
+
+
+def test_where_no_row_is_left_the_missing_front_is_computed_in_full() -> None:
+    talks = Talks(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", range(5))
+    first, *_ = talks.talk("a", words(2, 40))
+    assert first == {"a2": 12 * BLOCK + 4 + 40}
+    assert talks.scheduler.gaps.counts.refused == {"rows": 1}

@@ -26,6 +26,7 @@ def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
         depth=depth,
         num_blocks=rng.randint(34, 48),
         max_num_batched_tokens=budget,
+        max_num_seqs=8 if seed % 2 == 0 else 4,
         max_model_len=448,
     )
     shared = words(99, rng.choice([0, 24, 48]))

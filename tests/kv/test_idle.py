@@ -27,7 +27,7 @@ class Pool:
 
 def chunk(number: int, *blocks: int) -> IdleChunk:
     hashes = tuple(BlockHash(bytes([number, place] * 16)) for place in range(len(blocks)))
-    return IdleChunk(make_offload_key(hashes[-1], 0), blocks, hashes, OWNER)
+    return IdleChunk(make_offload_key(hashes[-1], 0), blocks, hashes, OWNER, 0.0)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def idle(key: OffloadKey | str, running: int = 0, length: int = 1) -> IdleChunk:
     owner = ReqContext("owner")
     owner.set_state(Turn(Conversation(1, "c", "", turns=1, running=running)))
     owner.set_state(Chain({0: [found_key] * length}, {0: BLOCK_SIZE}))
-    return IdleChunk(found_key, (1,), (), owner)
+    return IdleChunk(found_key, (1,), (), owner, 0.0)
 
 
 def state(found: TierRig) -> dict[str, Any]:
@@ -205,3 +205,43 @@ def test_on_a_full_device_a_chunk_whose_copy_does_not_pay_is_asked_about_once(mo
     assert asked.count(True) in (2, 3), "the prompt's chunks, and each that decoding has filled"
     found.drain()
     assert not found.side._asked
+
+
+def test_a_copy_ahead_of_time_is_no_use_of_a_chunk() -> None:
+    """It was stamped with the time of the copy: Cost / T took a conversation for active that had paused for minutes."""
+    found = rig(num_blocks=ROOMY, recompute=5.0)
+    side = found.side
+    side.free_fraction = 0.0
+    ask(found, 1)
+    found.settle()
+    left = found.clock()
+    found.clock.advance(600.0)
+    side.free_fraction = 1.0
+    for number in range(2, 5):
+        ask(found, number)
+        found.settle()
+    nodes = side.manager.policy._nodes
+    stored = [nodes[key].used_s for key in nodes if nodes[key].conversation.name == "s1"]
+    assert len(stored) >= PROMPT // BLOCK_SIZE
+    assert max(stored) <= left
+    assert max(node.used_s for node in nodes.values()) > left + 600.0
+    found.drain()
+
+
+def test_who_finds_its_chunks_on_the_device_uses_those_in_the_tier_too() -> None:
+    found = rig(num_blocks=ROOMY, recompute=5.0)
+    found.side.free_fraction = 1.0
+    ask(found, 1)
+    found.settle()
+    ask(found, 2)
+    found.settle()
+    nodes = found.side.manager.policy._nodes
+    of_first = [node for node in nodes.values() if node.conversation.name == "s1"]
+    assert len(of_first) == PROMPT // BLOCK_SIZE
+    found.clock.advance(600.0)
+    again = found.clock()
+    found.add(range(1000, 1000 + PROMPT + 2), 2, session="s1")
+    found.settle()
+    assert found.tier.hit_tokens == 0, "nothing was loaded"
+    assert min(node.used_s for node in of_first) >= again
+    found.drain()

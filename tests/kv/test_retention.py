@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from vllm_ext.kv.retention import Chain, LeadingCachePolicy, RetentionCachePolicy, default_cost
+from vllm_ext.kv.retention import Chain, LastUse, LeadingCachePolicy, RetentionCachePolicy, default_cost
 
 CHUNK = 32
 
@@ -99,6 +99,33 @@ def test_use_makes_young() -> None:
     tier.store("b", at=1.0)
     tier.use("a", at=5.0)
     assert tier.evict(1, at=6.0) == ["b"]
+
+
+def test_a_copy_brings_the_time_of_the_last_use_with_it() -> None:
+    tier = Tier()
+    tier.store("b", at=5.0)
+    copied = request(["a"])
+    copied.set_state(LastUse({key("a"): 1.0}))
+    tier.now = 600.0
+    tier.policy.announce([key("a")], copied)
+    tier.policy.insert(key("a"), ChunkStatus(7))
+    tier.policy.touch([key("a")], copied)  # vLLM's manager does when the copy's request ends
+    chunk = tier.policy.get(key("a"))
+    assert chunk is not None
+    chunk.ref_cnt = 0
+    tier.policy.mark_evictable(key("a"))
+    assert tier.evict(1, at=601.0) == ["a"]
+    assert tier.evict(1, at=601.0) == ["b"]
+
+
+def test_a_copy_makes_nothing_older() -> None:
+    tier = Tier()
+    tier.store("a", at=3.0)
+    tier.store("b", at=5.0)
+    copied = request(["b"])
+    copied.set_state(LastUse({key("b"): 1.0}))
+    tier.policy.touch([key("b")], copied)
+    assert tier.evict(1, at=6.0) == ["a"]
 
 
 def test_chunks_in_use_or_protected_stay_and_so_does_what_they_follow() -> None:

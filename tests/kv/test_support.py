@@ -1,4 +1,4 @@
-"""Models that the tier is refused for, in the front end."""
+"""What the tier is refused for, in the front end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.support import refuse_model
+from vllm_ext.kv.support import refuse_model, refuse_size
 
 
 def config(*, mla: bool, bits: int) -> Any:
@@ -35,3 +35,32 @@ def test_others_are_taken(monkeypatch: pytest.MonkeyPatch, on_cpu: bool, mla: bo
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
     refuse_model(config(mla=mla, bits=bits))
     assert config(mla=mla, bits=bits).model_config.use_mla is mla
+
+
+def sized(gib: float, **parallel: Any) -> Any:
+    found = {"nnodes": 1, "distributed_executor_backend": "mp", "data_parallel_size_local": 1, **parallel}
+    transfer = transfer_config(KvTierConfig(gib=gib))
+    return SimpleNamespace(parallel_config=SimpleNamespace(**found), kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize(
+    ("gib", "parallel", "refused"),
+    [
+        (3.0, {}, False),
+        (5.0, {}, True),
+        (3.0, {"data_parallel_size_local": 2}, True),
+        (5.0, {"nnodes": 2}, False),
+        (5.0, {"distributed_executor_backend": "ray"}, False),
+    ],
+    ids=["fits", "too-much", "too-much-for-two-replicas", "several-machines", "ray"],
+)
+def test_more_than_is_left_for_all_workers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, gib: float, parallel: dict[str, Any], refused: bool
+) -> None:
+    """Each worker compared its own share with all that the machine had left, whatever its container allowed."""
+    monkeypatch.setattr("vllm_ext.kv.support.free_bytes", lambda: 4 * 2**30)
+    if not refused:
+        refuse_size(sized(gib, **parallel))
+        return
+    with pytest.raises(ConfigError, match=r"kv_tier.gib=.*4 GiB are free"):
+        refuse_size(sized(gib, **parallel))

@@ -35,3 +35,9 @@ def test_groups_follow_each_other_and_one_without_blocks_is_left_out() -> None:
 def test_lists_that_do_not_fit_are_refused(chunks: list[int], named: str) -> None:
     with pytest.raises(ValueError, match=f"group_sizes=.*{named} than"):
         plan([1, 2, 3, 4], [4], [0], chunks, 2)
+
+
+def test_a_negative_block_is_refused() -> None:
+    """A chunk without one of its blocks would be stored, and found."""
+    with pytest.raises(ValueError, match="must be 0 or more"):
+        plan([1, -1], [2], [0], [30], 2)

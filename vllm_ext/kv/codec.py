@@ -16,6 +16,7 @@ from vllm_ext.kernels.kv_quant import cpu
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.layout import PackedPages
+from vllm_ext.kv.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 
@@ -36,6 +37,9 @@ class Codec(Protocol):
 
         Returns:
             Which chunks can be read again, shape [n]: one with a value that is not finite can't be kept in 8 bits.
+
+        Raises:
+            ValueError: a block or a chunk does not exist; nothing is written.
         """
         ...
 
@@ -60,6 +64,7 @@ class RawCodec:
         self._pages = [tensor.numpy().view(np.uint8) for tensor in tensors]
         self._pool = pool.numpy()
         self._chunk_bytes = geometry.chunk_bytes
+        self._num_chunks = -(-len(self._pool) // geometry.chunk_bytes)  # where workers share rows, the last is cut off
         sizes = [geometry.blocks_per_chunk * pages.shape[1] for pages in self._pages]
         if sum(sizes) > geometry.chunk_bytes:
             raise ValueError(f"chunk_bytes={geometry.chunk_bytes}: this worker's blocks take {sum(sizes)}")
@@ -68,11 +73,13 @@ class RawCodec:
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Copy blocks into chunks."""
+        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
         _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), True)
         return np.ones(len(chunks), np.bool_)
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Copy chunks into blocks."""
+        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
         _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), False)
 
     def _starts(self, tensor: int, chunks: Ids) -> Ids:
@@ -108,10 +115,12 @@ class QuantisedCodec:
         self._pages = [tensor.view(rows.dtype) for tensor in tensors]
         self._records = pool.view(-1, geometry.record_bytes)
         self._records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
+        self._num_chunks = -(-len(self._records) // self._records_per_chunk)
         compile_now(self, geometry.blocks_per_chunk)
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Quantise blocks into chunks."""
+        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
         slots = chunks * self._records_per_chunk + tensor
         kept: npt.NDArray[np.bool_]
         if self._packing is None:
@@ -125,6 +134,7 @@ class QuantisedCodec:
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Dequantise chunks into blocks."""
+        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
         slots = chunks * self._records_per_chunk + tensor
         if self._packing is None:
             cpu.dequantise(self._records, slots, self._pages[tensor], blocks, self._format)

@@ -19,6 +19,7 @@ import torch
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 STAGING_BYTES = 16 * 2**20
@@ -176,10 +177,7 @@ class StagedCodec:
             ValueError: A block or a chunk does not exist.
         """
         num_blocks = min(len(self._tensors[tensor]) for tensor in piece.tensors)
-        limits = (("blocks", piece.blocks, -1, num_blocks), ("chunks", piece.chunks, 0, len(self._pool)))
-        for name, ids, least, end in limits:
-            if ids.size and not least <= int(ids.min()) <= int(ids.max()) < end:
-                raise ValueError(f"{name}: {ids.min()} to {ids.max()}, must be {least} to {end - 1}")
+        check_ids(piece.blocks, num_blocks, piece.chunks, len(self._pool))
 
     def fill_in(self, slip: Slip, piece: Piece) -> None:
         """Write a slip, on the host."""

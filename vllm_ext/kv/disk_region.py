@@ -20,12 +20,12 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host_memory import free_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -96,7 +96,7 @@ def _open(config: OffloadingConfig, geometry: TierGeometry, num_chunks: int, ran
 
 def _refuse_too_much(num_bytes: int) -> None:
     shared = shutil.disk_usage(_SHARED_MEMORY).free if Path(_SHARED_MEMORY).is_dir() else num_bytes
-    free = min(psutil.virtual_memory().available, shared)
+    free = min(free_bytes(), shared)
     if num_bytes > free:
         wanted = f"with a disk tier it lies in {_SHARED_MEMORY}, where {free / 2**30:.1f} GiB are free"
         raise ConfigError("kv_tier.gib", num_bytes / 2**30, f"must be less: {wanted}")

@@ -15,11 +15,15 @@ in the sequence, and taking one compares the oldest of each class: two classes f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from vllm_ext.kv.worth import LEAST_AGE_S, ClassCosts, class_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 _COMPARED_FOR_S = 0.01
 """For so long a class is taken to be that of the least value, as long as its oldest is below what was second then."""
@@ -46,6 +50,18 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         self._costs = ClassCosts(cost_s)
         self._chosen = _NOT_COMPARED
         """Class of least value, value of the second least when they were compared, and until when to go by that."""
+
+    @classmethod
+    def serve(cls, pool: BlockPool, clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
+        """Let a pool in which nothing is cached yet take its blocks from such a queue, which hears what it evicts."""
+        queue = pool.free_block_queue = cls.replace(pool.free_block_queue, clock, cost_s)
+        evict = pool.evict_blocks
+
+        def evict_blocks(block_ids: set[int]) -> None:
+            evict(block_ids)
+            queue.emptied(pool.blocks[block_id] for block_id in block_ids)
+
+        pool.evict_blocks = evict_blocks
 
     @classmethod
     def replace(
@@ -76,6 +92,13 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         super().remove(block)
         self._forget(block)
 
+    def emptied(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Let those of the blocks go next that are free and hold nothing any more."""
+        for block in blocks:
+            if block.block_hash is None and block.block_id in self._class_of:
+                self.remove(block)
+                super().prepend_n([block])
+
     def popleft(self) -> KVCacheBlock:
         """Take the block of least value.
 
@@ -103,7 +126,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         members = self._classes.get(number)
         if members and now < until:
             block, freed = next(iter(members.values()))
-            if self._value(number, block, now - freed) <= second:
+            if self._value(number, now - freed) <= second:
                 return block
         return self._compare(now)
 
@@ -112,7 +135,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         best, chosen, least, second = None, 0, math.inf, math.inf
         for number, members in self._classes.items():
             block, freed = next(iter(members.values()))
-            value = self._value(number, block, now - freed)
+            value = self._value(number, now - freed)
             if value < least:
                 best, chosen, least, second = block, number, value, least
             elif value < second:
@@ -120,8 +143,8 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         self._chosen = chosen, second, now + _COMPARED_FOR_S
         return best
 
-    def _value(self, number: int, block: KVCacheBlock, age_s: float) -> float:
-        return -1.0 if block.block_hash is None else self._costs.of(number) / max(age_s, LEAST_AGE_S)
+    def _value(self, number: int, age_s: float) -> float:
+        return self._costs.of(number) / max(age_s, LEAST_AGE_S)
 
     def _forget(self, block: KVCacheBlock) -> None:
         number = self._class_of.pop(block.block_id, None)

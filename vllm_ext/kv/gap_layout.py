@@ -91,6 +91,15 @@ class GapLayout:
         start = self.position(index)
         return next((kept - start for kept, _ in self.kept if kept > start), None)
 
+    def num_ahead(self, index: int) -> int:
+        """Return how many kept ranges begin behind the token of a virtual index: so many gaps are still to be computed.
+
+        Raises:
+            ValueError: as `position`.
+        """
+        position = self.position(index)
+        return sum(start > position for start, _ in self.kept)
+
     def spans(self, index: int, num_tokens: int) -> Iterator[Span]:
         """Yield where so many tokens lie that are computed from a virtual index on.
 

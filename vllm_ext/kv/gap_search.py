@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _GAP_S = 1e-4
 """What a gap costs besides its tokens: one row more in the tables of the attention kernels."""
 _MAX_GAPS = 4
-UNSUPPORTED, CHEAPER = "unsupported", "cheaper"
+UNSUPPORTED, CHEAPER, ROWS = "unsupported", "cheaper", "rows"
 REFUSALS = {
     UNSUPPORTED: "the request's inputs are placed by more than a position, or it asked not to read what is kept",
     CHEAPER: "computing all of it again is quicker than what is kept would save",
+    ROWS: "each gap takes a row more in the attention kernels' tables, which hold --max-num-seqs rows",
 }
 """Why nothing behind a prefix hit is looked for, or used."""
 _TRIES = 16
@@ -81,6 +82,7 @@ class GapSearch:
     Attributes:
         host: Finds chunks in host memory, and brings them back; None: nothing is loaded behind gaps.
         compute_s: Seconds to compute so many tokens after so many others.
+        rows_left: Returns how many rows of attention a step has left that also computes a request, of this id.
         counts: What became of them.
     """
 
@@ -89,6 +91,7 @@ class GapSearch:
         self._manager = manager
         self.host: GapLoadingScheduler | None = None
         self.compute_s = compute_s
+        self.rows_left: Callable[[str], int] = lambda _: _MAX_GAPS
         self.counts = GapCounts()
 
     def block_cost_s(self, end: int) -> float:
@@ -133,6 +136,18 @@ class GapSearch:
         """Return whether tokens of a gap are still to be computed, from a virtual index on."""
         placement = self._manager.placements.get(req_id)
         return placement is not None and index < placement.layout.end
+
+    def extra_rows(self, computed: Callable[[str], int], *, without: str | None = None) -> int:
+        """Return how many rows of attention a step has at most beyond one for each request that it computes.
+
+        Cost: a few operations for each request that has or had gaps.
+
+        Args:
+            computed: The virtual number of a request's computed tokens, before the step.
+            without: A request that is not counted.
+        """
+        placed = ((r, p.layout) for r, p in self._manager.placements.items() if p.placed and r != without)
+        return sum(layout.num_ahead(index) for r, layout in placed if (index := computed(r)) < layout.end)
 
     def room(self, req_id: str, index: int, num_tokens: int) -> int:
         """Return how many of so many tokens stand before the next kept range, from a virtual index on."""
@@ -188,17 +203,22 @@ class GapSearch:
         end = max(kept) + 1
         places = [Place.DEVICE] * num_hit
         places += (kept[n][0] if n in kept else Place.NOWHERE for n in range(num_hit, end))
+        refusal = CHEAPER
         load_s = 0.0 if self.host is None else self.host.load_s_per_block
         costs = Costs(compute_s=self.compute_s, load_s_per_block=load_s, gap_s=_GAP_S)
         size = self._manager.block_size
-        runs = plan(places, size, costs, max_gaps=_MAX_GAPS).runs
+        wanted = plan(places, size, costs, max_gaps=_MAX_GAPS)
+        rows = max(0, self.rows_left(request.request_id)) if wanted.gaps else 0
+        if len(wanted.gaps) > rows:
+            wanted, refusal = plan(places, size, costs, max_gaps=rows), ROWS
+        runs = wanted.runs
         while runs and runs[-1].action is Action.COMPUTE:
             runs = runs[:-1]
         behind = tuple(run for run in runs if run.start >= num_hit)
         if not behind or (num_hit and runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            return CHEAPER  # perhaps even of vLLM's hit, which is not for us to give up
+            return refusal  # perhaps even of vLLM's hit, which is not for us to give up
         if not any(run.action is Action.COMPUTE for run in behind):
-            return None  # no gap: vLLM's own way, and the connector's, does as well
+            return ROWS if refusal is ROWS else None  # no gap: vLLM's own way, and the connector's, does as well
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
         reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
         missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))

@@ -28,6 +28,8 @@ class IdleChunk:
     hashes: tuple[BlockHash, ...]
     """Of each block's prefix."""
     owner: ReqContext
+    used_s: float
+    """When its request left; clock time, s."""
 
     def is_in(self, pool: BlockPool) -> bool:
         """Whether all blocks hold the chunk, and none was given to somebody else since."""

@@ -15,7 +15,7 @@ from vllm_ext.kv.conversations import Turn
 from vllm_ext.kv.gap_loads import GapLoadingScheduler
 from vllm_ext.kv.idle import IdleChunk, IdleChunks
 from vllm_ext.kv.keeper import Keeper
-from vllm_ext.kv.retention import Chain
+from vllm_ext.kv.retention import Chain, LastUse
 from vllm_ext.kv.step_loads import ended_owner
 from vllm_ext.kv.worth import ClassCosts, class_of
 from vllm_ext.policies.contract.fate import Fate
@@ -141,13 +141,14 @@ class IdleStoringScheduler(GapLoadingScheduler):
         status, group = self._req_status[req_id], self.config.kv_group_configs[0]
         state, size = status.group_states[0], self.config.blocks_per_chunk
         offloadable = self._calc_num_offloadable_tokens(status, num_tokens)
-        count = status.storable_chunks(group, state, offloadable)
+        count, now = status.storable_chunks(group, state, offloadable), self.clock()
         return [
             IdleChunk(
                 state.offload_keys[number],
                 tuple(state.block_ids[number * size : (number + 1) * size]),
                 tuple(status.req.block_hashes[number * size : (number + 1) * size]),
                 status.req_context,
+                now,
             )
             for number in reversed(range(count))
             if 0 not in state.block_ids[number * size : (number + 1) * size]
@@ -204,6 +205,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         for kind in (Chain, Turn):  # what the manager noted of the request is closed when that ends
             if (state := owner.get_state(kind)) is not None:
                 context.set_state(state)
+        context.set_state(LastUse({chunk.key: chunk.used_s for chunk in chunks}))
         for chunk in chunks:
             end = owner.get_offload_key_position(chunk.key)
             if end is not None:

@@ -7,7 +7,7 @@ on disk begins to bring a chunk back. Admissions are priced more often than that
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
         OffloadingConnectorScheduler,
         RequestOffloadState,
     )
-
-Peek = Callable[[OffloadKey], LookupResult]
-"""Says whether a chunk can be loaded now, without noting that somebody asked."""
 
 
 def chunk_key(status: RequestOffloadState, number: int) -> OffloadKey | None:
@@ -36,11 +33,7 @@ def chunk_key(status: RequestOffloadState, number: int) -> OffloadKey | None:
 
 
 def prefix_tokens(
-    side: OffloadingConnectorScheduler,
-    status: RequestOffloadState,
-    local_tokens: int,
-    max_num_new_tokens: int | None,
-    peek: Peek,
+    side: OffloadingConnectorScheduler, status: RequestOffloadState, local_tokens: int, max_num_new_tokens: int | None
 ) -> int:
     """Return how many tokens beyond the local ones vLLM would load now, of a model with one group of full attention.
 
@@ -49,11 +42,10 @@ def prefix_tokens(
     bisected: those of a sequence's end are copied first, and those whose copy failed are missing.
 
     Args:
-        side: Whose books are read.
+        side: Whose books are read; its manager is ours.
         status: Of the request.
         local_tokens: That the device has.
         max_num_new_tokens: Most tokens to load; None: no bound.
-        peek: Looks for a chunk.
 
     Returns:
         0, too, if a chunk is still being written, or being loaded for somebody else: vLLM asks again later.
@@ -65,31 +57,40 @@ def prefix_tokens(
             most = min(most, local_tokens + bound)
     if most_loaded is not None:
         most = most // size * size
-    loading, end = side._chunks_being_loaded or (), local_tokens // size
-    while end * size < most and (key := chunk_key(status, end)) is not None:
-        found = peek(key)
-        if found is LookupResult.MISS:
+    if most - local_tokens < size:
+        return 0
+    books: Any = side.manager
+    first, loading, get, found = local_tokens // size, side._chunks_being_loaded or (), books.policy.get, 0
+    for key in _keys(status, first, -(-most // size)):
+        chunk = get(key)
+        if chunk is None or (chunk.ref_cnt < 0 and books.peek(key) is LookupResult.MISS):
             break
-        if found is not LookupResult.HIT or key in loading:
+        if chunk.ref_cnt < 0 or key in loading:
             return 0
-        end += 1
-    num_tokens = min(most, end * size) - local_tokens
+        found += 1
+    num_tokens = min(most, (first + found) * size) - local_tokens
     return num_tokens if num_tokens >= size else 0
 
 
+def _keys(status: RequestOffloadState, first: int, end: int) -> Iterator[OffloadKey]:
+    """Yield the keys of a request's chunks in order, from one number up to another."""
+    known = status.group_states[0].offload_keys
+    yield from known[first:end]
+    for number in range(max(first, len(known)), end):
+        if (key := chunk_key(status, number)) is None:
+            return
+        yield key
+
+
 def shadow_tokens(
-    side: OffloadingConnectorScheduler,
-    status: RequestOffloadState,
-    local_tokens: int,
-    max_num_new_tokens: int | None,
-    peek: Peek,
+    side: OffloadingConnectorScheduler, status: RequestOffloadState, local_tokens: int, max_num_new_tokens: int | None
 ) -> int:
     """Return the same for any model, from vLLM's own look-up on copies of all that it changes.
 
     Cost: that of vLLM's look-up, and a copy of the request's list of keys.
     """
     shadow: Any = copy.copy(side)
-    shadow.manager, shadow._events_tracker = _Books(peek), _NoEvents()
+    shadow.manager, shadow._events_tracker = _Books(side.manager), _NoEvents()
     of_request: Any = copy.copy(status)
     of_request.req_context = ReqContext(status.req_context.req_id)
     of_request.group_states = tuple(type(state)(offload_keys=list(state.offload_keys)) for state in status.group_states)
@@ -102,11 +103,12 @@ def shadow_tokens(
 class _Books:
     """Stands for the manager."""
 
-    def __init__(self, peek: Peek) -> None:
-        self._peek = peek
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
 
     def lookup(self, key: OffloadKey, _: ReqContext) -> LookupResult:
-        return self._peek(key)
+        found: LookupResult = self._manager.peek(key)
+        return found
 
 
 class _NoEvents:

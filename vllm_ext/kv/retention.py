@@ -73,6 +73,17 @@ class Chain:
         return Link(end, self.keys[group][number - 1] if number else None)
 
 
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """When chunks were used last that are copied after their request has left: state of the copy's context.
+
+    A copy is no use: without it a chunk that nobody has wanted for minutes would seem to be wanted when it is copied.
+    """
+
+    times: Mapping[OffloadKey, float]
+    """By chunk; clock time, s."""
+
+
 @dataclass(slots=True)
 class _Node:
     chunk: ChunkStatus
@@ -111,7 +122,7 @@ class RetentionCachePolicy(CachePolicy):
         self._tails: Tails[tuple[int, int], _Entry] = Tails(self._used_s)
         self.quotas: SaltQuotas[_Entry] = SaltQuotas(self._used_s, self._salt_tag)
         self.owners = Owners(self._nodes, self.quotas)
-        self._announced: tuple[dict[OffloadKey, Link], Conversation | None] = ({}, None)
+        self._announced: tuple[dict[OffloadKey, Link], Conversation | None, Mapping[OffloadKey, float]] = ({}, None, {})
 
     @property
     def cost(self) -> Callable[[int], float]:
@@ -123,11 +134,14 @@ class RetentionCachePolicy(CachePolicy):
         self._costs = ClassCosts(cost)
 
     def announce(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note where chunks stand, and whose they are, that will be inserted now, which `insert` is not told."""
+        """Note where chunks stand, whose they are and when they were used, that will be inserted now.
+
+        `insert` is not told.
+        """
         chain, turn = req_context.get_state(Chain), req_context.get_state(Turn)
         known = ((key, chain.link(key, req_context)) for key in keys) if chain is not None else ()
         links = {key: link for key, link in known if link is not None}
-        self._announced = (links, None if turn is None else turn.conversation)
+        self._announced = (links, None if turn is None else turn.conversation, _times(req_context))
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
@@ -138,8 +152,8 @@ class RetentionCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, *_: Any) -> None:
         """Add a chunk that is being stored."""
-        links, conversation = self._announced
-        self._add(key, _Node(chunk, links.get(key) or Link(1, None), self.clock(), conversation))
+        (links, conversation, times), now = self._announced, self.clock()
+        self._add(key, _Node(chunk, links.get(key) or Link(1, None), times.get(key, now), conversation))
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a chunk; those that follow it can't be found any more, and go next."""
@@ -151,11 +165,11 @@ class RetentionCachePolicy(CachePolicy):
             self._push(follower)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note that a request used chunks: they belong to its conversation now."""
-        now, turn = self.clock(), req_context.get_state(Turn)
+        """Note that a request used chunks, or when one had that is gone: they belong to its conversation now."""
+        now, turn, times = self.clock(), req_context.get_state(Turn), _times(req_context)
         for key in keys:
             if (node := self._nodes.get(key)) is not None:
-                node.used_s = now
+                node.used_s = max(node.used_s, times.get(key, now))
                 if turn is not None and node.conversation is not turn.conversation:
                     self.owners.use(key, node, turn.conversation)
                 self._push(key)
@@ -304,6 +318,11 @@ class LeadingCachePolicy(RetentionCachePolicy):
 
     def _must_follow(self, key: OffloadKey) -> bool:  # noqa: ARG002 - as above
         return False
+
+
+def _times(req_context: ReqContext) -> Mapping[OffloadKey, float]:
+    last = req_context.get_state(LastUse)
+    return {} if last is None else last.times
 
 
 def _by_age(_: Any, used_s: float) -> float:

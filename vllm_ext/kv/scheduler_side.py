@@ -19,7 +19,7 @@ from vllm_ext.kv.idle_stores import IdleStoringScheduler
 from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.kv.prices import TransferPrices
-from vllm_ext.kv.retention import Chain
+from vllm_ext.kv.retention import Chain, RetentionCachePolicy
 from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ class TierScheduler(IdleStoringScheduler):
 
         Args:
             request: One that waits.
-            local_tokens: Those that the device has, as vLLM counts them. Of a request with gaps that is
-                `GapSearch.peek`'s count, and nothing is supplied beyond it: what a plan loads is in that count.
+            local_tokens: Its prefix hit. Where `GapSearch.peek` finds more than that, this is not to be asked: what
+                its plan loads is in that count, and nothing is supplied beyond it.
             max_num_new_tokens: Most tokens to load; None: no bound.
 
         Returns:
@@ -126,7 +126,7 @@ class TierScheduler(IdleStoringScheduler):
         if placement is not None and placement.layout.num_kept == local_tokens:
             return 0, False
         tokens = prefix_tokens if self._is_simple() else shadow_tokens
-        found = tokens(self, status, local_tokens, max_num_new_tokens, self.manager.peek)
+        found = tokens(self, status, local_tokens, max_num_new_tokens)
         return self._when(request, local_tokens, found) if found else (0, False)
 
     def report_bad_hints(self, told: Callable[[str, HintError], None]) -> None:
@@ -150,9 +150,17 @@ class TierScheduler(IdleStoringScheduler):
             status.req_context.set_state(self.keeper.enter(request, prompt, self.clock()))
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a turn of its conversation ended."""
+        """Note that a turn of its conversation ended, and that it used what it had of the tier's chunks.
+
+        vLLM notes that of chunks that were loaded or stored for it. Those that it found on the device are in the tier
+        too, and would seem not to have been used since they were copied.
+        """
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         status = self._req_status.get(request.request_id)
+        if status is not None and isinstance(policy := self.manager.policy, RetentionCachePolicy):
+            for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+                used = request.num_computed_tokens // config.tokens_per_chunk
+                policy.touch(state.offload_keys[:used], status.req_context)
         turn = None if status is None else status.req_context.get_state(Turn)
         if self.keeper is not None and status is not None and turn is not None:
             self.keeper.leave(turn, status.group_states[0].offload_keys, self.clock())

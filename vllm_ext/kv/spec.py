@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
@@ -17,6 +16,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
 from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.manager import TierManager
 from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY
 from vllm_ext.kv.worker import TierWorker
@@ -213,7 +213,7 @@ class TierSpec(CPUOffloadingSpec):
             self._region = worker_region(self.config, self.geometry, self.num_chunks)
             pool = worker_share(self._region, self.config, self.geometry)
         else:
-            free = psutil.virtual_memory().available
+            free = free_bytes()
             if wanted > free:
                 share, left = f"{wanted / 2**30:.1f} GiB", f"{free / 2**30:.1f} GiB"
                 allowed = f"must be less: a worker's share is {share}, and {left} are free"

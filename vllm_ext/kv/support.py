@@ -1,4 +1,4 @@
-"""Which models the KV tier is refused for, in the process the user sees; what else is wrong a worker finds at start."""
+"""What the KV tier is refused for, in the process the user sees; what else is wrong a worker finds at start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
+from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.options import BITS_KEY
 
 if TYPE_CHECKING:
@@ -25,3 +26,20 @@ def refuse_model(vllm_config: VllmConfig) -> None:
     if extra[BITS_KEY] == QUANTISED:
         allowed = "needs keys and values, and MLA keeps what both are made of; use 16"
         raise ConfigError("kv_tier.bits", QUANTISED, allowed)
+
+
+def refuse_size(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if this machine has less memory left than all its engines' workers will take together.
+
+    A worker sees its own share only, and memory is taken when it is written to. Where workers may be on other machines
+    each looks for itself when it starts.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        return
+    replicas = max(1, parallel.data_parallel_size_local)
+    each = vllm_config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
+    if replicas * each > (free := free_bytes()):
+        of_all = f" for each of {replicas} replicas" if replicas > 1 else ""
+        allowed = f"must be less{of_all}: {free / 2**30:.3g} GiB are free, within what a container may take"
+        raise ConfigError("kv_tier.gib", round(each / 2**30, 3), allowed)

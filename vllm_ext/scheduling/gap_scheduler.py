@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config_kv import OFF, PHASED
 from vllm_ext.kv.free_queue import RetentionQueue
@@ -66,9 +66,10 @@ class GapScheduler(AsyncScheduler):
             assert isinstance(manager, GapManager)
             manager.told = self._mind_gaps
             self.gaps = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
-            pool = self.kv_cache_manager.block_pool
-            pool.free_block_queue = RetentionQueue.replace(
-                pool.free_block_queue,
+            if not self._in_phases:
+                self.gaps.rows_left = self._rows_left
+            RetentionQueue.serve(
+                self.kv_cache_manager.block_pool,
                 lambda: self.clock(),  # noqa: PLW0108 - simulations replace the clock
                 self.gaps.block_cost_s,
             )
@@ -101,9 +102,21 @@ class GapScheduler(AsyncScheduler):
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         if self._in_phases and self.gaps is not None:
             return self.gaps.room(request.request_id, num_computed_tokens, num_tokens)
+        if request.status is not RequestStatus.RUNNING and self._rows_left(request.request_id) < 0:
+            return 0  # it joins when gaps before it are computed
         if num_tokens == 1 and self.gaps is not None and self.gaps.is_within(request.request_id, num_computed_tokens):
             return 0  # it would look like a decode, for which a graph may be replayed that knows nothing of pieces
         return num_tokens
+
+    def _rows_left(self, req_id: str) -> int:
+        """Return how many rows of attention are left for gaps of a request that waits, if it joins this step.
+
+        Each gap makes a row of its own, and the kernels' tables have one for each request that may run.
+        """
+        assert self.gaps is not None
+        taken = self.gaps.extra_rows(lambda other: self.requests[other].num_computed_tokens, without=req_id)
+        rows: int = self.scheduler_config.max_num_seqs
+        return rows - len(self.running) - 1 - taken
 
     def _as_new(self, req_id: str) -> NewRequestData:
         request = self.requests[req_id]
