@@ -1,0 +1,186 @@
+"""Is any system slower than vLLM behind a shared prompt?
+
+Question: today's traffic shares system prompts, documents and histories. A policy that counts whole prompts serves such
+requests one at a time. How many steps, and what mean and P99 end-to-end time, does each system take of vLLM's?
+
+Method: the real schedulers in virtual time on a simulated H100 with a profile. Requests come at once behind one prompt,
+in pools of KV blocks in which the shared part dominates; every system serves the same requests. Scenes: *front*, a
+shared prompt of 1,024 tokens and a short question each, in 120 blocks (a third of which is left beside the prompt);
+*own*, the same with half as much of their own, in 300 blocks; *chunks*, the first with 256 tokens a step, which cut the
+shared prompt; *room*, the first in 1,000 blocks. Everything is deterministic given the seed; intervals are over seeds.
+Systems that reserve the maximum for each request (``orca``, ``conservative``) are shown and held to nothing.
+``past-future`` and ``auto`` forecast memory by the clients' bounds until ten requests have ended, which is part of what
+is measured.
+
+    python benchmarks/shared_prefix.py --quick
+    python benchmarks/shared_prefix.py --jobs 2 --out benchmarks/results/shared_prefix.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from statistics import mean
+from typing import NamedTuple
+
+from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.run import simulate
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.systems import table
+
+UPSTREAM, TUNED = "upstream-fcfs", "upstream tuned"
+RESERVING = ("orca", "conservative")
+MEASURES = ("steps", "e2e_mean_ms", "e2e_p99_ms")
+MOST = 1.05
+_REQUESTS, _QUICK_REQUESTS = 200, 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A pool, and what is asked of it."""
+
+    description: str
+    num_blocks: int
+    own_scale: float = 1.0
+    """Times the lengths of the questions."""
+    budget: int = 2048
+
+
+SCENES = {
+    "front": Scene(description="a prompt of 1,024 tokens, short questions, 120 blocks", num_blocks=120),
+    "own": Scene(description="the same, questions of some 500 tokens, 300 blocks", num_blocks=300, own_scale=16.0),
+    "chunks": Scene(description="as front, 256 tokens a step", num_blocks=120, budget=256),
+    "room": Scene(description="as front, 1,000 blocks", num_blocks=1000),
+}
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    scene: str
+    system: str
+    seed: int
+    requests: int
+
+
+def systems() -> list[str]:
+    """Return the systems to compare, vLLM first."""
+    return [UPSTREAM, TUNED, *(row.name for row in table() if not row.oracle)]
+
+
+def spec(job: Job) -> SimulationSpec:
+    """Return the description of a run."""
+    scene = SCENES[job.scene]
+    tuned = job.system == TUNED
+    return SimulationSpec(
+        engine=EngineSpec(
+            system=UPSTREAM if tuned else job.system,
+            num_blocks=scene.num_blocks,
+            max_num_batched_tokens=scene.budget,
+            max_model_len=1800,
+            watermark=0.05 if tuned else 0.0,
+            profiled=not job.system.startswith("upstream"),
+        ),
+        hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
+        workload=WorkloadSpec(
+            source="alpaca-like",
+            sample="without-replacement",
+            scale_prompt=scene.own_scale,
+            cap_prompt_tokens=600,
+            scale_output=0.5,
+            cap_output_tokens=64,
+            system_prompt_tokens=1024,
+            max_tokens=128,
+            rate_per_s=200.0,
+            num_requests=job.requests,
+            seed=job.seed,
+        ),
+    )
+
+
+def measured(job: Job) -> Mapping[str, float]:
+    """Simulate a run."""
+    metrics = summarise(simulate(spec(job)))
+    if metrics["unfinished_requests"]:
+        raise RuntimeError(f"{job}: {metrics['unfinished_requests']} requests did not end")
+    return {name: float(metrics[name]) for name in MEASURES}
+
+
+def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, Mapping[str, float]]:
+    """Simulate everything."""
+    # Spawned: a fork would inherit the threads that numpy and torch have started.
+    with (
+        ProcessPoolExecutor(at_a_time, mp_context=get_context("spawn")) as pool,
+        CountProgress(len(jobs), label="shared prefix", unit="run") as progress,
+    ):
+        found = {}
+        for number, (job, metrics) in enumerate(zip(jobs, pool.map(measured, jobs), strict=True), start=1):
+            found[job] = metrics
+            progress.update(number, f"{job.scene}, {job.system}")
+    return found
+
+
+def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
+    """Return each measure over upstream's, one ratio per seed."""
+    result: dict[str, list[float]] = {name: [] for name in MEASURES}
+    for job, metrics in found.items():
+        if (job.scene, job.system) == (scene, system):
+            base = found[job._replace(system=UPSTREAM)]
+            for name in MEASURES:
+                result[name].append(metrics[name] / base[name])
+    return result
+
+
+def main(argv: Sequence[str]) -> None:
+    """Simulate, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
+    parser.add_argument("--systems", help="comma list (default: all but oracles)")
+    args = parser.parse_args(argv)
+    chosen = [UPSTREAM, *args.systems.split(",")] if args.systems else systems()
+    seeds = [args.seed] if args.quick else [args.seed + i for i in range(5)]
+    requests = _QUICK_REQUESTS if args.quick else _REQUESTS
+    jobs = [Job(scene, system, seed, requests) for scene in SCENES for system in chosen for seed in seeds]
+    found = run(jobs, args.jobs)
+    flat: dict[str, dict[str, float]] = {system: {} for system in chosen}
+    goals, tables = [], []
+    for scene, described in SCENES.items():
+        rows = []
+        for system in chosen:
+            of_seeds = ratios(found, scene, system)
+            for name, values in of_seeds.items():
+                flat[system][f"{scene}.{name}_over_upstream"] = mean(values)
+            rows.append([system, *(f"{mean(v):.3f} ({min(v):.3f}..{max(v):.3f})" for v in of_seeds.values())])
+            if system in (UPSTREAM, TUNED, *RESERVING):
+                continue
+            for name in MEASURES[:2]:
+                value = round(mean(of_seeds[name]), 4)
+                goals.append(Goal(metric=f"{scene}: {system}, {name} over upstream's", value=value, op="<=", goal=MOST))
+        tables.append(f"\n{scene}: {described.description}\n{format_table(['system', *MEASURES], rows)}")
+    checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
+    result = Result(
+        name="shared_prefix",
+        command=command(argv, "benchmarks/shared_prefix.py"),
+        config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
+        seed=args.seed,
+        workload=Workload(name="alpaca-like behind a shared prompt", rows=requests, sha256=checksum),
+        metrics={f"{s}.{k}": v for s, values in flat.items() if s not in (UPSTREAM, TUNED) for k, v in values.items()},
+        baselines={name: flat[name] for name in (UPSTREAM, TUNED) if name in flat},
+        goals=goals,
+    )
+    emit(result, tables, args.out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
