@@ -94,7 +94,6 @@ def spec(job: Job) -> SimulationSpec:
         hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
         workload=WorkloadSpec(
             source="alpaca-like",
-            sample="without-replacement",
             scale_prompt=scene.own_scale,
             cap_prompt_tokens=600,
             scale_output=0.5,

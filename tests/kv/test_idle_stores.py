@@ -226,22 +226,3 @@ def test_a_copy_ahead_of_time_is_no_use_of_a_chunk() -> None:
     assert max(stored) <= left
     assert max(node.used_s for node in nodes.values()) > left + 600.0
     found.drain()
-
-
-def test_who_finds_its_chunks_on_the_device_uses_those_in_the_tier_too() -> None:
-    found = rig(num_blocks=ROOMY, recompute=5.0)
-    found.side.free_fraction = 1.0
-    ask(found, 1)
-    found.settle()
-    ask(found, 2)
-    found.settle()
-    nodes = found.side.manager.policy._nodes
-    of_first = [node for node in nodes.values() if node.conversation.name == "s1"]
-    assert len(of_first) == PROMPT // BLOCK_SIZE
-    found.clock.advance(600.0)
-    again = found.clock()
-    found.add(range(1000, 1000 + PROMPT + 2), 2, session="s1")
-    found.settle()
-    assert found.tier.hit_tokens == 0, "nothing was loaded"
-    assert min(node.used_s for node in of_first) >= again
-    found.drain()

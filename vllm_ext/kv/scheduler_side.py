@@ -19,7 +19,7 @@ from vllm_ext.kv.idle_stores import IdleStoringScheduler
 from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.kv.prices import TransferPrices
-from vllm_ext.kv.retention import Chain, RetentionCachePolicy
+from vllm_ext.kv.retention import Chain
 from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
@@ -150,17 +150,13 @@ class TierScheduler(IdleStoringScheduler):
             status.req_context.set_state(self.keeper.enter(request, prompt, self.clock()))
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Note that a turn of its conversation ended, and that it used what it had of the tier's chunks.
+        """Note that a turn of its conversation ended.
 
-        vLLM notes that of chunks that were loaded or stored for it. Those that it found on the device are in the tier
-        too, and would seem not to have been used since they were copied.
+        What it found on the device counts as no use of the tier's copies: as long as the device has it too, these are
+        what the host can spare first. Counted as used they cost some points of the hit rate of a small host.
         """
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         status = self._req_status.get(request.request_id)
-        if status is not None and isinstance(policy := self.manager.policy, RetentionCachePolicy):
-            for config, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
-                used = request.num_computed_tokens // config.tokens_per_chunk
-                policy.touch(state.offload_keys[:used], status.req_context)
         turn = None if status is None else status.req_context.get_state(Turn)
         if self.keeper is not None and status is not None and turn is not None:
             self.keeper.leave(turn, status.group_states[0].offload_keys, self.clock())
