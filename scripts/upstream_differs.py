@@ -98,11 +98,12 @@ class Verdict:
 
 
 def judge(outcomes: Mapping[str, Mapping[str, str]], system: str, entries: Iterable[Entry]) -> Verdict:
-    """Return what the list makes of outcomes: by test id, the ``outcome`` and ``message`` of `upstream_plugin.Tested`."""
+    """Return what the list makes of outcomes: ``outcome`` and ``message`` of `upstream_plugin.Tested`, by test id."""
     counting = [entry for entry in entries if entry.counts_for(system)]
 
-    def on_list(test: str, message: str = "") -> bool:
-        return any(matches(name, test) for e in counting if not message or e.says in message for name in e.tests)
+    def on_list(test: str, message: str | None = None) -> bool:
+        said = [entry for entry in counting if message is None or entry.says in message]
+        return any(matches(name, test) for entry in said for name in entry.tests)
 
     failed = {test: found["message"] for test, found in outcomes.items() if found["outcome"] == "failed"}
     passed = [test for test, found in outcomes.items() if found["outcome"] == "passed"]

@@ -1,8 +1,8 @@
 """A server under mixed load for ``SOAK_MINUTES``: its memory does not grow, and no request is lost.
 
-`make soak` runs it for as long as one likes. `make test-all` has a minute, which says nothing of memory. That is what is resident of all processes
-of the server together, after a warm-up of a third of the time and at most 10 minutes: until then pools, caches and
-histories fill up. The growth is the slope of a line through all samples.
+`make soak` runs it for as long as one likes; `make test-all` for a minute, which says nothing of memory. Memory is what
+is resident of all processes of the server together, after a warm-up of a third of the time and at most 10 minutes, in
+which pools, caches and histories fill up. The growth is the slope of a line through all samples.
 """
 
 from __future__ import annotations
