@@ -65,5 +65,5 @@ repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for
 	$(BIN)/python scripts/readme_results.py
 
 clean: ## Remove the environment, caches and build output
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
