@@ -5,11 +5,13 @@ DEVICE ?= auto
 ARGS ?=
 STEPS ?= 1000000
 TURNS ?= 720
+SOAK_MINUTES ?= 30
+SYSTEMS ?=
 SEED ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-all soak lint format bench-quick repro clean
+.PHONY: help setup serve demo test test-all conformance soak lint format bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,9 +39,13 @@ endif
 test-all: ## Run all tests in full: what `make test` covers with a part, whole
 	@VLLM_EXT_TEST_FULL=1 $(MAKE) --no-print-directory test
 
-soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps; STEPS=, TURNS=, SEED=
+conformance: setup ## Run vLLM's own tests with our scheduler, once per system; SYSTEMS="fcfs alise" for some
+	@$(BIN)/python scripts/conformance.py --systems "$(SYSTEMS)" $(ARGS)
+
+soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps, a loaded server
 	PYTHONHASHSEED=0 SOAK_STEPS=$(STEPS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/kv/test_tier_stateful.py -k long_walk $(ARGS)
 	SOAK_TURNS=$(TURNS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/e2e/test_e2e_gap_walks.py $(ARGS)
+	VLLM_EXT_TEST_FULL=1 SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SEED) $(BIN)/pytest -s tests/e2e/test_e2e_soak.py $(ARGS)
 
 lint: setup ## Check style and types
 	$(BIN)/ruff check .
@@ -59,5 +65,5 @@ repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for
 	$(BIN)/python scripts/readme_results.py
 
 clean: ## Remove the environment, caches and build output
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

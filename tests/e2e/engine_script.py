@@ -4,12 +4,12 @@
 
 A job is ``{"boot": "plain" | "async" | "v2", "run": run}``; a run is ``{"name", "engine": {LLM arguments}, "arrivals":
 [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps ``"odd_loads"`` or
-``"odd_gaps"``: see there; ``"naps"``: {step: level of sleep}; or ``"spawn"``: whether tensor-parallel workers are
-spawned, as vLLM does on a CPU, and import it again. An arrival may name the turn it comes ``"after"``, and be aborted
-by its client ``"abort_after"`` so many steps. The engine core lives in this process, so that its scheduler can be
-looked at, and requests arrive between given steps. Our schedulers have a clock by which a step takes the time that its
-tokens say, so that they decide alike on every machine, whatever else it does: a run is reproducible up to the steps
-after which copies of KV are there.
+``"odd_gaps"``: see there; ``"leavers"``: {phase: [ids]}, see `odd_aborts`; ``"naps"``: {step: level of sleep}; or
+``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again. An arrival may
+name the turn it comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives
+in this process, so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a
+clock by which a step takes the time that its tokens say, so that they decide alike on every machine, whatever else it
+does: a run is reproducible up to the steps after which copies of KV are there.
 
 ``v2`` needs a process of its own, because Triton must be changed before vLLM is imported; the others may be forks of
 one that has imported it (`fork_server`).
@@ -203,6 +203,12 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_gaps
 
         before_step = odd_gaps.install(spec["odd_gaps"], core)
+    leavers = None
+    if "leavers" in spec:
+        import odd_aborts
+
+        leavers = odd_aborts.Leavers(llm.llm_engine, core, spec["leavers"])
+        before_step = leavers.before_step
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
     outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {
@@ -213,6 +219,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
         "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
         "gaps": steered_state(core.scheduler).get("kv_gaps", {}),
+        "left": {} if leavers is None else leavers.left,
+        "fullest": 0.0 if leavers is None else leavers.fullest,
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
         "host_hit_tokens": counter(llm, "vllm:external_prefix_cache_hits"),
         "host_bytes_stored": counter(llm, "vllm:kv_offload_store_bytes"),

@@ -61,6 +61,10 @@ class Outcome:
     fallbacks: int
     gaps: dict[str, int]
     """What was done about gaps in kept KV; empty where they are not crossed."""
+    left: dict[str, str]
+    """Requests that their clients aborted, and what they did then; see `odd_aborts`."""
+    fullest: float
+    """Largest share of the device's KV blocks in use, seen by the same."""
     drafts: float
     host_hit_tokens: float
     """Prompt tokens whose KV came from host memory; vLLM does not count those of preempted requests."""
