@@ -42,6 +42,15 @@ UPSTREAM, TUNED = "upstream-fcfs", "upstream tuned"
 RESERVING = ("orca", "conservative")
 MEASURES = ("steps", "e2e_mean_ms", "e2e_p99_ms")
 MOST = 1.05
+BY_DESIGN = {
+    "sarathi-chunked-only": "an ablation: prompts and decodes take steps of their own",
+    "vllm-2023": "prompts and decodes take steps of their own",
+    "fastgen": "steps of a fixed size, where throughput saturates: more and shorter ones",
+    "pensieve": "a tenth of the blocks is kept from admissions",
+    "past-future": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
+    "auto": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
+}
+"""Why a system takes more."""
 _REQUESTS, _QUICK_REQUESTS = 200, 40
 
 
@@ -165,7 +174,9 @@ def main(argv: Sequence[str]) -> None:
                 continue
             for name in MEASURES[:2]:
                 value = round(mean(of_seeds[name]), 4)
-                goals.append(Goal(metric=f"{scene}: {system}, {name} over upstream's", value=value, op="<=", goal=MOST))
+                metric = f"{scene}: {system}, {name} over upstream's"
+                note = "" if value <= MOST else BY_DESIGN.get(system, "not explained yet")
+                goals.append(Goal(metric=metric, value=value, op="<=", goal=MOST, note=note))
         tables.append(f"\n{scene}: {described.description}\n{format_table(['system', *MEASURES], rows)}")
     checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
     result = Result(

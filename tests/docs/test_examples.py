@@ -40,7 +40,7 @@ def test_highest_response_ratio_goes_first_and_long_ones_catch_up(response_ratio
     assert policy.rank(short, 100.0).key < policy.rank(long, 100.0).key
     old = long._replace(waiting_since=-2000.0)
     assert policy.rank(old, 100.0).key < policy.rank(short, 100.0).key
-    assert policy.rank(short, 100.0).until == 101.0
+    assert policy.rank(short, 100.0).until_s == 101.0
 
 
 def test_the_example_serves_and_its_parameter_is_an_option(response_ratio: Any) -> None:

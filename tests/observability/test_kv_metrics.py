@@ -50,6 +50,7 @@ TIER: dict[str, Any] = {
 def state(tier: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
     """Return a scheduler's state, as far as the feed reads it."""
     found: dict[str, Any] = {
+        "refusals": {},
         **dict.fromkeys(("fallbacks", "stalls", "demotions", "late_predictions", "bad_hints"), 0),
         **dict.fromkeys(("policy_s", "policy_steps", "steps", "lost_records", "oldest_wait_s"), 0),
         **dict.fromkeys(("waits_compared", "wait_expected_s", "wait_actual_s", "wait_error_s"), 0),

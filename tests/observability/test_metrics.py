@@ -26,6 +26,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "oldest_wait_s": 0.0,
         "runtime": {"coefficients": [0.0] * 5, "num_observations": 0, "mean_abs_relative_error": 0.0},
         "preemptions": {"policy": 0, "memory": 0},
+        "refusals": {},
         "fallbacks": 0,
         "stalls": 0,
         "demotions": 0,

@@ -66,7 +66,7 @@ def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
     scheduler = build_scheduler(made.engine, 1100, made.hardware)
     described = scheduler.policies.describe()
     assert "SeparateBatches" in described
-    assert "PrefillFirst" in described
+    assert "WholePrompts" in described
     assert "Retention" in described
     assert scheduler.gaps is not None
 

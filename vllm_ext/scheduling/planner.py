@@ -103,10 +103,16 @@ class Planner:
             room.gates = tuple(policy.gate(step) for policy in self._gates)
             self._admission.select(step, room)
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt))
-            self.why = room.why
+            self.why = room.why or self._head_lacks(room)
         if self.swapper is not None:
             self.swapper.look_ahead(step, room)
         return plan
+
+    def _head_lacks(self, room: Room) -> dict[str, str]:
+        """Return what the head of the queue waits for where nobody needed to be looked at."""
+        lacks = room.lacks
+        head = None if lacks is None else next(self._queue.best(1), None)
+        return {} if head is None or lacks is None or room.admit else {head.request_id: lacks}
 
     def _room(self, step: EngineStep) -> Room:
         engine = self._engine

@@ -99,9 +99,17 @@ class Room:
     @property
     def open(self) -> bool:
         """Whether anybody could join without somebody leaving."""
+        return self.lacks is None
+
+    @property
+    def lacks(self) -> str | None:
+        """What nobody could join for, unless somebody leaves: as in `why`; None if there is some of all."""
         if self.idle and not self.admit:
-            return True
-        return self.seats > 0 and self.tokens > 0 and self.blocks > 0 and not any(gate.closed for gate in self.gates)
+            return None
+        for name, left in ((SEATS, self.seats), (TOKENS, self.tokens), (BLOCKS, self.blocks)):
+            if left < 1:
+                return name
+        return next((gate.name for gate in self.gates if gate.closed), None)
 
     def demand(self, candidate: Candidate) -> Demand:
         """Return what a candidate asks for, after what was taken already."""
