@@ -15,6 +15,7 @@ class Loads:
     Attributes:
         hits: Tokens that it has, by request.
         started: Requests whose loads began, in order.
+        untold: Tokens that it has of requests of which it was not told yet.
         undecided: Requests of which it can't tell yet.
     """
 
@@ -23,6 +24,7 @@ class Loads:
     def __init__(self, rig: Rig, hits: dict[str, int]) -> None:
         self.hits = dict(hits)
         self.started: list[str] = []
+        self.untold: dict[str, int] = {}
         self.undecided: set[str] = set()
         self._scheduler = scheduler = rig.scheduler
         rig.runner.ledger = None  # nothing is loaded, and whoever looked at the KV would see that
@@ -30,6 +32,10 @@ class Loads:
         scheduler.fronts.host = self
         scheduler._connector_finished = lambda request: (False, None)
         scheduler._build_kv_connector_meta = lambda *args, **kwargs: None
+
+    def on_new_request(self, request: Request) -> None:
+        if (hit := self.untold.pop(request.request_id, 0)) > 0:
+            self.hits[request.request_id] = hit
 
     def peek(self, request: Request, local_tokens: int) -> tuple[int, bool]:
         hit = self.hits.get(request.request_id, 0)

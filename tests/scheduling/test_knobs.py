@@ -141,7 +141,7 @@ def test_token_budget_of_a_step(budget: int, expected: dict[str, int]) -> None:
 
 def test_decode_only_keeps_prefills_out_as_long_as_something_decodes() -> None:
     rig = Rig("scripted")
-    SCRIPT.split = lambda step: Split(prefill=not step.num_decoding)
+    SCRIPT.split = lambda step: Split(prefill=False)
     rig.add("a", length=3)
     assert _decisions_of_a_step(rig) == {"a": 10}, "nothing decodes yet"
     rig.add("b")

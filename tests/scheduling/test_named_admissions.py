@@ -65,6 +65,21 @@ def test_loads_take_seats_and_count_in_forecasts(system: str) -> None:
     assert 2 <= len(loads.started) <= 400 // bounds
 
 
+def test_the_first_rank_knows_what_the_host_has() -> None:
+    """The connector is told of a request after the queue; priced in full, it would stay behind what is shorter."""
+    rig = Rig("alise", num_blocks=400, enable_prefix_caching=False)
+    loads = Loads(rig, {})
+    loads.untold["cached"] = 320
+    rig.scheduler.tier = loads
+    rig.add("cached", 330, osl=4)
+    rig.scheduler.tier = None
+    rig.add("short", 30, osl=4)
+    view = rig.scheduler.ledger.view(rig.scheduler.ledger["cached"])
+    assert view.cached_tokens == 320
+    assert rig.scheduler.ranked.key(rig.scheduler.requests["cached"])[3] == view.predicted_remaining_s
+    assert rig.waiting == ["cached", "short"]
+
+
 def test_loads_take_seats() -> None:
     rig = Rig("alise", max_num_seqs=3, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
     loads = Loads(rig, {f"L{number}": 64 for number in range(9)})

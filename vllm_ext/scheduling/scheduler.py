@@ -240,6 +240,8 @@ class SteeredScheduler(GapScheduler):
             if request.status == RequestStatus.WAITING:  # else it waits for its grammar, and holds nobody up
                 self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
         super().add_request(request)
+        if self._steers and self.tier is not None:  # which did not know the request when its rank was asked for
+            self.ranked.rerank(request)
 
     def update_predictions(self, rows: Sequence[Sequence[Any]]) -> int:
         """Take over predictions that a predictor made beside the engine, where they are preferred to what is known.

@@ -84,7 +84,7 @@ class EngineStep:
         """Take the budget policy's answer: from here on the step has what that leaves."""
         if split.tokens is not None:
             self.token_budget = max(0, min(split.tokens, self.token_budget))
-        if not split.prefill:
+        if not split.prefill and self.num_decoding:  # else vLLM has nothing to wait for, and prefills
             self.token_budget = min(self.token_budget, self.decode_tokens)
         self._apart = split.apart
         self._free_tokens = None
