@@ -274,4 +274,4 @@ def test_only_systems_that_look_at_lengths_start_a_predictor() -> None:
     use = {s.name for s in ROWS if build(ExtConfig(system=s.name, allow_oracle=True)).use_predictions}
     serving = {name for name in use if not name.startswith("oracle-")}
     assert serving == {"alise", "accelgen", "accelgen-no-chunk", "accelgen-no-order",
-                       "accelgen-no-batch", "auto"}  # fmt: skip
+                       "accelgen-no-batch", "accelgen-no-era", "auto"}  # fmt: skip

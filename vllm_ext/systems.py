@@ -13,11 +13,12 @@ from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, 
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.retention import Retention, RetentionWithSwaps
 from vllm_ext.system import Policies, System
+from vllm_ext.systems_published import PUBLISHED
 from vllm_ext.systems_table import ROWS
 
 __all__ = ["Policies", "System", "build", "known", "register", "resolve", "table"]
 
-_SYSTEMS: dict[str, System] = {row.name: row for row in ROWS}
+_SYSTEMS: dict[str, System] = {row.name: row for row in (*ROWS, *PUBLISHED)}
 _BASES: dict[str, type] = {
     "ordering": Ordering,
     "admission": Admission,

@@ -117,6 +117,15 @@ ROWS = (
         summary="ablation: requests join in the order of the queue, whatever they demand",
     ),
     System(
+        name="accelgen-no-era",
+        ordering=SloSlack,
+        admission=SloMatch,
+        budget=SloPivotBudget,
+        parameters={"admission": {"exclusive": False}},
+        paper=f"{_ACCELGEN}, ablation /ERA",
+        summary="ablation: several long prompts at a time",
+    ),
+    System(
         name="oracle-accelgen",
         ordering=SloSlack,
         admission=SloMatch,

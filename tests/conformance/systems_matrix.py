@@ -83,6 +83,22 @@ SYSTEMS = (
         examples=_MANY,
     ),
     Row(name="sarathi-static", options={"system": "sarathi-static", "budget": {**_TIGHT_BUDGET, "tokens": 16}}),
+    Row(
+        name="sarathi-published",
+        options={"system": "sarathi-published", "budget": {"tile_tokens": 4, "tokens": 16}},
+        examples=_LEAST,
+    ),
+    Row(
+        name="alise-published",
+        options={"system": "alise-published", "ordering": _QUICK_AGING, "admission": {"min_progress_tokens": 2}},
+        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        examples=_LEAST,
+    ),
+    Row(
+        name="past-future-published",
+        options={"system": "past-future-published", "admission": {"cold_requests": 4, "window": 32}},
+        examples=_LEAST,
+    ),
     Row(name="sarathi-hybrid-only", options={"system": "sarathi-hybrid-only"}, examples=_LEAST),
     Row(
         name="sarathi-chunked-only",
@@ -108,6 +124,8 @@ SYSTEMS = (
             ("accelgen-no-chunk", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
             ("accelgen-no-order", {"admission": _SMALL_MATCH}),
             ("accelgen-no-batch", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen-no-era", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen-published", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
             (
                 "oracle-accelgen",
                 {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH, "allow_oracle": True},

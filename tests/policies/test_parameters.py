@@ -38,7 +38,7 @@ BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
     (ReserveMaximum, "admission", {"reserve_tokens": (-1,), "overcommit": (0.9,)}),
     (Watermark, "admission", {"watermark": (-0.1, 0.0, 1.5)}),
     (TbtBudget, "budget", {"tile_tokens": (48, 0), "default_tbt_ms": (-1.0,), "safety": (1.5,)}),
-    (TbtBudget, "budget", {"min_prefill_tokens": (0,), "tokens": (512,)}),
+    (TbtBudget, "budget", {"min_prefill_tokens": (-1,), "tokens": (512,)}),
     (EstimatedWait, "residency", {"choose": ("guess",), "exposed": (1.1, -0.1), "every_steps": (0,)}),
     (EstimatedWait, "residency", {"max_leaving": (0,), "tier_bits": (4,)}),
 ]

@@ -169,6 +169,7 @@ def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
     step = step_of(lost, seats=0, running=(running("slow", tbt_s=0.9),))
     assert nobody_moves(AS_PUBLISHED, step)
     assert nobody_moves(AS_PUBLISHED, replace(step, aged=frozenset({"lost"})))
+    assert select(SloMatch(spare=False, lost_urgent=True), step).preempt == ["slow"], "as published"
 
 
 def test_who_has_begun_to_answer_is_left_alone() -> None:

@@ -108,6 +108,7 @@ def test_budgets_are_whole_tiles(tokens: int, tile: int, expected: int) -> None:
 def test_prompts_get_a_little_even_where_decodes_alone_break_the_objective() -> None:
     policy = TbtBudget(min_prefill_tokens=16)
     assert policy.split(mixed(200, tbt_s=0.011)).tokens == 216
+    assert TbtBudget(min_prefill_tokens=0).split(mixed(200, tbt_s=0.011)).tokens == 200, "Algorithm 3 as published"
 
 
 def test_a_step_without_decodes_or_without_prompts_is_left_alone() -> None:

@@ -20,9 +20,11 @@ class _Hopeful(NamedTuple):
     """T_r: time until it must run."""
     lost: bool
     """Whether its objective can't be met any more."""
+    resigned: bool
+    """Whether that ends its urgency."""
 
     def is_urgent(self, step: Step) -> bool:
-        return self.candidate.aged or (not self.lost and self.remaining_s <= step.pace.longest_step_s)
+        return self.candidate.aged or (not self.resigned and self.remaining_s <= step.pace.longest_step_s)
 
 
 def _again(seen: list[Victim], rest: Iterator[Victim]) -> Iterator[Victim]:
@@ -60,6 +62,8 @@ class SloMatch(Admission):
     """... and at most so many long steps later, so that it suits engines much quicker than the paper's; 0: no bound."""
     lost_steps: float = 1.0
     """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
+    lost_urgent: bool = False
+    """Whether a request whose objective is lost is urgent like one that can still be met, as published."""
     match: bool = True
     """Choose by demand; False: in the order of the queue (ablation /Batch)."""
     ordered: bool = True
@@ -109,7 +113,7 @@ class SloMatch(Admission):
         for candidate in step.waiting():
             left = slack(candidate.request, step.now)
             lost = given_up_at(candidate.request, left, self.lost_steps) <= step.now
-            hopeful = _Hopeful(candidate, left.start_by - step.now, lost)
+            hopeful = _Hopeful(candidate, left.start_by - step.now, lost, lost and not self.lost_urgent)
             if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
                 first = first or hopeful
@@ -131,7 +135,7 @@ class SloMatch(Admission):
                 continue
             if room.tokens < 1:
                 return not candidate.aged
-            may = self.preempt and not hopeful.lost
+            may = self.preempt and not hopeful.resigned
             leaving = self._leaving(step, room, hopeful, _again(seen, victims)) if may else ()
             if leaving:
                 room.take(candidate, leaving)

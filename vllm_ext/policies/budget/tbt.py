@@ -27,7 +27,7 @@ class TbtBudget(Budget):
 
     Budgets of a tile and more are rounded down to whole tiles: one token more would start another tile of every matrix
     product. At least ``min_prefill_tokens`` are granted whatever the objective says: decodes alone may already take
-    longer, and prompts that are never computed would wait for ever.
+    longer, and prompts that are never computed would wait until they have ended. As published it is 0.
 
     Source: Sarathi-Serve, Algorithm 3 and section 4.3; the dynamic budget is what the paper leaves as future work.
     """
@@ -58,9 +58,8 @@ class TbtBudget(Budget):
         require(self.default_tbt_ms >= 0, "budget.default_tbt_ms", self.default_tbt_ms, "milliseconds, at least 0")
         power = self.tile_tokens >= 1 and self.tile_tokens & (self.tile_tokens - 1) == 0
         require(power, "budget.tile_tokens", self.tile_tokens, "a power of two")
-        for field in ("min_prefill_tokens", "reference_decodes"):
-            require(getattr(self, field) >= 1, f"budget.{field}", getattr(self, field), "an integer of at least 1")
-        for field in ("tokens", "reference_context"):
+        require(self.reference_decodes >= 1, "budget.reference_decodes", self.reference_decodes, "an integer from 1 on")
+        for field in ("tokens", "reference_context", "min_prefill_tokens"):
             require(getattr(self, field) >= 0, f"budget.{field}", getattr(self, field), "an integer of at least 0")
         require(0 < self.safety <= 1, "budget.safety", self.safety, "greater than 0 and at most 1")
         fixed = not (self.tokens and self.dynamic)
