@@ -1,0 +1,75 @@
+"""Whoever is preempted where there is a KV tier: the residency policy is asked, and told when its wait ends."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ext.scheduling.kv_swapper import KvSwapper
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.run import simulate
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+from .steering import Rig
+
+
+@pytest.mark.parametrize(("system", "fates"), [("pensieve", {"keep"}), ("alise+pensieve", {"swap", "recompute"})])
+def test_the_policy_is_asked_also_where_nothing_else_is_steered(
+    system: str, fates: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pensieve alone had nobody to ask: its row is vLLM's own order, admission and budget."""
+    counted: dict[str, int] = {}
+    original = KvSwapper.preempting
+
+    def preempting(self: KvSwapper, request: Any) -> None:
+        original(self, request)
+        counted.update(self._observer.counters.fates)
+
+    monkeypatch.setattr(KvSwapper, "preempting", preempting)
+    data = simulate(
+        SimulationSpec(
+            engine=EngineSpec(system=system, num_blocks=220, max_num_seqs=64, options={"kv_tier": {"gib": 1.0}}),
+            hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
+            workload=WorkloadSpec(
+                source="sharegpt-like", num_requests=40, rate_per_s=50.0, cap_prompt_tokens=300, cap_output_tokens=400
+            ),
+        )
+    )
+    assert counted.keys() <= fates
+    assert sum(counted.values()) == data.counters["preemptions"] > 0
+
+
+def test_a_wait_ends_with_the_requests_own_promotion() -> None:
+    """ALISE, equation 7: the promotion of its own queue, not of the lowest one."""
+    rig = Rig(
+        "alise", max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
+    )
+    scheduler = rig.scheduler
+    prices = SimpleNamespace(store_s=lambda tokens: 1.0, load_s=lambda tokens: 1.0, kept_tokens=lambda tokens: tokens)
+    tier = SimpleNamespace(prices=prices, missing_tokens=lambda req_id, tokens: tokens)
+    swapper = KvSwapper(
+        scheduler,
+        tier,  # type: ignore[arg-type]
+        scheduler.policies.residency,
+        ledger=scheduler.ledger,
+        fronts=scheduler.fronts,
+        observer=scheduler.observer,
+        clock=rig.clock,
+    )
+    swapper.queue, swapper.order = scheduler.ranked, scheduler.running_order
+    swapper.rank = lambda view: scheduler.policies.ordering.rank(view, rig.clock())
+    rig.add("runs", 10, osl=300, length=300)
+    rig.step(2)
+    job = scheduler.ledger["runs"]
+    view = scheduler.ledger.view(job)
+    level = scheduler.policies.ordering.level(view)
+    for number in range(64):
+        rig.add(f"ahead{number}", 10, osl=300, length=300, priority=-1)
+    promoted_s = (level + 1) * 20.0 - job.waited_s
+    assert swapper._wait_s(job, view) == pytest.approx(promoted_s)
+    assert promoted_s < 6 * 20.0
+    assert not math.isinf(promoted_s)
