@@ -56,7 +56,7 @@ def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: boo
 # --- gaps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("async_scheduling", "chunks"), [(False, 15), (True, 21)])
+@pytest.mark.parametrize(("async_scheduling", "chunks"), [(False, 16), (True, 21)])
 def test_a_dropped_beginning_is_computed_with_the_new_prompt(async_scheduling: bool, chunks: int) -> None:
     """The tier has lost the first of the five chunks that turn 1 had; what it still holds is not computed again."""
     kept, options = 64, own_tier(chunks, chunk_tokens=16)
