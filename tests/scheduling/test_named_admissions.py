@@ -200,3 +200,20 @@ def test_victims_are_ranked_by_what_they_have_left_now() -> None:
     rig.drain(seconds=0.02)
     assert victims > 20
     assert wrong == 0
+
+
+@pytest.mark.parametrize("system", ["alise", "past-future", "auto", "accelgen", "orca"])
+def test_prompts_are_cut_where_vllm_cuts_them(system: str) -> None:
+    """With --long-prefill-token-threshold three prompts share a step, of which one would take all of it."""
+
+    def tokens(system: str | None) -> list[int]:
+        rig = Rig(system, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
+        rig.scheduler.scheduler_config.long_prefill_token_threshold = 100
+        for name in "abc":
+            rig.add(name, 300, length=4, max_tokens=8)
+        decision = rig.step()
+        assert decision is not None
+        return sorted(tokens for _, tokens in decision.scheduled)
+
+    assert tokens(None) == [56, 100, 100]
+    assert tokens(system) == ([100] if system == "orca" else [56, 100, 100]), "orca takes whole prompts"

@@ -49,6 +49,18 @@ def seats(engine: EngineState) -> int:
     return cap
 
 
+def largest_chunk(engine: EngineState) -> int | None:
+    """Return the most tokens that vLLM gives a prompt in a step while there are others; None: no bound."""
+    config = engine.scheduler_config
+    threshold: int = config.long_prefill_token_threshold
+    if not threshold:
+        return None
+    if getattr(engine, "adaptive_long_prefill_threshold", False):
+        eligible = len(engine.running) + len(engine.waiting) + len(parked(engine))
+        return max(threshold, int(config.max_num_batched_tokens) // max(eligible, 1))
+    return threshold
+
+
 def parked_name(engine: EngineState) -> str:
     """Return the name of vLLM's second waiting queue, which it serves before ``waiting``: requests that hold KV."""
     return "kv_holding_waiting" if hasattr(engine, "kv_holding_waiting") else "skipped_waiting"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.policies.contract import RequestView, Room, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
-from vllm_ext.scheduling.engine_state import EngineState, loading, parked, seats
+from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loading, parked, seats
 from vllm_ext.scheduling.step import EngineStep, pool_of
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Planner:
         return Room(
             seats=seats(engine) - step.num_running - len(parked(engine)),
             tokens=step.free_tokens,
+            chunk=largest_chunk(engine) if step.num_running + step.num_waiting > 1 else None,
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
             idle=not step.num_running and not loading(engine),
             price=prices.price,

@@ -12,7 +12,7 @@ import numpy as np
 from vllm_ext.policies.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
 from vllm_ext.policies.contract.step import Lengths
 from vllm_ext.scheduling.demand import loaded_tokens
-from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling
+from vllm_ext.scheduling.engine_state import EngineState, could_join, largest_chunk, loading, prefilling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ class EngineStep:
         if self._free_tokens is None:
             engine = self._engine
             free = self.token_budget - (0 if self._apart else self.decode_tokens)
-            cap = engine.scheduler_config.long_prefill_token_threshold or self.token_budget
+            cap = largest_chunk(engine) or self.token_budget
             for request in prefilling(engine) if engine._inflight_prefills else ():
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
             self._free_tokens = free - loaded_tokens(engine)

@@ -79,6 +79,8 @@ class Room:
     """Of the step's budget, less what runs takes, drafts included, and what has loaded."""
     blocks: int
     """Free KV blocks, less vLLM's watermark."""
+    chunk: int | None = None
+    """Most tokens that one prompt gets in a step (vLLM's ``--long-prefill-token-threshold``); None: no bound."""
     idle: bool
     """Whether nothing runs or loads: then the first one that is asked for may join, whatever it needs."""
     price: Callable[[Candidate, int], Demand]
@@ -116,7 +118,7 @@ class Room:
         req_id = candidate.request.req_id
         found = self._priced.get(req_id)
         if found is None:
-            found = self._priced[req_id] = self.price(candidate, self.tokens)
+            found = self._priced[req_id] = self.price(candidate, self._most())
         return found
 
     def fits(self, candidate: Candidate, leaving: Sequence[Victim] = ()) -> bool:
@@ -134,7 +136,7 @@ class Room:
     def take(self, candidate: Candidate, leaving: Sequence[Victim] = ()) -> None:
         """Let a candidate join, and ``leaving`` leave for it."""
         demand = self.demand(candidate)
-        granted = min(demand.tokens, max(self.tokens, 0))
+        granted = max(0, min(demand.tokens, self._most()))
         self.seats += len(leaving) - 1
         self.tokens -= granted
         self.blocks += sum(victim.blocks for victim in leaving) - demand.blocks
@@ -145,6 +147,10 @@ class Room:
         self.why.pop(candidate.request.req_id, None)
         self.taken(candidate, granted)
         self._priced.clear()
+
+    def _most(self) -> int:
+        """Most tokens that the next one gets."""
+        return self.tokens if self.chunk is None else min(self.tokens, self.chunk)
 
     def _short_of(self, candidate: Candidate, leaving: Sequence[Victim]) -> str | None:
         if self.seats + len(leaving) < 1:
