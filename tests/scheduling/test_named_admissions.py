@@ -52,6 +52,21 @@ def test_requests_whose_grammar_compiles_hide_nobody(system: str) -> None:
     assert ours <= 1.05 * steps + {"sarathi-chunked-only": 12, "vllm-2023": 12, "fastgen": 6}.get(system, 0)
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "later"])
+def test_a_grammar_that_fails_ends_its_request_and_no_other(system: str, at_once: bool) -> None:
+    rig = Rig(system, max_num_seqs=8, num_blocks=400)
+    add_compiling(rig, 1)
+    rig.add("other", 20, length=6)
+    state = rig.scheduler.requests["g0"].structured_output_request
+    for number in range(12):
+        if number == (0 if at_once else 3):
+            state.grammar, state.is_grammar_ready = ValueError("no grammar"), True
+        rig.step(seconds=0.01)
+    assert "g0" not in rig.scheduler.requests, "its client waits for ever"
+    rig.drain(seconds=0.01)
+
+
 @pytest.mark.parametrize("system", ["past-future", "auto", "orca"])
 def test_loads_take_seats_and_count_in_forecasts(system: str) -> None:
     """20 hits in host memory, with bounds that fill the pool: past-future, which admits one, let 20 loads begin."""

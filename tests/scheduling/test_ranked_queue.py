@@ -170,6 +170,7 @@ def test_a_grammar_that_failed_is_shown_to_vllm_first() -> None:
     failed = _compiling(r, "failed", grammar=ValueError("no grammar"))
     b = r.add("b", 2)
     r.queue.begin_step(0.0)
+    assert r.queue.peek_request() is failed, "where nobody in particular is offered, by its rank"
     r.queue.offer([b])
     assert r.queue.pop_request() is failed
     r.queue.prepend_requests([failed])

@@ -54,6 +54,7 @@ class RankedQueue(RequestQueue):
         self._expiry: list[tuple[float, int, Request]] = []
         self._arrivals: list[tuple[tuple[float, int], Request]] = []
         self._blocked: dict[Request, None] = {}
+        self._failed: dict[Request, None] = {}
         self._stale: deque[Request] = deque()
         self._counter = 0
         self._superseded = 0
@@ -72,8 +73,10 @@ class RankedQueue(RequestQueue):
         if request in self._live:
             return
         self.changes += 1
-        if awaits_grammar(request) or grammar_failed(request):
+        if awaits_grammar(request):
             self._blocked[request] = None
+        elif grammar_failed(request):
+            self._failed[request] = None
         self._push(request)
         heapq.heappush(self._arrivals, (self._ties(request), request))
 
@@ -166,8 +169,7 @@ class RankedQueue(RequestQueue):
         if requests is None:
             self._offered = None
             return
-        failed = [request for request in islice(self._blocked, _BLOCKED_ASKED) if grammar_failed(request)]
-        named = (*failed, *(request for request in requests if request in self._live))
+        named = (*self._failed, *(request for request in requests if request in self._live))
         self._offered = deque(dict.fromkeys(named))  # whoever is named twice comes once
 
     def rerank(self, request: Request) -> None:
@@ -234,17 +236,20 @@ class RankedQueue(RequestQueue):
         """Look at some of those whose grammar is being compiled, in turn; whose grammar has come waits like others."""
         for request in list(islice(self._blocked, _BLOCKED_ASKED)):
             del self._blocked[request]
-            if awaits_grammar(request) or grammar_failed(request):
+            if awaits_grammar(request):
                 self._blocked[request] = None
-            else:
-                self.changes += 1
-                heapq.heappush(self._heap, self._live[request])
+                continue
+            self.changes += 1
+            heapq.heappush(self._heap, self._live[request])
+            if grammar_failed(request):
+                self._failed[request] = None
 
     def _remove(self, request: Request) -> None:
         entry = self._live.pop(request)
         if self._offered and request in self._offered:
             self._offered.remove(request)
         self._blocked.pop(request, None)
+        self._failed.pop(request, None)
         self.changes += 1
         self._count(entry[3].level, -1)
         if not self._live:  # nothing to keep alive finished requests for
