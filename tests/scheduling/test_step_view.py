@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.policies.contract import Split, Step
+from vllm_ext.policies.contract import Rank, RequestView, Split, Step
 
 from .steering import SCRIPT, Rig
 
@@ -84,3 +84,19 @@ def test_a_refusal_does_not_answer_for_another_head() -> None:
     rig.add("small", 16, length=5, max_tokens=16)
     rig.step()
     assert rig.running == ["x", "small"]
+
+
+def test_a_running_request_is_ranked_again_when_its_rank_ends_and_not_before() -> None:
+    rig, asked = Rig("scripted"), []
+
+    def rank(request: RequestView, now: float) -> Rank:
+        asked.append((request.req_id, request.num_output_tokens))
+        return Rank((0.0,), until_tokens=request.num_output_tokens + 5 if request.req_id == "ends" else math.inf)
+
+    SCRIPT.rank = rank
+    rig.add("ends", length=14)
+    rig.add("holds", length=14)
+    rig.step(13, seconds=0.01)
+    assert [tokens for req_id, tokens in asked if req_id == "ends"] == [0, 1, 6, 11]
+    assert [tokens for req_id, tokens in asked if req_id == "holds"] == [0, 1]
+    assert len(rig.scheduler.running_order._by_step) == 1, "one that holds is not looked at"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,9 +12,9 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from vllm_ext.policies.contract import Rank
+from vllm_ext.scheduling.deadlines import COMPACT_ABOVE, Deadlines
 from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
 
-_COMPACT_ABOVE = 64
 _MAX_DUE = 16
 """Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
 _OLDEST_KEPT_FRESH = 4
@@ -51,7 +50,7 @@ class RankedQueue(RequestQueue):
         self._ties = ties
         self._live: dict[Request, Entry] = {}
         self._heap: list[Entry] = []
-        self._expiry: list[tuple[float, int, Request]] = []
+        self._expiry = Deadlines(self._in_force)
         self._arrivals: list[tuple[tuple[float, int], Request]] = []
         self._blocked: dict[Request, None] = {}
         self._failed: dict[Request, None] = {}
@@ -144,11 +143,7 @@ class RankedQueue(RequestQueue):
             self._drop_superseded()
         self._unblock()
         self._first_arrival()  # drops what is gone from the front
-        due: list[Request] = []
-        while self._expiry and self._expiry[0][0] <= now and len(due) < _MAX_DUE:
-            _, number, request = heapq.heappop(self._expiry)
-            if (entry := self._live.get(request)) is not None and entry[1] == number:
-                due.append(request)
+        due = list(islice(self._expiry.due(now), _MAX_DUE))
         for _, request in islice(_ascending(self._arrivals), _OLDEST_KEPT_FRESH):
             entry = self._live.get(request)
             if entry is not None and entry[3].until_s <= now and request not in due:
@@ -217,9 +212,12 @@ class RankedQueue(RequestQueue):
         self._live[request] = entry
         if request not in self._blocked:
             heapq.heappush(self._heap, entry)
-        if rank.until_s != math.inf:
-            heapq.heappush(self._expiry, (rank.until_s, self._counter, request))
+        self._expiry.add(rank.until_s, self._counter, request, requests=len(self._live))
         self._compact()
+
+    def _in_force(self, request: Request, number: int) -> bool:
+        entry = self._live.get(request)
+        return entry is not None and entry[1] == number
 
     def _drop_superseded(self) -> None:
         """Drop superseded entries among the first of the heap."""
@@ -286,13 +284,10 @@ class RankedQueue(RequestQueue):
 
     def _compact(self) -> None:
         """Drop superseded entries once they outnumber the live ones, so that memory follows the queue's length."""
-        limit = 2 * len(self._live) + _COMPACT_ABOVE
+        limit = 2 * len(self._live) + COMPACT_ABOVE
         if len(self._heap) > limit:
             self._heap = [e for e in self._live.values() if e[2] not in self._blocked]
             heapq.heapify(self._heap)
-        if len(self._expiry) > limit:
-            self._expiry = [e for e in self._expiry if (c := self._live.get(e[2])) is not None and c[1] == e[1]]
-            heapq.heapify(self._expiry)
         if len(self._arrivals) > limit:
             self._arrivals = [(self._ties(r), r) for r in self._live]
             heapq.heapify(self._arrivals)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_ext.scheduling.deadlines import Deadlines
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -18,7 +20,6 @@ Key = tuple[float, ...]
 
 _MAX_DUE = 16
 """Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
-_COMPACT_ABOVE = 64
 _LOOKED_AT = 8
 """Possible victims that are ranked again at a time."""
 _FRESH_STEPS = 8
@@ -28,6 +29,7 @@ _FRESH_STEPS = 8
 class _Ranked(NamedTuple):
     number: int
     step: int
+    until_tokens: float
 
 
 class RunningOrder:
@@ -66,8 +68,8 @@ class RunningOrder:
         self.keys: dict[Request, Key] = {}
         self._ranked: dict[Request, _Ranked] = {}
         self._counter = 0
-        self._by_time: list[tuple[float, int, Request]] = []
-        self._by_step: list[tuple[float, int, Request, float]] = []
+        self._by_time = Deadlines(self._in_force)
+        self._by_step = Deadlines(self._in_force)
         self._stale: deque[Request] = deque()
         self._tbt_s: dict[Request, float] = {}  # TBT objectives of those who have one
 
@@ -93,19 +95,11 @@ class RunningOrder:
 
     def _push(self, request: Request) -> None:
         self.keys[request], rank = self._rank(request)
-        self._counter = number = self._counter + 1
-        self._ranked[request] = _Ranked(number, self._engine.current_step)
-        if rank.until_s != math.inf:
-            heapq.heappush(self._by_time, (rank.until_s, number, request))
+        self._counter += 1
+        self._ranked[request] = _Ranked(self._counter, self._engine.current_step, rank.until_tokens)
+        self._by_time.add(rank.until_s, self._counter, request, requests=len(self._ranked))
         if rank.until_tokens != math.inf:
-            self._await_tokens(request, number, rank.until_tokens)
-        limit = 2 * len(self._ranked) + _COMPACT_ABOVE
-        if len(self._by_time) > limit:
-            self._by_time = [e for e in self._by_time if self._in_force(e[2], e[1])]
-            heapq.heapify(self._by_time)
-        if len(self._by_step) > limit:
-            self._by_step = [s for s in self._by_step if self._in_force(s[2], s[1])]
-            heapq.heapify(self._by_step)
+            self._await_tokens(request)
 
     def rerank_all(self) -> None:
         """Ask for all ranks again, some in each of the next steps: what they were made of changed."""
@@ -125,20 +119,8 @@ class RunningOrder:
             self._sort()
 
     def _due(self, now: float) -> list[Request]:
-        due: list[Request] = []
-        while self._by_time and self._by_time[0][0] <= now and len(due) < _MAX_DUE:
-            _, number, request = heapq.heappop(self._by_time)
-            if self._in_force(request, number):
-                due.append(request)
-        step = self._engine.current_step
-        while self._by_step and self._by_step[0][0] <= step and len(due) < _MAX_DUE:
-            _, number, request, until_tokens = heapq.heappop(self._by_step)
-            if not self._in_force(request, number):
-                continue
-            if request.num_output_tokens >= until_tokens:
-                due.append(request)
-            else:  # it was slower than it might have been
-                self._await_tokens(request, number, until_tokens)
+        due = list(islice(self._by_time.due(now), _MAX_DUE))
+        due += islice(filter(self._got_there, self._by_step.due(self._engine.current_step)), _MAX_DUE - len(due))
         while self._stale and len(due) < _MAX_DUE:
             request = self._stale.popleft()
             if request in self.keys:
@@ -149,11 +131,18 @@ class RunningOrder:
         ranked = self._ranked.get(request)
         return ranked is not None and ranked.number == number
 
-    def _await_tokens(self, request: Request, number: int, until_tokens: float) -> None:
-        """Look at a request again when it may have generated so many tokens."""
-        per_step = 1 + self._engine.num_spec_tokens
-        steps = max(1.0, (until_tokens - request.num_output_tokens) // per_step)
-        heapq.heappush(self._by_step, (self._engine.current_step + steps, number, request, until_tokens))
+    def _await_tokens(self, request: Request) -> None:
+        """Look at a request again when it may have generated as many tokens as its rank holds for."""
+        number, _, until_tokens = self._ranked[request]
+        steps = max(1.0, (until_tokens - request.num_output_tokens) // (1 + self._engine.num_spec_tokens))
+        self._by_step.add(self._engine.current_step + steps, number, request, requests=len(self._ranked))
+
+    def _got_there(self, request: Request) -> bool:
+        """Whether a request has generated as many; if it was slower than it might have been, look again later."""
+        if request.num_output_tokens >= self._ranked[request].until_tokens:
+            return True
+        self._await_tokens(request)
+        return False
 
     def _sort(self) -> None:
         keys, engine = self.keys, self._engine
