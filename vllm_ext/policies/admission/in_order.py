@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Admission, Room, Step
+from vllm_ext.policies.contract import Admission, Candidate, Room, Step
+
+
+def take_while_they_fit(room: Room, candidates: Iterator[Candidate]) -> Candidate | None:
+    """Take candidates until one does not fit, and return that one; None if all did."""
+    for candidate in candidates:
+        if not room.fits(candidate):
+            return candidate
+        room.take(candidate)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +30,5 @@ class InOrder(Admission):
 
     def select(self, step: Step, room: Room) -> None:
         """Take the first ones that fit."""
-        if not room.open:
-            return
-        for candidate in step.waiting():
-            if not room.fits(candidate):
-                return
-            room.take(candidate)
+        if room.open:
+            take_while_they_fit(room, step.waiting())

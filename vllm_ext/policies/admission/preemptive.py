@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_ext.policies.admission.in_order import take_while_they_fit
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.contract import Admission, Candidate, Room, Step, Victim
 
@@ -117,11 +118,6 @@ class Preemptive(Preempting):
     def select(self, step: Step, room: Room) -> None:
         """Take those who fit in order, then those who fit if others leave."""
         candidates = step.waiting()
-        if room.open:
-            for candidate in candidates:
-                if not room.fits(candidate):
-                    candidates = itertools.chain((candidate,), candidates)
-                    break
-                room.take(candidate)
+        refused = take_while_they_fit(room, candidates) if room.open else None
         if self.preempt:
-            self.make_room(step, room, candidates)
+            self.make_room(step, room, candidates if refused is None else itertools.chain((refused,), candidates))

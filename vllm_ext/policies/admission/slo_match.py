@@ -111,9 +111,8 @@ class SloMatch(Admission):
         found: list[_Hopeful] = []
         first: _Hopeful | None = None
         for candidate in step.waiting():
-            left = slack(candidate.request, step.now)
-            lost = given_up_at(candidate.request, left, self.lost_steps) <= step.now
-            hopeful = _Hopeful(candidate, left.start_by - step.now, lost, lost and not self.lost_urgent)
+            remaining_s, lost = self._standing(candidate.request, step.now)
+            hopeful = _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
             if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
                 first = first or hopeful
@@ -124,6 +123,11 @@ class SloMatch(Admission):
                     continue
             found.append(hopeful)
         return found
+
+    def _standing(self, request: RequestView, now: float) -> tuple[float, bool]:
+        """Return T_r, the time until a request must run, in seconds, and whether its objective is lost."""
+        left = slack(request, now)
+        return left.start_by - now, given_up_at(request, left, self.lost_steps) <= now
 
     def _admit_urgent(self, step: Step, room: Room, urgent: list[_Hopeful]) -> bool:
         """Take the urgent requests in; False if one that aged finds no room, so that nobody may pass it."""
@@ -152,9 +156,8 @@ class SloMatch(Admission):
             request = victim.request
             if request.req_id in room.preempt:
                 continue
-            left = slack(request, step.now)
-            lost = given_up_at(request, left, self.lost_steps) <= step.now
-            if not lost and left.start_by - step.now <= hopeful.remaining_s:
+            remaining_s, lost = self._standing(request, step.now)
+            if not lost and remaining_s <= hopeful.remaining_s:
                 return ()
             if request.num_preemptions and request.progress_tokens < self.min_progress_tokens:
                 continue
