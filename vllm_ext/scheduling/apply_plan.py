@@ -45,8 +45,7 @@ def applied(
         _sit_out(engine)
     tokens, bound = engine.max_num_scheduled_tokens, engine.prefill_capacity_bound
     try:
-        if split.tokens is not None:
-            engine.max_num_scheduled_tokens = max(0, min(split.tokens, tokens))
+        engine.max_num_scheduled_tokens = split.budget(tokens)
         if not split.prefill:
             engine.prefill_capacity_bound = False
         yield

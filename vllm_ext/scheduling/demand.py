@@ -77,7 +77,6 @@ class PrefixProbe:
         self._enabled = bool(manager.enable_caching)
         self._dropped = len(getattr(coordinator, "eagle_group_ids", ())) if self.gallops else 0
         self.block_size: int = coordinator.single_type_managers[0].block_size
-        self.lookups = 0
 
     def front(self, request: Request, start: int = 0, joined: AbstractSet[bytes] = _NOTHING) -> tuple[int, int, int]:
         """Return how many blocks at the front of a request are cached, and how many of them somebody holds.
@@ -98,11 +97,9 @@ class PrefixProbe:
         limit = min(len(hashes), (request.num_tokens - 1) // self.block_size)
 
         def cached(place: int) -> bool:
-            self.lookups += 1
             return hashes[place] in joined or get(hashes[place], [0]) is not None
 
         def held(place: int) -> bool:
-            self.lookups += 1
             if hashes[place] in joined:
                 return True
             block = get(hashes[place], [0])

@@ -20,19 +20,16 @@ class EngineState(Protocol):
     current_step: int
     max_num_running_reqs: int
     max_num_scheduled_tokens: int
-    num_waiting_for_streaming_input: int
     num_lookahead_tokens: int
     num_spec_tokens: int
     max_model_len: int
     scheduler_reserve_full_isl: bool
     prefill_capacity_bound: bool
     finished_recving_kv_req_ids: set[str]
-    prev_step_scheduled_req_ids: set[str]
     scheduler_config: Any
     lora_config: Any
     kv_cache_config: Any
     kv_cache_manager: Any
-    connector: Any
     _inflight_prefills: set[Request]
 
     @property
@@ -53,11 +50,11 @@ def largest_chunk(engine: EngineState) -> int | None:
     """Return the most tokens that vLLM gives a prompt in a step while there are others; None: no bound."""
     config = engine.scheduler_config
     threshold: int = config.long_prefill_token_threshold
-    if not threshold:
+    others = len(engine.running) + len(engine.waiting) + len(parked(engine)) - 1
+    if not threshold or others < 1:
         return None
     if getattr(engine, "adaptive_long_prefill_threshold", False):
-        eligible = len(engine.running) + len(engine.waiting) + len(parked(engine))
-        return max(threshold, int(config.max_num_batched_tokens) // max(eligible, 1))
+        return max(threshold, int(config.max_num_batched_tokens) // (others + 1))
     return threshold
 
 

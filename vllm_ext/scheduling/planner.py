@@ -111,8 +111,9 @@ class Planner:
     def _head_lacks(self, room: Room) -> dict[str, str]:
         """Return what the head of the queue waits for where nobody needed to be looked at."""
         lacks = room.lacks
-        head = None if lacks is None else next(self._queue.best(1), None)
-        return {} if head is None or lacks is None or room.admit else {head.request_id: lacks}
+        if room.admit or lacks is None:
+            return {}
+        return {head.request_id: lacks for head in self._queue.best(1)}
 
     def _room(self, step: EngineStep) -> Room:
         engine = self._engine
@@ -120,7 +121,7 @@ class Planner:
         return Room(
             seats=seats(engine) - step.num_running - len(parked(engine)),
             tokens=step.free_tokens,
-            chunk=largest_chunk(engine) if step.num_running + step.num_waiting > 1 else None,
+            chunk=largest_chunk(engine),
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
             idle=not step.num_running and not loading(engine),
             price=prices.price,

@@ -100,7 +100,14 @@ class SteeredScheduler(GapScheduler):
         self.kv_cache_manager.watermark_blocks = max(self.kv_cache_manager.watermark_blocks, reserved)
         if self._steers:
             self._steer()
-        log_start(self.policies, self.ledger, config, has_connector=self.connector is not None)
+        log_start(
+            self.policies.describe(),
+            self.policies.all,
+            config,
+            predicts=self.policies.use_predictions and not self.ledger.use_oracle,
+            profiled=runtime.given is not None,
+            has_connector=self.connector is not None,
+        )
 
     def _join_tier(self) -> None:
         # The runtime model may be replaced, and simulations replace the clock.

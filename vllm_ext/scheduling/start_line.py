@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
@@ -20,9 +19,6 @@ from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import RECOMPUTED, EstimatedWait
 from vllm_ext.policies.residency.retention import Retention
 
-if TYPE_CHECKING:
-    from vllm_ext.scheduling.ledger import Ledger
-
 logger = init_logger("vllm.vllm_ext.scheduler")
 
 _BY_STEP_TIMES = (TbtBudget, SloPivotBudget, SloSlack)
@@ -31,33 +27,23 @@ _BY_OBJECTIVES = (SloMatch, SloPivotBudget, PressingFirst, SloSlack)
 """Policies that treat all requests alike where none has an objective."""
 
 
-class Chosen(Protocol):
-    """The policies of a system."""
-
-    @property
-    def all(self) -> tuple[Policy, ...]:
-        """Every one of them."""
-        ...
-
-    @property
-    def use_predictions(self) -> bool:
-        """Whether any of them looks at predicted lengths."""
-        ...
-
-    def describe(self) -> str:
-        """Return one line."""
-        ...
-
-
-def log_start(policies: Chosen, ledger: Ledger, config: ExtConfig, *, has_connector: bool) -> None:
-    """Log the system that is active, and what of it is off."""
-    logger.info("vllm-ext is active: %s", policies.describe())
+def log_start(
+    described: str,
+    policies: Sequence[Policy],
+    config: ExtConfig,
+    *,
+    predicts: bool,
+    profiled: bool,
+    has_connector: bool,
+) -> None:
+    """Log the system that is active, as it describes itself, and what of it is off; arguments as `switched_off`."""
+    logger.info("vllm-ext is active: %s", described)
     off = switched_off(
-        policies.all,
+        policies,
         config,
-        predicts=policies.use_predictions and not ledger.use_oracle,
+        predicts=predicts,
         predictor_installed=can_predict_from_prompts(config.predictor.encoder),
-        profiled=ledger.runtime.given is not None,
+        profiled=profiled,
         has_connector=has_connector,
     )
     if off:

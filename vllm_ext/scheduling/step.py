@@ -70,7 +70,8 @@ class EngineStep:
         self.number: int = engine.current_step
         self.num_running = len(engine.running)
         self.num_waiting = len(engine.waiting)
-        self.num_prefilling = len(prefilling(engine)) if engine._inflight_prefills else 0
+        self._prefilling = prefilling(engine)
+        self.num_prefilling = len(self._prefilling)
         self.num_decoding = self.num_running - self.num_prefilling
         self.decode_tokens = self.num_decoding * (1 + int(engine.num_spec_tokens))
         self.token_budget = engine.max_num_scheduled_tokens
@@ -82,8 +83,7 @@ class EngineStep:
 
     def split_by(self, split: Split) -> None:
         """Take the budget policy's answer: from here on the step has what that leaves."""
-        if split.tokens is not None:
-            self.token_budget = max(0, min(split.tokens, self.token_budget))
+        self.token_budget = split.budget(self.token_budget)
         if not split.prefill and self.num_decoding:  # else vLLM has nothing to wait for, and prefills
             self.token_budget = min(self.token_budget, self.decode_tokens)
         self._apart = split.apart
@@ -96,7 +96,7 @@ class EngineStep:
             engine = self._engine
             free = self.token_budget - (0 if self._apart else self.decode_tokens)
             cap = largest_chunk(engine) or self.token_budget
-            for request in prefilling(engine) if engine._inflight_prefills else ():
+            for request in self._prefilling:
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
             self._free_tokens = free - loaded_tokens(engine)
         return self._free_tokens
@@ -140,8 +140,7 @@ class EngineStep:
 
     def prefilling(self) -> Sequence[RequestView]:
         """Running requests with a part of their prompt still to compute, best rank first."""
-        found = sorted(prefilling(self._engine), key=self._order.keys.__getitem__)
-        return [self._view(request) for request in found]
+        return [self._view(request) for request in sorted(self._prefilling, key=self._order.keys.__getitem__)]
 
     def waiting(self) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first."""

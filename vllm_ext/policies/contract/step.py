@@ -215,6 +215,10 @@ class Split:
         if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
             raise TypeError(f"tokens={self.tokens!r}: must be a whole number of tokens, or None")
 
+    def budget(self, most: int) -> int:
+        """Return the tokens of the step, where vLLM is configured for at most so many."""
+        return most if self.tokens is None else max(0, min(self.tokens, most))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
