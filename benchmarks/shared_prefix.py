@@ -23,13 +23,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from statistics import mean
 from typing import NamedTuple
 
-from vllm_ext.observability.count_progress import CountProgress
+from parallel import in_processes
+
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.metrics import summarise
@@ -124,20 +123,6 @@ def measured(job: Job) -> Mapping[str, float]:
     return {name: float(metrics[name]) for name in MEASURES}
 
 
-def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, Mapping[str, float]]:
-    """Simulate everything."""
-    # Spawned: a fork would inherit the threads that numpy and torch have started.
-    with (
-        ProcessPoolExecutor(at_a_time, mp_context=get_context("spawn")) as pool,
-        CountProgress(len(jobs), label="shared prefix", unit="run") as progress,
-    ):
-        found = {}
-        for number, (job, metrics) in enumerate(zip(jobs, pool.map(measured, jobs), strict=True), start=1):
-            found[job] = metrics
-            progress.update(number, f"{job.scene}, {job.system}")
-    return found
-
-
 def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
     """Return each measure over upstream's, one ratio per seed."""
     result: dict[str, list[float]] = {name: [] for name in MEASURES}
@@ -160,7 +145,9 @@ def main(argv: Sequence[str]) -> None:
     seeds = [args.seed] if args.quick else [args.seed + i for i in range(5)]
     requests = _QUICK_REQUESTS if args.quick else _REQUESTS
     jobs = [Job(scene, system, seed, requests) for scene in SCENES for system in chosen for seed in seeds]
-    found = run(jobs, args.jobs)
+    found = in_processes(
+        measured, jobs, args.jobs, label="shared prefix", named=lambda job: f"{job.scene}, {job.system}"
+    )
     flat: dict[str, dict[str, float]] = {system: {} for system in chosen}
     goals, tables = [], []
     for scene, described in SCENES.items():

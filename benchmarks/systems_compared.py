@@ -19,13 +19,11 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from statistics import mean
 
+from parallel import in_processes
 from systems_scenes import SCENES, SYSTEMS, Job, Measure, Scene, metrics_of
 
-from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 AUTO, TUNED = "auto", "upstream tuned"
@@ -37,15 +35,7 @@ Found = Mapping[tuple[str, str], Mapping[str, float]]
 def run(scenes: Sequence[Scene], systems: Sequence[str], seeds: Sequence[int], jobs: int, *, quick: bool) -> Found:
     """Simulate everything, ``jobs`` runs at a time."""
     todo = [Job(scene.name, name, seed, quick) for scene in scenes for name in systems for seed in seeds]
-    results: dict[Job, Mapping[str, float]] = {}
-    # Spawned: a fork would inherit the threads that numpy and torch have started.
-    with (
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool,
-        CountProgress(len(todo), label="systems", unit="run") as progress,
-    ):
-        for number, (job, metrics) in enumerate(zip(todo, pool.map(metrics_of, todo), strict=True), start=1):
-            results[job] = metrics
-            progress.update(number, f"{job.scene}, {job.system}")
+    results = in_processes(metrics_of, todo, jobs, label="systems", named=lambda job: f"{job.scene}, {job.system}")
     found: dict[tuple[str, str], dict[str, float]] = {}
     for scene in scenes:
         for name in systems:

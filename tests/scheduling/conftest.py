@@ -1,4 +1,4 @@
-"""Quiet logs: vLLM announces every configuration, pause and cache reset."""
+"""Quiet logs, as vLLM announces every configuration, pause and cache reset; and scripted policies that begin empty."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+
+from .steering import SCRIPT
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +19,10 @@ def _quiet_vllm() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _empty_script() -> Iterator[None]:
+    SCRIPT.reset()
+    yield
+    SCRIPT.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from .steering import SCRIPT, Rig, Table, play, steps, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 BASELINES = pytest.mark.parametrize("system", ["orca", "vllm-2023"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 def add_all(rig: Rig, **requests: tuple[int, int, int]) -> None:

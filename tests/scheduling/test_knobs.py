@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,13 +12,6 @@ from vllm_ext.policies.contract import Rank, Room, Split, Step
 from .steering import SCRIPT, Rig, knobs, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 def _preempt_worst(step: Step, room: Room) -> None:

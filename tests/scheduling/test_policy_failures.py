@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,6 @@ from vllm_ext.policies.contract import Rank, Room, Split, Step
 from .steering import SCRIPT, Rig, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from .steering import SCRIPT, Rig, save_profile
+from .steering import Rig, save_profile
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,13 +11,6 @@ from vllm_ext.policies.contract import Room, Split, Step
 from .steering import SCRIPT, Rig, play, workload
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 def _nobody(step: Step, room: Room) -> None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-import pytest
 from vllm.v1.request import RequestStatus
 
 from vllm_ext.policies.contract import Rank, RequestView, Split, Step
 
 from .steering import SCRIPT, Rig
-
-
-@pytest.fixture(autouse=True)
-def _empty_script() -> Iterator[None]:
-    SCRIPT.reset()
-    yield
-    SCRIPT.reset()
 
 
 def seen(rig: Rig) -> Step:
