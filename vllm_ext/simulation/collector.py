@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,6 +78,8 @@ class Collector:
         """Back from a preemption and without a token since; kept for events only."""
         self._since_s = 0.0
         self._last_end_s = -1.0
+        self._processed_s = array("d")
+        self._processed_gaps_s = array("d")
 
     # --- from the scheduler's side ----------------------------------------------------------------------------------
 
@@ -129,14 +131,22 @@ class Collector:
             else:
                 self.events.dropped += 1
 
-    def delivered(self, outputs: list[EngineCoreOutput], now_s: float) -> list[tuple[Live, str]]:
-        """Tokens reached their clients; return the requests that ended with them, and why."""
+    def delivered(
+        self, outputs: Sequence[EngineCoreOutput], now_s: float, hidden: int = 0
+    ) -> list[tuple[Live, str]]:
+        """Tokens reached their clients; return the requests that ended with them, and why.
+
+        Args:
+            outputs: Of those whose requests are shown.
+            now_s: The moment.
+            hidden: Requests that got one beside them, as with the last call (`caught_up`).
+        """
         ended = []
         live_of, common = self.live, self._last_end_s
         common_gap = now_s - common
         if self._resumed:
             self._note_resumed(outputs, now_s)
-        same = 0  # most tokens follow one of the step before: their gap is one number
+        same = hidden  # most tokens follow one of the step before: their gap is one number
         for output in outputs:
             live = live_of.get(output.request_id)
             if live is None:
@@ -164,6 +174,28 @@ class Collector:
             self.gaps.add(common_gap, same)
         self._last_end_s = now_s
         return ended
+
+    def processed(self, now_s: float) -> None:
+        """A step's output was processed; ask before `delivered`."""
+        self._processed_s.append(now_s)
+        self._processed_gaps_s.append(now_s - self._last_end_s)
+
+    def caught_up(self, req_id: str, first: int, end: int) -> None:
+        """A request that was hidden got a token with the output of each of these steps, and with that before them.
+
+        Args:
+            req_id: Whose.
+            first: The first step, as `processed` counts them from 0.
+            end: The one after the last.
+        """
+        live = self.live[req_id]
+        live.num_tokens += end - first
+        live.last_token_s = self._processed_s[end - 1]
+        gap = max(self._processed_gaps_s[first:end])
+        if not gap <= live.max_gap_s:
+            live.max_gap_s = gap
+        if live.token_times is not None:
+            live.token_times.extend(self._processed_s[first:end])
 
     def ended(self, live: Live, reason: str, now_s: float) -> None:
         """A request left the server; write its row."""
@@ -232,10 +264,10 @@ class Collector:
     def _running_lengths(self) -> Iterator[tuple[int, int]]:
         """Per running request: tokens of its sequence so far, and tokens it will truly still generate."""
         for running in self._scheduler.running:
-            live = self.live[running.request_id]
-            asked = live.request
+            asked = self.live[running.request_id].request
+            generated: int = running.num_output_tokens
             whole = min(asked.output_tokens, asked.max_tokens)
-            yield asked.prompt_tokens + live.num_tokens, whole - live.num_tokens
+            yield asked.prompt_tokens + generated, whole - generated
 
     def _starts(self, req_id: str, now_s: float, num_computed_tokens: int) -> None:
         live = self.live.get(req_id)

@@ -9,6 +9,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
+from vllm_ext.simulation.cohort_request import CohortRequest
 from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.harness import BlockHasher
 from vllm_ext.simulation.requests import SimRequest
@@ -30,12 +31,16 @@ class RequestFactory:
         max_model_len: Prompt and output together, in tokens.
         hasher: Of KV blocks, where prefix caching is on.
         reveal_lengths: Put the true output length where the oracle reads it (systems marked ``oracle`` only).
+        can_hide: Build requests that a `Cohort` can hide.
     """
 
-    def __init__(self, *, max_model_len: int, hasher: BlockHasher | None, reveal_lengths: bool) -> None:
+    def __init__(
+        self, *, max_model_len: int, hasher: BlockHasher | None, reveal_lengths: bool, can_hide: bool = False
+    ) -> None:
         self._max_model_len = max_model_len
         self._hasher = hasher
         self._reveal = reveal_lengths
+        self._make: type[Request] = CohortRequest if can_hide else Request
         self._params: dict[int, SamplingParams] = {}
         self._count = 0
         self._filler = [_FILLER_ID] * max_model_len
@@ -62,7 +67,7 @@ class RequestFactory:
         extra_args = request.extra_args
         if self._reveal:
             extra_args = {**(extra_args or {}), HIDDEN_LENGTH_KEY: request.output_tokens}
-        return Request(
+        return self._make(
             request_id=request.req_id,
             prompt_token_ids=self._ids(request),
             sampling_params=self._sampling_params(min(request.max_tokens, room), extra_args),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.scheduling.scheduler import SteeredScheduler
+from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
@@ -29,6 +33,7 @@ from vllm_ext.simulation.tier_options import connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
 
+_on_cohort = functools.cache(with_cohort)
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
 """vLLM's own scheduling policies, by the names they have here."""
@@ -75,7 +80,7 @@ def _run(
     spec: SimulationSpec, workload: Workload, cost: CostModel, num_blocks: int, progress: Progress | None
 ) -> tuple[RunData, list[Decision] | None]:
     started = time.perf_counter()
-    scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware)
+    scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware, exact=spec.exact)
     if spec.engine.profiled:
         start_from_profile(scheduler, spec.engine, cost)
     collector = Collector(scheduler, spec.record)
@@ -94,6 +99,7 @@ def _run(
             # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
             hasher=block_hasher(spec.engine.block_size) if spec.engine.prefix_caching or tier is not None else None,
             reveal_lengths=reads_truth(spec.engine),
+            can_hide=isinstance(scheduler, Cohort),
         ),
         on_progress=progress,
         tier=tier,
@@ -117,10 +123,13 @@ def _run(
     return data, engine.decisions
 
 
-def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec | None = None) -> Scheduler:
+def build_scheduler(
+    engine: EngineSpec, num_blocks: int, hardware: HardwareSpec | None = None, *, exact: bool = True
+) -> Scheduler:
     """Build the scheduler that an engine with these settings would have.
 
     Args:
+        exact: Tell vLLM's scheduler of every request in every step; else it stands on a `Cohort`, if it can.
         hardware: Says how large a block is, for ``kv_offload`` and the ``kv_tier`` of the options.
 
     Raises:
@@ -141,9 +150,13 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
             options["allow_oracle"] = True
     elif options:
         raise ValueError(f"options={options!r}: must be empty for {engine.system}, which is vLLM alone")
+    connector = connector_options(engine, hardware, options)
+    scheduler_cls: Any = None if upstream is not None else STEERED
+    if not exact and not connector:
+        scheduler_cls = _on_cohort(AsyncScheduler if upstream is not None else SteeredScheduler)
     with _quiet_vllm():
         return make_scheduler(
-            None if upstream is not None else STEERED,
+            scheduler_cls,
             num_blocks=num_blocks,
             block_size=engine.block_size,
             max_num_seqs=engine.max_num_seqs,
@@ -155,7 +168,7 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
             scheduling_policy=upstream or "fcfs",
             watermark=engine.watermark,
             log_stats=False,
-            **connector_options(engine, hardware, options),
+            **connector,
         )
 
 

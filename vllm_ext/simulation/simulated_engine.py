@@ -24,6 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
 from vllm_ext.simulation.engine_loop import Decision, Stalled
 from vllm_ext.simulation.events import EventKind, EventQueue
@@ -88,6 +90,9 @@ class SimulatedEngine:
         self._tier = tier
         self._lengths: dict[str, int] = {}
         self._runner = TokenRunner(self._lengths)
+        self._cohort = scheduler if isinstance(scheduler, Cohort) else None
+        if self._cohort is not None:
+            self._cohort.attend(self._lengths, collector.caught_up)
         self._events = EventQueue()
         self._aborts = EventQueue()
         self._in_flight: deque[_InFlight] = deque()
@@ -148,10 +153,15 @@ class SimulatedEngine:
         """Schedule a step and hand it to the device; return whether it has tokens."""
         now = self.clock()
         output = self.scheduler.schedule()
-        model_output, shape = self._runner.execute(output, self.scheduler.requests)
+        cohort = self._cohort
+        if cohort is not None:
+            model_output, shape = cohort.execute(output, self._runner)
+        else:
+            gaps = layouts_of(output)
+            model_output, shape = self._runner.execute(output.num_scheduled_tokens, self.scheduler.requests, gaps)
         self._collector.scheduled(output, shape, now)
         if self.decisions is not None:
-            self.decisions.append(Decision.of(output))
+            self.decisions.append(Decision.of(output) if cohort is None else cohort.decision(output))
         ready = end = now + self._cost.host_s(shape) if shape.num_requests else now
         if self._tier is not None:
             ready = end = self._tier.before_forward(output, ready, self._device_free_s)
@@ -175,9 +185,14 @@ class SimulatedEngine:
         self._advance_to(max(self.clock(), oldest.end_s))
         now = self.clock()
         self._abort_due(now)
+        collector = self._collector
+        hidden = 0 if self._cohort is None else self._cohort.num_hidden
+        if self._cohort is not None:
+            collector.processed(now)
         by_client = self.scheduler.update_from_output(oldest.scheduler_output, oldest.model_output)
-        for outputs in by_client.values():
-            for live, reason in self._collector.delivered(outputs.outputs, now):
+        outputs = next(iter(by_client.values())).outputs if by_client else ()  # of the only client there is
+        if by_client or hidden:
+            for live, reason in collector.delivered(outputs, now, hidden):
                 self._ended(live, reason, now)
 
     def _wake_s(self) -> float:

@@ -80,6 +80,8 @@ class SimulationSpec(BaseModel):
     record: RecordSpec = RecordSpec()
     max_time_s: float | None = Field(default=None, gt=0)
     """Stop at this virtual time; requests that have not ended by then are counted as unfinished."""
+    exact: bool = False
+    """Tell vLLM's scheduler of every request in every step. The results are the same to the last digit, and later."""
 
     def digest(self) -> str:
         """Return a checksum of the whole description; equal runs have equal digests."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.kv.gap_layout import GapLayout
 from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.step_shape import StepShape
 
@@ -20,6 +19,7 @@ FILLER_TOKEN_ID = 16
 """Every sampled token but the last: what was generated is then known without being stored."""
 
 EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0.0)
+_NO_GAPS: Mapping[str, GapLayout] = {}
 _FILLER, _END, _NONE = [FILLER_TOKEN_ID], [EOS_TOKEN_ID], list[int]()
 
 
@@ -38,28 +38,31 @@ class TokenRunner:
     def __init__(self, output_lengths: Mapping[str, int]) -> None:
         self._output_lengths = output_lengths
 
-    def execute(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> tuple[ModelRunnerOutput, StepShape]:
+    def execute(
+        self, scheduled: Mapping[str, int], requests: Mapping[str, Request], gaps: Mapping[str, GapLayout] = _NO_GAPS
+    ) -> tuple[ModelRunnerOutput, StepShape]:
         """Run one step, right after it was scheduled.
 
         Args:
-            output: What ``schedule()`` returned.
+            scheduled: Its tokens, by request.
             requests: The scheduler's requests by id, as they are after ``schedule()``.
+            gaps: Where the tokens of requests with gaps lie.
 
         Returns:
             One token for each request whose context is complete after this step, none for a partial prefill; and
             what the step consists of.
         """
-        scheduled = output.num_scheduled_tokens
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT, EMPTY_SHAPE
         lengths = self._output_lengths
-        gaps = layouts_of(output)
+        total = 0
         sampled: list[list[int]] = []
         num_decodes = num_sampled = decode_context = prefill_context = 0
         pairs = 0.0
         for req_id, num_tokens in scheduled.items():
             request = requests[req_id]
             end = request.num_computed_tokens
+            total += num_tokens
             if num_tokens == 1:
                 num_decodes += 1
                 decode_context += end
@@ -84,7 +87,7 @@ class TokenRunner:
         )
         shape = StepShape(
             len(req_ids),
-            output.total_num_scheduled_tokens,
+            total,
             num_decodes,
             num_sampled,
             decode_context,

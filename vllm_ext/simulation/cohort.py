@@ -1,0 +1,476 @@
+"""Cohort: each step shows vLLM's scheduler only the requests for which something happens.
+
+A request that decodes changes by one token in each step, and vLLM's scheduler takes most of its time for finding that
+out. Here it is hidden while nothing else can happen to it: `CohortRequest` counts its tokens by the steps of the
+engine. What is shown is scheduled by vLLM, unchanged, with the tokens and seats that the hidden leave; a hidden request
+whose last KV block is full gets the next one from vLLM's own `allocate_slots`, in the order in which vLLM would have
+asked. A step in which nobody is shown, and nobody could join, isn't given to vLLM at all.
+
+Every decision, and every number that a policy reads, is what it is without: `tests/simulation/test_cohort.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
+from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_FILLER = [FILLER_TOKEN_ID]
+_WORTH_HIDING = 2
+"""Steps that a request must stay hidden for."""
+
+
+class Launch(NamedTuple):
+    """What vLLM's output of a step does not say."""
+
+    step: int
+    shown: Mapping[str, int]
+    """Tokens by request, of those that vLLM was told of."""
+    running: list[Request]
+    """All who ran after the step was scheduled, in their order."""
+    hidden: int
+    context_tokens: int
+    """Of the hidden, the tokens of this step included."""
+
+
+class _NobodyCached(NamedTuple):
+    req_ids: tuple[str, ...] = ()
+    resumed_req_ids: frozenset[str] = frozenset()
+    num_computed_tokens: tuple[int, ...] = ()
+
+
+class QuietOutput:
+    """Stands for vLLM's output of a step that vLLM was not asked for: one token of each hidden request."""
+
+    scheduled_new_reqs: ClassVar[tuple[Any, ...]] = ()
+    scheduled_cached_reqs: ClassVar[_NobodyCached] = _NobodyCached()
+    scheduled_spec_decode_tokens: ClassVar[dict[str, Any]] = {}
+    __slots__ = ("finished_req_ids", "launch", "num_scheduled_tokens", "preempted_req_ids")
+
+    def __init__(self, tokens: dict[str, int], finished: set[str], preempted: set[str], launch: Launch) -> None:
+        self.num_scheduled_tokens = tokens
+        self.finished_req_ids = finished
+        self.preempted_req_ids = preempted
+        self.launch = launch
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.num_scheduled_tokens)
+
+
+class Cohort(AsyncScheduler):
+    """vLLM's scheduler, told only of requests for which something happens.
+
+    It stands below a scheduler that steers (`with_cohort`), and hides nobody until `attend` says how long outputs are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take vLLM's arguments."""
+        super().__init__(*args, **kwargs)
+        self._ticks = Ticks(self._show)
+        self._hidden: dict[str, CohortRequest] = {}
+        self._offsets = 0
+        self._last_shown_at = -1
+        self._quiet: dict[str, int] | None = None
+        self._due: defaultdict[int, list[CohortRequest]] = defaultdict(list)
+        self._filling: defaultdict[int, list[CohortRequest]] = defaultdict(list)
+        self._out_of_sight = 0
+        self._lengths: Mapping[str, int] | None = None
+        self._told: Callable[[str, int, int], None] = lambda *_: None
+
+    def attend(self, lengths: Mapping[str, int], told: Callable[[str, int, int], None]) -> None:
+        """Hide requests from here on, if this engine is one in which that changes nothing.
+
+        Args:
+            lengths: True output length by request id.
+            told: Called with a request's id, and the first step and the one after the last whose output it got a token
+                of while it was hidden; steps are counted as their outputs are processed.
+        """
+        config = self.vllm_config
+        plain = (
+            self.connector is None
+            and self.ec_connector is None
+            and config.lora_config is None
+            and config.speculative_config is None
+            and not self.scheduler_config.long_prefill_token_threshold
+            and not self.use_v2_model_runner
+            and len(self.kv_cache_config.kv_cache_groups) == 1
+        )
+        if plain:
+            self._lengths, self._told = lengths, told
+
+    @property
+    def num_hidden(self) -> int:
+        """Requests that are hidden now."""
+        return len(self._hidden)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """As vLLM's; the output's ``num_scheduled_tokens`` names the hidden last."""
+        step = self._ticks.scheduled
+        self._show_due(step)
+        filling = any(request.hidden and request.fills_at == step for request in self._filling.pop(step, ()))
+        if self._hidden and (
+            throttle_prefills
+            or self._pause_state != PauseState.UNPAUSED
+            or self.max_num_scheduled_tokens < len(self.running)
+        ):
+            self._show_all()
+        looks = self._looks_at_queue()
+        if self._hidden and len(self._hidden) == len(self.running) and not looks:
+            if not filling:
+                return self._quiet_step(step)
+            filled = [request for request in self.running if request.fills_at == step]  # type: ignore[attr-defined]
+            if self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(filled):
+                for request in filled:
+                    self._fill(request)
+                return self._quiet_step(step)
+        shown = self._choose(step, looks)
+        return self._step_of(step, shown, throttle_prefills)
+
+    def _looks_at_queue(self) -> bool:
+        """Whether vLLM would look at who waits."""
+        if len(self.running) + self.num_waiting_for_streaming_input >= self.max_num_active_reqs:
+            return False
+        return bool(self.kv_holding_waiting) or bool(self.waiting)
+
+    def _choose(self, step: int, looks: bool) -> list[Request]:
+        """Return who is shown, in their order; the hidden who need a block, and stand before them, have it."""
+        shown, filling = self._split(step)
+        if looks and not shown and self._hidden:  # vLLM asks whether anybody runs
+            self._show(self.running[-1])
+            shown, filling = self._split(step)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        needed = len(filling) + sum(map(self._most_blocks, shown))
+        if needed > free and self._hidden:
+            for request in filling:
+                self._show(request)
+            self._show_tail(needed - free)
+            shown, filling = self._split(step)
+        for request in filling:
+            self._fill(request)
+        return shown
+
+    def _split(self, step: int) -> tuple[list[Request], list[CohortRequest]]:
+        """Return who is shown, and the hidden who need a block before vLLM gives one to any of those.
+
+        Whoever stands behind a prompt is shown: tokens for it are given first.
+        """
+        shown: list[Request] = []
+        filling: list[CohortRequest] = []
+        behind_prompt = False
+        for request in self.running:
+            if isinstance(request, CohortRequest) and request.hidden:
+                fills = request.fills_at == step
+                if not behind_prompt and not (fills and shown):
+                    if fills:
+                        filling.append(request)
+                    continue
+                self._show(request)
+            elif request.is_prefill_chunk:
+                behind_prompt = True
+            shown.append(request)
+        return shown, filling
+
+    def _most_blocks(self, request: Request) -> int:
+        """Return the most KV blocks that a running request could take in a step."""
+        if not request.is_prefill_chunk:
+            return 1
+        left = min(request.num_tokens - request.num_computed_tokens, self.max_num_scheduled_tokens)
+        blocks: int = left // self.block_size + 2
+        return blocks
+
+    def _show_tail(self, blocks: int) -> None:
+        """Show as many of the last as vLLM could preempt for so many blocks."""
+        if self.scheduler_config.policy != "fcfs":  # the victims are not the last
+            self._show_all()
+            return
+        held = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        for request in reversed(self.running):
+            if blocks <= 0:
+                return
+            blocks -= sum(block.ref_cnt == 1 for block in held[request.request_id])
+            self._show(request)
+
+    def _fill(self, request: CohortRequest) -> None:
+        """Give a hidden request its next KV block, and let vLLM cache those that are full."""
+        self._catch_up(request)
+        if self.kv_cache_manager.allocate_slots(request, 1) is None:
+            raise RuntimeError(f"{request.request_id}: no KV block is left, although some were counted")
+        request.fills_at += self.block_size
+        self._filling[request.fills_at].append(request)
+
+    def _quiet_step(self, step: int) -> Any:
+        self.current_step += 1
+        self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
+        finished, preempted = self.finished_req_ids, self.reset_preempted_req_ids
+        if finished:
+            self.finished_req_ids = set()
+        if preempted:
+            self.reset_preempted_req_ids = set()
+        self._ticks.scheduled += 1
+        return QuietOutput(self._hidden_tokens(), finished, preempted, self._launch(step, {}))
+
+    def _step_of(self, step: int, shown: list[Request], throttle_prefills: bool) -> SchedulerOutput:
+        """Let vLLM schedule a step of those who are shown, with the tokens and seats that the others leave."""
+        hidden = len(self._hidden)
+        if self._last_shown_at == step:  # as if they had been shown in the step before
+            self.prev_step_scheduled_req_ids.update(r.request_id for r in shown if getattr(r, "shown_at", -1) == step)
+        if not hidden:
+            output = super().schedule(throttle_prefills)
+        else:
+            everybody, self.running = self.running, shown.copy()
+            config = self.scheduler_config
+            limits = (
+                self.max_num_scheduled_tokens,
+                self.max_num_active_reqs,
+                self.max_num_running_reqs,
+                config.max_num_batched_tokens,
+            )
+            self._limit(*(limit - hidden for limit in limits))
+            self._out_of_sight = hidden
+            try:
+                output = super().schedule(throttle_prefills)
+            finally:
+                self._limit(*limits)
+                self._out_of_sight = 0
+                self.running = _merged(everybody, shown, self.running)
+        self._ticks.scheduled += 1
+        tokens = output.num_scheduled_tokens
+        launch = self._launch(step, tokens)
+        if hidden:
+            output.num_scheduled_tokens = tokens | self._hidden_tokens()
+            output.total_num_scheduled_tokens += hidden
+        setattr(output, "launch", launch)  # noqa: B010 - not an attribute of vLLM's class
+        return output
+
+    def _limit(self, tokens: int, active: int, running: int, batched: int) -> None:
+        self.max_num_scheduled_tokens = tokens
+        self.max_num_active_reqs = active
+        self.max_num_running_reqs = running
+        self.scheduler_config.max_num_batched_tokens = batched
+
+    def _launch(self, step: int, shown: Mapping[str, int]) -> Launch:
+        hidden = len(self._hidden)
+        context = self._offsets + hidden * self._ticks.scheduled
+        return Launch(step, shown, list(self.running), hidden, context)
+
+    def _hidden_tokens(self) -> dict[str, int]:
+        if self._quiet is None:
+            self._quiet = dict.fromkeys(self._hidden, 1)
+        return self._quiet
+
+    def execute(self, output: Any, runner: TokenRunner) -> tuple[ModelRunnerOutput, StepShape]:
+        """Run a step that was just scheduled: the tokens of those who were shown, and the shape of the whole step."""
+        launch: Launch = output.launch
+        hidden, context = launch.hidden, launch.context_tokens
+        model_output, shape = runner.execute(launch.shown, self.requests, layouts_of(output))
+        if hidden:
+            requests, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
+            shape = StepShape(
+                requests + hidden,
+                tokens + hidden,
+                decodes + hidden,
+                sampled + hidden,
+                decode_context + context,
+                prefill_context,
+                pairs,
+            )
+        return model_output, shape
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
+        """Let vLLM process the tokens of those who are shown now; the others' are counted."""
+        launch: Launch = scheduler_output.launch
+        requests, hidden = self.requests, self._hidden
+        if self._last_shown_at > launch.step:
+            tokens, model_runner_output = self._with_shown_since(launch, model_runner_output)
+        elif hidden:
+            tokens = {req_id: count for req_id, count in launch.shown.items() if req_id not in hidden}
+        else:
+            tokens = dict(launch.shown)
+        outputs: Any = {}
+        if tokens or not isinstance(scheduler_output, QuietOutput):
+            whole = scheduler_output.num_scheduled_tokens
+            scheduler_output.num_scheduled_tokens = tokens
+            try:
+                outputs = super().update_from_output(scheduler_output, model_runner_output)
+            finally:
+                scheduler_output.num_scheduled_tokens = whole
+        ticks = self._ticks
+        ticks.processed += 1
+        if self._lengths is not None:
+            for req_id in tokens:
+                request = requests.get(req_id)
+                if isinstance(request, CohortRequest) and request.status == RequestStatus.RUNNING:
+                    self._hide_if_steady(request)
+        if ticks.processed == ticks.scheduled:  # vLLM caches a full block with the output, and somebody may look next
+            for request in self._filling.get(ticks.scheduled, ()):
+                if request.hidden and request.fills_at == ticks.scheduled:
+                    self._catch_up(request)
+                    self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        return outputs
+
+    def _with_shown_since(
+        self, launch: Launch, model_output: ModelRunnerOutput
+    ) -> tuple[dict[str, int], ModelRunnerOutput]:
+        """Return a step's tokens and output with those who were hidden in it and are shown by now, in their order."""
+        tokens: dict[str, int] = {}
+        sampled: list[list[int]] = []
+        for request in launch.running:
+            req_id = request.request_id
+            if req_id in launch.shown:
+                if req_id not in self._hidden:
+                    tokens[req_id] = launch.shown[req_id]
+                    sampled.append(model_output.sampled_token_ids[model_output.req_id_to_index[req_id]])
+            elif (
+                isinstance(request, CohortRequest)
+                and request.hidden_at <= launch.step < request.shown_at
+                and not request.hidden
+            ):
+                tokens[req_id] = 1
+                sampled.append(_FILLER)  # shown before the step that may end it
+        places = {req_id: place for place, req_id in enumerate(tokens)}
+        return tokens, ModelRunnerOutput(
+            req_ids=list(tokens), req_id_to_index=places, sampled_token_ids=sampled
+        )
+
+    def decision(self, output: Any) -> Decision:
+        """Return what the step just scheduled decided, as if nobody were hidden."""
+        launch: Launch = output.launch
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = []
+        for request in launch.running:
+            req_id = request.request_id
+            if req_id in launch.shown:
+                scheduled.append((req_id, launch.shown[req_id]))
+            elif req_id in self._hidden:
+                scheduled.append((req_id, 1))
+                computed[req_id] = request.num_computed_tokens - 1
+        return Decision(
+            scheduled=tuple(scheduled),
+            new=tuple(new.req_id for new in output.scheduled_new_reqs),
+            resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
+            preempted=tuple(sorted(output.preempted_req_ids or ())),
+            num_computed_tokens=tuple(computed[req_id] for req_id, _ in scheduled),
+        )
+
+    # --- who is hidden ----------------------------------------------------------------------------------------------
+
+    def _hide_if_steady(self, request: CohortRequest) -> None:
+        """Hide a request that got a token just now, if each of the next steps can only bring one more."""
+        ticks = self._ticks
+        under_way = ticks.scheduled - ticks.processed
+        if not (
+            request.num_in_flight_tokens == request.num_output_placeholders == under_way
+            and request.num_output_tokens
+            and not request.is_prefill_chunk
+            and not request.num_stale_output_tokens
+            and not request.spec_token_ids
+            and not request.use_structured_output
+            and request.next_decode_eligible_step <= self.current_step + 1
+            and not request.hidden
+        ):
+            return
+        assert self._lengths is not None
+        longest = min(request.max_tokens, self.max_model_len - request.num_prompt_tokens)
+        left = min(self._lengths[request.request_id], longest) - request.num_output_tokens
+        last = ticks.scheduled + left - under_way - 1  # the step of its last token
+        if last < ticks.scheduled + _WORTH_HIDING:
+            return
+        request.fills_at = ticks.scheduled + -request.num_computed_tokens % self.block_size
+        request.shows_at = last
+        request.hide()
+        self._offsets += request.offset
+        self._hidden[request.request_id] = request
+        self._quiet = None
+        self._due[last].append(request)
+        self._filling[request.fills_at].append(request)
+
+    def _show(self, request: Request) -> None:
+        """Show a request to vLLM again, as it would be if it had never been hidden."""
+        if not (isinstance(request, CohortRequest) and request.hidden):
+            return
+        self._catch_up(request)
+        self._offsets -= request.offset
+        request.unhide()
+        del self._hidden[request.request_id]
+        self._quiet = None
+        self._last_shown_at = self._ticks.scheduled
+
+    def _catch_up(self, request: CohortRequest) -> None:
+        since = request.counted_to
+        if request.catch_up(FILLER_TOKEN_ID):
+            self._told(request.request_id, since, request.counted_to)
+
+    def _show_due(self, step: int) -> None:
+        for request in self._due.pop(step, ()):
+            if request.hidden and request.shows_at == step:
+                self._show(request)
+
+    def _show_all(self) -> None:
+        for request in list(self._hidden.values()):
+            self._show(request)
+
+    # --- vLLM's own -------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's."""
+        if isinstance(request, CohortRequest):
+            request.join(self._ticks)
+        super().add_request(request)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """As vLLM's."""
+        if request_ids is None:
+            self._show_all()
+        else:
+            request_ids = (request_ids,) if isinstance(request_ids, str) else set(request_ids)
+            for req_id in request_ids:
+                if req_id in self._hidden:
+                    self._show(self._hidden[req_id])
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        return finished
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self._show(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """As vLLM's, whoever is out of its sight."""
+        running, waiting = super().get_request_counts()
+        return running + self._out_of_sight, waiting
+
+
+def _merged(everybody: list[Request], shown: list[Request], after: list[Request]) -> list[Request]:
+    """Return who runs after a step, in the order in which they run, if ``after`` is what became of those shown."""
+    if after[: len(shown)] == shown:
+        return everybody + after[len(shown) :]
+    left = set(shown).difference(after)
+    joined = set(shown)
+    kept = [request for request in everybody if request not in left]
+    return kept + [request for request in after if request not in joined]
+
+
+def with_cohort(scheduler_cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
+    """Return a class that schedules as ``scheduler_cls`` does, above a `Cohort`."""
+    if scheduler_cls is AsyncScheduler:
+        return Cohort
+    return type(f"Cohort{scheduler_cls.__name__}", (scheduler_cls, Cohort), {})
