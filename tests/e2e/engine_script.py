@@ -5,7 +5,8 @@
 A job is ``{"boot": "plain" | "async" | "v2", "run": run}``; a run is ``{"name", "engine": {LLM arguments}, "arrivals":
 [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps ``"odd_loads"`` or
 ``"odd_gaps"``: see there; ``"leavers"``: {phase: [ids]}, see `odd_aborts`; ``"naps"``: {step: level of sleep}; or
-``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again. An arrival may
+``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again; or ``"record"``:
+whether what the scheduler is told and decides is recorded. An arrival may
 name the turn it comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives
 in this process, so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a
 clock by which a step takes the time that its tokens say, so that they decide alike on every machine, whatever else it
@@ -187,6 +188,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     if spec.get("spawn"):
         _spawn_workers()
+    if spec.get("record"):
+        from vllm_ext.observability import step_record
+
+        step_record.install()
     llm = LLM(disable_log_stats=False, **spec["engine"])
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -231,9 +236,21 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "blocks_missing": free_before - pool.get_num_free_blocks(),
         "left_running": len(core.scheduler.running),
         "left_waiting": len(core.scheduler.waiting),
+        "record": _record(core.scheduler),
     }
     core.shutdown()
     return result
+
+
+def _record(scheduler: Any) -> dict[str, Any]:
+    """What was recorded, if anything was."""
+    record = getattr(scheduler, "step_record", None)
+    if record is None:
+        return {}
+    lines: list[str] = []
+    while (part := record.since(len(lines)))["lines"]:
+        lines += part["lines"]
+    return {"settings": record.settings, "lines": lines, "dropped": record.dropped}
 
 
 def _spawn_workers() -> None:

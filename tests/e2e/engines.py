@@ -76,6 +76,8 @@ class Outcome:
     blocks_missing: int
     left_running: int
     left_waiting: int
+    record: dict[str, Any]
+    """Settings and lines of a recording (`vllm_ext.observability.step_record`); empty unless the run asked for it."""
     log: str
     """File with what the engine printed."""
 

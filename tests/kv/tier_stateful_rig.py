@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Room, Step
@@ -284,7 +285,8 @@ class _Runner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         rig = self._rig
-        model_output, shape = self._tokens.execute(output, rig.scheduler.requests)
+        scheduled = output.num_scheduled_tokens
+        model_output, shape = self._tokens.execute(scheduled, rig.scheduler.requests, layouts_of(output))
         ready_s = rig.tier.before_forward(output, rig.clock(), self._device_free_s)
         if shape.num_requests:
             self._device_free_s = max(ready_s, self._device_free_s) + 1.0

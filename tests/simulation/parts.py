@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.harness import block_hasher
@@ -101,28 +102,31 @@ def make_engine(
     *,
     num_blocks: int = NUM_BLOCKS,
     events: int = 0,
+    backlog: bool = False,
+    exact: bool = True,
     **options: Any,
 ) -> SimulatedEngine:
     """An engine that has not run yet, with everything recorded; its parts are at hand for audits."""
     spec = engine_spec(**options)
-    scheduler = build_scheduler(spec, num_blocks)
+    scheduler = build_scheduler(spec, num_blocks, exact=exact)
     engine = SimulatedEngine(
         scheduler,
         workload if isinstance(workload, ListWorkload) else ListWorkload(list(workload)),
         cost or SteadyCost(),
-        Collector(scheduler, RecordSpec(token_times=True, events=events)),
+        Collector(scheduler, RecordSpec(token_times=True, events=events, backlog=backlog)),
         depth=2 if spec.async_scheduling else 1,
-        make_request=make_factory(spec),
+        make_request=make_factory(spec, can_hide=isinstance(scheduler, Cohort)),
     )
     engine.decisions = []
     return engine
 
 
-def make_factory(spec: EngineSpec) -> RequestFactory:
+def make_factory(spec: EngineSpec, *, can_hide: bool = False) -> RequestFactory:
     return RequestFactory(
         max_model_len=spec.max_model_len,
         hasher=block_hasher(spec.block_size) if spec.prefix_caching else None,
         reveal_lengths=reads_truth(spec),
+        can_hide=can_hide,
     )
 
 

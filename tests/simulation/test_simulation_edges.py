@@ -211,8 +211,8 @@ def test_a_run_that_ended_leaves_no_scheduler_behind(monkeypatch: pytest.MonkeyP
     """Scheduler and engine form a cycle; in a sweep of hundreds of runs in one process they must not add up."""
     built: list[weakref.ref[Any]] = []
 
-    def remember(*args: Any) -> Any:
-        scheduler = build_scheduler(*args)
+    def remember(*args: Any, **options: Any) -> Any:
+        scheduler = build_scheduler(*args, **options)
         built.append(weakref.ref(scheduler))
         return scheduler
 

@@ -17,7 +17,7 @@ from vllm_ext.simulation.token_runner import EMPTY_SHAPE, FILLER_TOKEN_ID, Token
 def step(scheduler: Scheduler, runner: TokenRunner) -> tuple[dict[str, list[int]], StepShape]:
     """One synchronous step; return the tokens by request and the shape."""
     output = scheduler.schedule()
-    result, shape = runner.execute(output, scheduler.requests)
+    result, shape = runner.execute(output.num_scheduled_tokens, scheduler.requests)
     tokens = dict(zip(result.req_ids, (list(ids) for ids in result.sampled_token_ids), strict=True))
     scheduler.update_from_output(output, result)
     return tokens, shape
@@ -101,7 +101,7 @@ def test_same_lengths_and_ends_as_the_runner_that_checks_kv(depth: int) -> None:
 
         def execute(self, output: Any) -> Any:
             expected = self.checking.execute(output)
-            found, _ = self.lean.execute(output, self.scheduler.requests)
+            found, _ = self.lean.execute(output.num_scheduled_tokens, self.scheduler.requests)
             assert found.req_ids == expected.req_ids
             assert found.req_id_to_index == expected.req_id_to_index
             for ours, theirs in zip(found.sampled_token_ids, expected.sampled_token_ids, strict=True):

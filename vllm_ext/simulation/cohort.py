@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
+from vllm_ext.simulation.cohort_step import Launch, QuietOutput, merged, together
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
@@ -29,54 +30,17 @@ from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-_FILLER = [FILLER_TOKEN_ID]
 _WORTH_HIDING = 2
 """Steps that a request must stay hidden for."""
-
-
-class Launch(NamedTuple):
-    """What vLLM's output of a step does not say."""
-
-    step: int
-    shown: Mapping[str, int]
-    """Tokens by request, of those that vLLM was told of."""
-    running: list[Request]
-    """All who ran after the step was scheduled, in their order."""
-    hidden: int
-    context_tokens: int
-    """Of the hidden, the tokens of this step included."""
-
-
-class _NobodyCached(NamedTuple):
-    req_ids: tuple[str, ...] = ()
-    resumed_req_ids: frozenset[str] = frozenset()
-    num_computed_tokens: tuple[int, ...] = ()
-
-
-class QuietOutput:
-    """Stands for vLLM's output of a step that vLLM was not asked for: one token of each hidden request."""
-
-    scheduled_new_reqs: ClassVar[tuple[Any, ...]] = ()
-    scheduled_cached_reqs: ClassVar[_NobodyCached] = _NobodyCached()
-    scheduled_spec_decode_tokens: ClassVar[dict[str, Any]] = {}
-    __slots__ = ("finished_req_ids", "launch", "num_scheduled_tokens", "preempted_req_ids")
-
-    def __init__(self, tokens: dict[str, int], finished: set[str], preempted: set[str], launch: Launch) -> None:
-        self.num_scheduled_tokens = tokens
-        self.finished_req_ids = finished
-        self.preempted_req_ids = preempted
-        self.launch = launch
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the step."""
-        return len(self.num_scheduled_tokens)
 
 
 class Cohort(AsyncScheduler):
     """vLLM's scheduler, told only of requests for which something happens.
 
     It stands below a scheduler that steers (`with_cohort`), and hides nobody until `attend` says how long outputs are.
+
+    Attributes:
+        tokens_hidden: Tokens so far that vLLM's scheduler did not count.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,11 +49,15 @@ class Cohort(AsyncScheduler):
         self._ticks = Ticks(self._show)
         self._hidden: dict[str, CohortRequest] = {}
         self._offsets = 0
-        self._last_shown_at = -1
+        self._shown: list[CohortRequest] = []
         self._quiet: dict[str, int] | None = None
         self._due: defaultdict[int, list[CohortRequest]] = defaultdict(list)
         self._filling: defaultdict[int, list[CohortRequest]] = defaultdict(list)
         self._out_of_sight = 0
+        self.tokens_hidden = 0
+        self.running: list[CohortRequest]
+        self.finished_req_ids: set[str]
+        self.reset_preempted_req_ids: set[str]
         self._lengths: Mapping[str, int] | None = None
         self._told: Callable[[str, int, int], None] = lambda *_: None
 
@@ -133,15 +101,10 @@ class Cohort(AsyncScheduler):
         ):
             self._show_all()
         looks = self._looks_at_queue()
-        if self._hidden and len(self._hidden) == len(self.running) and not looks:
-            if not filling:
-                return self._quiet_step(step)
-            filled = [request for request in self.running if request.fills_at == step]  # type: ignore[attr-defined]
-            if self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(filled):
-                for request in filled:
-                    self._fill(request)
-                return self._quiet_step(step)
-        shown = self._choose(step, looks)
+        quiet = bool(self._hidden) and not looks and len(self._hidden) == len(self.running)
+        shown = [] if quiet and not filling else self._choose(step, looks)
+        if quiet and not shown:
+            return self._quiet_step(step)
         return self._step_of(step, shown, throttle_prefills)
 
     def _looks_at_queue(self) -> bool:
@@ -174,17 +137,19 @@ class Cohort(AsyncScheduler):
         """
         shown: list[Request] = []
         filling: list[CohortRequest] = []
-        behind_prompt = False
+        behind_prompt = takes_block = False
         for request in self.running:
-            if isinstance(request, CohortRequest) and request.hidden:
-                fills = request.fills_at == step
-                if not behind_prompt and not (fills and shown):
-                    if fills:
+            if request.hidden:
+                if not behind_prompt:
+                    if request.fills_at != step:
+                        continue
+                    if not takes_block:
                         filling.append(request)
-                    continue
+                        continue
                 self._show(request)
             elif request.is_prefill_chunk:
                 behind_prompt = True
+            takes_block = takes_block or not self._steps_to_fill(request.num_computed_tokens)
             shown.append(request)
         return shown, filling
 
@@ -209,12 +174,21 @@ class Cohort(AsyncScheduler):
             self._show(request)
 
     def _fill(self, request: CohortRequest) -> None:
-        """Give a hidden request its next KV block, and let vLLM cache those that are full."""
+        """Give a hidden request its next KV block if it needs one, and let vLLM cache those that are full."""
         self._catch_up(request)
         if self.kv_cache_manager.allocate_slots(request, 1) is None:
             raise RuntimeError(f"{request.request_id}: no KV block is left, although some were counted")
-        request.fills_at += self.block_size
+        request.fills_at += 1 + self._steps_to_fill(request.num_computed_tokens + 1)
         self._filling[request.fills_at].append(request)
+
+    def _steps_to_fill(self, computed: int) -> int:
+        """Return how many steps from now a request with so many tokens needs a block, or fills one that can be cached.
+
+        vLLM caches a block when it knows the tokens: in the step that computes the last of them, or in the next one
+        where that token is still under way then.
+        """
+        steps: int = -computed % self.block_size
+        return steps if self.scheduler_config.async_scheduling or not steps else steps - 1
 
     def _quiet_step(self, step: int) -> Any:
         self.current_step += 1
@@ -230,8 +204,7 @@ class Cohort(AsyncScheduler):
     def _step_of(self, step: int, shown: list[Request], throttle_prefills: bool) -> SchedulerOutput:
         """Let vLLM schedule a step of those who are shown, with the tokens and seats that the others leave."""
         hidden = len(self._hidden)
-        if self._last_shown_at == step:  # as if they had been shown in the step before
-            self.prev_step_scheduled_req_ids.update(r.request_id for r in shown if getattr(r, "shown_at", -1) == step)
+        self.prev_step_scheduled_req_ids.update(r.request_id for r in self._shown if r.status == RequestStatus.RUNNING)
         if not hidden:
             output = super().schedule(throttle_prefills)
         else:
@@ -250,7 +223,7 @@ class Cohort(AsyncScheduler):
             finally:
                 self._limit(*limits)
                 self._out_of_sight = 0
-                self.running = _merged(everybody, shown, self.running)
+                self.running = merged(everybody, shown, self.running)
         self._ticks.scheduled += 1
         tokens = output.num_scheduled_tokens
         launch = self._launch(step, tokens)
@@ -268,6 +241,7 @@ class Cohort(AsyncScheduler):
 
     def _launch(self, step: int, shown: Mapping[str, int]) -> Launch:
         hidden = len(self._hidden)
+        self.tokens_hidden += hidden
         context = self._offsets + hidden * self._ticks.scheduled
         return Launch(step, shown, list(self.running), hidden, context)
 
@@ -298,12 +272,10 @@ class Cohort(AsyncScheduler):
         """Let vLLM process the tokens of those who are shown now; the others' are counted."""
         launch: Launch = scheduler_output.launch
         requests, hidden = self.requests, self._hidden
-        if self._last_shown_at > launch.step:
-            tokens, model_runner_output = self._with_shown_since(launch, model_runner_output)
-        elif hidden:
-            tokens = {req_id: count for req_id, count in launch.shown.items() if req_id not in hidden}
-        else:
-            tokens = dict(launch.shown)
+        tokens = {req_id: count for req_id, count in launch.shown.items() if req_id not in hidden}
+        late = {request.request_id for request in self._shown if request.was_hidden_in(launch.step)}
+        if late:
+            tokens, model_runner_output = together(launch, tokens, late, model_runner_output)
         outputs: Any = {}
         if tokens or not isinstance(scheduler_output, QuietOutput):
             whole = scheduler_output.num_scheduled_tokens
@@ -314,63 +286,20 @@ class Cohort(AsyncScheduler):
                 scheduler_output.num_scheduled_tokens = whole
         ticks = self._ticks
         ticks.processed += 1
+        if self._shown:
+            self._shown = [request for request in self._shown if request.shown_at > ticks.processed]
         if self._lengths is not None:
+            places, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
             for req_id in tokens:
                 request = requests.get(req_id)
-                if isinstance(request, CohortRequest) and request.status == RequestStatus.RUNNING:
+                if request is not None and request.status == RequestStatus.RUNNING and sampled[places[req_id]]:
                     self._hide_if_steady(request)
-        if ticks.processed == ticks.scheduled:  # vLLM caches a full block with the output, and somebody may look next
-            for request in self._filling.get(ticks.scheduled, ()):
-                if request.hidden and request.fills_at == ticks.scheduled:
-                    self._catch_up(request)
-                    self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
         return outputs
-
-    def _with_shown_since(
-        self, launch: Launch, model_output: ModelRunnerOutput
-    ) -> tuple[dict[str, int], ModelRunnerOutput]:
-        """Return a step's tokens and output with those who were hidden in it and are shown by now, in their order."""
-        tokens: dict[str, int] = {}
-        sampled: list[list[int]] = []
-        for request in launch.running:
-            req_id = request.request_id
-            if req_id in launch.shown:
-                if req_id not in self._hidden:
-                    tokens[req_id] = launch.shown[req_id]
-                    sampled.append(model_output.sampled_token_ids[model_output.req_id_to_index[req_id]])
-            elif (
-                isinstance(request, CohortRequest)
-                and request.hidden_at <= launch.step < request.shown_at
-                and not request.hidden
-            ):
-                tokens[req_id] = 1
-                sampled.append(_FILLER)  # shown before the step that may end it
-        places = {req_id: place for place, req_id in enumerate(tokens)}
-        return tokens, ModelRunnerOutput(
-            req_ids=list(tokens), req_id_to_index=places, sampled_token_ids=sampled
-        )
 
     def decision(self, output: Any) -> Decision:
         """Return what the step just scheduled decided, as if nobody were hidden."""
         launch: Launch = output.launch
-        cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        scheduled = []
-        for request in launch.running:
-            req_id = request.request_id
-            if req_id in launch.shown:
-                scheduled.append((req_id, launch.shown[req_id]))
-            elif req_id in self._hidden:
-                scheduled.append((req_id, 1))
-                computed[req_id] = request.num_computed_tokens - 1
-        return Decision(
-            scheduled=tuple(scheduled),
-            new=tuple(new.req_id for new in output.scheduled_new_reqs),
-            resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
-            preempted=tuple(sorted(output.preempted_req_ids or ())),
-            num_computed_tokens=tuple(computed[req_id] for req_id, _ in scheduled),
-        )
+        return launch.decision(output, self._hidden)
 
     # --- who is hidden ----------------------------------------------------------------------------------------------
 
@@ -395,7 +324,7 @@ class Cohort(AsyncScheduler):
         last = ticks.scheduled + left - under_way - 1  # the step of its last token
         if last < ticks.scheduled + _WORTH_HIDING:
             return
-        request.fills_at = ticks.scheduled + -request.num_computed_tokens % self.block_size
+        request.fills_at = ticks.scheduled + self._steps_to_fill(request.num_computed_tokens)
         request.shows_at = last
         request.hide()
         self._offsets += request.offset
@@ -404,16 +333,16 @@ class Cohort(AsyncScheduler):
         self._due[last].append(request)
         self._filling[request.fills_at].append(request)
 
-    def _show(self, request: Request) -> None:
+    def _show(self, request: CohortRequest) -> None:
         """Show a request to vLLM again, as it would be if it had never been hidden."""
-        if not (isinstance(request, CohortRequest) and request.hidden):
+        if not request.hidden:
             return
         self._catch_up(request)
         self._offsets -= request.offset
         request.unhide()
         del self._hidden[request.request_id]
         self._quiet = None
-        self._last_shown_at = self._ticks.scheduled
+        self._shown.append(request)
 
     def _catch_up(self, request: CohortRequest) -> None:
         since = request.counted_to
@@ -432,9 +361,14 @@ class Cohort(AsyncScheduler):
     # --- vLLM's own -------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's."""
-        if isinstance(request, CohortRequest):
-            request.join(self._ticks)
+        """As vLLM's.
+
+        Raises:
+            TypeError: the request is not one that can be hidden.
+        """
+        if not isinstance(request, CohortRequest):
+            raise TypeError(f"{request.request_id}: is a {type(request).__name__}, must be a CohortRequest")
+        request.join(self._ticks)
         super().add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -457,16 +391,6 @@ class Cohort(AsyncScheduler):
         """As vLLM's, whoever is out of its sight."""
         running, waiting = super().get_request_counts()
         return running + self._out_of_sight, waiting
-
-
-def _merged(everybody: list[Request], shown: list[Request], after: list[Request]) -> list[Request]:
-    """Return who runs after a step, in the order in which they run, if ``after`` is what became of those shown."""
-    if after[: len(shown)] == shown:
-        return everybody + after[len(shown) :]
-    left = set(shown).difference(after)
-    joined = set(shown)
-    kept = [request for request in everybody if request not in left]
-    return kept + [request for request in after if request not in joined]
 
 
 def with_cohort(scheduler_cls: type[AsyncScheduler]) -> type[AsyncScheduler]:

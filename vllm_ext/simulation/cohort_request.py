@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -95,6 +95,10 @@ class CohortRequest(Request):
             self._ticks.show(self)
         self._eligible_step = step
 
+    def was_hidden_in(self, step: int) -> bool:
+        """Whether a request that is shown now was hidden in a step."""
+        return self.hidden_at <= step < self.shown_at and not self.hidden
+
     def hide(self) -> None:
         """Count tokens by steps from here on."""
         self._computed -= self._ticks.scheduled
@@ -125,8 +129,3 @@ class CohortRequest(Request):
         self._computed += ticks.scheduled
         under_way = ticks.scheduled - ticks.processed
         self.num_in_flight_tokens = self.num_output_placeholders = under_way
-
-
-def is_hidden(request: Any) -> bool:
-    """Whether a request is one that is hidden."""
-    return isinstance(request, CohortRequest) and request.hidden

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vllm_ext.simulation.spec import RecordSpec
     from vllm_ext.simulation.tier import Tier
 
+_STEPS_FORGOTTEN = 4096
+"""At a time."""
+
 
 class Live:
     """A request that has not ended yet."""
@@ -80,6 +83,9 @@ class Collector:
         self._last_end_s = -1.0
         self._processed_s = array("d")
         self._processed_gaps_s = array("d")
+        self._processed_from = 0
+        self._remembered = 2 * scheduler.block_size
+        """Steps looked back at: a hidden request is caught up with when it fills a block, or the step after."""
 
     # --- from the scheduler's side ----------------------------------------------------------------------------------
 
@@ -131,9 +137,7 @@ class Collector:
             else:
                 self.events.dropped += 1
 
-    def delivered(
-        self, outputs: Sequence[EngineCoreOutput], now_s: float, hidden: int = 0
-    ) -> list[tuple[Live, str]]:
+    def delivered(self, outputs: Sequence[EngineCoreOutput], now_s: float, hidden: int = 0) -> list[tuple[Live, str]]:
         """Tokens reached their clients; return the requests that ended with them, and why.
 
         Args:
@@ -176,9 +180,12 @@ class Collector:
         return ended
 
     def processed(self, now_s: float) -> None:
-        """A step's output was processed; ask before `delivered`."""
+        """A step's output is processed; told before `delivered`, where some may be hidden."""
         self._processed_s.append(now_s)
         self._processed_gaps_s.append(now_s - self._last_end_s)
+        if len(self._processed_s) > self._remembered + _STEPS_FORGOTTEN:
+            del self._processed_s[:_STEPS_FORGOTTEN], self._processed_gaps_s[:_STEPS_FORGOTTEN]
+            self._processed_from += _STEPS_FORGOTTEN
 
     def caught_up(self, req_id: str, first: int, end: int) -> None:
         """A request that was hidden got a token with the output of each of these steps, and with that before them.
@@ -189,13 +196,15 @@ class Collector:
             end: The one after the last.
         """
         live = self.live[req_id]
-        live.num_tokens += end - first
-        live.last_token_s = self._processed_s[end - 1]
-        gap = max(self._processed_gaps_s[first:end])
+        steps = slice(first - self._processed_from, end - self._processed_from)
+        times = self._processed_s[steps]
+        live.num_tokens += len(times)
+        live.last_token_s = times[-1]
+        gap = max(self._processed_gaps_s[steps])
         if not gap <= live.max_gap_s:
             live.max_gap_s = gap
         if live.token_times is not None:
-            live.token_times.extend(self._processed_s[first:end])
+            live.token_times.extend(times)
 
     def ended(self, live: Live, reason: str, now_s: float) -> None:
         """A request left the server; write its row."""
@@ -283,7 +292,7 @@ class Collector:
             if self.events is not None and live.num_tokens:
                 self._resumed.add(req_id)
 
-    def _note_resumed(self, outputs: list[EngineCoreOutput], now_s: float) -> None:
+    def _note_resumed(self, outputs: Sequence[EngineCoreOutput], now_s: float) -> None:
         for output in outputs:
             if output.new_token_ids and output.request_id in self._resumed:
                 self._resumed.discard(output.request_id)

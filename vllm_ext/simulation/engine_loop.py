@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,17 +43,18 @@ class Decision:
         return sum(tokens for _, tokens in self.scheduled)
 
     @classmethod
-    def of(cls, output: SchedulerOutput) -> Decision:
-        """Return what a step of vLLM's scheduler decided."""
+    def of(cls, output: SchedulerOutput, scheduled: Mapping[str, int] | None = None) -> Decision:
+        """Return what a step of vLLM's scheduler decided; only about those with tokens in ``scheduled``, if given."""
+        tokens = output.num_scheduled_tokens if scheduled is None else scheduled
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         return cls(
-            scheduled=tuple(output.num_scheduled_tokens.items()),
+            scheduled=tuple(tokens.items()),
             new=tuple(new.req_id for new in output.scheduled_new_reqs),
             resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
             preempted=tuple(sorted(output.preempted_req_ids or ())),
-            num_computed_tokens=tuple(computed[r] for r in output.num_scheduled_tokens),
+            num_computed_tokens=tuple(computed[r] for r in tokens),
         )
 
 

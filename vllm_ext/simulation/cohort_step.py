@@ -1,0 +1,99 @@
+"""What a step of a `Cohort` is made of: what vLLM was told, and what it wasn't."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
+
+_FILLER = [FILLER_TOKEN_ID]
+
+
+class Launch(NamedTuple):
+    """What vLLM's output of a step does not say."""
+
+    step: int
+    shown: Mapping[str, int]
+    """Tokens by request, of those that vLLM was told of."""
+    running: list[Request]
+    """All who ran after the step was scheduled, in their order."""
+    hidden: int
+    context_tokens: int
+    """Of the hidden, the tokens of this step included."""
+
+    def decision(self, output: Any, hidden: Container[str]) -> Decision:
+        """Return what the step decided, as if nobody had been hidden.
+
+        Args:
+            output: Its output, from vLLM or not.
+            hidden: Ids of the hidden, as they were when it was scheduled.
+        """
+        seen = Decision.of(output, self.shown)
+        computed = dict(zip((req_id for req_id, _ in seen.scheduled), seen.num_computed_tokens, strict=True))
+        in_order = {}
+        for request in self.running:
+            req_id = request.request_id
+            if req_id in self.shown:
+                in_order[req_id] = self.shown[req_id], computed[req_id]
+            elif req_id in hidden:
+                in_order[req_id] = 1, request.num_computed_tokens - 1
+        return replace(
+            seen,
+            scheduled=tuple((req_id, tokens) for req_id, (tokens, _) in in_order.items()),
+            num_computed_tokens=tuple(before for _, before in in_order.values()),
+        )
+
+
+class _NobodyCached(NamedTuple):
+    req_ids: tuple[str, ...] = ()
+    resumed_req_ids: frozenset[str] = frozenset()
+    num_computed_tokens: tuple[int, ...] = ()
+
+
+class QuietOutput:
+    """Stands for vLLM's output of a step that vLLM was not asked for: one token of each hidden request."""
+
+    scheduled_new_reqs: ClassVar[tuple[Any, ...]] = ()
+    scheduled_cached_reqs: ClassVar[_NobodyCached] = _NobodyCached()
+    scheduled_spec_decode_tokens: ClassVar[dict[str, Any]] = {}
+    __slots__ = ("finished_req_ids", "launch", "num_scheduled_tokens", "preempted_req_ids")
+
+    def __init__(self, tokens: dict[str, int], finished: set[str], preempted: set[str], launch: Launch) -> None:
+        self.num_scheduled_tokens = tokens
+        self.finished_req_ids = finished
+        self.preempted_req_ids = preempted
+        self.launch = launch
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the step."""
+        return len(self.num_scheduled_tokens)
+
+
+def merged(everybody: list[Request], shown: list[Request], after: list[Request]) -> list[Request]:
+    """Return who runs after a step, in the order in which they run, if ``after`` is what became of those shown."""
+    if after[: len(shown)] == shown:
+        return everybody + after[len(shown) :]
+    left = set(shown).difference(after)
+    joined = set(shown)
+    kept = [request for request in everybody if request not in left]
+    return kept + [request for request in after if request not in joined]
+
+
+def together(
+    launch: Launch, tokens: Mapping[str, int], late: set[str], output: ModelRunnerOutput
+) -> tuple[dict[str, int], ModelRunnerOutput]:
+    """Return a step's tokens and output with those who were hidden in it and are shown by now, in their order."""
+    in_order = [request.request_id for request in launch.running]
+    together = {req_id: tokens.get(req_id, 1) for req_id in in_order if req_id in late or req_id in tokens}
+    sampled = [  # who was hidden was shown before the step that may end it
+        _FILLER if req_id in late else output.sampled_token_ids[output.req_id_to_index[req_id]] for req_id in together
+    ]
+    places = {req_id: place for place, req_id in enumerate(together)}
+    return together, ModelRunnerOutput(req_ids=list(together), req_id_to_index=places, sampled_token_ids=sampled)
