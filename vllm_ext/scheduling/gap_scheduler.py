@@ -115,8 +115,8 @@ class GapScheduler(AsyncScheduler):
         """
         assert self.gaps is not None
         taken = self.gaps.extra_rows(lambda other: self.requests[other].num_computed_tokens, without=req_id)
-        rows: int = self.scheduler_config.max_num_seqs
-        return rows - self.get_request_counts()[0] - 1 - taken
+        rows: int = self.scheduler_config.max_num_seqs - self.get_request_counts()[0]
+        return rows - 1 - taken
 
     def _as_new(self, req_id: str) -> NewRequestData:
         request = self.requests[req_id]
