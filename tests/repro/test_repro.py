@@ -40,7 +40,7 @@ def failing(spec: SimulationSpec) -> Mapping[str, float]:
 
 
 def bench(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]] = hyperbola) -> Bench:
-    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder))
+    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder).__enter__())
 
 
 def at(rate: float, seed: int = 0) -> SimulationSpec:

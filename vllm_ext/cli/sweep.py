@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ext.simulation.sweep.driver import Ran, Searched
     from vllm_ext.simulation.sweep.grid import SweepSpec
     from vllm_ext.simulation.sweep.pools import Pool
-    from vllm_ext.simulation.sweep.store import Outcome, PointStore
+    from vllm_ext.simulation.sweep.store import Outcome
 
 PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
@@ -40,9 +40,7 @@ def main(argv: Sequence[str]) -> int:
             print(sweep.model_dump_json(indent=1, exclude_unset=True))
             return 0
         return _run(args, sweep)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_store_error(error):
-            raise
+    except (ValueError, OSError, ImportError) as error:
         return spec_flags.complain(PROG, error)
     except KeyboardInterrupt:
         print(f"\n{PROG}: interrupted; {_again(args.dir)}", file=sys.stderr)
@@ -51,15 +49,14 @@ def main(argv: Sequence[str]) -> int:
 
 def make_pool(args: argparse.Namespace) -> Pool:
     """Return the pool that the flags ask for."""
-    from vllm_ext.simulation.sweep import pools
-    from vllm_ext.simulation.sweep.evaluate import simulate_point
-
     if args.ray is not None:
         from vllm_ext.cluster.ray_pool import RayPool
+        from vllm_ext.simulation.sweep.evaluate import simulate_point
 
         return RayPool(simulate_point, address=args.ray, jobs=args.jobs)
-    jobs = 1 if args.jobs is None else args.jobs
-    return pools.InProcessPool(simulate_point) if jobs == 1 else pools.ProcessPool(simulate_point, jobs)
+    from vllm_ext.simulation.sweep.pools import local_pool
+
+    return local_pool(1 if args.jobs is None else args.jobs)
 
 
 def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
@@ -74,13 +71,13 @@ def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
     num_points = len(expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
     workload = simulate.describe(sweep.base)
     store = PointStore(args.dir)
-    with store.locked():
+    with store.locked(), store:
         with replaced(args.dir / DESCRIPTION) as file:
             file.write(sweep.model_dump_json(indent=1, exclude_unset=True).encode() + b"\n")
         progress = _PointProgress(_expected_runs(sweep, num_points), quiet=args.quiet)
         with make_pool(args) as pool, progress:
             run = driver.run_grid if sweep.capacity is None else driver.run_capacity
-            outcomes: Any = run(sweep, pool, store, progress.update)
+            outcomes: Any = run(sweep, store, pool, progress.update)
         is_grid = sweep.capacity is None
         rows = summary.grid_rows(outcomes, constraints) if is_grid else summary.capacity_rows(outcomes)
         summary.write_csv(rows, args.dir / "summary.csv")
@@ -90,7 +87,7 @@ def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
         results.emit(result, tables, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
         print(f"{progress.computed} runs computed, {progress.reused} found in {args.dir}", file=sys.stderr)
-    return _report_failures(args.dir, outcomes, store)
+    return _report_failures(args.dir, outcomes)
 
 
 def _plot(
@@ -140,10 +137,8 @@ def _result(
     )
 
 
-def _report_failures(folder: Path, outcomes: Sequence[Ran] | Sequence[Searched], store: PointStore) -> int:
-    """Say what failed and what was damaged; return the exit status."""
-    for path in store.damaged:
-        print(f"{PROG}: a damaged point was set aside as {path} and computed again", file=sys.stderr)
+def _report_failures(folder: Path, outcomes: Sequence[Ran] | Sequence[Searched]) -> int:
+    """Say what failed; return the exit status."""
     errors = [(one.point.values, error) for one in outcomes if (error := _error(one)) is not None]
     for values, error in errors:
         print(f"{PROG}: failed: {dict(values)}: {' '.join(error.split())}", file=sys.stderr)
@@ -166,12 +161,6 @@ def _expected_runs(sweep: SweepSpec, num_points: int) -> int:
     from vllm_ext.simulation.sweep.capacity import expected_runs
 
     return num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
-
-
-def _is_store_error(error: RuntimeError) -> bool:
-    from vllm_ext.simulation.sweep.store import StoreError
-
-    return isinstance(error, StoreError)
 
 
 class _PointProgress:

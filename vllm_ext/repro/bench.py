@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Found, search
-from vllm_ext.simulation.sweep.driver import OnPoint, Plan, drive
+from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans, run_points
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
@@ -47,7 +47,7 @@ class Bench:
         quick: Whether short traces are asked for.
         seed: Of every random generator.
         pool: Where simulations run; entered by the caller.
-        store: Where their metrics are kept.
+        store: Where their metrics are kept; opened by the caller.
         on_point: Told of every simulation.
     """
 
@@ -66,8 +66,8 @@ class Bench:
         Raises:
             RunFailed: a simulation raised; the message names it.
         """
-        ran = self._drive([_one(spec, str(key)) for key, spec in specs.items()])
-        return dict(zip(specs, ran, strict=True))
+        ran = run_points(list(specs.values()), self._store, self._pool, self._on_point)
+        return {key: _checked(outcome, str(key)) for key, outcome in zip(specs, ran, strict=True)}
 
     def crossings(
         self,
@@ -107,20 +107,13 @@ class Bench:
             )
             for key, make in specs.items()
         ]
-        return dict(zip(specs, self._drive(plans), strict=True))
+        return dict(zip(specs, run_plans(plans, self._store, self._pool, self._on_point), strict=True))
 
     def run(self, spec: SimulationSpec) -> RunData:
         """Simulate in this process and return all data; not kept on disk."""
         from vllm_ext.simulation.run import simulate
 
         return simulate(spec)
-
-    def _drive(self, plans: Sequence[Plan[K]]) -> list[K]:
-        return drive(plans, self._pool, self._store, self._on_point)
-
-
-def _one(spec: SimulationSpec, name: str) -> Plan[Metrics]:
-    return _checked((yield spec), name)
 
 
 def _cross(make: Callable[[float], SimulationSpec], limit: Limit, settings: CapacitySpec, name: str) -> Plan[Crossing]:
