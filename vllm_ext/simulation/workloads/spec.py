@@ -18,7 +18,7 @@ class SourceSpec(BaseModel):
     source: str = "sharegpt-like"
     """A preset, or a file."""
     format: str = "auto"
-    """Of a file: one of `vllm_ext.simulation.datasets.FORMATS`."""
+    """Of a file: one of `vllm_ext.datasets.FORMATS`."""
     where: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Of a file: keep rows whose field is, or is a list containing, one of the values."""
     sample: Literal["file-order", "without-replacement", "with-replacement"] = "file-order"
