@@ -13,7 +13,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.engine_loop import Decision
@@ -22,7 +21,7 @@ from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.tier import build_tier
 from vllm_ext.simulation.tier_options import connector_options
@@ -44,7 +43,7 @@ def simulate(spec: SimulationSpec, *, progress: Progress | None = None) -> RunDa
         ValueError: (ConfigError included) the description asks for what can't be; the message names field and value.
         Stalled: the scheduler stopped scheduling with requests left.
     """
-    num_blocks = spec.engine.num_blocks or num_kv_blocks(spec.hardware, spec.engine.block_size)
+    num_blocks = engine_blocks(spec)
     return simulate_parts(
         spec,
         workload=build_workload(spec.workload),
@@ -187,6 +186,7 @@ def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collecto
     found = {
         "steps": collector.steps,
         "empty_steps": collector.empty_steps,
+        "contended_steps": collector.contended_steps,
         "prefill_tokens": collector.prefill_tokens,
         "decode_tokens": collector.decode_tokens,
         "preemptions": collector.preemptions,

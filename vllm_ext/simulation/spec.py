@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
@@ -85,3 +86,19 @@ class SimulationSpec(BaseModel):
         """Return a checksum of the whole description; equal runs have equal digests."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)  # options in any order are the same options
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def engine_blocks(spec: SimulationSpec) -> int:
+    """Return the KV blocks of an engine: those it is given, else what the memory holds beside weights and activations.
+
+    Raises:
+        OSError: the model's configuration can't be read.
+        ValueError: not one block fits.
+    """
+    engine = spec.engine
+    return engine.num_blocks or num_kv_blocks(
+        spec.hardware,
+        engine.block_size,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+    )
