@@ -91,8 +91,9 @@ class _Worker:
 class ProcessPool:
     """Runs points in processes of their own, which are kept.
 
-    They are forks of a server that has imported vLLM once, if they simulate, and runs nothing itself. Every worker is an executor of one
-    process: when it dies, killed for lack of memory say, it takes its own point along and no other, and is replaced.
+    They are forks of a server that has imported vLLM once, if they simulate, and runs nothing itself. Every worker is
+    an executor of one process: when it dies, killed for lack of memory say, it takes its own point along and no other,
+    and is replaced.
     """
 
     def __init__(self, evaluate: Evaluate, jobs: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from vllm_ext.observability.files import set_aside, sha256_of
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.sources import module_files, source_digest
+from vllm_ext.simulation.sweep.sources import module_files, source_digest, with_neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,8 @@ def _files(value: Any, name: str = "") -> Iterator[Path]:
     elif isinstance(value, str) and value:
         if name == "modules":
             yield from module_files(value)
+        if name == "policies" and (path := Path(value.rpartition(":")[0])).is_file():
+            yield from with_neighbours(path)
         for inside in _FILES.get(name, ()):
             if (path := Path(value) / inside).is_file():
                 yield path
