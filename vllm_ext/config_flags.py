@@ -163,6 +163,13 @@ FLAGS: tuple[Flag, ...] = (
         help="Whether conversations in the KV tier can be listed, pinned and dropped with the key VLLM_EXT_ADMIN_KEY.",
     ),
     Flag(
+        name="--policy",
+        path=("policies",),
+        type=comma_list,
+        metavar="FILE.py:CLASS",
+        help="Policies of your own; each takes its axis of the system, which is fcfs if none is chosen.",
+    ),
+    Flag(
         name="--ext-modules",
         path=("modules",),
         type=comma_list,

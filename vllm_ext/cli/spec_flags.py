@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_ext.simulation.spec import SimulationSpec
 
 SYSTEMS = "--system"
+POLICY = "--policy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
     )
     general.add_argument(
+        POLICY,
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="a policy of your own, which takes its axis of every system but vLLM alone; repeatable",
+    )
+    general.add_argument(
         "--slo",
         metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
@@ -154,6 +162,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         values.setdefault("cost.kind", "fitted")
     if args.slo is not None:
         values["workload.tiers"] = [{"name": "all", **_slo(args.slo)}]
+    if args.policy:
+        values["engine.options.policies"] = args.policy
     for text in args.set:
         path, equals, value = text.partition("=")
         if not equals or not path:
@@ -215,7 +225,11 @@ def json_or_text(text: str) -> Any:
 
 def complain(prog: str, error: Exception) -> int:
     """Print one line, with the flag that sets the field in question, and return the exit status."""
-    flags = {flag.path: flag.names[0] for flag in FLAGS} | {"engine.system": SYSTEMS, "workload.tiers": "--slo"}
+    flags = {flag.path: flag.names[0] for flag in FLAGS} | {
+        "engine.system": SYSTEMS,
+        "workload.tiers": "--slo",
+        "engine.options.policies": POLICY,
+    }
     flag = flags.get(getattr(error, "field", ""))
     text = " ".join(str(error).split())
     print(f"{prog}: {f'{flag}: ' if flag else ''}{text}", file=sys.stderr)
