@@ -49,9 +49,7 @@ def with_own(system: System, named: Sequence[str]) -> System:
         taken[field] = text
         kept = {name: value for name, value in system.parameters.items() if name != field}
         if field == "admission":  # which holds those of the gates too
-            of_gates = {
-                f.name for gate in system.gates if dataclasses.is_dataclass(gate) for f in dataclasses.fields(gate)
-            }
+            of_gates = {f.name for gate in system.gates for f in _fields(gate)}
             kept[field] = {k: v for k, v in system.parameters.get(field, {}).items() if k in of_gates}
         changes: dict[str, Any] = {field: policy, "parameters": kept}
         system = dataclasses.replace(system, **changes)
@@ -92,6 +90,10 @@ def load(text: str) -> type:
         wanted = ", ".join(base.__name__ for base in bases)
         raise ConfigError("policies", text, f"a class of the file that is derived from {wanted}; found: {known}")
     return found
+
+
+def _fields(factory: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
 
 
 def _is_own(value: object, module: ModuleType, bases: tuple[type, ...]) -> bool:

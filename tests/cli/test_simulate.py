@@ -88,6 +88,20 @@ def test_systems_side_by_side_have_ratios_to_the_first(capsys: pytest.CaptureFix
     ]
 
 
+def test_run_in_which_nobody_waited_says_so_and_names_a_rate_at_which_somebody_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*SMALL, "--max-num-seqs", "2", "--num-requests", "40"]
+    assert main([*flags, "--rate", "0.5"]) == 0
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("no request waited"))
+    rate = said.rpartition(" ")[2]
+    assert "raise --rate above" in said
+    assert main([*flags, "--rate", rate]) == 0
+    shown = capsys.readouterr()
+    assert "no request waited" not in shown.err
+    assert json.loads(shown.out)["metrics"]["contended_steps"] > 0
+
+
 def test_files_that_were_asked_for_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = {"requests": "r.csv", "series": "s.parquet", "trace": "t.json.gz", "plot": "p.svg", "cdf": "c.png"}
     flags = [part for option, name in names.items() for part in (f"--{option}", str(tmp_path / name))]

@@ -91,8 +91,13 @@ def test_key_depends_on_the_content_of_the_files_that_are_named(
 
 
 @pytest.mark.parametrize("edited", ["own_policies.py", "helper.py", "deep/inner.py"])
-def test_key_depends_on_the_modules_that_are_named_and_what_they_import_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str
+@pytest.mark.parametrize(
+    "options",
+    [lambda folder: {"modules": ["own_policies"]}, lambda folder: {"policies": [f"{folder}/own_policies.py:Mine"]}],
+    ids=["modules", "policies"],
+)
+def test_key_depends_on_the_policies_that_are_named_and_what_they_import_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Callable[[Path], dict[str, object]], edited: str
 ) -> None:
     (tmp_path / "own_policies.py").write_text("import json\nfrom helper import x\n")
     (tmp_path / "helper.py").write_text("def f():\n    import deep.inner\nx = 1\n")
@@ -101,7 +106,7 @@ def test_key_depends_on_the_modules_that_are_named_and_what_they_import_beside_t
     (tmp_path / "deep" / "inner.py").write_text("y = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_policies", raising=False)
-    spec = with_values(SPEC, {"engine.options": {"modules": ["own_policies"]}})
+    spec = with_values(SPEC, {"engine.options": options(tmp_path)})
     before = key(spec, tmp_path / "store")
     (tmp_path / "stranger.py").write_text("x = 2\n")
     assert key(spec, tmp_path / "store") == before
