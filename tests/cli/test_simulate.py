@@ -138,7 +138,7 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     }
     needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
-    for flag in spec_flags.FLAGS:
+    for flag in spec_flags.flags():
         section, _, field = flag.path.rpartition(".")
         old = before[section][field] if section else before[field]
         for name in flag.names:
