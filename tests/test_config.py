@@ -218,6 +218,15 @@ def test_every_flag_leads_to_an_option(flag: ext_config.Flag) -> None:
     assert flag.path[0] in ext_config.AXES or flag.path[-1] in node
 
 
+def test_short_name_is_left_to_vllm_where_that_has_it() -> None:
+    assert given_flags("--policy", "a.py:B", "--policy", "c.py:D")["ext_policy"] == ["c.py:D"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--policy")
+    add_flags(parser)
+    given = parser.parse_args(["--policy", "vllm's", "--ext-policy", "a.py:B"])
+    assert (given.policy, given.ext_policy) == ("vllm's", ["a.py:B"])
+
+
 def test_flags_are_added_to_a_parser_once() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)

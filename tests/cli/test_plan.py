@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
@@ -89,6 +90,26 @@ def test_failed_run_is_named_the_rest_is_judged_and_the_next_plan_runs_it_alone(
     before = len(ran)
     assert main(arguments) == 0
     assert ran[before:] == ["auto"]
+
+
+def test_policy_of_ones_own_is_one_more_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_policy.main(["mine", "--dir", str(tmp_path)])
+
+    def point(spec: SimulationSpec) -> dict[str, float]:
+        latency = 10.0 if spec.engine.options.get("policies") else 20.0
+        return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
+
+    monkeypatch.setattr(evaluate, "simulate_point", point)
+    policy = f"{tmp_path / 'mine.py'}:Mine"
+    path = trace(tmp_path / "mine.jsonl")
+    capsys.readouterr()
+    assert main(["--trace", str(path), "--loads", "1", "--policy", policy, *FAST]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["recommended"] == "Mine"
+    assert result["config"]["flags"] == ["--policy", "mine.py:Mine"]
+    assert result["metrics"]["auto.load_1.normalised_latency_mean_ms_per_token"] == 20.0
 
 
 def test_rows_are_printed_as_they_come_the_defaults_at_the_own_load_first(

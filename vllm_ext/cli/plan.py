@@ -214,7 +214,7 @@ def _result(
             "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
             "as_default": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.skipped],
             "recommended": verdict.choice.name,
-            "flags": list(verdict.choice.flags),
+            "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
             "reason": verdict.reason,
             "helps_at": list(verdict.helps_at),
             "nothing_helps_at": list(verdict.nothing_helps_at),

@@ -131,26 +131,23 @@ def _emit(
 
     found = {system: summarise(run) for system, run in runs.items()}
     result = _result(argv, specs, found)
-    if not args.quiet and (said := _why_no_difference(specs, found)):
-        print(said, file=sys.stderr)
-    results.emit(result, [] if args.quiet else [table(found, every=args.all_metrics)], args.out, as_json=args.json)
+    tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
+    results.emit(result, tables, args.out, as_json=args.json)
 
 
-def _why_no_difference(specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> str | None:
-    """Say that no order of requests could matter, and from which load on one would; None where somebody waited.
+def _why_no_difference(specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say that no order of requests could matter, and from which load on one would; nothing where somebody waited.
 
-    At ``N`` the seats or the KV blocks would be taken on average, if requests stayed as long as they do now.
+    At the rate that is named, the seats or the KV blocks would be taken on average, if requests stayed no longer than
+    they do now.
     """
     if any(metrics["contended_steps"] for metrics in found.values()):
-        return None
+        return []
     engine, metrics = specs[0].engine, found[specs[0].engine.system]
-    said = "no request waited, so that no system could order them better: "
-    taken = max(
-        metrics.get("mean_running_requests", 0) / engine.max_num_seqs, metrics.get("mean_kv_used_fraction", 0.0)
-    )
-    if (rate := specs[0].workload.rate_per_s) is None or not taken:
-        return f"{said}raise the load"
-    return f"{said}raise --rate above {rate / taken:.2g}"
+    seats = metrics.get("mean_running_requests", 0.0) / engine.max_num_seqs
+    taken, rate = max(seats, metrics.get("mean_kv_used_fraction", 0.0)), specs[0].workload.rate_per_s
+    remedy = f"raise --rate above {rate / taken:.2g}" if rate is not None and taken else "raise the load"
+    return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
 def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> Result:

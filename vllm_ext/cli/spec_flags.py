@@ -125,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     general.add_argument(
         POLICY,
+        "--ext-policy",
         action="append",
         default=[],
         metavar="FILE.py:CLASS",
