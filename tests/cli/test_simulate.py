@@ -180,6 +180,15 @@ def test_options_reach_the_system(capsys: pytest.CaptureFixture[str]) -> None:
     assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
 
 
+def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from vllm_ext.policies.ordering.arrival import Arrival\nclass Mine(Arrival):\n    pass\n"
+    )
+    policy = f"{tmp_path / 'mine.py'}:Mine"
+    spec = printed(capsys, "--policy", policy, "--set", 'engine.options={"seed": 3}')
+    assert spec.engine.options == {"seed": 3, "policies": [policy]}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

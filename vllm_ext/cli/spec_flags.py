@@ -160,8 +160,6 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         values.setdefault("cost.kind", "fitted")
     if args.slo is not None:
         values["workload.tiers"] = [{"name": "all", **_slo(args.slo)}]
-    if args.policy:
-        values["engine.options.policies"] = args.policy
     for text in args.set:
         path, equals, value = text.partition("=")
         if not equals or not path:
@@ -169,6 +167,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         if path in values:
             raise UsageError(f"--set {text}: {path} is set by another flag already")
         values[path] = json_or_text(value)
+    if args.policy:  # after --set, which may bring other options
+        values["engine.options.policies"] = args.policy
     return values
 
 
