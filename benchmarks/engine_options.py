@@ -11,8 +11,9 @@ from typing import Any
 import engine_rows
 import engine_slo
 
+from vllm_ext import datasets
 from vllm_ext.observability import results
-from vllm_ext.simulation import datasets, synthetic
+from vllm_ext.simulation import synthetic
 
 
 def parser(description: str) -> argparse.ArgumentParser:

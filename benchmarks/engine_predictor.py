@@ -19,7 +19,7 @@ import engine_variants
 import engine_workload as workload
 import numpy as np
 
-from vllm_ext.simulation.datasets import WorkloadRow
+from vllm_ext.datasets import WorkloadRow
 
 COLD, WARM = "cold", "warm"
 _HISTORY_ONLY = ["hint", "history"]

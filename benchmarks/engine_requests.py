@@ -19,7 +19,8 @@ import engine_rows as rows
 import engine_slo as slo
 import engine_workload as workload
 
-from vllm_ext.simulation import arrivals, datasets, synthetic
+from vllm_ext import datasets
+from vllm_ext.simulation import arrivals, synthetic
 
 WARMUP_REQUESTS = 3
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_ext.simulation.datasets import WorkloadRow
+from vllm_ext.datasets import WorkloadRow
 
 FIRST_ORDINARY_TOKEN = 8
 """Made-up prompts use ids from here on; the ids before are commonly special tokens."""

@@ -40,13 +40,13 @@ import prediction_results as results
 import prediction_worth as worth
 from prediction_data import MADE_UP, PAIRS, QUICK, SOURCES, Cache, Part, load
 
+from vllm_ext.datasets.rows import DatasetError
 from vllm_ext.observability.provenance import result_path
 from vllm_ext.observability.results import add_arguments, command, emit
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.evaluation.compare import Setting
 from vllm_ext.prediction.evaluation.rows import EvaluationError
 from vllm_ext.prediction.tuning_options import TuningOptions
-from vllm_ext.simulation.workload_rows import DatasetError
 
 CHOSEN = "shrunk"
 """The strategy that goals are judged on."""

@@ -26,12 +26,11 @@ from vllm_ext.prediction.evaluation.rows import Examples, Ints, not_in
 from vllm_ext.prediction.evaluation.tuned import Tuned
 from vllm_ext.prediction.tuning_options import TuningOptions
 from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import simulate_parts
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.workloads.announcing import HINT_KEY, with_hidden_length
 
 PAIRS = (
@@ -246,7 +245,7 @@ def _run(system: str, requests: Sequence[SimRequest]) -> dict[str, float]:
         spec,
         workload=Requests(requests),
         cost=build_cost(hardware, spec.cost),
-        num_blocks=num_kv_blocks(hardware, engine.block_size),
+        num_blocks=engine_blocks(spec),
     )
     return summarise(data)
 

@@ -6,7 +6,8 @@ that system's own measure, and is it better than upstream tuned?
 Method: the real schedulers in virtual time. Each scene is a load with the measures that matter there; every system
 serves the same requests at the same times, with the same hints (objectives, and announced lengths where the scene has
 them, with an error). The step-time models start from a profile of the simulated hardware. Measures are means over
-seeds. ``alise`` is there with its default aging and with the one its reproductions use.
+seeds. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on. ``alise`` is there with
+its default aging and with the one its reproductions use.
 
     python benchmarks/systems_compared.py --quick
     python benchmarks/systems_compared.py --jobs 2 --out benchmarks/results/systems_compared.json
@@ -19,12 +20,17 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import count
 from statistics import mean
 
-from parallel import in_processes
-from systems_scenes import SCENES, SYSTEMS, Job, Measure, Scene, metrics_of
+from systems_scenes import SCENES, SYSTEMS, Measure, Scene
 
+from vllm_ext.envs import cache_dir
+from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.simulation.sweep.points import run_points
+from vllm_ext.simulation.sweep.pools import local_pool
+from vllm_ext.simulation.sweep.store import PointStore
 
 AUTO, TUNED = "auto", "upstream tuned"
 TOLERANCE = 0.02
@@ -33,15 +39,33 @@ Found = Mapping[tuple[str, str], Mapping[str, float]]
 
 
 def run(scenes: Sequence[Scene], systems: Sequence[str], seeds: Sequence[int], jobs: int, *, quick: bool) -> Found:
-    """Simulate everything, ``jobs`` runs at a time."""
-    todo = [Job(scene.name, name, seed, quick) for scene in scenes for name in systems for seed in seeds]
-    results = in_processes(metrics_of, todo, jobs, label="systems", named=lambda job: f"{job.scene}, {job.system}")
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for scene in scenes:
-        for name in systems:
-            of_seeds = [results[Job(scene.name, name, seed, quick)] for seed in seeds]
-            found[scene.name, name] = {m.name: mean(r[m.metric] for r in of_seeds) for m in scene.measures}
-    return found
+    """Simulate what is not kept from before, ``jobs`` runs at a time.
+
+    Raises:
+        SystemExit: runs failed, which are named; the others are kept.
+    """
+    runs = [(scene.name, name, seed) for scene in scenes for name in systems for seed in seeds]
+    specs = [SCENES[scene].spec(name, seed, quick=quick) for scene, name, seed in runs]
+    with (
+        PointStore(cache_dir() / "points") as store,
+        local_pool(jobs) as pool,
+        CountProgress(len(specs), label="systems", unit="run") as progress,
+    ):
+        done = count(1)
+        outcomes = run_points(specs, store, pool, lambda spec, *_: progress.update(next(done), spec.engine.system))
+    ended = dict(zip(runs, outcomes, strict=True))
+    errors = [f"{scene}, {name}, seed {seed}: {one.error}" for (scene, name, seed), one in ended.items() if one.failed]
+    if errors:
+        raise SystemExit("\n".join([*errors, f"{len(errors)} runs failed; the same command goes on with them"]))
+    metrics = {run: one.metrics or {} for run, one in ended.items()}
+    return {
+        (scene.name, name): {
+            measure.name: mean(metrics[scene.name, name, seed][measure.metric] for seed in seeds)
+            for measure in scene.measures
+        }
+        for scene in scenes
+        for name in systems
+    }
 
 
 def margin(measure: Measure, ours: float, theirs: float) -> float:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.metrics import summarise
-from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
 
@@ -262,19 +260,3 @@ SCENES = {
         ),
     )
 }
-
-
-class Job(NamedTuple):
-    """One run."""
-
-    scene: str
-    system: str
-    seed: int
-    quick: bool
-
-
-def metrics_of(job: Job) -> Mapping[str, float]:
-    """Simulate a run; the metrics that its scene looks at."""
-    scene = SCENES[job.scene]
-    metrics = summarise(simulate(scene.spec(job.system, job.seed, quick=job.quick)))
-    return {measure.metric: metrics[measure.metric] for measure in scene.measures}

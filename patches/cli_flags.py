@@ -35,7 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     setattr(parser, _DONE, True)
     group = parser.add_argument_group(TITLE, _description())
     for flag in FLAGS:
-        group.add_argument(flag.name, **_argument(flag))
+        short = [flag.short] if flag.short and flag.short not in parser._option_string_actions else []
+        group.add_argument(flag.name, *short, **_argument(flag))
 
 
 def _argument(flag: Flag) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def validate(scheduler_cls: object, additional_config: Mapping[str, Any]) -> tup
         raise ConfigError("", raw, "must be an object")
     name = scheduler_cls if isinstance(scheduler_cls, str) and "." not in scheduler_cls else None
     named = raw.get("system")
+    if name is None and named is None and raw.get("policies"):
+        named = "fcfs"  # the row of defaults, in which a policy of the user's own stands alone
     if name is None and named is None:
         known = ", ".join(systems.known())
         raise ConfigError("", dict(raw), f"options need a system: add --scheduler-cls NAME, one of {known}")
@@ -129,7 +131,7 @@ def refuse_oracle(config: ExtConfig, usage_context: object) -> None:
 
 def refuse_priority(config: ExtConfig, scheduling_policy: str) -> None:
     """Raise ConfigError if vLLM's own priority policy would choose victims against the system's order."""
-    if scheduling_policy == "priority" and config.system != "fcfs":
+    if scheduling_policy == "priority" and (config.system != "fcfs" or config.policies):
         allowed = "orders by itself and honours the priority of a request; leave out --scheduling-policy priority"
         raise ConfigError("system", config.system, allowed)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 from vllm_ext import config as ext_config
 from vllm_ext import envs
-from vllm_ext.config import FLAGS, ConfigError, ExtConfig, PredictionConfig, merge_flags, parse, to_dict
+from vllm_ext.config import FLAGS, KEY, ConfigError, ExtConfig, PredictionConfig, merge_flags, parse, to_dict
+from vllm_ext.patches import engine_config
 from vllm_ext.patches.cli_flags import add_flags
+from vllm_ext.systems import build
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -215,6 +218,15 @@ def test_every_flag_leads_to_an_option(flag: ext_config.Flag) -> None:
     assert flag.path[0] in ext_config.AXES or flag.path[-1] in node
 
 
+def test_short_name_is_left_to_vllm_where_that_has_it() -> None:
+    assert given_flags("--policy", "a.py:B", "--policy", "c.py:D")["ext_policy"] == ["c.py:D"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--policy")
+    add_flags(parser)
+    given = parser.parse_args(["--policy", "vllm's", "--ext-policy", "a.py:B"])
+    assert (given.policy, given.ext_policy) == ("vllm's", ["a.py:B"])
+
+
 def test_flags_are_added_to_a_parser_once() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
@@ -237,3 +249,15 @@ def test_a_bad_environment_value_is_refused_by_its_name(monkeypatch: pytest.Monk
     monkeypatch.setenv(envs.BENCH_FORCED_LENGTH, value)
     with pytest.raises(ValueError, match=r"^VLLM_EXT_BENCH_FORCED_LENGTH=.*must be 0 or 1"):
         envs.bench_forced_length()
+
+
+def test_policy_of_ones_own_needs_no_system(tmp_path: Path) -> None:
+    """`vllm serve MODEL --policy FILE.py:CLASS` alone: the row of defaults, with the policy on its axis."""
+    file = tmp_path / "mine.py"
+    file.write_text("from vllm_ext.policies.ordering.arrival import Arrival\nclass Mine(Arrival):\n    pass\n")
+    options = merge_flags({}, given_flags("--policy", f"{file}:Mine"))
+    config, scheduler = engine_config.validate(None, {KEY: options})
+    assert (config.system, config.policies, scheduler) == ("fcfs", (f"{file}:Mine",), engine_config.SCHEDULER)
+    assert type(build(config).ordering).__name__ == "Mine"
+    with pytest.raises(ConfigError, match="leave out --scheduling-policy priority"):
+        engine_config.refuse_priority(config, "priority")

@@ -39,7 +39,7 @@ LAYERS = """
     policies
     prediction
     observability
-    tiny_model kernels config* envs hints slo
+    tiny_model kernels config* envs hints slo datasets
 """
 """Packages and single modules, the highest first. A module imports from its own line and from lines below it."""
 
@@ -51,9 +51,6 @@ UPWARD = """
     observability -> prediction.oracle
     observability -> prediction.service.messages
     observability -> scheduling.wait_forecast
-    observability -> simulation.run_data
-    prediction -> simulation.datasets
-    prediction -> simulation.workload_rows
     prediction -> systems
     scheduling -> patches.registry
     scheduling -> systems

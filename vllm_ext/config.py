@@ -76,6 +76,9 @@ class ExtConfig:
     modules: tuple[str, ...] = ()
     """Python modules imported first; they register further systems."""
 
+    policies: tuple[str, ...] = ()
+    """Policies of one's own, as ``my_policy.py:MyOrdering``; each takes its axis of the system."""
+
     metrics_interval_s: float = 1.0
     """How often the front end fetches the scheduler's state, in seconds; 0 switches it off."""
 
@@ -106,6 +109,7 @@ class ExtConfig:
             raise ConfigError("slo", self.slo, "must be a SloConfig")
         if not isinstance(self.kv_tier, KvTierConfig):
             raise ConfigError("kv_tier", self.kv_tier, "must be a KvTierConfig")
+        strings("policies", self.policies)
         strings("modules", self.modules)
         for module in self.modules:
             if not all(part.isidentifier() for part in module.split(".")):
@@ -135,8 +139,9 @@ def parse(raw: Mapping[str, Any]) -> ExtConfig:
         ConfigError: ``raw`` has an unknown key or a value of the wrong type or range.
     """
     values = _known_keys("", raw, ExtConfig)
-    if "modules" in values:
-        values["modules"] = _tuple("modules", values["modules"])
+    for name in ("modules", "policies"):
+        if name in values:
+            values[name] = _tuple(name, values[name])
     if "prediction" in values and not isinstance(values["prediction"], PredictionConfig):
         prediction = _known_keys("prediction", values["prediction"], PredictionConfig)
         if "sources" in prediction:

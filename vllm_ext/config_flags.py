@@ -34,6 +34,9 @@ class Flag:
     metavar: str | None = None
     """Placeholder of the text in ``--help``; not for ``bool``."""
 
+    short: str | None = None
+    """A shorter name as well, unless vLLM has a flag of that name."""
+
     @property
     def dest(self) -> str:
         """Name of the attribute in the parsed arguments."""
@@ -161,6 +164,14 @@ FLAGS: tuple[Flag, ...] = (
         path=("kv_tier", "admin"),
         type=bool,
         help="Whether conversations in the KV tier can be listed, pinned and dropped with the key VLLM_EXT_ADMIN_KEY.",
+    ),
+    Flag(
+        name="--ext-policy",
+        short="--policy",
+        path=("policies",),
+        type=comma_list,
+        metavar="FILE.py:CLASS",
+        help="Policies of your own; each takes its axis of the system, which is fcfs if none is chosen.",
     ),
     Flag(
         name="--ext-modules",

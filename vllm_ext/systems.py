@@ -9,23 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Residency
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.retention import Retention, RetentionWithSwaps
 from vllm_ext.system import Policies, System
+from vllm_ext.systems_own import BASES, with_own
 from vllm_ext.systems_published import PUBLISHED
 from vllm_ext.systems_table import ROWS
 
 __all__ = ["Policies", "System", "build", "known", "register", "resolve", "table"]
 
 _SYSTEMS: dict[str, System] = {row.name: row for row in (*ROWS, *PUBLISHED)}
-_BASES: dict[str, type] = {
-    "ordering": Ordering,
-    "admission": Admission,
-    "gates": GatePolicy,
-    "budget": Budget,
-    "residency": Residency,
-}
 
 
 def register(system: System) -> System:
@@ -129,8 +122,8 @@ def build(config: ExtConfig) -> Policies:
     """Return the policies of ``config.system`` with the parameters the configuration gives.
 
     Raises:
-        ConfigError: unknown system, module that can't be imported, unknown parameter or bad value, or an oracle without
-            permission.
+        ConfigError: unknown system, module or file that can't be imported, unknown parameter or bad value, or an oracle
+            without permission.
     """
     for module in config.modules:
         try:
@@ -140,7 +133,7 @@ def build(config: ExtConfig) -> Policies:
         except Exception as error:  # whatever the module's own code raises
             allowed = f"a module that can be imported ({type(error).__name__}: {error})"
             raise ConfigError("modules", module, allowed) from error
-    system = resolve(config.system)
+    system = with_own(resolve(config.system), config.policies)
     if system.oracle and not config.allow_oracle:
         raise ConfigError(
             "system",
@@ -153,8 +146,8 @@ def build(config: ExtConfig) -> Policies:
     built = {axis: _construct(getattr(system, axis), axis, given[axis]) for axis in AXES}
     gates = tuple(_construct(factory, "admission", given["admission"]) for factory in system.gates)
     for axis, policy in (*built.items(), *(("gates", gate) for gate in gates)):
-        if not isinstance(policy, _BASES[axis]):
-            allowed = f"a subclass of vllm_ext.policies.contract.{_BASES[axis].__name__}"
+        if not isinstance(policy, BASES[axis]):
+            allowed = f"a subclass of vllm_ext.policies.contract.{BASES[axis].__name__}"
             raise ConfigError(f"system.{axis}", type(policy).__name__, allowed)
     return Policies(system=system, gates=gates, **built)
 

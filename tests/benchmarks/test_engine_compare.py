@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.extent import HANG_S
-from vllm_ext.simulation.datasets import WorkloadRow
+from vllm_ext.datasets import WorkloadRow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "engine_compare.py"

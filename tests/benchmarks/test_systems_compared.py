@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep import evaluate
 
 
 @pytest.fixture
@@ -44,8 +48,23 @@ def test_every_scene_serves_the_same_requests_to_all_systems(compared: ModuleTyp
         assert owners <= set(scenes.SYSTEMS)
 
 
-def test_a_run_tells_what_its_scene_looks_at(compared: ModuleType) -> None:
-    scenes = sys.modules["systems_scenes"]
-    metrics = scenes.metrics_of(scenes.Job("instructions, no objectives", "auto", 0, True))
-    assert set(metrics) == {scenes.NORMALISED.metric}
-    assert metrics[scenes.NORMALISED.metric] > 0
+def test_systems_of_a_scene_are_simulated_once_and_a_failed_run_is_named(
+    compared: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path))
+    scene = sys.modules["systems_scenes"].SCENES["instructions, no objectives"]
+    name = scene.measures[0].metric
+    ran: list[str] = []
+
+    def point(spec: SimulationSpec) -> dict[str, float]:
+        ran.append(spec.engine.system)
+        if spec.engine.system == "sarathi" and ran.count("sarathi") == 1:
+            raise ArithmeticError("not today")
+        return {name: 10.0 + spec.workload.seed}
+
+    monkeypatch.setattr(evaluate, "simulate_point", point)
+    with pytest.raises(SystemExit, match=r"instructions, no objectives, sarathi, seed 0: ArithmeticError: not today"):
+        compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)
+    found = compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)
+    assert found == {(scene.name, system): {scene.measures[0].name: 10.5} for system in ("auto", "sarathi")}
+    assert sorted(ran) == ["auto", "auto", "sarathi", "sarathi", "sarathi"]

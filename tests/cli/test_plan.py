@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.observability import json_output
+from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep import evaluate
 
 FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "--jobs", "1", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path / "cache"))
 
 
 def trace(path: Path, *, requests: int = 30, gap_s: float = 0.5) -> Path:
@@ -57,6 +65,61 @@ def test_plan_without_a_queue_says_that_nothing_helps_and_stays_with_the_default
     assert "recommended: vLLM default" in printed.err
     assert "nothing helps at 0.5, 1 times your load" in printed.err
     assert printed.out == f"{json_output.HINT}\n"
+
+
+def test_failed_run_is_named_the_rest_is_judged_and_the_next_plan_runs_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def point(spec: SimulationSpec) -> dict[str, float]:
+        ran.append(spec.engine.system)
+        if spec.engine.system == "auto" and ran.count("auto") == 1:
+            raise ArithmeticError("not today")
+        latency = 10.0 if spec.engine.system == "sarathi" else 20.0
+        return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
+
+    monkeypatch.setattr(evaluate, "simulate_point", point)
+    arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1", *FAST]
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert "1 x: auto: failed: ArithmeticError: not today" in shown.err
+    assert "candidates left out of the advice: auto" in shown.err
+    result = json.loads(shown.out)
+    assert (result["config"]["recommended"], result["config"]["failed"]) == ("sarathi", ["auto at 1"])
+    before = len(ran)
+    assert main(arguments) == 0
+    assert ran[before:] == ["auto"]
+
+
+def test_policy_of_ones_own_is_one_more_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_policy.main(["mine", "--dir", str(tmp_path)])
+
+    def point(spec: SimulationSpec) -> dict[str, float]:
+        latency = 10.0 if spec.engine.options.get("policies") else 20.0
+        return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
+
+    monkeypatch.setattr(evaluate, "simulate_point", point)
+    policy = f"{tmp_path / 'mine.py'}:Mine"
+    path = trace(tmp_path / "mine.jsonl")
+    capsys.readouterr()
+    assert main(["--trace", str(path), "--loads", "1", "--policy", policy, *FAST]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"]["recommended"] == "Mine"
+    assert result["config"]["flags"] == ["--policy", "mine.py:Mine"]
+    assert result["metrics"]["auto.load_1.normalised_latency_mean_ms_per_token"] == 20.0
+
+
+def test_rows_are_printed_as_they_come_the_defaults_at_the_own_load_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)
+    assert main(["--trace", str(path), "--loads", "0.5,1", *(flag for flag in FAST if flag != "--quiet")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[1].startswith("1 x: vLLM default: ms/token ")
+    assert "1 x: alise: as vLLM default, nobody waited" in said
 
 
 @pytest.mark.parametrize(

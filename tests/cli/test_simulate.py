@@ -88,6 +88,20 @@ def test_systems_side_by_side_have_ratios_to_the_first(capsys: pytest.CaptureFix
     ]
 
 
+def test_run_in_which_nobody_waited_says_so_and_names_a_rate_at_which_somebody_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*SMALL, "--max-num-seqs", "2", "--num-requests", "40"]
+    assert main([*flags, "--rate", "0.5"]) == 0
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("no request waited"))
+    rate = said.rpartition(" ")[2]
+    assert "raise --rate above" in said
+    assert main([*flags, "--rate", rate]) == 0
+    shown = capsys.readouterr()
+    assert "no request waited" not in shown.err
+    assert json.loads(shown.out)["metrics"]["contended_steps"] > 0
+
+
 def test_files_that_were_asked_for_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = {"requests": "r.csv", "series": "s.parquet", "trace": "t.json.gz", "plot": "p.svg", "cdf": "c.png"}
     flags = [part for option, name in names.items() for part in (f"--{option}", str(tmp_path / name))]
@@ -124,7 +138,7 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     }
     needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
-    for flag in spec_flags.FLAGS:
+    for flag in spec_flags.flags():
         section, _, field = flag.path.rpartition(".")
         old = before[section][field] if section else before[field]
         for name in flag.names:
@@ -164,6 +178,15 @@ def test_objectives_become_those_of_every_request(capsys: pytest.CaptureFixture[
 def test_options_reach_the_system(capsys: pytest.CaptureFixture[str]) -> None:
     spec = printed(capsys, "--system", "alise", "--set", "engine.options.ordering.age_limit_s=5")
     assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
+
+
+def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from vllm_ext.policies.ordering.arrival import Arrival\nclass Mine(Arrival):\n    pass\n"
+    )
+    policy = f"{tmp_path / 'mine.py'}:Mine"
+    spec = printed(capsys, "--policy", policy, "--set", 'engine.options={"seed": 3}')
+    assert spec.engine.options == {"seed": 3, "policies": [policy]}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from vllm_ext.cli.sweep import main
 from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import evaluate
+from vllm_ext.simulation.sweep.store import NAME, PointStore
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "8", "--max-model-len", "64")
 GRID = (*SMALL, "--system", "upstream-fcfs,alise", "--axis", "workload.rate_per_s=1,5", "--quiet")
@@ -50,15 +52,24 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def points(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (folder / "points").iterdir()}
+def points(folder: Path) -> list[tuple[str, ...]]:
+    with contextlib.closing(sqlite3.connect(folder / NAME)) as rows:
+        return rows.execute("select * from points order by key").fetchall()
+
+
+def num_points(folder: Path) -> int:
+    """Points so far, also while a sweep is at work or has not begun."""
+    try:
+        return len(points(folder)) if (folder / NAME).is_file() else 0
+    except sqlite3.OperationalError:  # not made yet
+        return 0
 
 
 def test_grid_of_real_simulations_fills_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GRID, "--dir", str(tmp_path), "--constraint", "requests>=8"]) == 0
     got = json.loads(capsys.readouterr().out)
     assert {file.name for file in tmp_path.iterdir()} == {
-        "points",
+        NAME,
         "sweep.json",
         "summary.csv",
         "summary.json",
@@ -162,7 +173,7 @@ def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: s
     command = [sys.executable, script, *flags]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        wait_until(lambda: process.poll() is not None or len(list(folder.glob("points/*.json"))) == 2)
+        wait_until(lambda: process.poll() is not None or num_points(folder) == 2)
         assert process.poll() is None
         (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
         _, said = process.communicate(timeout=HANG_S)
@@ -284,8 +295,6 @@ def test_what_is_wrong_is_one_line_that_names_it(
 def test_folder_with_another_sweep_at_work_is_refused(
     tmp_path: Path, runs: list[SimulationSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_ext.simulation.sweep.store import PointStore
-
     with PointStore(tmp_path).locked():
         assert main([*GRID, "--dir", str(tmp_path)]) == 2
     assert "another sweep is at work" in capsys.readouterr().err

@@ -58,14 +58,14 @@ def test_worker_with_other_versions_runs_nothing(fakes: Any) -> None:
 def test_local_cluster_gives_the_same_as_one_process_and_is_gone_afterwards(tmp_path: Path, fakes: Any) -> None:
     """A worker that is killed fails its own point; the same cluster serves the rest."""
     handler = signal.getsignal(signal.SIGTERM)
-    with RayPool(fakes.dies_at_two, jobs=2) as pool:
+    with RayPool(fakes.dies_at_two, jobs=2) as pool, PointStore(tmp_path / "ray") as store:
         assert pool.places == 2
         assert sorted(ray_processes()) == ["gcs_server", "raylet"]
-        outcomes = driver.run_grid(SWEEP, pool, PointStore(tmp_path / "ray"))
+        outcomes = driver.run_grid(SWEEP, store, pool)
     assert ray_processes() == []
     assert signal.getsignal(signal.SIGTERM) == handler
-    with InProcessPool(fakes.latency) as alone:
-        expected = driver.run_grid(SWEEP, alone, PointStore(tmp_path / "one"))
+    with InProcessPool(fakes.latency) as alone, PointStore(tmp_path / "one") as store:
+        expected = driver.run_grid(SWEEP, store, alone)
     assert outcomes[0::2] == expected[0::2]
     assert outcomes[1].outcome.failed
     assert "WorkerCrashed" in str(outcomes[1].outcome.error)

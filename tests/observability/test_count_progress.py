@@ -34,6 +34,18 @@ def test_without_a_terminal_there_is_a_line_every_30_s_with_the_time_that_is_lef
     ]
 
 
+def test_number_of_parts_may_turn_out_to_be_another() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = CountProgress(10, label="sweep", unit="run", stream=stream, clock=clock)
+    for done, total in ((2, 6), (8, 7)):
+        clock.now_s += 40
+        progress.update(done, total=total)
+    assert stream.getvalue().splitlines() == [
+        "sweep: 2 of 6 runs, at most 80 s left",
+        "sweep: 8 of 8 runs, at most 0 s left",
+    ]
+
+
 def test_nothing_done_has_no_time_left_to_tell() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = CountProgress(4, label="x", unit="y", stream=stream, clock=clock)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from vllm_ext.observability import plots
 from vllm_ext.observability.plot_style import styles
 from vllm_ext.observability.plots import Panel, Series
-from vllm_ext.simulation.run_data import GapHistogram, RequestTable, RunData, TimeSeries
 
 ORCA = Series(label="orca", x=[1.0, 2.0, 3.0], y=[10.0, 20.0, 900.0])
 VLLM = Series(label="vllm-2023", x=[1.0, 2.0, 3.0], y=[9.0, 12.0, 20.0])
@@ -106,18 +105,6 @@ def test_empirical_distribution_is_the_fraction_at_or_below(values: list[float],
     assert all(a < b for a, b in itertools.pairwise(line.y))
     if len(set(values)) == len(values):
         assert line.y == pytest.approx([np.mean(np.asarray(values) <= x) for x in line.x])
-
-
-def test_state_of_runs_becomes_three_panels() -> None:
-    series = TimeSeries()
-    series.add(0.0, 3, 5, 0.25, 0.0, 0.0, 0, 0, 0, 0)
-    run = RunData(label="orca", requests=RequestTable(), gaps=GapHistogram(), series=series)
-    panels = plots.state_panels([run])
-    assert [(p.ylabel, p.series[0].label, p.series[0].y) for p in panels] == [
-        ("KV cache used (%)", "orca", [25.0]),
-        ("running (requests)", "orca", [3.0]),
-        ("waiting (requests)", "orca", [5.0]),
-    ]
 
 
 @given(st.permutations(["orca", "alise", "upstream-fcfs", "mine", "yours", "theirs", "orca+alise"]))

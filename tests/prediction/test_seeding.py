@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from vllm_ext.datasets.rows import DatasetError, WorkloadRow
 from vllm_ext.prediction import decoder_file, seeding, store_files
 from vllm_ext.prediction.folder import DECODER, STORE
 from vllm_ext.prediction.prompt_text import PromptText
 from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.vector_store import VectorStore
-from vllm_ext.simulation.workload_rows import DatasetError, WorkloadRow
 
 from .folder_parts import make_decoder
 from .store_parts import DIM, random_units

@@ -12,8 +12,8 @@ from vllm_ext.repro.bench import Crossing
 from vllm_ext.repro.studies import pensieve as base
 from vllm_ext.repro.studies import pensieve_fig14 as fig14
 from vllm_ext.repro.studies import pensieve_fig18 as fig18
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.run import build_scheduler
+from vllm_ext.simulation.spec import engine_blocks
 from vllm_ext.systems import build
 
 FIGURES = (12, 13, 14, 15, 16, 18)
@@ -33,7 +33,7 @@ def test_kv_of_each_gpu_takes_40_gb() -> None:
     """OPT-13B has 819,200 bytes of KV per token; of Llama 2-70B a GPU holds 2 of 8 heads, 81,920 bytes per token."""
     for model, token_bytes in (("opt-13b", 819_200), ("llama-2-70b", 81_920)):
         made = spec(base.PREFIX, model)
-        assert num_kv_blocks(made.hardware, made.engine.block_size) == 40_000_000_000 // (16 * token_bytes)
+        assert engine_blocks(made) == 40_000_000_000 // (16 * token_bytes)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "opt-66b"])

@@ -40,7 +40,7 @@ def failing(spec: SimulationSpec) -> Mapping[str, float]:
 
 
 def bench(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]] = hyperbola) -> Bench:
-    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder))
+    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder).__enter__())
 
 
 def at(rate: float, seed: int = 0) -> SimulationSpec:
@@ -87,6 +87,23 @@ def test_limit_that_no_rate_crosses_is_an_error_that_names_the_system(tmp_path: 
 def test_failed_simulation_ends_the_reproduction_with_its_message(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="x: ValueError: no such device"):
         bench(tmp_path, failing).metrics({"x": at(1.0)})
+
+
+def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed_are_named(tmp_path: Path) -> None:
+    seen: list[float | None] = []
+
+    def some_fail(spec: SimulationSpec) -> Mapping[str, float]:
+        seen.append(spec.workload.rate_per_s)
+        return failing(spec) if spec.workload.rate_per_s in (1.0, 3.0) else hyperbola(spec)
+
+    with pytest.raises(RunFailed, match=r"^1\.0: ValueError: no such device; 3\.0: ValueError: no such device$"):
+        bench(tmp_path, some_fail).metrics({rate: at(rate) for rate in (1.0, 2.0, 3.0, 4.0)})
+    assert seen == [1.0, 2.0, 3.0, 4.0]
+    seen.clear()
+    searches = {"bad": lambda rate: at(1.0), "good": at}
+    with pytest.raises(RunFailed, match=r"^bad at 5 requests/s: ValueError: no such device$"):
+        bench(tmp_path, some_fail).crossings(searches, LIMIT, start_per_s={"bad": 5.0, "good": 8.0}, tolerance=0.5)
+    assert [rate for rate in seen if rate not in (1.0, 2.0, 3.0, 4.0)], "the good search went on"
 
 
 def test_metrics_come_back_under_their_keys_and_are_not_simulated_twice(tmp_path: Path) -> None:

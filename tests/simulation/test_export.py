@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from vllm_ext.simulation import export
-from vllm_ext.simulation.export import export_requests, export_series
+from vllm_ext.simulation.export import export_requests, export_series, state_panels
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, GapHistogram, RequestTable, RunData
 from vllm_ext.simulation.run_data import TimeSeries as Series
 
@@ -144,3 +144,15 @@ def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"vllm-ext\[bench\]"):
         export_requests(make_run(), tmp_path / "x.parquet")
+
+
+def test_state_of_runs_becomes_three_panels() -> None:
+    series = Series()
+    series.add(0.0, 3, 5, 0.25, 0.0, 0.0, 0, 0, 0, 0)
+    run = RunData(label="orca", requests=RequestTable(), gaps=GapHistogram(), series=series)
+    panels = state_panels([run])
+    assert [(p.ylabel, p.series[0].label, p.series[0].y) for p in panels] == [
+        ("KV cache used (%)", "orca", [25.0]),
+        ("running (requests)", "orca", [3.0]),
+        ("waiting (requests)", "orca", [5.0]),
+    ]

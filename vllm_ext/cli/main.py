@@ -34,6 +34,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "doctor": Command(
             target="vllm_ext.cli.doctor:main", help="say whether this installation works, and if not, why"
         ),
+        "new-policy": Command(
+            target="vllm_ext.cli.new_policy:main", help="write a policy of your own to start from, and its test"
+        ),
         "patches": Command(
             target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
         ),

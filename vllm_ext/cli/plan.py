@@ -15,46 +15,73 @@ from vllm_ext.observability import json_output
 from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.plan import Candidate, Objective, Verdict
+    from vllm_ext.simulation.plan import Candidate, Objective, Row, Verdict
     from vllm_ext.simulation.spec import SimulationSpec
 
 PROG = "vllm-ext plan"
 Table = Mapping[tuple[str, float], Mapping[str, float]]
+"""Candidate and load -> metrics; what failed is not there."""
+_SLO_COLUMNS = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s"}
+_COLUMNS = {
+    "ms/token": "normalised_latency_mean_ms_per_token",
+    "TTFT p50 ms": "ttft_p50_ms",
+    "TTFT p99 ms": "ttft_p99_ms",
+    "TBT p99 ms": "tbt_p99_ms",
+    "e2e mean ms": "e2e_mean_ms",
+    "preemptions": "preemptions",
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0, 1 if a simulation failed, or 2 if a flag, a field or the trace is wrong."""
+    """Run the command; 0, 1 if a run failed, 2 if a flag, a field or the trace is wrong, 130 after Ctrl-C."""
     args = _parser().parse_args(list(argv))
     try:
         return _plan(args, argv)
+    except KeyboardInterrupt:
+        print(f"\n{PROG}: interrupted; what is done is kept, the same command goes on with the rest", file=sys.stderr)
+        return 130
     except (ValueError, OSError, ImportError) as error:
         return spec_flags.complain(PROG, error)
 
 
 def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from vllm_ext.observability import results
-    from vllm_ext.simulation.plan import CANDIDATES, LOADS, Objective, decide
+    from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, decide, with_own_policies
 
     base, own_rate = _base(args)
     if args.print_spec:
         print(base.model_dump_json(indent=1))
         return 0
     loads = LOADS if args.loads is None else _loads(args.loads)
+    base, candidates = with_own_policies(base)
     objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
     print(
-        f"{base.workload.source}: {own_rate:.4g} requests/s; {len(CANDIDATES)} candidates at {len(loads)} loads",
+        f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads",
         file=sys.stderr,
     )
-    table = _simulate(base, own_rate, CANDIDATES, loads, args)
-    if table is None:
+    rows = _rows(base, own_rate, candidates, loads, args)
+    table = {(r.candidate.name, r.load): r.outcome.metrics for r in rows if r.outcome.metrics is not None}
+    # A load without the defaults has nothing to compare with, and half a candidate is no candidate.
+    judged = [load for load in loads if (BASELINE, load) in table]
+    whole = [c for c in candidates if all((c.name, load) in table for load in judged)]
+    failed = len(rows) - len(table)
+    if not judged:
+        print(f"{PROG}: {BASELINE} failed at every load, there is nothing to compare with", file=sys.stderr)
         return 1
-    verdict = decide(table, CANDIDATES, loads, objective)
+    verdict = decide(table, whole, judged, objective)
     advice = _advice(verdict, base, own_rate)
-    made = _result(argv, base, own_rate, table, verdict, loads)
+    made = _result(argv, base, own_rate, rows, verdict)
     if args.plot is not None:
-        _draw(table, CANDIDATES, loads, own_rate, objective, args.plot)
-    results.emit(made, [_table(table, CANDIDATES, loads, own_rate, objective), "", advice], args.out, as_json=args.json)
-    return 0
+        _draw(table, candidates, loads, own_rate, objective, args.plot)
+    results.emit(made, [_table(table, candidates, loads, own_rate, objective), "", advice], args.out, as_json=args.json)
+    if failed:
+        left_out = ", ".join(c.name for c in candidates if c not in whole) or "none"
+        print(
+            f"{PROG}: {failed} runs failed; candidates left out of the advice: {left_out}. What is done is kept, the "
+            "same command tries the rest again",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
@@ -95,49 +122,34 @@ def _loads(text: str) -> tuple[float, ...]:
     return loads
 
 
-def _simulate(
+def _rows(
     base: SimulationSpec,
     own_rate: float,
     candidates: Sequence[Candidate],
     loads: Sequence[float],
     args: argparse.Namespace,
-) -> Table | None:
-    """Run all candidates at all loads; None if one failed, which has been said."""
-    from concurrent.futures import FIRST_COMPLETED, Future, wait
+) -> list[Row]:
+    """Run all candidates at all loads, and say what comes."""
+    from vllm_ext.simulation.plan import compare
+    from vllm_ext.simulation.sweep.pools import local_pool
+    from vllm_ext.simulation.sweep.store import PointStore
 
-    from vllm_ext.simulation.sweep.evaluate import simulate_point
-    from vllm_ext.simulation.sweep.paths import checked, with_values
-    from vllm_ext.simulation.sweep.pools import InProcessPool, ProcessPool
-    from vllm_ext.simulation.sweep.store import Outcome
+    def tell(row: Row) -> None:
+        where, metrics = f"{row.load:g} x: {row.candidate.name}", row.outcome.metrics
+        if metrics is None:
+            print(f"{PROG}: {where}: failed: {row.outcome.error}", file=sys.stderr, flush=True)
+        elif not metrics["requests"]:
+            raise spec_flags.UsageError(
+                f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
+                f"early, or all prompts exceed --max-model-len {base.engine.max_model_len}"
+            )
+        elif not args.quiet:
+            shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
+            said = "as vLLM default, nobody waited" if row.skipped else ", ".join(shown)
+            print(f"{where}: {said}", file=sys.stderr, flush=True)
 
-    points: list[tuple[tuple[str, float], SimulationSpec]] = []
-    for load in loads:
-        for candidate in candidates:
-            changes: dict[str, Any] = {"engine.system": candidate.system, "workload.rate_per_s": load * own_rate}
-            changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
-            points.append(((candidate.name, load), checked(with_values(base, changes))))
-    found: dict[tuple[str, float], Mapping[str, float]] = {}
-    pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
-    running: dict[Future[Outcome], tuple[str, float]] = {}
-    with pool:
-        while points or running:
-            while points and len(running) < pool.places:
-                key, spec = points.pop(0)
-                running[pool.submit(spec)] = key
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                (name, load), outcome = running.pop(future), future.result()
-                if outcome.metrics is None:
-                    print(f"{PROG}: {name} at {load:g} x: {outcome.error}", file=sys.stderr)
-                    return None
-                if not outcome.metrics["requests"]:
-                    raise spec_flags.UsageError(
-                        f"no request ended under {name} at {load:g} x: --max-time {base.max_time_s} is too early, or "
-                        f"all prompts exceed --max-model-len {base.engine.max_model_len}"
-                    )
-                found[name, load] = outcome.metrics
-                if not args.quiet:
-                    print(f"{name} at {load:g} x: done", file=sys.stderr)
-    return found
+    with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
+        return compare(base, own_rate, candidates, loads, store, pool, tell)
 
 
 def _table(
@@ -145,20 +157,11 @@ def _table(
 ) -> str:
     from vllm_ext.observability.results import format_table
 
-    columns = {
-        "ms/token": "normalised_latency_mean_ms_per_token",
-        "TTFT p50 ms": "ttft_p50_ms",
-        "TTFT p99 ms": "ttft_p99_ms",
-        "TBT p99 ms": "tbt_p99_ms",
-        "e2e mean ms": "e2e_mean_ms",
-        "preemptions": "preemptions",
-    }
-    if objective.with_slo:
-        columns = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s", **columns}
+    columns = {**(_SLO_COLUMNS if objective.with_slo else {}), **_COLUMNS}
     rows = []
     for load in loads:
         for candidate in candidates:
-            metrics = table[candidate.name, load]
+            metrics = table.get((candidate.name, load), {})
             rows.append((load, load * own_rate, candidate.name, *(metrics.get(name) for name in columns.values())))
     return format_table(("x load", "req/s", "candidate", *columns), rows)
 
@@ -186,9 +189,8 @@ def _result(
     argv: Sequence[str],
     base: SimulationSpec,
     own_rate: float,
-    table: Table,
+    rows: Sequence[Row],
     verdict: Verdict,
-    loads: Sequence[float],
 ) -> Any:
     from vllm_ext.observability.results import Result, Workload
     from vllm_ext.simulation.plan import BASELINE
@@ -197,20 +199,22 @@ def _result(
     workload = build(base.workload)
     metrics: dict[str, float] = {"own_rate_per_s": own_rate}
     baseline: dict[str, float] = {}
-    for (name, load), values in table.items():
-        for metric, value in values.items():
-            if name == BASELINE:
-                baseline[f"load_{load:g}.{metric}"] = value
+    for row in rows:
+        for metric, value in (row.outcome.metrics or {}).items():
+            if row.candidate.name == BASELINE:
+                baseline[f"load_{row.load:g}.{metric}"] = value
             else:
-                metrics[f"{name}.load_{load:g}.{metric}"] = value
+                metrics[f"{row.candidate.name}.load_{row.load:g}.{metric}"] = value
     return Result(
         name="plan",
         command=spec_flags.command_line(PROG, argv),
         config={
             "spec": spec_flags.public(base.model_dump(mode="json")),
-            "loads": list(loads),
+            "loads": sorted({row.load for row in rows}),
+            "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
+            "as_default": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.skipped],
             "recommended": verdict.choice.name,
-            "flags": list(verdict.choice.flags),
+            "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
             "reason": verdict.reason,
             "helps_at": list(verdict.helps_at),
             "nothing_helps_at": list(verdict.nothing_helps_at),
@@ -233,16 +237,19 @@ def _draw(
 ) -> None:
     from vllm_ext.observability.plots import Series, lines
 
-    rates = [load * own_rate for load in loads]
-    series = [
-        Series(label=c.name, x=rates, y=[table[c.name, load][objective.metric] for load in loads]) for c in candidates
-    ]
+    series = []
+    for candidate in candidates:
+        there = [load for load in loads if (candidate.name, load) in table]
+        y = [table[candidate.name, load][objective.metric] for load in there]
+        series.append(Series(label=candidate.name, x=[load * own_rate for load in there], y=y))
     ylabel = "share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)"
     limit = objective.min_attainment if objective.with_slo else None
     lines(series, path, xlabel="request rate (requests/s)", ylabel=ylabel, limit=limit, log_y=not objective.with_slo)
 
 
 def _parser() -> argparse.ArgumentParser:
+    from vllm_ext.envs import cache_dir
+
     parser = spec_flags.Parser(
         prog=PROG,
         description=(
@@ -260,6 +267,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=cache_dir() / "points",
+        metavar="DIR",
+        help="where finished runs are kept, so that an interrupted plan goes on (default: the cache of vllm-ext)",
     )
     parser.add_argument("--out", type=result_path, metavar="FILE", help="write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")

@@ -57,11 +57,9 @@ def _chosen(wanted: Sequence[str], studies: dict[str, Study]) -> list[Study]:
 def _reproduce(study: Study, args: argparse.Namespace) -> int:
     from vllm_ext.repro.bench import Bench, RunFailed
     from vllm_ext.repro.report import result, tables
-    from vllm_ext.repro.sources import source_digest
     from vllm_ext.simulation.spec import SimulationSpec
-    from vllm_ext.simulation.sweep.evaluate import simulate_point
-    from vllm_ext.simulation.sweep.pools import InProcessPool, ProcessPool
-    from vllm_ext.simulation.sweep.store import Outcome, PointStore, StoreError
+    from vllm_ext.simulation.sweep.pools import local_pool
+    from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
     count = 0
 
@@ -74,12 +72,10 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         print(f"{study.id}: run {count}: {where}: {state}", file=sys.stderr, flush=True)
 
     out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
-    store = PointStore(args.cache / source_digest())
-    pool = ProcessPool(simulate_point, args.jobs) if args.jobs > 1 else InProcessPool(simulate_point)
     try:
         if out is not None:  # studies before this one took their time
             check_committed(out)
-        with store.locked(study.id), pool:
+        with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
             bench = Bench(
                 quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
             )
@@ -88,7 +84,7 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         results.emit(made, tables(study, findings), out, as_json=args.json)
         if out is not None:
             _plot(findings, out)
-    except (RunFailed, StoreError, OSError, ValueError) as error:
+    except (RunFailed, OSError, ValueError) as error:
         print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -140,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cache",
         type=Path,
-        default=cache_dir() / "repro",
+        default=cache_dir() / "points",
         metavar="DIR",
         help="where finished simulations are kept, so that an interrupted run goes on (default: the cache of vllm-ext)",
     )

@@ -131,7 +131,23 @@ def _emit(
 
     found = {system: summarise(run) for system, run in runs.items()}
     result = _result(argv, specs, found)
-    results.emit(result, [] if args.quiet else [table(found, every=args.all_metrics)], args.out, as_json=args.json)
+    tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
+    results.emit(result, tables, args.out, as_json=args.json)
+
+
+def _why_no_difference(specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Say that no order of requests could matter, and from which load on one would; nothing where somebody waited.
+
+    At the rate that is named, the seats or the KV blocks would be taken on average, if requests stayed no longer than
+    they do now.
+    """
+    if any(metrics["contended_steps"] for metrics in found.values()):
+        return []
+    engine, metrics = specs[0].engine, found[specs[0].engine.system]
+    seats = metrics.get("mean_running_requests", 0.0) / engine.max_num_seqs
+    taken, rate = max(seats, metrics.get("mean_kv_used_fraction", 0.0)), specs[0].workload.rate_per_s
+    remedy = f"raise --rate above {rate / taken:.2g}" if rate is not None and taken else "raise the load"
+    return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
 def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> Result:
@@ -184,8 +200,9 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
     """Write what was asked for; with several systems each has files of its own, but one plot shows all."""
-    from vllm_ext.observability.perfetto import write_trace
-    from vllm_ext.simulation.export import export_requests, export_series
+    from vllm_ext.observability import plots
+    from vllm_ext.simulation.export import export_requests, export_series, state_panels
+    from vllm_ext.simulation.perfetto import write_trace
 
     for system, run in runs.items():
         for write, path in ((export_requests, args.requests), (export_series, args.series)):
@@ -198,7 +215,7 @@ def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
                 print(f"--trace of {system} does not hold all: {left_out}", file=sys.stderr)
     labelled = {system: dataclasses.replace(run, label=system) for system, run in runs.items()}
     if args.plot is not None:
-        _plot_over_time(labelled, args.plot)
+        plots.over_time(state_panels(list(labelled.values())), args.plot)
     if args.cdf is not None:
         _plot_cdf(labelled, args.cdf)
 
@@ -209,23 +226,6 @@ def _own_path(path: Path, system: str, runs: Mapping[str, RunData]) -> Path:
         return path
     suffix = next((suffix for suffix in _DOUBLE if path.name.endswith(suffix)), path.suffix)
     return path.with_name(f"{path.name.removesuffix(suffix)}.{system}{suffix}")
-
-
-def _plot_over_time(runs: Mapping[str, RunData], path: Path) -> None:
-    from vllm_ext.observability import plots
-
-    columns = {"running": "running", "waiting": "waiting", "kv_used_fraction": "KV used (fraction)"}
-    panels = [
-        plots.Panel(
-            ylabel=label,
-            series=[
-                plots.Series(label=s, x=run.series.column("time_s").tolist(), y=run.series.column(name).tolist())
-                for s, run in runs.items()
-            ],
-        )
-        for name, label in columns.items()
-    ]
-    plots.over_time(panels, path)
 
 
 def _plot_cdf(runs: Mapping[str, RunData], path: Path) -> None:

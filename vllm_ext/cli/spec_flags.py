@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from vllm_ext.simulation.spec import SimulationSpec
 
 SYSTEMS = "--system"
+POLICY = "--policy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,72 +33,59 @@ class SpecFlag:
     """Dotted path of the field."""
     type: Callable[[str], Any]
     """Turns the text into a value; ``bool`` stands for a pair ``--x`` / ``--no-x`` without a text."""
-    metavar: str = "N"
-    help: str = ""
-    group: str = "engine"
+    metavar: str
+    help: str
 
     @property
     def dest(self) -> str:
         """Name of the attribute in the parsed arguments."""
         return "spec_" + self.path.replace(".", "_")
 
+    @property
+    def group(self) -> str:
+        """Section of the description, under which ``--help`` lists the flag."""
+        return self.path.rpartition(".")[0] or "run"
 
-def _flag(group: str, names: str, path: str, kind: Callable[[str], Any], metavar: str, help: str) -> SpecFlag:
-    return SpecFlag(names=tuple(names.split()), path=path, type=kind, metavar=metavar, help=help, group=group)
+
+@functools.cache
+def flags() -> tuple[SpecFlag, ...]:
+    """Return a flag for every field of the description that is marked with `Flag`."""
+    from vllm_ext.simulation.spec import SimulationSpec
+
+    return tuple(flags_of(SimulationSpec, ""))
 
 
-FLAGS: tuple[SpecFlag, ...] = (
-    _flag("hardware", "--model", "hardware.model", str, "NAME", "model of the table, or folder with a config.json"),
-    _flag("hardware", "--device", "hardware.device", str, "NAME", "device of the table"),
-    _flag(
-        "hardware", "--tensor-parallel-size -tp", "hardware.tensor_parallel", int, "N", "devices that share the model"
-    ),
-    _flag(
-        "hardware",
-        "--gpu-memory-utilization",
-        "hardware.gpu_memory_utilization",
-        float,
-        "SHARE",
-        "share of the device's memory",
-    ),
-    _flag("hardware", "--cost", "cost.kind", str, "KIND", "roofline, fitted or constant"),
-    _flag("hardware", "--cost-file", "cost.file", str, "FILE", "profile for --cost fitted (which it implies)"),
-    _flag("engine", "--max-num-seqs", "engine.max_num_seqs", int, "N", "requests running at once"),
-    _flag("engine", "--max-num-batched-tokens", "engine.max_num_batched_tokens", int, "N", "tokens computed per step"),
-    _flag("engine", "--max-model-len", "engine.max_model_len", int, "N", "longest sequence, in tokens"),
-    _flag("engine", "--block-size", "engine.block_size", int, "N", "tokens per KV block"),
-    _flag(
-        "engine",
-        "--num-blocks --num-gpu-blocks-override",
-        "engine.num_blocks",
-        int,
-        "N",
-        "KV blocks (default: what the device's memory holds)",
-    ),
-    _flag(
-        "engine", "--watermark", "engine.watermark", float, "SHARE", "KV blocks kept free when requests are admitted"
-    ),
-    _flag("engine", "--async-scheduling", "engine.async_scheduling", bool, "", "schedule a step while one is computed"),
-    _flag("engine", "--prefix-caching", "engine.prefix_caching", bool, "", "reuse the KV of equal prefixes"),
-    _flag("engine", "--profiled", "engine.profiled", bool, "", "start from a profile of the simulated hardware"),
-    _flag("workload", "--dataset --source", "workload.source", str, "FILE", "preset of lengths, or a file"),
-    _flag("workload", "--format", "workload.format", str, "NAME", "format of the file"),
-    _flag(
-        "workload",
-        "--arrivals",
-        "workload.arrivals",
-        str,
-        "KIND",
-        "poisson, gamma, recorded, closed-loop or at-once",
-    ),
-    _flag("workload", "--rate", "workload.rate_per_s", float, "R", "mean arrivals per second"),
-    _flag("workload", "--clients", "workload.clients", int, "N", "clients of a closed loop"),
-    _flag("workload", "--duration", "workload.duration_s", float, "S", "no new requests from this time on, in seconds"),
-    _flag("workload", "--num-requests", "workload.num_requests", int, "N", "requests in all"),
-    _flag("workload", "--announce-slo", "workload.announce_slo", bool, "", "clients tell their objectives"),
-    _flag("workload", "--seed", "workload.seed", int, "N", "seed of lengths and arrivals"),
-    _flag("workload", "--max-time", "max_time_s", float, "S", "stop at this virtual time, in seconds"),
-)
+def flags_of(model: type[BaseModel], prefix: str) -> Iterator[SpecFlag]:
+    """Yield a flag for every field of a model, and of those within it, that is marked with `Flag`."""
+    from vllm_ext.simulation.flag import Flag
+
+    for name, field in model.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from flags_of(cast("type[BaseModel]", field.annotation), f"{prefix}{name}.")
+        for flag in (mark for mark in field.metadata if isinstance(mark, Flag)):
+            kind, choices = _kind(field.annotation)
+            default = "" if field.default is None or kind is bool else f" (default: {field.default})"
+            yield SpecFlag(
+                names=tuple(flag.names.split()) or (f"--{name.replace('_', '-')}",),
+                path=f"{prefix}{name}",
+                type=kind,
+                metavar=choices or ("N" if kind is int else "X" if kind is float else "NAME"),
+                help=(_first_sentence(field.description or "") + default).replace("%", "%%"),
+            )
+
+
+def _kind(annotation: Any) -> tuple[Callable[[str], Any], str]:
+    """The type of a value that is not None, and the allowed texts if there are only some."""
+    inner = next((arg for arg in get_args(annotation) if arg is not NoneType), annotation)
+    if isinstance(inner, str):  # of a Literal
+        return str, f"{{{','.join(get_args(annotation))}}}"
+    return inner, ""
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"\.(?:\s|$)", " ".join(text.replace("``", "").split()), maxsplit=1)[0]
+
+
 _SLO_NAMES = ("ttft", "tbt", "e2e")
 
 
@@ -131,16 +124,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
     )
     general.add_argument(
+        POLICY,
+        "--ext-policy",
+        action="append",
+        default=[],
+        metavar="FILE.py:CLASS",
+        help="a policy of your own, which takes its axis of every system but vLLM alone; repeatable",
+    )
+    general.add_argument(
         "--slo",
         metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
     )
-    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(flag.group for flag in FLAGS)}
-    for flag in FLAGS:
-        options: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
-        if flag.type is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        groups[flag.group].add_argument(*flag.names, dest=flag.dest, default=None, help=flag.help, **options)
+    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(flag.group for flag in flags())}
+    for flag in flags():
+        add_flag(groups[flag.group], flag)
+
+
+def add_flag(group: argparse._ArgumentGroup, flag: SpecFlag) -> None:
+    """Add a flag; None stands for one that is not given."""
+    options: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
+    if flag.type is bool:
+        options = {"action": argparse.BooleanOptionalAction}
+    group.add_argument(*flag.names, dest=flag.dest, default=None, help=flag.help, **options)
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: ``--set`` or ``--slo`` cannot be read, or a field is set twice.
     """
-    values = {flag.path: value for flag in FLAGS if (value := getattr(args, flag.dest)) is not None}
+    values = {flag.path: value for flag in flags() if (value := getattr(args, flag.dest)) is not None}
     if "cost.file" in values:
         values.setdefault("cost.kind", "fitted")
     if args.slo is not None:
@@ -161,6 +167,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         if path in values:
             raise UsageError(f"--set {text}: {path} is set by another flag already")
         values[path] = json_or_text(value)
+    if args.policy:  # after --set, which may bring other options
+        values["engine.options.policies"] = args.policy
     return values
 
 
@@ -215,8 +223,12 @@ def json_or_text(text: str) -> Any:
 
 def complain(prog: str, error: Exception) -> int:
     """Print one line, with the flag that sets the field in question, and return the exit status."""
-    flags = {flag.path: flag.names[0] for flag in FLAGS} | {"engine.system": SYSTEMS, "workload.tiers": "--slo"}
-    flag = flags.get(getattr(error, "field", ""))
+    named = {flag.path: flag.names[0] for flag in flags()} | {
+        "engine.system": SYSTEMS,
+        "workload.tiers": "--slo",
+        "engine.options.policies": POLICY,
+    }
+    flag = named.get(getattr(error, "field", ""))
     text = " ".join(str(error).split())
     print(f"{prog}: {f'{flag}: ' if flag else ''}{text}", file=sys.stderr)
     return 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.observability import json_output
 
 if TYPE_CHECKING:
+    from vllm_ext.observability.count_progress import CountProgress
     from vllm_ext.observability.results import Result
     from vllm_ext.simulation.constraint import Constraint
     from vllm_ext.simulation.requests import Workload as Described
@@ -21,14 +21,11 @@ if TYPE_CHECKING:
     from vllm_ext.simulation.sweep.driver import Ran, Searched
     from vllm_ext.simulation.sweep.grid import SweepSpec
     from vllm_ext.simulation.sweep.pools import Pool
-    from vllm_ext.simulation.sweep.store import Outcome, PointStore
+    from vllm_ext.simulation.sweep.store import Outcome
 
 PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
 """In the sweep's folder: what is swept, so that ``--dir`` alone goes on with it."""
-_CAPACITY_FLAGS = {"start_rate": "start_per_s", "min_rate": "min_per_s", "max_rate": "max_per_s", "growth": "growth",
-                   "tolerance": "tolerance", "probes": "probes"}  # fmt: skip
-_LINE_EVERY_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
             print(sweep.model_dump_json(indent=1, exclude_unset=True))
             return 0
         return _run(args, sweep)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_store_error(error):
-            raise
+    except (ValueError, OSError, ImportError) as error:
         return spec_flags.complain(PROG, error)
     except KeyboardInterrupt:
         print(f"\n{PROG}: interrupted; {_again(args.dir)}", file=sys.stderr)
@@ -51,19 +46,19 @@ def main(argv: Sequence[str]) -> int:
 
 def make_pool(args: argparse.Namespace) -> Pool:
     """Return the pool that the flags ask for."""
-    from vllm_ext.simulation.sweep import pools
-    from vllm_ext.simulation.sweep.evaluate import simulate_point
-
     if args.ray is not None:
         from vllm_ext.cluster.ray_pool import RayPool
+        from vllm_ext.simulation.sweep.evaluate import simulate_point
 
         return RayPool(simulate_point, address=args.ray, jobs=args.jobs)
-    jobs = 1 if args.jobs is None else args.jobs
-    return pools.InProcessPool(simulate_point) if jobs == 1 else pools.ProcessPool(simulate_point, jobs)
+    from vllm_ext.simulation.sweep.pools import local_pool
+
+    return local_pool(1 if args.jobs is None else args.jobs)
 
 
 def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
     from vllm_ext.observability import results
+    from vllm_ext.observability.count_progress import CountProgress
     from vllm_ext.observability.files import replaced
     from vllm_ext.simulation.constraint import Constraint
     from vllm_ext.simulation.sweep import driver, summary
@@ -74,13 +69,15 @@ def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
     num_points = len(expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
     workload = simulate.describe(sweep.base)
     store = PointStore(args.dir)
-    with store.locked():
+    with store.locked(), store:
         with replaced(args.dir / DESCRIPTION) as file:
             file.write(sweep.model_dump_json(indent=1, exclude_unset=True).encode() + b"\n")
-        progress = _PointProgress(_expected_runs(sweep, num_points), quiet=args.quiet)
+        expected = _expected_runs(sweep, num_points)
+        progress = CountProgress(expected, label="sweep", unit="run", quiet=args.quiet)
         with make_pool(args) as pool, progress:
+            counts = _Counts(expected, progress)
             run = driver.run_grid if sweep.capacity is None else driver.run_capacity
-            outcomes: Any = run(sweep, pool, store, progress.update)
+            outcomes: Any = run(sweep, store, pool, counts.update)
         is_grid = sweep.capacity is None
         rows = summary.grid_rows(outcomes, constraints) if is_grid else summary.capacity_rows(outcomes)
         summary.write_csv(rows, args.dir / "summary.csv")
@@ -89,8 +86,8 @@ def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
         tables = [] if args.quiet else [summary.table(rows)]
         results.emit(result, tables, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
-        print(f"{progress.computed} runs computed, {progress.reused} found in {args.dir}", file=sys.stderr)
-    return _report_failures(args.dir, outcomes, store)
+        print(f"{counts.computed} runs computed, {counts.reused} found in {args.dir}", file=sys.stderr)
+    return _report_failures(args.dir, outcomes)
 
 
 def _plot(
@@ -140,10 +137,8 @@ def _result(
     )
 
 
-def _report_failures(folder: Path, outcomes: Sequence[Ran] | Sequence[Searched], store: PointStore) -> int:
-    """Say what failed and what was damaged; return the exit status."""
-    for path in store.damaged:
-        print(f"{PROG}: a damaged point was set aside as {path} and computed again", file=sys.stderr)
+def _report_failures(folder: Path, outcomes: Sequence[Ran] | Sequence[Searched]) -> int:
+    """Say what failed; return the exit status."""
     errors = [(one.point.values, error) for one in outcomes if (error := _error(one)) is not None]
     for values, error in errors:
         print(f"{PROG}: failed: {dict(values)}: {' '.join(error.split())}", file=sys.stderr)
@@ -168,47 +163,18 @@ def _expected_runs(sweep: SweepSpec, num_points: int) -> int:
     return num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
 
 
-def _is_store_error(error: RuntimeError) -> bool:
-    from vllm_ext.simulation.sweep.store import StoreError
+class _Counts:
+    """Runs computed and found, told to a progress line; what was there already does not count for the time left."""
 
-    return isinstance(error, StoreError)
-
-
-class _PointProgress:
-    """Points done and the time that is left, on stderr: a bar on a terminal, a line every 30 s elsewhere."""
-
-    def __init__(self, total: int, *, quiet: bool) -> None:
+    def __init__(self, expected: int, progress: CountProgress) -> None:
         self.computed = self.reused = 0
-        self._total = total
-        self._quiet = quiet
-        self._bar: Any = None
-        self._started_s = self._told_s = time.monotonic()
-
-    def __enter__(self) -> Self:
-        if not self._quiet and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return self
-            self._bar = tqdm(total=self._total, desc="sweep", unit="run", file=sys.stderr, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._expected = expected
+        self._progress = progress
 
     def update(self, spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:  # noqa: ARG002 - what a sweep tells
-        """Note an outcome; what was there already does not count for the time that is left."""
         self.reused += reused
         self.computed += not reused
-        left = max(self._total - self.reused, self.computed)
-        if self._bar is not None:
-            self._bar.total = left
-            self._bar.update(not reused)
-        elif not self._quiet and (now_s := time.monotonic()) - self._told_s >= _LINE_EVERY_S and self.computed:
-            self._told_s = now_s
-            eta_s = (now_s - self._started_s) * (left - self.computed) / self.computed
-            print(f"sweep: {self.computed} of {left} runs, about {eta_s:.0f} s left", file=sys.stderr, flush=True)
+        self._progress.update(self.computed, total=self._expected - self.reused)
 
 
 def _sweep(args: argparse.Namespace) -> SweepSpec:
@@ -257,12 +223,18 @@ def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 def _capacity(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
     """The capacity search of the flags over that of the file."""
-    found = {field: value for flag, field in _CAPACITY_FLAGS.items() if (value := getattr(args, flag)) is not None}
+    given = [(flag, value) for flag in _capacity_flags() if (value := getattr(args, flag.dest)) is not None]
+    found = {flag.path: value for flag, value in given}
     before = data.get("capacity")
     if found and not args.capacity and before is None:
-        flag = next(flag for flag, field in _CAPACITY_FLAGS.items() if field in found)
-        raise UsageError(f"--{flag.replace('_', '-')}: needs --capacity")
+        raise UsageError(f"{given[0][0].names[0]}: needs --capacity")
     return {"capacity": {**(before or {}), **found}} if args.capacity or before is not None else {}
+
+
+def _capacity_flags() -> list[spec_flags.SpecFlag]:
+    from vllm_ext.simulation.sweep.capacity import CapacitySpec
+
+    return list(spec_flags.flags_of(CapacitySpec, ""))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,12 +253,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     search = parser.add_argument_group("capacity: the highest rate at which all constraints hold")
     search.add_argument("--capacity", action="store_true", help="search it for every combination")
-    search.add_argument("--start-rate", type=float, metavar="R", help="rate tried first (default: --rate)")
-    search.add_argument("--min-rate", type=float, metavar="R", help="lowest rate tried (default: 0.01)")
-    search.add_argument("--max-rate", type=float, metavar="R", help="highest rate tried (default: 1000)")
-    search.add_argument("--growth", type=float, metavar="X", help="factor between rates until one fails (default: 2)")
-    search.add_argument("--tolerance", type=float, metavar="X", help="relative width of the bracket (default: 0.05)")
-    search.add_argument("--probes", type=int, metavar="N", help="rates tried above the bracket (default: 0)")
+    for flag in _capacity_flags():
+        spec_flags.add_flag(search, flag)
     where = parser.add_argument_group("where it runs, and what is written")
     where.add_argument(
         "--dir", type=Path, required=True, help="folder of the runs, summary.csv, summary.json, plot.png"

@@ -30,7 +30,7 @@ class CountProgress:
         """Start.
 
         Args:
-            total: Parts there are at most, at least 1.
+            total: Parts there are, as far as is known; at least 1.
             label: What is done, in front of the bar.
             unit: What a part is called, in the singular.
             quiet: Print nothing at all.
@@ -55,9 +55,11 @@ class CountProgress:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, done: int, note: str = "") -> None:
-        """Note how many parts are done in all, and something to print beside them."""
+    def update(self, done: int, note: str = "", *, total: int | None = None) -> None:
+        """Note how many parts are done in all, something to print beside them, and how many there turn out to be."""
+        self._total = max(self._total if total is None else total, done)
         if self._bar is not None:
+            self._bar.total = self._total
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(done - self._bar.n)
             return

@@ -20,8 +20,6 @@ from vllm_ext.observability.plot_style import RC, Style, styles
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from vllm_ext.simulation.run_data import RunData
-
 _SUFFIXES = {".png": "png", ".svg": "svg"}
 _METADATA: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 _BAR, _LETTER = 0.55, 0.085
@@ -213,29 +211,6 @@ def memory_per_system(
     """Draw mean and highest share of the KV cache in use, as fractions, per system; raises as `bars`."""
     percent = {"mean": [100 * value for value in mean], "highest": [100 * value for value in highest]}
     bars(systems, percent, path, ylabel="KV cache used (%)", title=title)
-
-
-def state_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Return panels of KV cache use, running and waiting requests of simulated runs, for `over_time`."""
-    wanted = (
-        ("KV cache used (%)", "kv_used_fraction", 100.0),
-        ("running (requests)", "running", 1.0),
-        ("waiting (requests)", "waiting", 1.0),
-    )
-    return [
-        Panel(
-            ylabel=ylabel,
-            series=[
-                Series(
-                    label=run.label,
-                    x=run.series.column("time_s").tolist(),
-                    y=(run.series.column(column) * scale).tolist(),
-                )
-                for run in runs
-            ],
-        )
-        for ylabel, column, scale in wanted
-    ]
 
 
 def _number(value: float) -> str:

@@ -18,14 +18,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext import datasets
+from vllm_ext.datasets.rows import Dataset, DatasetError, WorkloadRow
 from vllm_ext.prediction import decoder_file, store_files
 from vllm_ext.prediction.decoder import Decoder
 from vllm_ext.prediction.folder import DECODER, STORE
 from vllm_ext.prediction.prompt_text import PromptText
 from vllm_ext.prediction.store_rows import Entries
 from vllm_ext.prediction.vector_store import VectorStore
-from vllm_ext.simulation import datasets
-from vllm_ext.simulation.workload_rows import Dataset, DatasetError, WorkloadRow
 
 OF_DATASET = "tokens as the dataset states them"
 """What lengths are counted in where a row says how many tokens it had."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Found, search
-from vllm_ext.simulation.sweep.driver import OnPoint, Plan, drive
+from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 Metrics = Mapping[str, float]
 
 
@@ -47,7 +48,7 @@ class Bench:
         quick: Whether short traces are asked for.
         seed: Of every random generator.
         pool: Where simulations run; entered by the caller.
-        store: Where their metrics are kept.
+        store: Where their metrics are kept; opened by the caller.
         on_point: Told of every simulation.
     """
 
@@ -64,10 +65,9 @@ class Bench:
         """Simulate, and return the metrics under the same keys.
 
         Raises:
-            RunFailed: a simulation raised; the message names it.
+            RunFailed: simulations raised, which the message names; the others have run and are kept.
         """
-        ran = self._drive([_one(spec, str(key)) for key, spec in specs.items()])
-        return dict(zip(specs, ran, strict=True))
+        return self._all({key: _one(spec, str(key)) for key, spec in specs.items()})
 
     def crossings(
         self,
@@ -90,24 +90,19 @@ class Bench:
             max_per_s: A limit met even at this rate is an error.
 
         Raises:
-            RunFailed: a simulation raised, or no rate within the bounds crosses the limit.
+            RunFailed: a simulation raised, or no rate within the bounds crosses the limit; the others have run.
         """
-        plans = [
-            _cross(
-                make,
-                limit,
-                CapacitySpec(
-                    start_per_s=start_per_s[key],
-                    min_per_s=min_per_s,
-                    max_per_s=max_per_s,
-                    growth=1.6,
-                    tolerance=tolerance,
-                ),
-                str(key),
+        plans = {}
+        for key, make in specs.items():
+            settings = CapacitySpec(
+                start_per_s=start_per_s[key],
+                min_per_s=min_per_s,
+                max_per_s=max_per_s,
+                growth=1.6,
+                tolerance=tolerance,
             )
-            for key, make in specs.items()
-        ]
-        return dict(zip(specs, self._drive(plans), strict=True))
+            plans[key] = _cross(make, limit, settings, str(key))
+        return self._all(plans)
 
     def run(self, spec: SimulationSpec) -> RunData:
         """Simulate in this process and return all data; not kept on disk."""
@@ -115,8 +110,19 @@ class Bench:
 
         return simulate(spec)
 
-    def _drive(self, plans: Sequence[Plan[K]]) -> list[K]:
-        return drive(plans, self._pool, self._store, self._on_point)
+    def _all(self, plans: Mapping[K, Plan[T]]) -> dict[K, T]:
+        """Run plans to their ends, also those beside one that failed; what failed is raised then."""
+        ended = run_plans([_to_the_end(plan) for plan in plans.values()], self._store, self._pool, self._on_point)
+        if failed := [str(one) for one in ended if isinstance(one, RunFailed)]:
+            raise RunFailed("; ".join(failed))
+        return {key: one for key, one in zip(plans, ended, strict=True) if not isinstance(one, RunFailed)}
+
+
+def _to_the_end(plan: Plan[T]) -> Plan[T | RunFailed]:
+    try:
+        return (yield from plan)
+    except RunFailed as failed:
+        return failed
 
 
 def _one(spec: SimulationSpec, name: str) -> Plan[Metrics]:

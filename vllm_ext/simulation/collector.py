@@ -73,6 +73,9 @@ class Collector:
         if record.backlog:
             block_size = scheduler.block_size
             self.backlog = Backlog((self._pool.num_gpu_blocks - 1) * block_size, block_size)
+        self._token_budget = scheduler.max_num_scheduled_tokens
+        self.contended_steps = 0
+        """Steps that left somebody waiting, or used up the token budget: the order of requests mattered."""
         self.steps = self.empty_steps = self.prefill_tokens = self.decode_tokens = self.preemptions = 0
         self.device_busy_s = self.running_area = self.waiting_area = self.kv_area = 0.0
         self.max_kv_used = 0.0
@@ -123,6 +126,8 @@ class Collector:
                     self._starts(req_id, now_s, 0)
         self.prefill_tokens += shape.num_prefill_tokens
         self.decode_tokens += shape.num_decodes
+        full = shape.num_prefill_tokens + shape.num_decodes >= self._token_budget
+        self.contended_steps += bool(full or self._queues[0] or self._queues[1])
         if self.backlog is not None and shape.num_requests and (self._queues[0] or self._queues[1]):
             self.backlog.step(self._pool.get_usage(), shape.num_decodes, self._running_lengths())
 

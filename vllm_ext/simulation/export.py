@@ -1,4 +1,4 @@
-"""Tables of a run for other tools: a row per request, and the time series, as CSV or Parquet.
+"""Tables of a run for other tools: a row per request, and the time series, as CSV or Parquet; and panels to draw.
 
 The suffix chooses the format: ``.csv``, ``.csv.gz`` or ``.parquet``. Rows are converted in blocks, so that memory does
 not grow with their number. What is not known (the first token of an aborted request) is empty in CSV, null in Parquet.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from vllm_ext.observability import plots
 from vllm_ext.observability.files import packed, replaced
 from vllm_ext.simulation.metrics import met_objectives
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, SERIES, TEXT_COLUMNS, RunData
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _ROWS = 16_384
 _SUFFIXES = (".csv", ".csv.gz", ".parquet")
@@ -54,6 +58,32 @@ def export_series(run: RunData, path: Path) -> None:
     Columns are those of `TimeSeries`, in requests, fractions and bytes; the last five count from the start of the run.
     """
     _write(_SERIES, _series_blocks(run), path)
+
+
+def requests_frame(run: RunData) -> pd.DataFrame:
+    """Return what `export_requests` writes as a DataFrame.
+
+    Raises:
+        ImportError: pandas is missing.
+    """
+    blocks = list(_request_blocks(run))
+    columns = {name: [value for block in blocks for value in block[name]] for name in _REQUESTS}
+    return _pandas().DataFrame(columns)
+
+
+def steps_frame(run: RunData) -> pd.DataFrame:
+    """Return the steps that a run kept as a DataFrame, a row each; ``preempted`` is how many lost their seats.
+
+    Raises:
+        ImportError: pandas is missing.
+        ValueError: the run kept no events.
+    """
+    if run.events is None:
+        raise ValueError(f"events of {run.label}: the run kept none; set record.events to the number to keep")
+    names = ("start_s", "end_s", "num_requests", "prefill_tokens", "decode_tokens")
+    steps = run.events.steps
+    columns = {name: [getattr(step, name) for step in steps] for name in names}
+    return _pandas().DataFrame({**columns, "preempted": [len(step.preempted) for step in steps]})
 
 
 def _request_blocks(run: RunData) -> Iterator[Block]:
@@ -114,6 +144,14 @@ def _write_parquet(columns: Mapping[str, str], blocks: Iterator[Block], file: Bi
             writer.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
 
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError("DataFrames need pandas: pip install 'vllm-ext[bench]'") from error
+    return pandas
+
+
 def _pyarrow() -> tuple[Any, Any]:
     try:
         import pyarrow
@@ -121,3 +159,26 @@ def _pyarrow() -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError("Parquet needs pyarrow: pip install 'vllm-ext[bench]', or write .csv.gz instead") from error
     return pyarrow, parquet
+
+
+def state_panels(runs: Sequence[RunData]) -> list[plots.Panel]:
+    """Return panels of KV cache use, running and waiting requests of simulated runs, for `over_time`."""
+    wanted = (
+        ("KV cache used (%)", "kv_used_fraction", 100.0),
+        ("running (requests)", "running", 1.0),
+        ("waiting (requests)", "waiting", 1.0),
+    )
+    return [
+        plots.Panel(
+            ylabel=ylabel,
+            series=[
+                plots.Series(
+                    label=run.label,
+                    x=run.series.column("time_s").tolist(),
+                    y=(run.series.column(column) * scale).tolist(),
+                )
+                for run in runs
+            ],
+        )
+        for ylabel, column, scale in wanted
+    ]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_ext import config, systems
+from vllm_ext.policies.budget.static import StaticBudget
+from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep.grid import RATE, SYSTEM
+from vllm_ext.simulation.sweep.paths import UPSTREAM, checked, with_values
+from vllm_ext.simulation.sweep.points import Plan, run_plans
+from vllm_ext.simulation.sweep.pools import Pool
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
+from vllm_ext.systems_own import split
 
 BASELINE = "vLLM default"
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
@@ -24,7 +34,7 @@ class Candidate:
     system: str
     """What the simulator calls it: ``upstream-fcfs`` or a row of the systems table."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Engine settings that differ from the defaults, by field of `EngineSpec`."""
+    """Engine settings that differ from the defaults, by path within `EngineSpec`."""
     flags: tuple[str, ...] = ()
     """Flags of ``vllm serve`` that bring it about."""
     note: str = ""
@@ -49,7 +59,7 @@ CANDIDATES = (
     Candidate(
         name="alise, no preemption",
         system="alise",
-        engine={"options": {"admission": {"preempt": False}}},
+        engine={"options.admission.preempt": False},
         flags=("--scheduler-cls", "alise", "--no-ext-preemption"),
         note="as alise, but running requests keep their seats",
     ),
@@ -63,6 +73,98 @@ CANDIDATES = (
         )
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A candidate at a load."""
+
+    candidate: Candidate
+    load: float
+    outcome: Outcome
+    skipped: bool = False
+    """Whether it was not run, as the outcome is that of vLLM's defaults: nobody waited, so no order mattered."""
+
+
+def with_own_policies(base: SimulationSpec) -> tuple[SimulationSpec, tuple[Candidate, ...]]:
+    """Return a run without the user's own policies, and all candidates: they make one, in the row of defaults."""
+    options = dict(base.engine.options)
+    named = options.pop("policies", None)
+    if not named:
+        return base, CANDIDATES
+    own = Candidate(
+        name=" and ".join(split(text)[1] for text in named),
+        system="fcfs",
+        engine={"options.policies": named},
+        flags=("--policy", ",".join(named)),
+    )
+    engine = base.engine.model_copy(update={"options": options})
+    return base.model_copy(update={"engine": engine}), (*CANDIDATES, own)
+
+
+def compare(
+    base: SimulationSpec,
+    own_rate: float,
+    candidates: Sequence[Candidate],
+    loads: Sequence[float],
+    store: PointStore,
+    pool: Pool,
+    on_row: Callable[[Row], None],
+) -> list[Row]:
+    """Run every candidate at every load, the trace's own load and vLLM's defaults first.
+
+    Args:
+        base: The run at the trace's own load.
+        own_rate: That load, in requests/s.
+        candidates: One of them is called `BASELINE`.
+        loads: Multiples of ``own_rate``.
+        store: Where finished runs are kept; opened.
+        pool: Where they run; entered.
+        on_row: Told of every row as it comes.
+
+    Raises:
+        SpecError: a candidate is not allowed with these settings; nothing was run.
+    """
+
+    def row(candidate: Candidate, load: float, own: SimulationSpec, default: SimulationSpec) -> Plan[Row]:
+        if own != default and only_orders(own):
+            outcome = yield default
+            if outcome.metrics is not None and not outcome.metrics["contended_steps"]:
+                return told(Row(candidate=candidate, load=load, outcome=outcome, skipped=True))
+        return told(Row(candidate=candidate, load=load, outcome=(yield own)))
+
+    def told(made: Row) -> Row:
+        on_row(made)
+        return made
+
+    baseline = next(c for c in candidates if c.name == BASELINE)
+    others = [c for c in candidates if c is not baseline]
+    plans = []
+    for load in sorted(loads, key=lambda load: (load != own_load(loads), load)):
+        default, *rest = (_at(base, candidate, load * own_rate) for candidate in (baseline, *others))
+        plans.append(row(baseline, load, default, default))
+        plans.extend(row(candidate, load, own, default) for candidate, own in zip(others, rest, strict=True))
+    return run_plans(plans, store, pool)
+
+
+def own_load(loads: Sequence[float]) -> float:
+    """Return the load that is nearest to the trace's own."""
+    return min(loads, key=lambda load: abs(load - 1.0))
+
+
+def only_orders(spec: SimulationSpec) -> bool:
+    """Whether a system does as vLLM where nobody waits: it has vLLM's token budget, no gates and no KV tier."""
+    engine = spec.engine
+    if engine.system in UPSTREAM or "kv_tier" in engine.options:
+        return False
+    policies = systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+    return type(policies.budget) is StaticBudget and not policies.gates
+
+
+def _at(base: SimulationSpec, candidate: Candidate, rate_per_s: float) -> SimulationSpec:
+    changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: rate_per_s}
+    changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
+    return checked(with_values(base, changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +234,7 @@ def decide(
         for load in loads
     }
     carried = {c.name: _carried_load(table, c.name, loads, objective) for c in candidates} if objective.with_slo else {}
-    own = min(loads, key=lambda load: abs(load - 1.0))
+    own = own_load(loads)
     eligible = [c for c in candidates if gains[c.name, own] >= -WORTHWHILE]
 
     def score(candidate: Candidate) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from vllm_ext.simulation import harness
 from vllm_ext.simulation.engine_loop import Decision
 from vllm_ext.simulation.recording import RecordingError, Run
 from vllm_ext.simulation.recording_lines import Add, EngineSettings, Finish, OtherCall, Step, Update
+from vllm_ext.simulation.steered import steered
 
 END_TOKEN_ID = -1
 _BY_ITSELF = {"stop", "repetition"}
@@ -139,8 +140,9 @@ def build_scheduler(recorded: EngineSettings) -> Scheduler:
                 f"settings.{name}={want!r}: the rebuilt scheduler has {got!r}, so it would decide otherwise"
             )
     if recorded.runtime_coefficients is not None:
-        ours: Any = scheduler
         pivot = None if recorded.runtime_pivot is None else Pivot(*recorded.runtime_pivot)
+        if (ours := steered(scheduler)) is None:
+            raise ReplayError("settings.runtime_coefficients: must be left out for vLLM alone, which has no such model")
         ours.observer.start_from(RuntimeModel(recorded.runtime_coefficients, pivot))
     return scheduler
 
@@ -159,11 +161,10 @@ class _Replayer:
         self._run = run
         self._scheduler = build_scheduler(run.header.settings)
         self._clock = PlaybackClock()
-        if hasattr(self._scheduler, "clock"):
-            self._scheduler.clock = self._clock
-            self._has_clock = True
-        else:
-            self._has_clock = False
+        ours = steered(self._scheduler)
+        self._has_clock = ours is not None
+        if ours is not None:
+            ours.clock = self._clock
         recorded = run.header.settings
         self._hasher = harness.block_hasher(recorded.block_size) if recorded.prefix_caching else None
         self._in_flight: dict[int, SchedulerOutput] = {}

@@ -17,7 +17,6 @@ from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.engine_loop import Decision
@@ -26,7 +25,8 @@ from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
+from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.tier import build_tier
 from vllm_ext.simulation.tier_options import connector_options
@@ -49,7 +49,7 @@ def simulate(spec: SimulationSpec, *, progress: Progress | None = None) -> RunDa
         ValueError: (ConfigError included) the description asks for what can't be; the message names field and value.
         Stalled: the scheduler stopped scheduling with requests left.
     """
-    num_blocks = spec.engine.num_blocks or num_kv_blocks(spec.hardware, spec.engine.block_size)
+    num_blocks = engine_blocks(spec)
     return simulate_parts(
         spec,
         workload=build_workload(spec.workload),
@@ -183,8 +183,9 @@ def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel
     if (named := engine.options.get("profile")) is not None:
         raise ValueError(f"profiled=True: must be left out, or options.profile={named!r}; a model starts from one")
     limits = Limits(engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
-    steered: Any = scheduler
-    steered.observer.start_from(runtime_model(cost, limits))
+    ours = steered(scheduler)
+    assert ours is not None
+    ours.observer.start_from(runtime_model(cost, limits))
 
 
 def reads_truth(engine: EngineSpec) -> bool:
@@ -200,6 +201,7 @@ def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collecto
     found = {
         "steps": collector.steps,
         "empty_steps": collector.empty_steps,
+        "contended_steps": collector.contended_steps,
         "prefill_tokens": collector.prefill_tokens,
         "decode_tokens": collector.decode_tokens,
         "preemptions": collector.preemptions,
@@ -217,10 +219,10 @@ def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collecto
         found.update(collector.backlog.counters())
     if collector.tier is not None:
         found.update(collector.tier.counters(duration_s))
-    observer = getattr(scheduler, "observer", None)
-    if observer is not None:
-        found["policy_fallbacks"] = observer.counters.fallbacks
-        found["demotions"] = observer.counters.demotions
+    ours = steered(scheduler)
+    if ours is not None:
+        found["policy_fallbacks"] = ours.observer.counters.fallbacks
+        found["demotions"] = ours.observer.counters.demotions
     return {name: float(value) for name, value in found.items()}
 
 

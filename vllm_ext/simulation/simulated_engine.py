@@ -31,6 +31,7 @@ from vllm_ext.simulation.engine_loop import Decision, Stalled
 from vllm_ext.simulation.events import EventKind, EventQueue
 from vllm_ext.simulation.request_factory import RequestFactory, TooLong
 from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.token_runner import TokenRunner, output_ids
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -100,9 +101,10 @@ class SimulatedEngine:
         self._empty_in_a_row = 0
         self._arrivals: Iterator[SimRequest] = iter(())
         self._last_arrival_s = 0.0
-        self._predictions: Any = getattr(scheduler, "ledger", None)
-        if hasattr(scheduler, "clock"):
-            scheduler.clock = self.clock
+        ours = steered(scheduler)
+        self._predictions: Any = None if ours is None else ours.ledger
+        if ours is not None:
+            ours.clock = self.clock
         if tier is not None:
             tier.use_clock(self.clock)
         _report_preemptions(scheduler, collector, self.clock)

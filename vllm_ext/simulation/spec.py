@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
@@ -31,24 +33,31 @@ class KvOffloadSpec(BaseModel):
 class EngineSpec(BaseModel):
     """The engine's settings, named and defaulted as by vLLM 0.32 for online serving on a GPU."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     system: str = "fcfs"
     """``upstream-fcfs`` or ``upstream-priority`` for vLLM alone, or what ``--scheduler-cls`` takes."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of vllm_ext, as under ``additional_config["vllm_ext"]``."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    max_num_batched_tokens: int = Field(default=2048, ge=1)
-    max_model_len: int = Field(default=2048, ge=2)
-    block_size: int = Field(default=16, ge=1)
-    num_blocks: int | None = Field(default=None, ge=2)
-    """KV blocks; None: what the hardware's memory holds beside the weights."""
-    prefix_caching: bool = True
-    async_scheduling: bool = True
-    watermark: float = Field(default=0.0, ge=0.0, lt=1.0)
+    max_num_seqs: Annotated[int, Flag()] = Field(default=256, ge=1)
+    """Requests running at once."""
+    max_num_batched_tokens: Annotated[int, Flag()] = Field(default=2048, ge=1)
+    """Tokens computed per step."""
+    max_model_len: Annotated[int, Flag()] = Field(default=2048, ge=2)
+    """Longest sequence, in tokens."""
+    block_size: Annotated[int, Flag()] = Field(default=16, ge=1)
+    """Tokens per KV block."""
+    num_blocks: Annotated[int | None, Flag("--num-blocks --num-gpu-blocks-override")] = Field(default=None, ge=2)
+    """KV blocks; None: what the hardware's memory holds beside weights and activations."""
+    prefix_caching: Annotated[bool, Flag()] = True
+    """Reuse the KV of equal prefixes."""
+    async_scheduling: Annotated[bool, Flag()] = True
+    """Schedule a step while one is computed."""
+    watermark: Annotated[float, Flag()] = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of the KV blocks that is kept free when requests are admitted."""
     kv_offload: KvOffloadSpec | None = None
     """Copy KV to host memory and load it from there; None: KV that leaves the device is computed again."""
-    profiled: bool = False
+    profiled: Annotated[bool, Flag()] = False
     """The runtime model of our systems starts from a profile of the simulated hardware, as after ``vllm-ext profile``;
     False: from its defaults, or the ``profile`` of ``options``. vLLM alone has no runtime model: nothing changes."""
 
@@ -71,19 +80,36 @@ class RecordSpec(BaseModel):
 class SimulationSpec(BaseModel):
     """One run: who asks for what, what serves it, and on which hardware."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     engine: EngineSpec = EngineSpec()
     hardware: HardwareSpec = HardwareSpec()
     cost: CostSpec = CostSpec()
     workload: WorkloadSpec = WorkloadSpec()
     record: RecordSpec = RecordSpec()
-    max_time_s: float | None = Field(default=None, gt=0)
-    """Stop at this virtual time; requests that have not ended by then are counted as unfinished."""
-    exact: bool = False
-    """Tell vLLM's scheduler of every request in every step. The results are the same to the last digit, and later."""
+    max_time_s: Annotated[float | None, Flag("--max-time")] = Field(default=None, gt=0)
+    """Stop at this virtual time, in seconds; requests that have not ended by then are counted as unfinished."""
+    exact: Annotated[bool, Flag()] = False
+    """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
+    Where there is a KV connector it always is."""
 
     def digest(self) -> str:
         """Return a checksum of the whole description; equal runs have equal digests."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)  # options in any order are the same options
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def engine_blocks(spec: SimulationSpec) -> int:
+    """Return the KV blocks of an engine: those it is given, else what the memory holds beside weights and activations.
+
+    Raises:
+        OSError: the model's configuration can't be read.
+        ValueError: not one block fits.
+    """
+    engine = spec.engine
+    return engine.num_blocks or num_kv_blocks(
+        spec.hardware,
+        engine.block_size,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+    )

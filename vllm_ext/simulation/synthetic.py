@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_ext.datasets.rows import Dataset, WorkloadRow
 from vllm_ext.simulation.length_shapes import (
     AtMost,
     FixedLength,
@@ -22,7 +23,6 @@ from vllm_ext.simulation.length_shapes import (
     UniformLengths,
     with_mean,
 )
-from vllm_ext.simulation.workload_rows import Dataset, WorkloadRow
 
 _K = 1024
 _SHAREGPT_PROMPT_SPREAD, _SHAREGPT_OUTPUT_SPREAD = 155 / 17, 485 / 232

@@ -26,6 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
+from vllm_ext.kv.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.build import build_link
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
@@ -102,7 +103,7 @@ class Tier:
     def use_clock(self, clock: Callable[[], float]) -> None:
         """Let the eviction policy read the time there, in seconds, if it reads any."""
         policy = self._manager._policy
-        if hasattr(policy, "clock"):
+        if isinstance(policy, RetentionCachePolicy):
             policy.clock = clock
 
     # --- the model runner's calls -----------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.datasets.rows import DatasetError
 from vllm_ext.prediction.evaluation import rows
 from vllm_ext.prediction.evaluation.rows import EvaluationError, LocalTokenizer
-from vllm_ext.simulation.workload_rows import DatasetError
 
 WORDS = LocalTokenizer("words", lambda text: len(text.split()))
 

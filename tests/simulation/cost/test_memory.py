@@ -6,13 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.cost.memory import activation_bytes, num_kv_blocks
+from vllm_ext.simulation.cost import memory
+from vllm_ext.simulation.cost.memory import activation_bytes
 from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
 
 
 def hardware(model: str = "opt-13b", device: str = "a100-40", split: int = 1, **more: object) -> HardwareSpec:
     return HardwareSpec.model_validate({"model": model, "device": device, "tensor_parallel": split, **more})
+
+
+def num_kv_blocks(spec: HardwareSpec, block_size: int, *, tokens: int = 2048, seats: int = 256) -> int:
+    return memory.num_kv_blocks(spec, block_size, max_num_batched_tokens=tokens, max_num_seqs=seats)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +86,19 @@ def test_quantised_weights_leave_more_blocks() -> None:
 
 
 def test_larger_steps_leave_fewer_blocks() -> None:
-    assert num_kv_blocks(hardware(), 16, max_num_batched_tokens=8192) < num_kv_blocks(hardware(), 16)
+    assert num_kv_blocks(hardware(), 16, tokens=8192) < num_kv_blocks(hardware(), 16)
     assert activation_bytes(MODELS["opt-13b"], 2048, 512) > activation_bytes(MODELS["opt-13b"], 2048, 256)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_num_batched_tokens": 8192}, {"max_num_batched_tokens": 512}, {"max_num_seqs": 1024}], ids=str
+)
+def test_an_engine_has_the_blocks_that_its_own_limits_leave(limits: dict[str, int]) -> None:
+    engine = EngineSpec(**limits)
+    spec = SimulationSpec(engine=engine, hardware=hardware())
+    expected = num_kv_blocks(hardware(), 16, tokens=engine.max_num_batched_tokens, seats=engine.max_num_seqs)
+    assert engine_blocks(spec) == expected != num_kv_blocks(hardware(), 16)
+    assert engine_blocks(spec.model_copy(update={"engine": EngineSpec(**limits, num_blocks=7)})) == 7
 
 
 @given(st.floats(0.8, 0.99), st.floats(0.0, 0.01), st.sampled_from([1, 8, 16, 32]))

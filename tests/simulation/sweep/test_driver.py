@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from vllm_ext.simulation.sweep import driver
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, Found
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Point, SweepSpec, expand
 from vllm_ext.simulation.sweep.paths import SpecError, with_values
+from vllm_ext.simulation.sweep.points import Plan, run_plans, run_points
 from vllm_ext.simulation.sweep.pools import InProcessPool, Pool, ProcessPool
-from vllm_ext.simulation.sweep.store import Outcome, PointStore
+from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore
 
 RATES = (1.0, 2.0, 3.0, 4.0)
 SWEEP = SweepSpec(axes={SYSTEM: ("fcfs", "alise"), RATE: RATES})
@@ -30,12 +32,12 @@ def swept(folder: Path, evaluate: Evaluate, sweep: SweepSpec = SWEEP) -> tuple[l
         ran.append(spec.workload.rate_per_s)
         return evaluate(spec)
 
-    with InProcessPool(counted) as pool:
-        return driver.run_grid(sweep, pool, PointStore(folder)), ran
+    with InProcessPool(counted) as pool, PointStore(folder) as store:
+        return driver.run_grid(sweep, store, pool), ran
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (folder / "points").iterdir()}
+def content(folder: Path) -> list[tuple[str, ...]]:
+    return sqlite3.connect(folder / NAME).execute("select * from points order by key").fetchall()
 
 
 def latencies(outcomes: list[driver.Ran]) -> list[float | None]:
@@ -49,7 +51,7 @@ def test_outcomes_come_in_the_order_of_the_points(tmp_path: Path, fakes: Any) ->
     assert ran == [*RATES, *RATES]
 
 
-def test_interrupted_sweep_runs_only_what_is_missing_and_ends_with_the_same_bytes(tmp_path: Path, fakes: Any) -> None:
+def test_interrupted_sweep_runs_only_what_is_missing_and_ends_with_the_same_rows(tmp_path: Path, fakes: Any) -> None:
     whole, _ = swept(tmp_path / "whole", fakes.latency)
     with pytest.raises(KeyboardInterrupt):
         swept(tmp_path / "cut", fakes.interrupted_at_three)
@@ -59,18 +61,6 @@ def test_interrupted_sweep_runs_only_what_is_missing_and_ends_with_the_same_byte
     assert resumed == whole
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert swept(tmp_path / "cut", fakes.latency) == (whole, [])
-
-
-def test_damaged_point_alone_is_run_again(tmp_path: Path, fakes: Any) -> None:
-    whole, _ = swept(tmp_path, fakes.latency)
-    before = content(tmp_path)
-    victim = tmp_path / "points" / sorted(before)[3]
-    victim.write_bytes(b'{"format"')
-    again, ran = swept(tmp_path, fakes.latency)
-    assert (again, len(ran)) == (whole, 1)
-    after = content(tmp_path)
-    assert after.pop(f"{victim.name}.damaged") == b'{"format"'
-    assert after == before
 
 
 def test_run_that_raises_is_recorded_and_tried_again_next_time(tmp_path: Path, fakes: Any) -> None:
@@ -98,8 +88,8 @@ def test_progress_is_told_of_every_point_and_whether_it_was_there(tmp_path: Path
         told.append((spec.workload.rate_per_s, reused))
 
     sweep = SweepSpec(axes={RATE: (1.0, 2.0, 3.0)})
-    with InProcessPool(fakes.latency) as pool:
-        driver.run_grid(sweep, pool, PointStore(tmp_path), note)
+    with InProcessPool(fakes.latency) as pool, PointStore(tmp_path) as store:
+        driver.run_grid(sweep, store, pool, note)
     assert told == [(1.0, True), (2.0, True), (3.0, False)]
 
 
@@ -112,8 +102,8 @@ def searched(folder: Path, pool: Pool, **changes: Any) -> list[driver.Searched]:
             **changes,
         }
     )
-    with pool:
-        return driver.run_capacity(sweep, pool, PointStore(folder))
+    with pool, PointStore(folder) as store:
+        return driver.run_capacity(sweep, store, pool)
 
 
 def test_capacity_of_every_system_lies_in_its_bracket(tmp_path: Path, fakes: Any) -> None:
@@ -190,32 +180,32 @@ def test_senseless_search_is_refused(
         searched(tmp_path, InProcessPool(fakes.latency), **changes)
 
 
-def test_processes_give_the_same_files_as_one(tmp_path: Path, fakes: Any) -> None:
+def test_processes_give_the_same_rows_as_one(tmp_path: Path, fakes: Any) -> None:
     whole, _ = swept(tmp_path / "one", fakes.latency)
-    with ProcessPool(fakes.latency, 2) as pool:
-        assert driver.run_grid(SWEEP, pool, PointStore(tmp_path / "two")) == whole
+    with ProcessPool(fakes.latency, 2) as pool, PointStore(tmp_path / "two") as store:
+        assert driver.run_grid(SWEEP, store, pool) == whole
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
 def test_worker_that_dies_takes_its_own_point_along_and_no_other(tmp_path: Path, fakes: Any) -> None:
-    with ProcessPool(fakes.dies_at_two, 2) as pool:
-        outcomes = driver.run_grid(SWEEP, pool, PointStore(tmp_path))
+    with ProcessPool(fakes.dies_at_two, 2) as pool, PointStore(tmp_path) as store:
+        outcomes = driver.run_grid(SWEEP, store, pool)
     assert [one.outcome.failed for one in outcomes] == [False, True, False, False] * 2
     assert "WorkerDied" in str(outcomes[1].outcome.error)
 
 
 def test_workers_are_kept_and_are_not_this_process(tmp_path: Path, fakes: Any) -> None:
     sweep = SweepSpec(axes={RATE: RATES})
-    with ProcessPool(fakes.process_id, 1) as pool:
-        outcomes = driver.run_grid(sweep, pool, PointStore(tmp_path))
+    with ProcessPool(fakes.process_id, 1) as pool, PointStore(tmp_path) as store:
+        outcomes = driver.run_grid(sweep, store, pool)
     pids = {one.outcome.metrics["pid"] for one in outcomes if one.outcome.metrics is not None}
     assert len(pids) == 1
     assert float(os.getpid()) not in pids
 
 
 def test_what_cannot_be_sent_to_a_worker_fails_its_point(tmp_path: Path) -> None:
-    with ProcessPool(lambda spec: {}, 1) as pool:
-        (one,) = driver.run_grid(SweepSpec(), pool, PointStore(tmp_path))
+    with ProcessPool(lambda spec: {}, 1) as pool, PointStore(tmp_path) as store:
+        (one,) = driver.run_grid(SweepSpec(), store, pool)
     assert "pickle" in str(one.outcome.error).lower()
 
 
@@ -233,10 +223,49 @@ def test_plan_may_ask_for_a_run_that_another_plan_waits_for(tmp_path: Path) -> N
         runs.append(spec)
         return {"x": 1.0}
 
-    def plan() -> driver.Plan[Outcome]:
+    def plan() -> Plan[Outcome]:
         outcome = yield point.spec
         return outcome
 
-    with InProcessPool(evaluate) as pool:
-        assert driver.drive([plan(), plan()], pool, PointStore(tmp_path)) == [Outcome(metrics={"x": 1.0})] * 2
+    with InProcessPool(evaluate) as pool, PointStore(tmp_path) as store:
+        assert run_plans([plan(), plan()], store, pool) == [Outcome(metrics={"x": 1.0})] * 2
     assert len(runs) == 1
+
+
+def test_points_of_earlier_plans_go_first(tmp_path: Path, fakes: Any) -> None:
+    """The second point of the first plan is asked for last of all, and runs before the second plan's."""
+    ran: list[float | None] = []
+
+    def noted(spec: SimulationSpec) -> dict[str, float]:
+        ran.append(spec.workload.rate_per_s)
+        metrics: dict[str, float] = fakes.latency(spec)
+        return metrics
+
+    def plan(*rates: float) -> Plan[None]:
+        for rate in rates:
+            yield with_values(SimulationSpec(), {RATE: rate})
+
+    with InProcessPool(noted) as pool, PointStore(tmp_path) as store:
+        run_plans([plan(1.0, 2.0), plan(3.0, 4.0)], store, pool)
+    assert ran == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_failed_point_is_tried_once_though_two_ask_for_it(tmp_path: Path, fakes: Any) -> None:
+    bad = with_values(SimulationSpec(), {RATE: 2.0})
+    ran: list[SimulationSpec] = []
+
+    def noted(spec: SimulationSpec) -> dict[str, float]:
+        ran.append(spec)
+        metrics: dict[str, float] = fakes.fails_at_two(spec)
+        return metrics
+
+    def second(spec: SimulationSpec) -> Plan[Outcome]:
+        yield with_values(SimulationSpec(), {RATE: 1.0})
+        return (yield spec)
+
+    with InProcessPool(noted) as pool, PointStore(tmp_path) as store:
+        outcomes = run_plans([second(bad), second(bad)], store, pool)
+        assert [one.error for one in outcomes] == ["ArithmeticError: two is too many"] * 2
+        assert len(ran) == 2
+        assert [one.failed for one in run_points([bad, bad], store, pool)] == [True, True]
+    assert len(ran) == 3, "a failed point is not stored"

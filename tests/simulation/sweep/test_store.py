@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import sqlite3
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,104 +13,163 @@ import pytest
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import store as store_module
 from vllm_ext.simulation.sweep.paths import with_values
-from vllm_ext.simulation.sweep.store import Outcome, PointStore, StoreError
+from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore, StoreError
 
 SPEC = SimulationSpec()
-DONE = Outcome(metrics={"latency_ms": 1.5})
+DONE = {"latency_ms": 1.5}
 
 
-def stored(folder: Path, outcome: Outcome = DONE) -> Path:
-    store = PointStore(folder)
-    store.save(store.key(SPEC), SPEC, outcome)
-    (file,) = (folder / "points").iterdir()
-    return file
+def key(spec: SimulationSpec, folder: Path) -> str:
+    return PointStore(folder).key(spec)
 
 
-@pytest.mark.parametrize("outcome", [DONE, Outcome(error="ValueError: no")], ids=["done", "failed"])
-def test_outcome_is_found_again(tmp_path: Path, outcome: Outcome) -> None:
-    stored(tmp_path, outcome)
-    store = PointStore(tmp_path)
-    assert store.load(store.key(SPEC)) == outcome
+def stored(folder: Path, points: int = 1) -> Path:
+    with PointStore(folder) as store:
+        for seed in range(points):
+            spec = with_values(SPEC, {"workload.seed": seed})
+            store.save(store.key(spec), spec, DONE)
+    return folder / NAME
 
 
-def test_file_states_what_was_run(tmp_path: Path) -> None:
-    content = json.loads(stored(tmp_path).read_text())
-    assert SimulationSpec.model_validate(content["spec"]) == SPEC
-    assert set(content["versions"]) == {"vllm-ext", "vllm"}
+def test_outcome_is_found_again_with_what_was_run(tmp_path: Path) -> None:
+    file = stored(tmp_path)
+    with PointStore(tmp_path) as store:
+        assert store.load(store.key(SPEC)) == Outcome(metrics=DONE)
+    (row,) = sqlite3.connect(file).execute("select spec from points").fetchall()
+    assert SimulationSpec.model_validate_json(row[0]) == SPEC
 
 
 def test_unknown_point_is_not_there(tmp_path: Path) -> None:
-    store = PointStore(tmp_path / "none")
-    assert store.load(store.key(SPEC)) is None
+    with PointStore(tmp_path / "none") as store:
+        assert store.load(store.key(SPEC)) is None
 
 
-def test_key_depends_on_every_field_and_on_the_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PointStore(tmp_path)
-    keys = {store.key(with_values(SPEC, change)) for change in ({}, {"workload.seed": 1}, {"engine.watermark": 0.1})}
-    monkeypatch.setattr(store_module, "versions", lambda: {"vllm-ext": "other"})
-    keys.add(PointStore(tmp_path).key(SPEC))
-    assert len(keys) == 4
+def test_store_is_one_file_after_use(tmp_path: Path) -> None:
+    stored(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [NAME]
 
 
-def test_key_depends_on_the_content_of_the_files_that_are_named(tmp_path: Path) -> None:
-    data = tmp_path / "trace.jsonl"
-    spec = with_values(SPEC, {"workload.source": str(data)})
-    store = PointStore(tmp_path)
+def test_two_processes_may_write_at_a_time(tmp_path: Path) -> None:
+    """Two connections: what one wrote the other finds."""
+    other = with_values(SPEC, {"workload.seed": 1})
+    with PointStore(tmp_path) as one, PointStore(tmp_path) as two:
+        one.save(one.key(SPEC), SPEC, DONE)
+        two.save(two.key(other), other, DONE)
+        assert one.load(one.key(other)) == two.load(two.key(SPEC)) == Outcome(metrics=DONE)
+
+
+def test_key_depends_on_every_field_and_on_versions_and_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1})
+    keys = {key(with_values(SPEC, change), tmp_path) for change in changes}
+    for name in ("vllm-ext", "vllm", "sources"):
+        changed = {**store_module.versions(), name: "other"}
+        monkeypatch.setattr(store_module, "versions", lambda changed=changed: changed)
+        keys.add(key(SPEC, tmp_path))
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "file", "named"),
+    [
+        ("workload.source", "trace.jsonl", "trace.jsonl"),
+        ("hardware.model", "config.json", "config.json"),
+        ("hardware.model", "config.json", "."),
+    ],
+    ids=["trace", "model's config.json", "model's folder"],
+)
+def test_key_depends_on_the_content_of_the_files_that_are_named(
+    tmp_path: Path, field: str, file: str, named: str
+) -> None:
+    data = tmp_path / file
     keys = []
-    for text in ("one", "another"):
+    for text in ("{}", "another", "{}"):
         data.write_text(text)
-        keys.append(store.key(spec))
-    assert keys[0] != keys[1]
-    data.write_text("one")
-    assert PointStore(tmp_path).key(spec) == keys[0]
+        keys.append(key(with_values(SPEC, {field: str(tmp_path / named)}), tmp_path / "store"))
+    assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize("edited", ["own_policies.py", "helper.py", "deep/inner.py"])
+@pytest.mark.parametrize(
+    "options",
+    [lambda folder: {"modules": ["own_policies"]}, lambda folder: {"policies": [f"{folder}/own_policies.py:Mine"]}],
+    ids=["modules", "policies"],
+)
+def test_key_depends_on_the_policies_that_are_named_and_what_they_import_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Callable[[Path], dict[str, object]], edited: str
+) -> None:
+    (tmp_path / "own_policies.py").write_text("import json\nfrom helper import x\n")
+    (tmp_path / "helper.py").write_text("def f():\n    import deep.inner\nx = 1\n")
+    (tmp_path / "stranger.py").write_text("x = 1\n")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "inner.py").write_text("y = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_policies", raising=False)
+    spec = with_values(SPEC, {"engine.options": options(tmp_path)})
+    before = key(spec, tmp_path / "store")
+    (tmp_path / "stranger.py").write_text("x = 2\n")
+    assert key(spec, tmp_path / "store") == before
+    file = tmp_path / edited
+    file.write_text(f"{file.read_text()}z = 2\n")
+    assert key(spec, tmp_path / "store") != before
 
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: text.replace("1.5", "2.5"),
-        lambda text: text.replace('"spec"', '"sepc"'),
-    ],
-    ids=["cut off", "empty", "no object", "another number", "another name"],
+    [lambda raw: raw[: len(raw) // 2], lambda raw: b"no database at all" * 100, lambda raw: raw[:100]],
+    ids=["cut off", "another file", "a header only"],
 )
-def test_damaged_file_is_reported_and_set_aside(
-    tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
+def test_damaged_file_is_reported_set_aside_and_made_anew(
+    tmp_path: Path, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert callable(damage)
     file = stored(tmp_path)
-    file.write_text(damage(file.read_text()))
-    store = PointStore(tmp_path)
-    with caplog.at_level(logging.WARNING):
+    damaged = damage(file.read_bytes())
+    file.write_bytes(damaged)
+    with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
         assert store.load(store.key(SPEC)) is None
-    aside = file.with_name(f"{file.name}.damaged")
-    assert (aside.exists(), file.exists()) == (True, False)
-    assert store.damaged == [aside]
-    assert file.name in caplog.text
+        store.save(store.key(SPEC), SPEC, DONE)
+    assert file.with_name(f"{NAME}.damaged-1").read_bytes() == damaged
+    assert NAME in caplog.text
+    with PointStore(tmp_path) as store:
+        assert store.load(store.key(SPEC)) == Outcome(metrics=DONE)
 
 
-def test_file_under_another_points_name_is_damaged(tmp_path: Path) -> None:
+def test_points_that_can_be_read_of_a_damaged_file_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last page of many is overwritten: the points before it are whole."""
+    file = stored(tmp_path, points=40)
+    raw = bytearray(file.read_bytes())
+    raw[-4096:] = b"\xff" * 4096
+    file.write_bytes(raw)
+    with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
+        found = [store.load(store.key(with_values(SPEC, {"workload.seed": seed}))) for seed in range(40)]
+    kept = sum(outcome is not None for outcome in found)
+    assert 20 < kept < 40
+    assert f"{kept} points could still be read" in caplog.text
+
+
+def test_row_whose_checksum_is_wrong_is_reported_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = stored(tmp_path)
-    other = with_values(SPEC, {"workload.seed": 1})
-    store = PointStore(tmp_path)
-    file.rename(file.with_name(f"{store.key(other)}.json"))
-    assert store.load(store.key(other)) is None
-    assert len(store.damaged) == 1
+    raw = file.read_bytes()
+    assert raw.count(b"1.5") == 1
+    file.write_bytes(raw.replace(b"1.5", b"2.5"))
+    with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
+        assert store.load(store.key(SPEC)) is None
+    assert f"the point {key(SPEC, tmp_path)} is damaged" in caplog.text
+    assert sqlite3.connect(file).execute("select count(*) from points").fetchone() == (0,)
 
 
 def test_metric_that_is_no_number_is_never_stored(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        stored(tmp_path, Outcome(metrics={"latency_ms": float("nan")}))
-    assert list(tmp_path.rglob("*.json")) == []
+    with PointStore(tmp_path) as store:
+        with pytest.raises(ValueError, match="JSON compliant"):
+            store.save(store.key(SPEC), SPEC, {"latency_ms": float("nan")})
+        assert store.load(store.key(SPEC)) is None
 
 
-def test_sweeps_of_other_names_may_share_a_folder(tmp_path: Path) -> None:
-    with PointStore(tmp_path).locked("a"), PointStore(tmp_path).locked("b"):
-        with pytest.raises(StoreError, match=r"^b: another"), PointStore(tmp_path).locked("b"):
-            pytest.fail("two sweeps of one name")
-        assert PointStore(tmp_path).load("nothing") is None
+def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    with pytest.raises(StoreError, match=NAME), PointStore(tmp_path):
+        pytest.fail("a folder is no file")
 
 
 def test_second_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_ext.simulation.datasets import DatasetError
+from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.simulation import datasets, synthetic
+from vllm_ext import datasets
+from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import synthetic
-from vllm_ext.simulation.datasets import DatasetError
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext import datasets
+from vllm_ext.datasets.rows import DatasetError
 from vllm_ext.prediction.encoder import Encoder
-from vllm_ext.simulation import datasets
-from vllm_ext.simulation.workload_rows import DatasetError
 
 Ints = npt.NDArray[np.int64]
 Vectors = npt.NDArray[np.float32]
@@ -142,7 +142,7 @@ def read(
     """Read a file of prompts with answers or with their lengths; nothing is embedded yet.
 
     Args:
-        path: In a format of `vllm_ext.simulation.datasets` that has prompts; of conversations the first turn is taken.
+        path: In a format of `vllm_ext.datasets` that has prompts; of conversations the first turn is taken.
         tokenizer: Counts texts; of rows that state ``output_tokens`` or ``prompt_tokens`` these are taken as they are.
         format: One of `datasets.FORMATS`.
         where: Keep rows whose field is, or is a list containing, one of the values.

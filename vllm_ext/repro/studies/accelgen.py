@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
@@ -59,7 +58,8 @@ class Panel:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds; vLLM keeps one block for itself."""
-        return (num_kv_blocks(self.hardware, BLOCK_TOKENS) - 1) * BLOCK_TOKENS
+        engine = EngineSpec(block_size=BLOCK_TOKENS)  # its limits don't matter where the KV memory is given
+        return (engine_blocks(SimulationSpec(engine=engine, hardware=self.hardware)) - 1) * BLOCK_TOKENS
 
     @property
     def context_tokens(self) -> int:

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from vllm_ext.repro.bench import RunFailed
 from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import num_kv_blocks
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.run_data import RequestTable, RunData
-from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.spec import SimulationSpec, engine_blocks
 from vllm_ext.simulation.workloads.build import build
 
 K = TypeVar("K", bound=Hashable)
@@ -77,7 +76,7 @@ def observe(described: SimulationSpec) -> dict[str, float]:
         described.model_copy(update={"max_time_s": None}),
         workload=LeavingAtTheEnd(build(described.workload), window_s),
         cost=build_cost(described.hardware, described.cost),
-        num_blocks=num_kv_blocks(described.hardware, described.engine.block_size),
+        num_blocks=engine_blocks(described),
     )
     if run.counters.get("policy_fallbacks"):
         raise RunFailed(f"{described.engine.system}: {run.counters['policy_fallbacks']:.0f} steps without a plan")

@@ -11,9 +11,7 @@ _MAX_TENSOR_PARALLEL = 64
 _GIB = 1 << 30
 
 
-def num_kv_blocks(
-    hardware: HardwareSpec, block_size: int, *, max_num_batched_tokens: int = 2048, max_num_seqs: int = 256
-) -> int:
+def num_kv_blocks(hardware: HardwareSpec, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Return the KV blocks of ``block_size`` tokens that each device holds.
 
     blocks = floor((memory * utilisation - weights - activations) / (block_size * KV bytes per token)), per device;

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_ext.simulation.cost.devices import Device, find_device
 from vllm_ext.simulation.cost.hf_config import find_model, is_config_path
 from vllm_ext.simulation.cost.models import MODELS, ModelShape
+from vllm_ext.simulation.flag import Flag
 
 
 class HardwareSpec(BaseModel):
     """Which model runs on which devices."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    model: str = "opt-13b"
+    model: Annotated[str, Flag()] = "opt-13b"
     """A name of the model table, or the folder of a Hugging Face ``config.json``."""
-    device: str = "a100-40"
+    device: Annotated[str, Flag()] = "a100-40"
     """A name of the device table."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    tensor_parallel: Annotated[int, Flag("--tensor-parallel-size -tp")] = Field(default=1, ge=1)
+    """Devices that share the model."""
+    gpu_memory_utilization: Annotated[float, Flag()] = Field(default=0.9, gt=0, le=1)
     """Share of the device's memory for weights, activations and KV."""
     kv_dtype_bytes: int = Field(default=2, ge=1, le=4)
     weight_dtype_bytes: float | None = Field(default=None, gt=0, le=4)
@@ -63,11 +65,12 @@ class HardwareSpec(BaseModel):
 class CostSpec(BaseModel):
     """Which cost model, and its parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    kind: Literal["roofline", "fitted", "constant"] = "roofline"
-    file: str | None = None
-    """``fitted``: a profile written by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``."""
+    kind: Annotated[Literal["roofline", "fitted", "constant"], Flag("--cost")] = "roofline"
+    """How long a step takes: by a model of the hardware, by a profile of it, or always the same."""
+    file: Annotated[str | None, Flag("--cost-file")] = None
+    """``fitted``, which it implies: a profile by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``."""
     step_s: float = Field(default=0.02, gt=0)
     """``constant``: what every step takes."""
     host_step_s: float = Field(default=0.0, ge=0)

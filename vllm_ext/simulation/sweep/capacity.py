@@ -17,9 +17,11 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_ext.simulation.flag import Flag
 
 Metrics = Mapping[str, float]
 _DIGITS = 6
@@ -29,19 +31,19 @@ _DIGITS = 6
 class CapacitySpec(BaseModel):
     """How to search."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    start_per_s: float | None = Field(default=None, gt=0)
+    start_per_s: Annotated[float | None, Flag("--start-rate")] = Field(default=None, gt=0)
     """Rate tried first; None: the base description's."""
-    min_per_s: float = Field(default=0.01, gt=0)
+    min_per_s: Annotated[float, Flag("--min-rate")] = Field(default=0.01, gt=0)
     """Below this rate nobody looks."""
-    max_per_s: float = Field(default=1000.0, gt=0)
+    max_per_s: Annotated[float, Flag("--max-rate")] = Field(default=1000.0, gt=0)
     """Above this rate nobody looks."""
-    growth: float = Field(default=2.0, gt=1)
+    growth: Annotated[float, Flag()] = Field(default=2.0, gt=1)
     """Factor between rates until there is a bracket."""
-    tolerance: float = Field(default=0.05, ge=1e-3)
+    tolerance: Annotated[float, Flag()] = Field(default=0.05, ge=1e-3)
     """The bracket's ends differ by this share of the lower one at most."""
-    probes: int = Field(default=0, ge=0)
+    probes: Annotated[int, Flag()] = Field(default=0, ge=0)
     """Rates tried above the bracket, each higher by the tolerance or 5 %, whichever is more."""
 
     @model_validator(mode="after")

@@ -5,9 +5,8 @@ A wrong path, value, system or option is an error here, before anything is run. 
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, Union, get_args, get_origin
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -48,7 +47,6 @@ def with_values(spec: SimulationSpec, values: Mapping[str, Any]) -> SimulationSp
     # What was not set stays so: defaults may depend on other fields, as the rate's does on the kind of arrivals.
     data = spec.model_dump(mode="json", exclude_unset=True)
     for path, value in values.items():
-        _check_path(path, value)
         _assign(data, path, value)
     return parse(SimulationSpec, data)
 
@@ -95,38 +93,6 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     return spec
 
 
-def _check_path(path: str, value: object) -> None:
-    annotation: Any = SimulationSpec
-    done: list[str] = []
-    for name in path.split("."):
-        choices = _choices(annotation)
-        models = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
-        if any(choice is Any or get_origin(choice) in (dict, Mapping) or choice is dict for choice in choices):
-            return
-        fields = {key: field.annotation for model in models for key, field in model.model_fields.items()}
-        items = [get_args(choice)[0] for choice in choices if get_origin(choice) in (list, tuple, Sequence)]
-        if name in fields:
-            annotation = fields[name]
-        elif items and name.isdigit():
-            annotation = items[0]
-        elif fields:
-            raise SpecError(path, value, f"unknown field {name!r}; {_known('.'.join(done), fields)}")
-        elif items:
-            raise SpecError(path, value, f"{'.'.join(done)} is a list: a number must follow, found {name!r}")
-        else:
-            raise SpecError(path, value, f"{'.'.join(done)} has no fields of its own")
-        done.append(name)
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, those of nested ones and of ``Annotated`` included."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(choice for member in get_args(annotation) for choice in _choices(member))
-    if hasattr(annotation, "__metadata__"):
-        return _choices(get_args(annotation)[0])
-    return (annotation,)
-
-
 def _assign(data: Any, path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for depth, name in enumerate(parents, start=1):
@@ -148,17 +114,10 @@ def _index(items: list[Any], path: str, name: str, value: object) -> int:
 
 
 def _unknown(model: type[BaseModel], field: str) -> str:
-    """What to say of a field that is not there: which there are, as far as the path leads through plain models."""
+    """What to say of a field that is not there: which there are, where the path leads through plain models."""
     *parents, _ = field.split(".")
-    current: type[BaseModel] = model
+    known: Any = model().model_dump()
     for name in parents:
-        field_info = current.model_fields.get(name)
-        inner = [c for c in _choices(field_info.annotation) if hasattr(c, "model_fields")] if field_info else []
-        if len(inner) != 1:
-            return "unknown field"
-        current = inner[0]
-    return f"unknown field; {_known('.'.join(parents), current.model_fields)}"
-
-
-def _known(where: str, fields: Mapping[str, Any]) -> str:
-    return f"{f'the fields of {where}' if where else 'the fields'} are {', '.join(fields)}"
+        known = known.get(name) if isinstance(known, dict) else None
+    where = f"the fields of {'.'.join(parents)}" if parents else "the fields"
+    return f"unknown field; {where} are {', '.join(known)}" if known else "unknown field"

@@ -18,8 +18,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep import evaluate as evaluation
 from vllm_ext.simulation.sweep.evaluate import Evaluate
 from vllm_ext.simulation.sweep.store import Outcome
+
+_PRELOADED = "vllm_ext.simulation.sweep.preload"
 
 
 class Pool(Protocol):
@@ -86,10 +89,11 @@ class _Worker:
 
 
 class ProcessPool:
-    """Runs points in processes of their own, started afresh (spawn) and kept.
+    """Runs points in processes of their own, which are kept.
 
-    Every worker is an executor of one process: when it dies, killed for lack of memory say, it takes its own point
-    along and no other, and is replaced.
+    They are forks of a server that has imported vLLM once, if they simulate, and runs nothing itself. Every worker is
+    an executor of one process: when it dies, killed for lack of memory say, it takes its own point along and no other,
+    and is replaced.
     """
 
     def __init__(self, evaluate: Evaluate, jobs: int) -> None:
@@ -150,17 +154,29 @@ class ProcessPool:
             if worker is not None:
                 worker.busy = True
                 return worker
-        executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_worker)
+        context = multiprocessing.get_context("forkserver")
+        # Any other function may need anything, or nothing.
+        context.set_forkserver_preload([_PRELOADED] if self._evaluate.__module__ == evaluation.__name__ else [])
+        executor = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_worker)
         worker = _Worker(executor=executor, pid=executor.submit(os.getpid).result(), busy=True)
         with self._lock:
             self._workers.append(worker)
         return worker
 
 
+def local_pool(jobs: int) -> Pool:
+    """Return a pool of this machine that simulates.
+
+    Raises:
+        ValueError: ``jobs`` is below 1.
+    """
+    simulate = evaluation.simulate_point
+    return InProcessPool(simulate) if jobs == 1 else ProcessPool(simulate, jobs)
+
+
 def _prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, end when it ends, and use one core: the points are what runs in parallel."""
+    """Leave Ctrl-C to the parent, and end when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parent = multiprocessing.parent_process()
 
     def end_with_parent() -> None:

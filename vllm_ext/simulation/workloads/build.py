@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from vllm_ext.datasets.rows import DatasetError
 from vllm_ext.simulation import arrivals
 from vllm_ext.simulation.requests import Workload
-from vllm_ext.simulation.workload_rows import DatasetError
 from vllm_ext.simulation.workloads.generated import GeneratedWorkload
 from vllm_ext.simulation.workloads.randomness import Purpose, sequence
 from vllm_ext.simulation.workloads.reading import read

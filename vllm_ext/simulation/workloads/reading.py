@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ext.simulation import datasets, synthetic
-from vllm_ext.simulation.workload_rows import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
+from vllm_ext import datasets
+from vllm_ext.datasets.rows import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
+from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.workloads.randomness import Purpose, draws, generator
 from vllm_ext.simulation.workloads.sessions import Exchange, Fitting, PresetSource, RecordedSource, Session
 from vllm_ext.simulation.workloads.spec import SourceSpec

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vllm_ext.datasets.rows import HASH_BLOCK_TOKENS
 from vllm_ext.simulation.synthetic import Preset
-from vllm_ext.simulation.workload_rows import HASH_BLOCK_TOKENS
 from vllm_ext.simulation.workloads.expectations import choices
 from vllm_ext.simulation.workloads.randomness import Purpose, draws, generator
 from vllm_ext.simulation.workloads.spec import SourceSpec

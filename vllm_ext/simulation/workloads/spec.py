@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from vllm_ext.simulation.flag import Flag
+
+_CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Arrivals = Literal["poisson", "gamma", "recorded", "closed-loop", "at-once"]
 
 
@@ -15,10 +17,10 @@ class SourceSpec(BaseModel):
 
     model_config = _CONFIG
 
-    source: str = "sharegpt-like"
-    """A preset, or a file."""
-    format: str = "auto"
-    """Of a file: one of `vllm_ext.simulation.datasets.FORMATS`."""
+    source: Annotated[str, Flag("--dataset --source")] = "sharegpt-like"
+    """A preset of lengths, or a file."""
+    format: Annotated[str, Flag()] = "auto"
+    """Of a file: one of `vllm_ext.datasets.FORMATS`."""
     where: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Of a file: keep rows whose field is, or is a list containing, one of the values."""
     sample: Literal["file-order", "without-replacement", "with-replacement"] = "file-order"
@@ -124,23 +126,24 @@ class WorkloadSpec(SourceSpec):
     mix: tuple[MixPart, ...] = ()
     """Several sources instead of the one that the fields of `SourceSpec` describe."""
 
-    arrivals: Arrivals = "poisson"
-    rate_per_s: float | None = Field(default=1.0, gt=0)
+    arrivals: Annotated[Arrivals, Flag()] = "poisson"
+    """When requests come."""
+    rate_per_s: Annotated[float | None, Flag("--rate")] = Field(default=1.0, gt=0)
     """Mean arrivals per second. ``recorded``: None (default) keeps the recorded times. Others than these, ``poisson``
     and ``gamma`` have no rate."""
     rate_counts: Literal["sessions", "requests"] = "sessions"
     """Conversations: whether ``rate_per_s`` is of their first turns, or of all turns expected (Pensieve's)."""
     cv: float = Field(default=1.0, gt=0)
     """``gamma``: coefficient of variation of the gaps between arrivals."""
-    clients: int = Field(default=1, ge=1)
+    clients: Annotated[int, Flag()] = Field(default=1, ge=1)
     """``closed-loop``: how many send their next request when the last has ended and they have thought."""
     think_s: float | None = Field(default=None, ge=0)
     """``closed-loop`` and conversations: mean time from an end to the client's next request. None: the preset's, or 0
     for a closed loop of single requests."""
     think: Literal["constant", "exponential"] = "exponential"
-    duration_s: float | None = Field(default=None, gt=0)
-    """Nobody starts a request or a conversation at this time or later."""
-    num_requests: int | None = Field(default=None, ge=0)
+    duration_s: Annotated[float | None, Flag("--duration")] = Field(default=None, gt=0)
+    """Nobody starts a request or a conversation at this time, in seconds, or later."""
+    num_requests: Annotated[int | None, Flag()] = Field(default=None, ge=0)
     """How many requests start; of conversations, how many conversations. None: ``duration_s`` or the file ends it."""
 
     max_model_len: int | None = Field(default=None, ge=2)
@@ -158,7 +161,7 @@ class WorkloadSpec(SourceSpec):
     true length lies where only systems marked ``oracle`` read it."""
     announce_error: float = Field(default=0.0, ge=0)
     """Mean of ``|osl / true length - 1|``; errors are log-normal with median 1."""
-    announce_slo: bool = False
+    announce_slo: Annotated[bool, Flag()] = False
     """Clients say their own objectives as ``ttft_slo_ms``, ``tbt_slo_ms`` and ``jct_slo_ms``, beside what ``announce``
     adds; False: they only judge the run."""
     tiers: tuple[TierSpec, ...] = ()
@@ -170,7 +173,8 @@ class WorkloadSpec(SourceSpec):
     patience_s: float | None = Field(default=None, gt=0)
     """Clients disconnect if their request has no token this long after its arrival: a server's time limit on waiting,
     or impatience. None: they wait."""
-    seed: int = Field(default=0, ge=0)
+    seed: Annotated[int, Flag()] = Field(default=0, ge=0)
+    """Of lengths and arrivals."""
 
     @model_validator(mode="before")
     @classmethod

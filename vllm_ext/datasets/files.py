@@ -25,10 +25,8 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_ext.simulation import json_rows, trace_csv
-from vllm_ext.simulation.workload_rows import Conversations, Dataset, DatasetError, WorkloadRow
-
-__all__ = ["FORMATS", "Conversations", "Dataset", "DatasetError", "WorkloadRow", "load", "load_conversations"]
+from vllm_ext.datasets import json_rows, trace_csv
+from vllm_ext.datasets.rows import Conversations, Dataset, DatasetError, WorkloadRow
 
 FORMATS = ("auto", *json_rows.READERS, *trace_csv.FORMATS)
 _NO_FILTER: Mapping[str, frozenset[str]] = {}

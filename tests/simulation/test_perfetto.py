@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.observability.perfetto import ENGINE, REQUESTS, TraceSummary, write_trace
+from vllm_ext.simulation.perfetto import ENGINE, REQUESTS, TraceSummary, write_trace
 from vllm_ext.simulation.run_data import (
     FLOAT_COLUMNS,
     INT_COLUMNS,

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_ext.simulation import datasets, synthetic
-from vllm_ext.simulation.datasets import DatasetError, WorkloadRow
+from vllm_ext import datasets
+from vllm_ext.datasets import DatasetError, WorkloadRow
+from vllm_ext.simulation import synthetic
 
 CONVERSATION = {
     "id": "c1",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.simulation.workload_rows import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
+from vllm_ext.datasets.rows import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
 
 _USER_ROLES = frozenset({"human", "user"})
 _ASSISTANT_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.repro.sources import NOT_DECISIVE, decisive_files, source_digest
+from vllm_ext.simulation.sweep.sources import NOT_DECISIVE, decisive_files, source_digest
 
 DECISIVE = ("system.py", "simulation/cost/deep/roofline.py", "kernels/kv_quant/format.py", "patches/queue.py")
 

@@ -1,0 +1,85 @@
+"""Checksums of code: what other code simulated must not be taken for this one's."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import vllm_ext
+import vllm_ext.kernels
+import vllm_ext.patches
+
+PACKAGES: Mapping[str, Iterable[str]] = {
+    "": vllm_ext.__path__,
+    "kernels/": vllm_ext.kernels.__path__,
+    "patches/": vllm_ext.patches.__path__,
+}
+"""Folders of source files, by where a wheel has them within `vllm_ext`; a checkout has two of them beside it."""
+NOT_DECISIVE = ("cli", "cluster", "demo", "repro", "tiny_model")
+"""Packages that nothing which simulates imports: how a run is asked for, where it runs, what is shown of it."""
+
+
+def decisive_files(packages: Mapping[str, Iterable[str]] = PACKAGES) -> dict[str, Path]:
+    """Return every module that can decide a simulation, by its path within `vllm_ext`, sorted."""
+    found = {
+        prefix + file.relative_to(folder).as_posix(): file
+        for prefix, folders in packages.items()
+        for folder in folders
+        for file in Path(folder).rglob("*.py")
+    }
+    return {name: found[name] for name in sorted(found) if name.split("/")[0] not in NOT_DECISIVE}
+
+
+def source_digest(packages: Mapping[str, Iterable[str]] = PACKAGES) -> str:
+    """Return the checksum of `decisive_files`: of their names and their contents."""
+    digest = hashlib.sha256()
+    for name, file in decisive_files(packages).items():
+        content = file.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def module_files(name: str) -> list[Path]:
+    """Return the source files of a module of the user's, and of what it imports from the folder it lies in, sorted.
+
+    A module within a package counts with the whole package. Parts of vllm_ext, and modules that are not found, have no
+    files here: the former are in `source_digest`, the latter are refused when the system is built.
+    """
+    top = name.partition(".")[0]
+    try:
+        spec = None if top == vllm_ext.__name__ else importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return sorted(file for place in spec.submodule_search_locations for file in Path(place).rglob("*.py"))
+    return with_neighbours(Path(spec.origin)) if spec.origin and spec.origin.endswith(".py") else []
+
+
+def with_neighbours(file: Path) -> list[Path]:
+    """Return a source file and those of its folder that it imports, directly or not, sorted."""
+    found, ahead = {file}, [file]
+    while ahead:
+        for name in _imported(ahead.pop()):
+            folder = file.parent / name
+            new = {f for f in (folder.with_suffix(".py"), *folder.rglob("*.py")) if f.is_file()} - found
+            found |= new
+            ahead += new
+    return sorted(found)
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """First names of the modules that a file imports; none if it is no Python, which building the system reports."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
