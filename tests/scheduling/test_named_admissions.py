@@ -96,7 +96,7 @@ def test_the_first_rank_knows_what_the_host_has() -> None:
 
 
 def test_a_load_takes_its_seat_when_its_kv_has_come() -> None:
-    """As upstream has it. Loads that took seats from the start cost tier rows 0.4-2.7 % of their end-to-end time."""
+    """As upstream has it. Loads that took seats from the start cost tier rows up to 2.7 % of their end-to-end time."""
     rig = Rig("alise", max_num_seqs=3, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
     loads = Loads(rig, {f"L{number}": 64 for number in range(9)})
     for number in range(9):
