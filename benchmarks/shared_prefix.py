@@ -7,7 +7,10 @@ Method: the real schedulers in virtual time on a simulated H100 with a profile. 
 in pools of KV blocks in which the shared part dominates; every system serves the same requests. Scenes: *front*, a
 shared prompt of 1,024 tokens and a short question each, in 120 blocks (a third of which is left beside the prompt);
 *own*, the same with half as much of their own, in 300 blocks; *chunks*, the first with 256 tokens a step, which cut the
-shared prompt; *room*, the first in 1,000 blocks. Everything is deterministic given the seed; intervals are over seeds.
+shared prompt; *room*, the first in 1,000 blocks; *host*, conversations behind the shared prompt, whose KV does not stay
+on the device from one turn to the next and is found in host memory (vLLM with its own offloading connector and as much
+memory); *gaps*, the same without host memory, where our lookups go on behind blocks that are gone. Everything is
+deterministic given the seed; intervals are over seeds.
 Systems that reserve the maximum for each request (``orca``, ``conservative``) are shown and held to nothing.
 ``past-future`` and ``auto`` forecast memory by the clients' bounds until ten requests have ended, which is part of what
 is measured.
@@ -29,11 +32,12 @@ from typing import NamedTuple
 
 from parallel import in_processes
 
+from vllm_ext.config_kv import FUSED
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.run import simulate
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import table
 
@@ -45,12 +49,17 @@ BY_DESIGN = {
     "sarathi-chunked-only": "an ablation: prompts and decodes take steps of their own",
     "vllm-2023": "prompts and decodes take steps of their own",
     "fastgen": "steps of a fixed size, where throughput saturates: more and shorter ones",
+    "accelgen": "matching fills memory to the last block: some five times vLLM's preemptions, all computed again",
+    "fastserve": "preempts whoever used up its quantum, without a price; what it drops is computed again",
+    "aggressive": "a twentieth of the blocks is kept from admissions",
+    "past-future-published": "as past-future",
     "pensieve": "a tenth of the blocks is kept from admissions",
     "past-future": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
     "auto": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
 }
 """Why a system takes more."""
 _REQUESTS, _QUICK_REQUESTS = 200, 40
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,12 @@ class Scene:
     own_scale: float = 1.0
     """Times the lengths of the questions."""
     budget: int = 2048
+    conversations: bool = False
+    """Whether each request is the next turn of a conversation."""
+    host_gib: float = 0.0
+    """Host memory for KV."""
+    gaps: bool = False
+    """Whether our lookups cross gaps."""
 
 
 SCENES = {
@@ -69,11 +84,23 @@ SCENES = {
     "own": Scene(description="the same, questions of some 500 tokens, 300 blocks", num_blocks=300, own_scale=16.0),
     "chunks": Scene(description="as front, 256 tokens a step", num_blocks=120, budget=256),
     "room": Scene(description="as front, 1,000 blocks", num_blocks=1000),
+    "host": Scene(
+        description="conversations behind the prompt, 400 blocks, 16 GiB of host memory",
+        num_blocks=400,
+        conversations=True,
+        host_gib=16.0,
+    ),
+    "gaps": Scene(
+        description="conversations behind the prompt, 400 blocks, lookups behind gaps",
+        num_blocks=400,
+        conversations=True,
+        gaps=True,
+    ),
 }
 
 
 class Job(NamedTuple):
-    """One run."""
+    """One run; of conversations, one for each two requests."""
 
     scene: str
     system: str
@@ -89,29 +116,54 @@ def systems() -> list[str]:
 def spec(job: Job) -> SimulationSpec:
     """Return the description of a run."""
     scene = SCENES[job.scene]
-    tuned = job.system == TUNED
+    tuned, upstream = job.system == TUNED, job.system.startswith("upstream")
+    offload = KvOffloadSpec(cpu_bytes=int(scene.host_gib * _GIB)) if upstream and scene.host_gib else None
+    tier = {**({"gib": scene.host_gib} if scene.host_gib else {}), **({"gaps": FUSED} if scene.gaps else {})}
     return SimulationSpec(
         engine=EngineSpec(
             system=UPSTREAM if tuned else job.system,
             num_blocks=scene.num_blocks,
             max_num_batched_tokens=scene.budget,
-            max_model_len=1800,
+            max_model_len=4096 if scene.conversations else 1800,
             watermark=0.05 if tuned else 0.0,
-            profiled=not job.system.startswith("upstream"),
+            profiled=not upstream,
+            kv_offload=offload,
+            options={"kv_tier": tier} if tier and not upstream else {},
         ),
         hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
-        workload=WorkloadSpec(
-            source="alpaca-like",
-            scale_prompt=scene.own_scale,
-            cap_prompt_tokens=600,
-            scale_output=0.5,
-            cap_output_tokens=64,
-            system_prompt_tokens=1024,
-            max_tokens=128,
-            rate_per_s=200.0,
-            num_requests=job.requests,
-            seed=job.seed,
-        ),
+        workload=_conversations(job) if scene.conversations else _requests(job, scene),
+    )
+
+
+def _requests(job: Job, scene: Scene) -> WorkloadSpec:
+    return WorkloadSpec(
+        source="alpaca-like",
+        scale_prompt=scene.own_scale,
+        cap_prompt_tokens=600,
+        scale_output=0.5,
+        cap_output_tokens=64,
+        system_prompt_tokens=1024,
+        max_tokens=128,
+        rate_per_s=200.0,
+        num_requests=job.requests,
+        seed=job.seed,
+    )
+
+
+def _conversations(job: Job) -> WorkloadSpec:
+    return WorkloadSpec(
+        source="pensieve-sharegpt",
+        min_turns=2,
+        max_turns=4,
+        scale_prompt=8.0,
+        cap_prompt_tokens=600,
+        cap_output_tokens=64,
+        system_prompt_tokens=1024,
+        max_tokens=128,
+        rate_per_s=200.0,
+        think_s=0.5,
+        num_requests=job.requests // 2,
+        seed=job.seed,
     )
 
 

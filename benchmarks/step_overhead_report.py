@@ -14,10 +14,12 @@ from vllm_ext.observability.results import Goal
 
 MODEL_STEP_S = 0.025
 """Step of the model against which the policy's own share is taken. Source: an 8B model on one GPU takes about that."""
-RATIO_GOAL = 1.25
-OWN_RATIO_GOALS = {"fcfs": 1.05, "alise": 1.20, "fcfs:tier-late": 1.05, "fcfs:tier-ahead": 1.05, "fcfs:gaps": 1.02}
+RATIO_GOAL = 1.20
+OWN_RATIO_GOALS = {"fcfs": 1.05, "fcfs:tier-late": 1.05, "fcfs:tier-ahead": 1.05, "fcfs:gaps": 1.02}
 FLATNESS_GOAL = 1.10
 POLICY_SHARE_GOAL, POLICY_SHARE_OF = 0.01, "past-future"
+SMALL_BATCH, SMALL_POLICY_GOAL_US = 8, 100.0
+"""Running requests at which a step is so short that policies are held to a time of their own."""
 STEADY = 0.98
 """Share of its requests that a system must keep running on average for its steps to be like upstream's."""
 HEADER = (
@@ -104,8 +106,12 @@ def _row(cell: Cell, name: str, facts: Mapping[str, float], ratio: float, interv
 
 
 def goals(found: Found, beside: Found, cells: Iterable[Cell], running: int) -> list[Goal]:
-    """Compare with what was wanted, at the larger batch: worst ratio of any state, growth, and the policy's share."""
-    large = [cell for cell in dict.fromkeys(cells) if cell.running == running]
+    """Compare with what was wanted.
+
+    At the larger batch: worst ratio of any state, growth, and the policy's share; at a small one: time in policies.
+    """
+    cells = tuple(dict.fromkeys(cells))
+    large = [cell for cell in cells if cell.running == running]
     judged = []
     for name, ours in found.items():
         own = [cell for cell in large if f"{cell.key}_ratio" in ours]
@@ -118,7 +124,22 @@ def goals(found: Found, beside: Found, cells: Iterable[Cell], running: int) -> l
             metric = f"{name}_policy_share_of_25ms_step_{running}_running"
             note = f"policy: {max(shares) * MODEL_STEP_S * 1e6:.0f} us per step at worst"
             judged.append(Goal(metric=metric, value=max(shares), op="<", goal=POLICY_SHARE_GOAL, note=note))
+        small = [cell for cell in cells if cell.running == SMALL_BATCH and f"{cell.key}_policy_us" in ours]
+        if small:
+            judged.append(_small_policy(name, ours, small))
     return judged
+
+
+def _small_policy(name: str, ours: Mapping[str, float], cells: Sequence[Cell]) -> Goal:
+    worst = max(cells, key=lambda cell: ours[f"{cell.key}_policy_us"])
+    return Goal(
+        metric=f"{name}_worst_policy_us_{SMALL_BATCH}_running",
+        value=ours[f"{worst.key}_policy_us"],
+        op="<=",
+        goal=SMALL_POLICY_GOAL_US,
+        note=f"worst with {worst.waiting} waiting, bound by {worst.state}, of a step of "
+        f"{ours[worst.key + '_step_us']:.0f} us",
+    )
 
 
 def _worst_ratio(

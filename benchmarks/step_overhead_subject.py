@@ -51,6 +51,8 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """`kv_tier` by what follows the colon of ``SYSTEM:TIER``. With ``early`` all that is computed is copied, at a speed
 beyond any machine's, outside the timing; the others copy nothing here, as nobody is preempted or ends. ``gaps`` has
 no tier: lookups go on behind missing blocks, of which there are none here, and free blocks are taken by their value."""
+STEADY_OPTIONS: Mapping[str, Mapping[str, Any]] = {"fastserve": {"ordering": {"base_quantum_s": 1e6}}}
+"""By system, what keeps it from preempting: no request outlives its first quantum, as in fastserve's last queue."""
 _COPIES_BYTES_PER_S = 1e15
 _MOST_ADMISSION_STEPS = 64
 _FREE_SEATS = 64
@@ -85,7 +87,7 @@ class Times:
     schedule: list[list[float]] = field(default_factory=list)
     update: list[list[float]] = field(default_factory=list)
     policy: list[float] = field(default_factory=list)
-    """Mean time of policies per step, one per block, by the scheduler's own counters (wall time)."""
+    """Mean time of policies per step, one per block."""
 
     def total(self) -> np.ndarray:
         """[blocks, steps per block]"""
@@ -113,8 +115,9 @@ class Subject:
         self._timer = timer
         self._cell = cell
         self._ballast: list[Any] = []
+        self._policy_steps, self._policy_s = 0, 0.0
         system, kind = (None, None) if name == BASELINE else engine_variants.split(name, TIER_OPTIONS)
-        options: dict[str, Any] = {"system": system} if system else {}
+        options: dict[str, Any] = {"system": system, **STEADY_OPTIONS.get(system, {})} if system else {}
         connector: dict[str, Any] = {}
         if kind:
             options["kv_tier"] = TIER_OPTIONS[kind]
@@ -137,6 +140,7 @@ class Subject:
         if system:
             self.scheduler.clock = self.clock
             self._fill_history()
+            self._time_policies()
         self.runner = FakeRunner(pipelined=True, verify_kv=False)
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._start()
@@ -160,6 +164,19 @@ class Subject:
             self.step()
         if len(self.scheduler.running) < cell.running and not self.preempted:
             raise RuntimeError(f"{self.name}: {len(self.scheduler.running)} requests run instead of {cell.running}")
+
+    def _time_policies(self) -> None:
+        """Time the policies by the timer of the steps: the scheduler's own counters are of wall time."""
+        plan = self.scheduler._plan
+
+        def timed(now: float) -> Any:
+            start = self._timer()
+            found = plan(now)
+            self._policy_s += self._timer() - start
+            self._policy_steps += 1
+            return found
+
+        self.scheduler._plan = timed
 
     def _fill_history(self) -> None:
         lengths = np.random.default_rng(0).lognormal(np.log(PREDICTED_TOKENS / 2), 0.8, FINISHED_LENGTHS)
@@ -220,20 +237,12 @@ class Subject:
 
     def block(self, steps: int) -> None:
         """Take one block of timed steps."""
-        before = self._policy()
+        old_count, old_seconds = self._policy_steps, self._policy_s
         pairs = [self.step() for _ in range(steps)]
         self.times.schedule.append([schedule_s for schedule_s, _ in pairs])
         self.times.update.append([update_s for _, update_s in pairs])
-        (count, seconds), (old_count, old_seconds) = self._policy(), before
-        if count > old_count:
-            self.times.policy.append((seconds - old_seconds) / (count - old_count))
-
-    def _policy(self) -> tuple[int, float]:
-        """Steps in which policies were asked, and the seconds they took so far."""
-        if self.name == BASELINE:
-            return 0, 0.0
-        counters = self.scheduler.observer.counters
-        return counters.policy_steps, counters.policy_s
+        if (count := self._policy_steps - old_count) > 0:
+            self.times.policy.append((self._policy_s - old_seconds) / count)
 
     @property
     def mean_running(self) -> float:

@@ -53,6 +53,14 @@ def test_a_tier_copies_what_it_stores_early_and_holds_nobody_up(tier: str, *, co
     assert one.fallbacks == 0
 
 
+def test_fastserve_is_measured_in_a_steady_state() -> None:
+    one = subject("fastserve", waiting=20, memory_bound=True)
+    for _ in range(20):
+        one.block(5)
+    assert (one.preempted, one.mean_running) == (0, RUNNING)
+    assert len(one.times.policy) == 20
+
+
 def test_gaps_are_crossed_without_a_tier_and_only_where_that_is_asked_for() -> None:
     one = subject("fcfs:gaps")
     for _ in range(8):
@@ -194,6 +202,20 @@ def test_share_of_past_future_in_a_model_step_is_judged() -> None:
     goal = judged({"0": 1.0, "memory": 1.1}, share=0.02)["past-future_policy_share_of_25ms_step_256_running"]
     assert (goal.value, goal.goal, goal.met) == (0.02, 0.01, False)
     assert "500 us" in goal.note
+
+
+def test_the_time_of_policies_is_judged_with_few_running() -> None:
+    report, overhead = script("step_overhead_report"), script("step_overhead")
+    cells = [overhead.Cell(running=8, waiting=count) for count in (0, 1000)] + [overhead.Cell(running=256, waiting=0)]
+    ours = {"256_running_0_waiting_ratio": 1.0, "256_running_0_waiting_policy_us": 500.0}
+    ours |= {"8_running_0_waiting_policy_us": 20.0, "8_running_1000_waiting_policy_us": 110.0}
+    for cell in cells:
+        ours |= {f"{cell.key}_{part}": 1.0 for part in ("step_us", "schedule_us", "update_us", "preemptions")}
+        ours[f"{cell.key}_mean_running_requests"] = float(cell.running)
+    made = {goal.metric: goal for goal in report.goals({"alise": ours}, {"alise": ours}, cells, 256)}
+    goal = made["alise_worst_policy_us_8_running"]
+    assert (goal.value, goal.goal, goal.met) == (110.0, 100.0, False)
+    assert goal.note.startswith("worst with 1000 waiting")
 
 
 def test_smallest_run_prints_a_table_and_one_line_of_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -105,10 +105,13 @@ class PoolStep:
 
     def waiting(self) -> Iterator[Candidate]:
         for request in self.queue:
-            yield Candidate(request, self._key(request), request.req_id in self.aged)
+            aged = request.req_id in self.aged
+            yield Candidate(request.req_id, self._key(request), lambda request=request: request, aged)
 
-    def victims(self) -> Iterator[Victim]:
+    def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
         for request in self.running[::-1]:
+            if self._key(request) <= behind:
+                return
             self.num_victims_shown += 1
             yield self.victim(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.contract import Demand, GatePolicy, RequestView
+from vllm_ext.policies.contract import Candidate, Demand, GatePolicy, RequestView
 from vllm_ext.policies.gates.peak import Peak
 from vllm_ext.policies.gates.peak_memory import Forecast, PeakMemory
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
@@ -111,7 +112,9 @@ def test_who_leaves_is_not_in_the_forecast() -> None:
     victim, demand = step.victim(step.running[1]), Demand(5, 5, 5)
     assert (Forecast(EXACT, step).tokens, Forecast(EXACT, step, (victim,)).tokens) == (15, 6)
     gate, (first,) = EXACT.gate(step), step.waiting()
-    second, third = (first._replace(request=first.request._replace(req_id=name)) for name in ("q2", "q3"))
+    second, third = (
+        Candidate(name, first.key, functools.partial(first.request._replace, req_id=name)) for name in ("q2", "q3")
+    )
     assert [gate.fits(first, demand, leaving) for leaving in ((), (victim,))] == [False, True]
     gate.take(first, demand, (victim,))
     assert gate.fits(second, demand, ())

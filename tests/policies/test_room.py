@@ -14,7 +14,7 @@ from vllm_ext.policies.contract import Candidate, Demand, RequestView, Room, Vic
 
 
 def candidate(name: str) -> Candidate:
-    return Candidate(RequestView(name, 0.0, 10), (0.0,))
+    return Candidate(name, (0.0,), lambda: RequestView(name, 0.0, 10))
 
 
 def victim(name: str, blocks: int) -> Victim:
@@ -75,11 +75,12 @@ def test_a_prompt_is_cut_to_the_tokens_that_are_left_and_one_is_enough() -> None
     assert left.why == {"c": "tokens"}
 
 
-def test_who_loads_takes_a_seat_and_blocks_but_no_tokens() -> None:
+def test_who_loads_takes_blocks_but_neither_seat_nor_tokens() -> None:
     left = room({"a": Demand(0, 4, 64, loads=True)})
     left.take(A)
-    assert (left.seats, left.tokens, left.blocks) == (1, 100, 6)
+    assert (left.seats, left.tokens, left.blocks) == (2, 100, 6)
     assert not room(tokens=0).fits(A), "vLLM looks at nobody in a step without tokens"
+    assert not room(seats=0).fits(A), "nor in one without seats"
 
 
 def test_blocks_are_counted() -> None:

@@ -68,7 +68,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(system: str, at_once
 
 
 @pytest.mark.parametrize("system", ["past-future", "auto", "orca"])
-def test_loads_take_seats_and_count_in_forecasts(system: str) -> None:
+def test_loads_count_in_forecasts(system: str) -> None:
     """20 hits in host memory, with bounds that fill the pool: past-future, which admits one, let 20 loads begin."""
     rig = Rig(system, max_num_seqs=32, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
     loads = Loads(rig, {f"L{number}": 64 for number in range(20)})
@@ -95,14 +95,20 @@ def test_the_first_rank_knows_what_the_host_has() -> None:
     assert rig.waiting == ["cached", "short"]
 
 
-def test_loads_take_seats() -> None:
+def test_a_load_takes_its_seat_when_its_kv_has_come() -> None:
+    """As upstream has it. Loads that took seats from the start cost tier rows up to 2.7 % of their end-to-end time."""
     rig = Rig("alise", max_num_seqs=3, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
     loads = Loads(rig, {f"L{number}": 64 for number in range(9)})
     for number in range(9):
         rig.add(f"L{number}", 80, length=8)
     for _ in range(4):
         rig.step(seconds=0.01)
-    assert len(loads.started) == 3
+    assert len(loads.started) == 9
+    loads.finish()
+    rig.add("short", 16, length=8)
+    rig.step()
+    assert len(rig.running) == 3
+    assert "short" not in rig.running
 
 
 @pytest.mark.parametrize("system", ["past-future", "orca", "accelgen", "auto", "alise"])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import RequestStatus
 
 from vllm_ext.policies.contract import Candidate, Demand, Pool
-from vllm_ext.scheduling.engine_state import EngineState, loading
+from vllm_ext.scheduling.engine_state import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm.v1.request import Request
 
@@ -37,6 +38,9 @@ class Front(NamedTuple):
     def ready_tokens(self) -> int:
         """Tokens that need no computing."""
         return self.tokens + self.host_tokens
+
+
+_NO_FRONT = Front()
 
 
 class HostLookup(Protocol):
@@ -93,17 +97,19 @@ class PrefixProbe:
             return 0, 0, 0
         if not self.gallops:
             return self._asked(request)
-        hashes, get = request.block_hashes, self._pool.get_cached_block
+        hashes, get = request.block_hashes, self._pool.cached_block_hash_to_block.get_one_block
         limit = min(len(hashes), (request.num_tokens - 1) // self.block_size)
 
         def cached(place: int) -> bool:
-            return hashes[place] in joined or get(hashes[place], [0]) is not None
+            block_hash = hashes[place]
+            return block_hash in joined or get(make_block_hash_with_group_id(block_hash, 0)) is not None
 
         def held(place: int) -> bool:
-            if hashes[place] in joined:
+            block_hash = hashes[place]
+            if block_hash in joined:
                 return True
-            block = get(hashes[place], [0])
-            return block is not None and block[0].ref_cnt > 0
+            block = get(make_block_hash_with_group_id(block_hash, 0))
+            return block is not None and block.ref_cnt > 0
 
         found = _last(cached, limit, min(start, limit))
         used = max(0, found - self._dropped)
@@ -152,6 +158,7 @@ class Fronts:
         self.gaps: GapLookup | None = None
         self._engine = engine
         self._starts: dict[str, int] = {}
+        self._seen: dict[str, Front] | None = None
         self._behind: dict[str, tuple[int, int, int, int]] = {}
 
     def forget(self, req_id: str) -> None:
@@ -159,10 +166,34 @@ class Fronts:
         self._starts.pop(req_id, None)
         self._behind.pop(req_id, None)
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Look each front up once inside the context, in which nothing must change of the caches."""
+        self._seen = {}
+        try:
+            yield
+        finally:
+            self._seen = None
+
     def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
-        """Return the front of a request that holds no KV; none of one that does."""
+        """Return the front of a request that holds no KV; none of one that does.
+
+        Args:
+            request: Whose.
+            joined: Hashes of blocks that those who join in this step will hold and have cached, from the first on.
+        """
         if request.num_computed_tokens:
-            return Front()
+            return _NO_FRONT
+        if joined and request.block_hashes and request.block_hashes[0] in joined:
+            return self._look_up(request, joined)
+        if self._seen is None:
+            return self._look_up(request, _NOTHING)
+        found = self._seen.get(request.request_id)
+        if found is None:
+            found = self._seen[request.request_id] = self._look_up(request, _NOTHING)
+        return found
+
+    def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> Front:
         req_id = request.request_id
         blocks, held, start = self.probe.front(request, self._starts.get(req_id, 0), joined)
         if not joined:
@@ -210,7 +241,7 @@ class Prices:
             candidate: A waiting request.
             free_tokens: What the step has left: its prompt is cut to that.
         """
-        request = self._engine.requests[candidate.request.req_id]
+        request = self._engine.requests[candidate.req_id]
         front = self._fronts.of(request, self._joined)
         length, ready = request.num_tokens, front.ready_tokens
         missing = max(1, length - ready)
@@ -227,7 +258,7 @@ class Prices:
         """Note that a candidate joins, and that so many of its tokens are computed in this step."""
         if not self._fronts.probe.gallops:
             return
-        request = self._engine.requests[candidate.request.req_id]
+        request = self._engine.requests[candidate.req_id]
         front = self._fronts.of(request, self._joined)
         end = front.tokens if front.between_steps else front.ready_tokens + tokens
         self._joined.update(request.block_hashes[: end // self._fronts.probe.block_size])
@@ -237,13 +268,3 @@ class Prices:
         if self._reserved is None:
             self._reserved = self._engine._inflight_prefill_reserved_blocks()
         return self._reserved
-
-
-def loaded_tokens(engine: EngineState) -> int:
-    """Return the tokens that those take in this step whose KV has come: they start before all others."""
-    ready, under_way = engine.finished_recving_kv_req_ids, RequestStatus.WAITING_FOR_REMOTE_KVS
-    return sum(
-        max(1, request.num_tokens - request.num_computed_tokens)
-        for request in loading(engine)
-        if request.status != under_way or request.request_id in ready
-    )

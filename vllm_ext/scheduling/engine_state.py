@@ -74,6 +74,12 @@ def loading(engine: EngineState) -> list[Request]:
     return [request for request in parked(engine) if request.status != _STREAMING]
 
 
+def loaded(engine: EngineState) -> list[Request]:
+    """Return those of them whose KV has come."""
+    ready, under_way = engine.finished_recving_kv_req_ids, RequestStatus.WAITING_FOR_REMOTE_KVS
+    return [r for r in loading(engine) if r.status != under_way or r.request_id in ready]
+
+
 def prefilling(engine: EngineState) -> list[Request]:
     """Return the running requests with a part of their prompt still to compute."""
     return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]

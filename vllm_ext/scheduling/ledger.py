@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_ext.config import RETRIEVAL, SloConfig
@@ -13,7 +14,7 @@ from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.runtime import RuntimeModel
 from vllm_ext.scheduling.pace import PaceTracker
-from vllm_ext.slo import NO_SLO, resolve
+from vllm_ext.slo import NO_SLO, Slo, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,55 +25,44 @@ if TYPE_CHECKING:
 
 
 _NO_DEFAULTS = SloConfig()
+_UNKNOWN = Prediction(1, "prior")
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """Our side of one request."""
 
-    __slots__ = (
-        "arrival_time",
-        "demotions",
-        "estimate",
-        "expected_wait_s",
-        "first_scheduled",
-        "first_token",
-        "hints",
-        "kept_tokens",
-        "missed",
-        "number",
-        "output_at_admission",
-        "prediction",
-        "query",
-        "request",
-        "slo",
-        "waited_s",
-        "waiting_since",
-    )
+    request: Request
+    number: int
+    """Order of arrival; ends every tie."""
+    arrival_time: float
+    hints: RequestHints
+    query: LengthQuery = field(init=False)
+    prediction: Prediction = _UNKNOWN
+    """Prediction made of the prompt, kept for the record."""
+    slo: Slo = NO_SLO
+    missed: bool = False
+    """Whether an objective was missed already; gaps between steps are not looked at."""
+    estimate: int = 1
+    """Current estimate of the total output, in tokens."""
+    demotions: int = 0
+    waiting_since: float | None = None
+    waited_s: float = 0.0
+    output_at_admission: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    expected_wait_s: float | None = None
+    """Of one preempted where there is a KV tier: how long it was expected to wait."""
+    kept_tokens: int = 0
+    """Of one preempted: tokens whose KV the tier was to keep."""
 
-    def __init__(self, request: Request, number: int, now: float, hints: RequestHints) -> None:
-        self.request = request
-        self.number = number
-        """Order of arrival; ends every tie."""
-        self.arrival_time = now
-        self.hints = hints
-        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag)
-        self.prediction = Prediction(1, "prior")
-        """Prediction made of the prompt, kept for the record."""
-        self.slo = NO_SLO
-        self.missed = False
-        """Whether an objective was missed already; gaps between steps are not looked at."""
-        self.estimate = 1
-        """Current estimate of the total output, in tokens."""
-        self.demotions = 0
-        self.waiting_since: float | None = None
-        self.waited_s = 0.0
-        self.output_at_admission = 0
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.expected_wait_s: float | None = None
-        """Of one preempted where there is a KV tier: how long it was expected to wait."""
-        self.kept_tokens = 0
-        """Of one preempted: tokens whose KV the tier was to keep."""
+    def __post_init__(self) -> None:
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """Renew what lengths are predicted from: a streaming session's prompt grows, and its bound moves."""
+        request = self.request
+        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, self.hints.osl, self.hints.tag)
 
     @property
     def ties(self) -> tuple[float, int]:
@@ -219,8 +209,7 @@ class Ledger:
 
     def _renew(self, job: Job) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
-        request = job.request
-        job.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, job.hints.osl, job.hints.tag)
+        job.ask_again()
         self._revise(job, self.predictor.predict(job.query).tokens)
 
     @staticmethod

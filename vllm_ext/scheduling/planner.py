@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.policies.contract import RequestView, Room, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
-from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loading, parked, seats
+from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading, parked, seats
 from vllm_ext.scheduling.step import EngineStep, pool_of
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class Planner:
             Exception: whatever a policy raises; nothing has been changed then.
         """
         self._follow_prices()
+        with self._fronts.unchanged():
+            return self._plan(now)
+
+    def _plan(self, now: float) -> StepPlan:
         engine = self._engine
         pool = pool_of(engine)
         step = EngineStep(
@@ -118,12 +122,15 @@ class Planner:
     def _room(self, step: EngineStep) -> Room:
         engine = self._engine
         prices = Prices(engine, self._fronts, step.pool)
+        under_way = loading(engine)
+        # As upstream has it, a load between steps takes its seat when its KV has come.
+        seated = step.num_running + len(parked(engine)) - len(under_way) + len(loaded(engine))
         return Room(
-            seats=seats(engine) - step.num_running - len(parked(engine)),
+            seats=seats(engine) - seated,
             tokens=step.free_tokens,
             chunk=largest_chunk(engine),
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
-            idle=not step.num_running and not loading(engine),
+            idle=not step.num_running and not under_way,
             price=prices.price,
             taken=prices.joins,
         )

@@ -27,25 +27,11 @@ _BY_OBJECTIVES = (SloMatch, SloPivotBudget, PressingFirst, SloSlack)
 """Policies that treat all requests alike where none has an objective."""
 
 
-def log_start(
-    described: str,
-    policies: Sequence[Policy],
-    config: ExtConfig,
-    *,
-    predicts: bool,
-    profiled: bool,
-    has_connector: bool,
-) -> None:
+def log_start(described: str, policies: Sequence[Policy], config: ExtConfig, **facts: bool) -> None:
     """Log the system that is active, as it describes itself, and what of it is off; arguments as `switched_off`."""
     logger.info("vllm-ext is active: %s", described)
-    off = switched_off(
-        policies,
-        config,
-        predicts=predicts,
-        predictor_installed=can_predict_from_prompts(config.predictor.encoder),
-        profiled=profiled,
-        has_connector=has_connector,
-    )
+    installed = can_predict_from_prompts(config.predictor.encoder)
+    off = switched_off(policies, config, predictor_installed=installed, **facts)
     if off:
         logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
@@ -69,17 +55,13 @@ def switched_off(
         profiled: Whether the runtime model starts from a profile.
         has_connector: Whether KV goes anywhere but the device, by our tier or by another KV connector.
     """
-    return tuple(
-        filter(
-            None,
-            (
-                _lengths(config, installed=predictor_installed) if predicts else "",
-                "" if has_connector else _kv(policies),
-                "" if profiled else _step_times(policies, config),
-                _objectives(policies, config.slo),
-            ),
-        )
+    said = (
+        _lengths(config, installed=predictor_installed) if predicts else "",
+        "" if has_connector else _kv(policies),
+        "" if profiled else _step_times(policies, config),
+        _objectives(policies, config.slo),
     )
+    return tuple(filter(None, said))
 
 
 @functools.cache

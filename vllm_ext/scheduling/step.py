@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,7 @@ import numpy as np
 
 from vllm_ext.policies.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
 from vllm_ext.policies.contract.step import Lengths
-from vllm_ext.scheduling.demand import loaded_tokens
-from vllm_ext.scheduling.engine_state import EngineState, could_join, largest_chunk, loading, prefilling
+from vllm_ext.scheduling.engine_state import EngineState, could_join, largest_chunk, loaded, loading, prefilling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,8 @@ class EngineStep:
             cap = largest_chunk(engine) or self.token_budget
             for request in self._prefilling:
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
-            self._free_tokens = free - loaded_tokens(engine)
+            # Those whose KV has come start before all others.
+            self._free_tokens = free - sum([max(1, r.num_tokens - r.num_computed_tokens) for r in loaded(engine)])
         return self._free_tokens
 
     @property
@@ -151,7 +152,7 @@ class EngineStep:
         for request in self._queue.best(_LOOKED_AT):
             if could_join(request) and (fits_adapter is None or fits_adapter(request)):
                 aged = self._queue.rank(request).older_only_s <= self.now
-                yield Candidate(self._view(request), self._queue.key(request), aged)
+                yield Candidate(request.request_id, self._queue.key(request), partial(self._view, request), aged)
 
     def _adapters(self) -> Callable[[Request], bool] | None:
         """Return who could join beside the adapters in use: vLLM passes over one more than it has room for."""
@@ -166,14 +167,16 @@ class EngineStep:
 
         return fits
 
-    def victims(self) -> Iterator[Victim]:
-        """Running requests, worst rank first, ranked afresh when looked at.
+    def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
+        """Running requests that rank after ``behind``, worst rank first, ranked afresh when looked at.
 
         While blocks of earlier preemptions are on their way back there is nobody: more would leave than is needed.
         """
         if self._engine.deferred_frees:
             return
         for request, key in self._order.worst_first():
+            if key <= behind:
+                return
             victim = self._victim(self._view(request), self._blocks_freed_by(request))
             yield victim._replace(key=key)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from vllm_ext.policies.admission.preemptive import Preempting
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Room, Step
+from vllm_ext.policies.contract import Candidate, Room, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +34,15 @@ class Backfill(Preempting):
 
     def select(self, step: Step, room: Room) -> None:
         """Take those who fit."""
-        passed = 0
-        for candidate in step.waiting() if room.open else ():
+        candidates, passed = step.waiting(), list[Candidate]()
+        for candidate in candidates if room.open else ():
             if room.fits(candidate):
                 room.take(candidate)
-            else:
-                passed += 1
-                if candidate.aged or passed >= self.max_passed:
+                if not room.open:
                     break
-            if not room.open:
-                break
+            else:
+                passed.append(candidate)
+                if candidate.aged or len(passed) >= self.max_passed:
+                    break
         if not room.admit and self.preempt:
-            self.make_room(step, room, step.waiting())
+            self.make_room(step, room, itertools.chain(passed, candidates))

@@ -57,10 +57,11 @@ class Preempting(Admission):
 
     def make_room(self, step: Step, room: Room, candidates: Iterator[Candidate]) -> None:
         """Take the next candidates for whom it pays that others leave, until one finds no victims."""
-        victims = step.victims()
+        victims: Iterator[Victim] | None = None
         for count, candidate in enumerate(candidates):
             if count >= self.max_preempting or room.tokens < 1:  # a seat is worth nothing without a token
                 return
+            victims = victims or step.victims(behind=candidate.key)  # the next ones rank after it
             leaving = self._leaving(step, room, candidate, victims)
             if leaving is None:
                 return

@@ -110,16 +110,17 @@ class SloMatch(Admission):
         """Return the urgent requests at the head of the queue and, where there is room, those that compete to join."""
         found: list[_Hopeful] = []
         first: _Hopeful | None = None
+        has_room, group_s = room.open, self._group_s(step)
         for candidate in step.waiting():
             remaining_s, lost = self._standing(candidate.request, step.now)
             hopeful = _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
             if not hopeful.is_urgent(step):
                 # In order of slack those after the first one's group are later still.
                 first = first or hopeful
-                late = not room.open or hopeful.remaining_s > first.remaining_s + self._group_s(step)
+                late = not has_room or hopeful.remaining_s > first.remaining_s + group_s
                 if late and self.ordered:
                     break
-                if not room.open:
+                if not has_room:
                     continue
             found.append(hopeful)
         return found
@@ -179,7 +180,7 @@ class SloMatch(Admission):
         def is_long(request: RequestView) -> bool:
             return self.exclusive and request.missing_tokens > long_above
 
-        joined = [h.candidate.request for h in urgent if h.candidate.request.req_id in room.admit]
+        joined = [h.candidate.request for h in urgent if h.candidate.req_id in room.admit]
         computing_long = any(map(is_long, joined)) or any(
             request.num_prompt_tokens > long_above for request in step.prefilling()
         )

@@ -22,17 +22,28 @@ class Demand(NamedTuple):
     own_tokens: int
     """Of its KV that nobody holds yet: what it adds to a forecast of memory."""
     loads: bool = False
-    """Whether it loads KV between steps: it takes a seat and blocks now, tokens later."""
+    """Whether it loads KV between steps: it takes blocks now, a seat and tokens when its KV has come."""
 
 
-class Candidate(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Candidate:
     """A waiting request that could join now."""
 
-    request: RequestView
+    req_id: str
     key: tuple[float, ...]
     """Of its rank, ties included."""
+    view: Callable[[], RequestView]
+    """Makes its view. To be refused for want of room most candidates need none, and it is what costs most of them."""
     aged: bool = False
     """Whether only older ones go before it: nobody may pass it."""
+    _seen: RequestView | None = None
+
+    @property
+    def request(self) -> RequestView:
+        """What policies may know of it."""
+        if self._seen is None:
+            self._seen = self.view()
+        return self._seen
 
 
 class Victim(NamedTuple):
@@ -74,7 +85,7 @@ class Room:
     """What a step has left. A selector asks `fits` and says `take`, and counts nothing itself."""
 
     seats: int
-    """The cap on sequences, less those who run, load or have loaded."""
+    """The cap on sequences, less those who run or have loaded."""
     tokens: int
     """Of the step's budget, less what runs takes, drafts included, and what has loaded."""
     blocks: int
@@ -115,15 +126,14 @@ class Room:
 
     def demand(self, candidate: Candidate) -> Demand:
         """Return what a candidate asks for, after what was taken already."""
-        req_id = candidate.request.req_id
-        found = self._priced.get(req_id)
+        found = self._priced.get(candidate.req_id)
         if found is None:
-            found = self._priced[req_id] = self.price(candidate, self._most())
+            found = self._priced[candidate.req_id] = self.price(candidate, self._most())
         return found
 
     def fits(self, candidate: Candidate, leaving: Sequence[Victim] = ()) -> bool:
         """Say whether a candidate may join if ``leaving`` are preempted for it; a refusal is noted in `why`."""
-        req_id = candidate.request.req_id
+        req_id = candidate.req_id
         if self.idle and not self.admit and self._first in (None, req_id):
             self._first = req_id
             return True
@@ -137,14 +147,14 @@ class Room:
         """Let a candidate join, and ``leaving`` leave for it."""
         demand = self.demand(candidate)
         granted = max(0, min(demand.tokens, self._most()))
-        self.seats += len(leaving) - 1
+        self.seats += len(leaving) - (not demand.loads)
         self.tokens -= granted
         self.blocks += sum(victim.blocks for victim in leaving) - demand.blocks
         for gate in self.gates:
             gate.take(candidate, demand, leaving)
-        self.admit.append(candidate.request.req_id)
+        self.admit.append(candidate.req_id)
         self.preempt += [victim.request.req_id for victim in leaving]
-        self.why.pop(candidate.request.req_id, None)
+        self.why.pop(candidate.req_id, None)
         self.taken(candidate, granted)
         self._priced.clear()
 

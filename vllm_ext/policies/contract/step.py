@@ -184,8 +184,12 @@ class Step(Protocol):
         """Waiting requests that could join now, best rank first; 32 at most."""
         ...
 
-    def victims(self) -> Iterator[Victim]:
-        """Running requests, worst rank first, asked for their ranks again; nobody while blocks come back."""
+    def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
+        """Running requests, worst rank first, asked for their ranks again; nobody while blocks come back.
+
+        Args:
+            behind: Key of a rank; the first one that does not come after it is the end.
+        """
         ...
 
     def best_running(self) -> RequestView | None:
