@@ -18,6 +18,7 @@ from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
 from vllm_ext.policies.residency.retention import Retention
 from vllm_ext.system import System
 
+
 def _pensieve(name: str, returns: str, summary: str) -> System:
     retention = {"reserve": 0.1, "tier_bits": 16, "returns": returns, "copies": ALL}
     return System(
@@ -70,7 +71,7 @@ PUBLISHED = (
             "budget": {
                 "dynamic": False,
                 "default_tbt_ms": 200.0,  # the paper derives objectives from each model's own decode time
-                "tile_tokens": 128,
+                "tile_tokens": 0,  # the device's
                 "min_prefill_tokens": 0,
                 "safety": 1.0,
                 "tokens": 0,
@@ -102,7 +103,7 @@ PUBLISHED = (
                 "spare": False,
                 "max_victims": _ALL,
             },
-            "budget": {"fitted": False},
+            "budget": {"fitted": False, "every_objective": True, "within_kv": True},
         },
         paper="AccelGen (arXiv 2503.13737)",
         summary="accelgen as published: lost objectives stay urgent, answers are preempted, equation 6 decides alone",

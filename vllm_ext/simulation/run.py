@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.memory import num_kv_blocks
@@ -77,7 +78,9 @@ def _run(
     started = time.perf_counter()
     scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware)
     if spec.engine.profiled:
-        start_from_profile(scheduler, spec.engine, cost)
+        roofline = spec.cost.kind == "roofline"
+        tile = spec.hardware.resolve_device().tile_tokens if roofline else DEFAULT_TILE_TOKENS
+        start_from_profile(scheduler, spec.engine, cost, tile)
     collector = Collector(scheduler, spec.record)
     tier = None
     if scheduler.connector is not None:
@@ -159,7 +162,9 @@ def build_scheduler(engine: EngineSpec, num_blocks: int, hardware: HardwareSpec 
         )
 
 
-def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel) -> None:
+def start_from_profile(
+    scheduler: Scheduler, engine: EngineSpec, cost: CostModel, tile_tokens: int = DEFAULT_TILE_TOKENS
+) -> None:
     """Give the scheduler the runtime model that a profile of the simulated hardware would; vLLM alone has none.
 
     Raises:
@@ -171,7 +176,7 @@ def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel
         raise ValueError(f"profiled=True: must be left out, or options.profile={named!r}; a model starts from one")
     limits = Limits(engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
     steered: Any = scheduler
-    steered.observer.start_from(runtime_model(cost, limits))
+    steered.observer.start_from(runtime_model(cost, limits, tile_tokens))
 
 
 def reads_truth(engine: EngineSpec) -> bool:
