@@ -47,11 +47,11 @@ NUM_TURN_CLASSES = len(_TURNS)
 class ReturnModel:
     """Rates of return of conversations, by turns so far and time since the last one ended.
 
-    Ours: Pensieve's equation (section 4.3.1) has the time since the last use alone, as 1 / T, which treats a conversation's
-    first turn like its tenth, and takes it that those who did not come back in a minute will in an hour. Of real
-    conversations many have a single turn, those that have had several mostly go on, and after some minutes hardly any
-    does. A rate says how much a chunk is asked for, and so what it is worth to keep it for the next moment. Until
-    enough is seen it is as the paper's.
+    Ours: Pensieve's equation (section 4.3.1) has the time since the last use alone, as 1 / T, which treats a
+    conversation's first turn like its tenth, and takes it that those who did not come back in a minute will in an hour.
+    Of real conversations many have a single turn, those that have had several mostly go on, and after some minutes
+    hardly any does. A rate says how much a chunk is asked for, and so what it is worth to keep it for the next moment.
+    Until enough is seen it is as the paper's.
 
     A rate is made of the share that comes back within a bin of time, of those who had not by then. Who ended a turn a
     moment ago and has not had the time counts as one of these, which lowers the rates of all classes by a little.
