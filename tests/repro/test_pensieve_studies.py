@@ -46,7 +46,7 @@ def test_all_who_have_host_memory_have_as_many_bytes(model: str) -> None:
             sizes[contender.name] = engine.kv_offload.cpu_bytes
         elif "kv_tier" in engine.options:
             sizes[contender.name] = parse(engine.options).kv_tier.host_bytes
-    assert list(sizes) == [c.name for c in (base.LRU, base.ARC, base.PENSIEVE, base.PENSIEVE_8)]
+    assert list(sizes) == [c.name for c in (base.LRU, base.ARC, base.PENSIEVE, base.BY_TURNS, base.OURS, base.OURS_8)]
     assert all(abs(size - total) <= 1 for size in sizes.values())
 
 

@@ -45,6 +45,7 @@ STUDY = Study(
     id="sarathi-fig9",
     paper=f"{base.PAPER}, Figure 9",
     title="Capacity under strict and relaxed P99-TBT objectives, Mistral-7B and Yi-34B",
+    row="sarathi-published",
     differences=base.DIFFERENCES,
     run=run,
 )
