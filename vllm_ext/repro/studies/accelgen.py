@@ -135,7 +135,7 @@ VLLM_2023 = Contender(name="vLLM-2023", system="vllm-2023")
 FASTGEN = Contender(name="FastGen", system="fastgen")
 SARATHI = Contender(
     name="Sarathi-Serve",
-    system="sarathi-static",
+    system="sarathi-published",
     options=lambda panel: {"budget": {"tokens": panel.pivot_tokens}},
 )
 # FastServe's limit of 30 s makes it first come, first served in these overloads, and it does worse.
