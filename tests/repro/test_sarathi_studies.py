@@ -128,7 +128,7 @@ def test_claim_compares_the_cells_that_the_paper_speaks_of(wanted: dict[str, Any
     claim = figure().claim(published, base.PAPERS)
     assert claim.ours == ratio
     assert claim.headline
-    assert "sarathi 6/s, limited by P99 TBT; vllm-2023" in claim.note
+    assert "sarathi-published 6/s, limited by P99 TBT; vllm-2023" in claim.note
 
 
 def test_tuned_vllm_has_the_better_of_its_budgets() -> None:
