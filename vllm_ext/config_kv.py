@@ -21,9 +21,28 @@ BETWEEN, IN_STEP = "between", "in-step"
 LOADS = (BETWEEN, IN_STEP, AUTO)
 FUSED, PHASED, OFF = "fused", "phased", "off"
 GAPS = (FUSED, PHASED, OFF)
+LEARNED, BY_TURNS, BY_AGE = "learned", "turns", "age"
+RETURNS = (LEARNED, BY_TURNS, BY_AGE)
+PAYING, ALL = "paying", "all"
+COPIES = (PAYING, ALL)
 _CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
-_CHOICES = {"policy": POLICIES, "store": (AUTO, *STORES), "load": LOADS, "gaps": GAPS}
-_DEFAULTS = {"bits": LOSSLESS, "policy": RETENTION, "store": AUTO, "load": BETWEEN, "gaps": OFF}
+_CHOICES = {
+    "policy": POLICIES,
+    "returns": RETURNS,
+    "store": (AUTO, *STORES),
+    "load": LOADS,
+    "copies": COPIES,
+    "gaps": GAPS,
+}
+_DEFAULTS = {
+    "bits": LOSSLESS,
+    "policy": RETENTION,
+    "returns": LEARNED,
+    "store": AUTO,
+    "load": BETWEEN,
+    "copies": PAYING,
+    "gaps": OFF,
+}
 """Of the options that are a system's to choose where the user does not."""
 
 
@@ -48,9 +67,10 @@ class KvTierConfig:
     by ``lru`` or ``arc``, vLLM's own, which know no conversations. By default what the system wants, else
     ``retention``."""
 
-    learn_returns: bool = True
-    """Whether ``retention`` goes by the rate at which conversations of so many turns come back after such a time,
-    learned while serving, instead of by 1 / time."""
+    returns: str | None = None
+    """At which rate conversations are taken to come back, in the retention value: ``learned``, by turns so far and time
+    since the last one; ``turns``, the share that comes back after so many turns, learned too, over the time since; or
+    ``age``, 1 / time for all alike. By default what the system wants, else ``learned``."""
 
     ttl_s: float = 0.0
     """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` may shorten it
@@ -76,6 +96,11 @@ class KvTierConfig:
     """When KV is brought back: ``between`` steps, while others compute and the request waits; ``in-step``, layer by
     layer in the step that computes the request, for which all in that step wait; or ``auto``, what costs less. By
     default what the system wants, else ``between``."""
+
+    copies: str | None = None
+    """Which copies are made: ``paying``, a store that a step waits for only where it is expected to save more time than
+    it takes, and behind a gap a load only where computing the block again takes longer; or ``all``: whatever is about
+    to be overwritten is stored, and whatever is held is loaded. By default what the system wants, else ``paying``."""
 
     prompt_only: bool = False
     """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
@@ -126,7 +151,6 @@ class KvTierConfig:
         self._check_disk()
 
     def _check_conversations(self) -> None:
-        boolean("kv_tier.learn_returns", self.learn_returns)
         for name in ("ttl_s", "pin_share", "salt_share"):
             number(f"kv_tier.{name}", getattr(self, name))
         if self.ttl_s < 0:
@@ -167,7 +191,8 @@ class KvTierConfig:
         """Return these options with all that is left open as the system wants it, or else as it is by default.
 
         Args:
-            wanted: Of ``bits``, ``policy``, ``store``, ``load`` and ``gaps``, those that the system cares for.
+            wanted: Of ``bits``, ``policy``, ``returns``, ``store``, ``load``, ``copies`` and ``gaps``, those that the
+                system cares for.
 
         Raises:
             ConfigError: what comes out does not fit together.

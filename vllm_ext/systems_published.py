@@ -6,6 +6,7 @@ paper leaves a value open, the comment says so.
 
 from __future__ import annotations
 
+from vllm_ext.config_kv import ALL, BY_AGE, BY_TURNS
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
@@ -14,7 +15,20 @@ from vllm_ext.policies.gates.peak_memory import HISTORY, PeakMemory
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
+from vllm_ext.policies.residency.retention import Retention
 from vllm_ext.system import System
+
+
+def _pensieve(name: str, returns: str, summary: str) -> System:
+    retention = {"reserve": 0.1, "tier_bits": 16, "returns": returns, "copies": ALL}
+    return System(
+        name=name,
+        residency=Retention,
+        parameters={"residency": retention},
+        paper="Pensieve (EuroSys '25)",
+        summary=summary,
+    )
+
 
 _ALL = 32
 """Requests that the scheduler shows: no bound of ours below that."""
@@ -57,7 +71,7 @@ PUBLISHED = (
             "budget": {
                 "dynamic": False,
                 "default_tbt_ms": 200.0,  # the paper derives objectives from each model's own decode time
-                "tile_tokens": 128,
+                "tile_tokens": 0,  # the device's
                 "min_prefill_tokens": 0,
                 "safety": 1.0,
                 "tokens": 0,
@@ -89,7 +103,7 @@ PUBLISHED = (
                 "spare": False,
                 "max_victims": _ALL,
             },
-            "budget": {"fitted": False},
+            "budget": {"fitted": False, "every_objective": True, "within_kv": True},
         },
         paper="AccelGen (arXiv 2503.13737)",
         summary="accelgen as published: lost objectives stay urgent, answers are preempted, equation 6 decides alone",
@@ -111,6 +125,16 @@ PUBLISHED = (
         },
         paper="Past-Future (arXiv 2507.10150)",
         summary="past-future as published: lengths drawn anew in every step, each by itself",
+    ),
+    _pensieve(
+        "pensieve-published",
+        BY_AGE,
+        "pensieve as published: stores and loads whatever it costs, and goes by equation 3.4, Cost / T",
+    ),
+    _pensieve(
+        "pensieve-published-turns",
+        BY_TURNS,
+        "pensieve as section 3.4.3.1 words it: with the probability of a return after so many turns",
     ),
 )
 """In the order of the documentation."""

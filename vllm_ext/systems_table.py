@@ -60,7 +60,7 @@ ROWS = (
         budget=TbtBudget,
         parameters={"budget": {"dynamic": False}},
         paper=_SARATHI,
-        summary="sarathi as published: one token budget, from profiling a reference batch",
+        summary="sarathi with one token budget, from profiling a reference batch",
     ),
     System(
         name="sarathi-hybrid-only",

@@ -66,6 +66,17 @@ def test_a_short_piece_between_gaps_may_be_computed_with_them() -> None:
     assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({1: 1}, 7 * BLOCK, 6 * BLOCK)
 
 
+def test_as_published_what_is_kept_is_used_although_computing_it_would_be_quicker() -> None:
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
+    talks.talk("a", words(1, 12 * BLOCK))
+    talks.drop("a", [*range(3), *range(4, 7)])
+    talks.scheduler.gaps.compute_s = lambda new, context: new * 3e-6
+    talks.scheduler.gaps.uses_all = True
+    talks.talk("a", words(2, 40))
+    counts = talks.scheduler.gaps.counts
+    assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({2: 1}, 6 * BLOCK, 6 * BLOCK)
+
+
 def test_a_request_that_does_not_read_what_is_kept_is_counted_once() -> None:
     talks = crowded(answer=30)
     req_id = talks.say("a", words(3, 40))  # waits: 15 blocks, of which 10 are free

@@ -108,6 +108,21 @@ def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -
     assert found.side._worth_a_copy([waiting, ended]) == [ended]
 
 
+def test_as_published_all_that_would_be_lost_is_waited_for_and_nothing_is_copied_while_its_request_runs() -> None:
+    found = rig(recompute=5.0)
+    found.side.copies_all = True
+    nobody_comes_back(found)
+    for number in range(2):
+        ask(found, number)
+    while found.live():
+        assert state(found)["placed_chunks"] == 0
+        found.step()
+    serve(found, 60)
+    counts = state(found)
+    assert (counts["unsaved_chunks"], counts["stored_chunks"] > 50 * PROMPT // BLOCK_SIZE) == (0, True)
+    found.drain()
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_on_a_full_device_chunks_are_copied_while_their_requests_run(known: bool) -> None:
     found = rig(recompute=5.0)

@@ -153,9 +153,9 @@ def test_a_prefix_beyond_its_quota_is_stored_in_part() -> None:
     tier.check()
 
 
-@pytest.mark.parametrize(("learn", "gone"), [(True, "once-1"), (False, "often-1")])
-def test_who_has_come_back_often_is_expected_to_come_again(learn: bool, gone: str) -> None:
-    tier = Tier({"learn_returns": learn}, num_chunks=6)
+@pytest.mark.parametrize(("returns", "gone"), [("learned", "once-1"), ("turns", "once-1"), ("age", "often-1")])
+def test_who_has_come_back_often_is_expected_to_come_again(returns: str, gone: str) -> None:
+    tier = Tier({"returns": returns}, num_chunks=6)
     for number in range(200):  # many who come once, and some who come ten times
         tier.turn(f"once-{number}", f"x{number}", at=number)
         tier.turn(f"often-{number // 10}", f"y{number // 10}", at=number + 0.5)
@@ -164,6 +164,25 @@ def test_who_has_come_back_often_is_expected_to_come_again(learn: bool, gone: st
     tier.turn("once", "once-1", at=300.5)
     tier.turn("d", *(f"d{n}" for n in range(4)), at=310.0)
     tier.turn("e", "e0", at=310.1)
+    assert [name for name in ("once-1", "often-1") if not tier.has(name)] == [gone]
+
+
+@pytest.mark.parametrize(("returns", "gone"), [("learned", "often-1"), ("turns", "once-1"), ("age", "often-1")])
+def test_learned_rates_know_when_the_others_come_and_shares_over_time_do_not(returns: str, gone: str) -> None:
+    """Who comes often does so after a second: after an hour it will not come again, and the others may."""
+    tier = Tier({"returns": returns}, num_chunks=6)
+    for number in range(400):
+        book, turns = tier.keeper.book.returns, 1 + number % 16
+        book.ended(turns)
+        if turns > 1:
+            book.returned(turns, 1.0)
+        elif number % 32 == 0:
+            book.returned(turns, 4000.0)
+    for number in range(10):
+        tier.turn("often", "often-1", at=number)
+    tier.turn("once", "once-1", at=10.0)
+    tier.turn("d", *(f"d{n}" for n in range(4)), at=3600.0)
+    tier.turn("e", "e0", at=3600.1)
     assert [name for name in ("once-1", "often-1") if not tier.has(name)] == [gone]
 
 

@@ -21,6 +21,7 @@ from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
+from vllm_ext.policies.residency.retention import Retention
 
 BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
     (RemainingTimeLevels, "ordering", {"num_levels": (0, -1), "base_level_s": (0.0, math.nan)}),
@@ -37,10 +38,11 @@ BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
     (PeakMemory, "admission", {"cold_requests": (-1,), "redraw_steps": (0,)}),
     (ReserveMaximum, "admission", {"reserve_tokens": (-1,), "overcommit": (0.9,)}),
     (Watermark, "admission", {"watermark": (-0.1, 0.0, 1.5)}),
-    (TbtBudget, "budget", {"tile_tokens": (48, 0), "default_tbt_ms": (-1.0,), "safety": (1.5,)}),
+    (TbtBudget, "budget", {"tile_tokens": (48, -2), "default_tbt_ms": (-1.0,), "safety": (1.5,)}),
     (TbtBudget, "budget", {"min_prefill_tokens": (-1,), "tokens": (512,)}),
     (EstimatedWait, "residency", {"choose": ("guess",), "exposed": (1.1, -0.1), "every_steps": (0,)}),
     (EstimatedWait, "residency", {"max_leaving": (0,), "tier_bits": (4,)}),
+    (Retention, "residency", {"reserve": (1.0,), "tier_bits": (4,), "returns": ("soon",), "copies": ("none",)}),
 ]
 
 

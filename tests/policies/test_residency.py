@@ -9,6 +9,7 @@ from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.contract import Candidate, Demand, Fate, Parting, RequestView
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.recompute import Recompute
+from vllm_ext.policies.residency.retention import Retention
 
 from .pool_step import PoolStep, room_of
 
@@ -46,6 +47,17 @@ def test_strategies_that_do_not_weigh_costs() -> None:
 
 def test_without_a_tier_everything_is_recomputed() -> None:
     assert EstimatedWait().on_preempt(victim(1e6), Parting(wait_s=0.0)) is Fate.RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("copies", "fate", "load"), [("paying", Fate.KEEP, "auto"), ("all", Fate.SWAP, "in-step")], ids=["ours", "paper"]
+)
+def test_a_suspended_request_s_kv_stays_until_its_blocks_are_needed_or_is_copied_at_once(
+    copies: str, fate: Fate, load: str
+) -> None:
+    policy = Retention(copies=copies)
+    assert policy.on_preempt(victim(1e-9), Parting(wait_s=9.0, out_s=9.0, back_s=9.0)) is fate
+    assert (policy.tier_options["copies"], policy.tier_options["load"]) == (copies, load)
 
 
 def test_vllms_own_rule_leaves_it_to_the_tier() -> None:

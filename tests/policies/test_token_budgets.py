@@ -15,6 +15,7 @@ from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
 from vllm_ext.policies.contract import RequestView, Split
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
+from vllm_ext.slo import Slo
 
 from .pool_step import PoolStep, half_done, prompts
 
@@ -98,6 +99,22 @@ def test_the_static_budget_looks_at_its_reference_batch_only() -> None:
     assert TbtBudget(dynamic=False, tokens=512).split(mixed(3)).tokens == 512
 
 
+def test_the_tile_is_the_device_s_unless_it_is_named() -> None:
+    policy = TbtBudget(dynamic=False, tokens=760)
+    unknown = mixed(10, tbt_s=0.1)
+    known = replace(unknown, runtime=RuntimeModel(COEFFICIENTS, tile_tokens=256))
+    assert policy.split(known).tokens == 512
+    assert replace(policy, tile_tokens=128).split(known).tokens == 640
+    assert policy.split(unknown).tokens == 704, "64, where nothing is known"
+
+
+def test_as_published_sarathi_grants_nothing_where_decodes_fill_the_budget() -> None:
+    published = TbtBudget(dynamic=False, tokens=8, min_prefill_tokens=0)
+    step = mixed(10, tbt_s=0.1)
+    assert published.split(step).tokens == step.decode_tokens
+    assert replace(published, min_prefill_tokens=64).split(step).tokens == step.decode_tokens + 64
+
+
 @pytest.mark.parametrize(("tokens", "tile", "expected"), [(257, 256, 256), (511, 256, 256), (200, 256, 200)])
 def test_budgets_are_whole_tiles(tokens: int, tile: int, expected: int) -> None:
     """One token more than a tile costs up to a third more (Sarathi-Serve, section 4.3)."""
@@ -153,6 +170,44 @@ def test_accelgens_budget_is_equation_6() -> None:
     assert SloPivotBudget().split(step).tokens == 1440, "the reading speed, where nobody has an objective"
     step.objectives_s = (1e-4,)
     assert SloPivotBudget().split(step).tokens == 11, "a token for everybody who decodes, and one more"
+
+
+def test_as_published_the_tightest_ttft_objective_bounds_accelgens_budget_too() -> None:
+    """Of an unfinished prompt, and of the first one that waits; not of those behind it, nor of one that decodes."""
+    policy = SloPivotBudget(fitted=False, every_objective=True)
+    ours = SloPivotBudget(fitted=False)
+    step = mixed(10, tbt_s=0.2)
+    *decoding_ones, unfinished = step.running
+    step.runtime = SATURATES_LATE
+    first, second = prompts((100, 10), (100, 10))
+
+    def tokens(run: float, head: float, behind: float) -> tuple[int | None, int | None]:
+        running = (
+            *(request._replace(slo=Slo(ttft_s=0.01)) for request in decoding_ones),
+            unfinished._replace(slo=Slo(ttft_s=run)),
+        )
+        queue = (first._replace(slo=Slo(ttft_s=head)), second._replace(slo=Slo(ttft_s=behind)))
+        shown = replace(step, running=running, queue=queue)
+        return policy.split(shown).tokens, ours.split(shown).tokens
+
+    assert tokens(9.0, 9.0, 0.05) == (1536, 1536)
+    assert tokens(0.1, 9.0, 9.0) == (768, 1536)
+    assert tokens(9.0, 0.05, 9.0) == (384, 1536)
+
+
+def test_as_published_a_request_that_was_preempted_bounds_accelgens_budget_by_its_next_token() -> None:
+    policy = SloPivotBudget(fitted=False, every_objective=True)
+    (asks,) = prompts((100, 10))
+    resumes = asks._replace(num_output_tokens=5, slo=Slo(ttft_s=0.01, tbt_s=0.1))
+    step = replace(mixed(10, tbt_s=0.2), queue=(resumes,), runtime=SATURATES_LATE)
+    assert policy.split(step).tokens == 768
+
+
+@pytest.mark.parametrize(("free", "expected"), [(200, 1536), (20, 10 + 20 * 16), (0, 11)])
+def test_as_published_accelgen_cuts_prompts_to_the_kv_that_is_left(free: int, expected: int) -> None:
+    step = replace(mixed(10, tbt_s=0.2), free=free, total=200, runtime=SATURATES_LATE)
+    assert SloPivotBudget(fitted=False, within_kv=True).split(step).tokens == expected
+    assert SloPivotBudget(fitted=False).split(step).tokens == 1536
 
 
 @pytest.mark.parametrize("policy", [TbtBudget(), SloPivotBudget()], ids=["sarathi", "accelgen"])

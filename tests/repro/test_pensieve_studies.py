@@ -46,7 +46,7 @@ def test_all_who_have_host_memory_have_as_many_bytes(model: str) -> None:
             sizes[contender.name] = engine.kv_offload.cpu_bytes
         elif "kv_tier" in engine.options:
             sizes[contender.name] = parse(engine.options).kv_tier.host_bytes
-    assert list(sizes) == [c.name for c in (base.LRU, base.ARC, base.PENSIEVE, base.PENSIEVE_8)]
+    assert list(sizes) == [c.name for c in (base.LRU, base.ARC, base.PENSIEVE, base.BY_TURNS, base.OURS, base.OURS_8)]
     assert all(abs(size - total) <= 1 for size in sizes.values())
 
 
@@ -56,9 +56,20 @@ def test_policies_differ_in_what_they_evict_alone() -> None:
         engine = spec(contender).engine
         options = parse(engine.options | {"system": engine.system})
         tiers.append(vars(build(options).tier(options.kv_tier)))
-    assert [tier.pop("policy") for tier in tiers] == ["leading", "lru", "arc", "tail", "retention"]
-    assert all(tier == tiers[0] for tier in tiers)
-    assert (tiers[0]["gaps"], tiers[0]["store"], tiers[0]["load"]) == ("fused", "auto", "auto")
+    assert [tier.pop("policy") for tier in tiers] == [
+        "leading",
+        "lru",
+        "arc",
+        "tail",
+        "retention",
+        "leading",
+        "leading",
+    ]
+    *others, by_turns, ours = tiers
+    assert all(tier == others[0] for tier in others)
+    assert by_turns == others[0] | {"returns": "turns"}
+    assert ours == others[0] | {"returns": "learned", "load": "auto", "copies": "paying"}
+    assert (others[0]["gaps"], others[0]["store"], others[0]["load"]) == ("fused", "auto", "in-step")
 
 
 def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
@@ -110,8 +121,8 @@ def test_hit_rates_and_recomputed_tokens_are_compared_where_there_is_pressure() 
         }
 
     found = {(rate, c.name): metrics(99.0, 1.0) for rate in (1.0, 2.0) for c in fig14.SHOWN}
-    found[1.0, fig14.OURS.name] = metrics(99.5, 0.5)
-    found[2.0, fig14.OURS.name], found[2.0, fig14.LRU.name] = metrics(70.0, 30.0), metrics(60.0, 40.0)
+    found[1.0, fig14.JUDGED.name] = metrics(99.5, 0.5)
+    found[2.0, fig14.JUDGED.name], found[2.0, fig14.LRU.name] = metrics(70.0, 30.0), metrics(60.0, 40.0)
     points, fewer = fig14._claims(found, (1.0, 2.0))
     assert points.ours == pytest.approx(10.0)
     assert fewer.ours == pytest.approx(0.25), "at 1/s LRU finds 99 %, so half as many tokens say nothing"

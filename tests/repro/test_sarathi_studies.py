@@ -96,7 +96,7 @@ def test_seats_and_budgets_are_those_of_the_published_experiments() -> None:
     by_name = {c.name: c for c in base.contenders(base.LLAMA, DATASET, "relaxed")}
     assert by_name["orca"].engine["max_num_seqs"] == 4  # 8 over two micro-batches
     assert by_name["vllm-2023"].engine["max_num_batched_tokens"] == 8192
-    assert by_name["sarathi-static"].options["budget"] == {"tokens": 1536}
+    assert by_name["sarathi-published"].options["budget"] == {"tokens": 1536}
     assert by_name["sarathi"].options == {"slo": {"tbt_ms": 5000}}
     assert by_name["vLLM 0.32"].engine == {"max_num_seqs": 128}  # 256 over two
 
@@ -108,7 +108,7 @@ def test_objectives_by_the_papers_rule_are_near_its_table_for_mistral() -> None:
 
 
 def figure() -> Any:
-    rates = {"strict": {base.SARATHI: 6.0, base.VLLM_2023: 2.0}, "relaxed": {base.SARATHI: 6.0, base.VLLM_2023: 4.0}}
+    rates = {"strict": {base.PAPERS: 6.0, base.VLLM_2023: 2.0}, "relaxed": {base.PAPERS: 6.0, base.VLLM_2023: 4.0}}
     cells = [capacity.Cell("yi-34b", DATASET, slo) for slo in rates]
     found = {
         (cell, name): capacity.Found(rate_per_s=rate, metrics={}, limited_by=("tbt_p99_ms",))
@@ -125,10 +125,10 @@ def figure() -> Any:
 )
 def test_claim_compares_the_cells_that_the_paper_speaks_of(wanted: dict[str, Any], ratio: float) -> None:
     published = capacity.Published(paper=2.0, model="yi-34b", over=base.VLLM_2023, headline=True, **wanted)
-    claim = figure().claim(published, base.SARATHI)
+    claim = figure().claim(published, base.PAPERS)
     assert claim.ours == ratio
     assert claim.headline
-    assert "sarathi 6/s, limited by P99 TBT; vllm-2023" in claim.note
+    assert "sarathi-published 6/s, limited by P99 TBT; vllm-2023" in claim.note
 
 
 def test_tuned_vllm_has_the_better_of_its_budgets() -> None:

@@ -49,7 +49,8 @@ def test_nobody_needs_more_steps_than_vllm_behind_a_shared_prefix(system: str) -
         scene |= {"blocks": 180, "warm": 10}
         assert steps_taken(system, **scene) <= 1.05 * steps_taken(None, **scene)
     else:
-        slack = {"pensieve": 4, "fastgen": 5}.get(system, 0)  # a tenth of the pool kept free; a small forward pass
+        paper = system.partition("-published")[0]
+        slack = {"pensieve": 4, "fastgen": 5}.get(paper, 0)  # a tenth of the pool kept free; a small forward pass
         assert steps_taken(system, **scene) <= 1.05 * steps_taken(None, **scene) + slack
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.prediction.runtime import DEFAULT
+from vllm_ext.prediction.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 from vllm_ext.simulation.cost.build import build
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
@@ -36,6 +36,11 @@ def test_the_model_is_in_place_before_anything_runs() -> None:
     assert scheduler.ledger.runtime.num_observations == 0
 
 
+def test_the_model_knows_the_simulated_device_s_tile() -> None:
+    assert runtime_model(COST, Limits(160, 8, 64), tile_tokens=128).tile_tokens == 128
+    assert started().ledger.runtime.tile_tokens == DEFAULT_TILE_TOKENS
+
+
 def test_steps_teach_the_model_that_views_are_made_of() -> None:
     scheduler = started()
     assert scheduler.observer.timer.sink is scheduler.ledger.runtime
@@ -59,20 +64,20 @@ def test_two_profiles_are_refused() -> None:
 
 @pytest.mark.parametrize("profiled", [False, True])
 def test_a_run_asks_for_it(profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost model of the run is the one that is profiled."""
-    asked: list[tuple[CostModel, Limits]] = []
+    """The cost model of the run is the one that is profiled, and the tile is that of its device."""
+    asked: list[tuple[CostModel, Limits, int]] = []
 
-    def noted(original: Callable[[CostModel, Limits], Any]) -> Callable[[CostModel, Limits], Any]:
-        def ask_for(cost: CostModel, limits: Limits) -> Any:
-            asked.append((cost, limits))
-            return original(cost, limits)
+    def noted(original: Callable[[CostModel, Limits, int], Any]) -> Callable[[CostModel, Limits, int], Any]:
+        def ask_for(cost: CostModel, limits: Limits, tile_tokens: int) -> Any:
+            asked.append((cost, limits, tile_tokens))
+            return original(cost, limits, tile_tokens)
 
         return ask_for
 
     monkeypatch.setattr("vllm_ext.simulation.run.runtime_model", noted(runtime_model))
     cost = PerTokenCost()
     run_small([ask("a")], cost, system="alise", profiled=profiled)
-    assert asked == ([(cost, Limits(160, 8, 64))] if profiled else [])
+    assert asked == ([(cost, Limits(160, 8, 64), 128)] if profiled else [])
 
 
 def test_equal_descriptions_give_equal_runs() -> None:

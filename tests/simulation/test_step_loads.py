@@ -57,10 +57,11 @@ def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: boo
 
 
 @pytest.mark.parametrize(("async_scheduling", "chunks"), [(False, 16), (True, 21)])
-def test_a_dropped_beginning_is_computed_with_the_new_prompt(async_scheduling: bool, chunks: int) -> None:
+@pytest.mark.parametrize("system", ["pensieve", "pensieve-published", "pensieve-published-turns"])
+def test_a_dropped_beginning_is_computed_with_the_new_prompt(system: str, async_scheduling: bool, chunks: int) -> None:
     """The tier has lost the first of the five chunks that turn 1 had; what it still holds is not computed again."""
     kept, options = 64, own_tier(chunks, chunk_tokens=16)
-    server = drained(serve(conversation(), system="pensieve", options=options, async_scheduling=async_scheduling))
+    server = drained(serve(conversation(), system=system, options=options, async_scheduling=async_scheduling))
     gaps = server.scheduler.gaps
     assert gaps is not None
     assert gaps.counts == GapCounts(
@@ -69,6 +70,22 @@ def test_a_dropped_beginning_is_computed_with_the_new_prompt(async_scheduling: b
     assert (gaps.counts.requests, gaps.counts.gaps) == (1, 1)
     assert turn_2(server)["cached_prompt_tokens"] == server.counters["tier_hit_tokens"] == kept
     assert server.collector.prefill_tokens == 64 + 4 * 90 + (81 + 20 - kept)
+
+
+@pytest.mark.parametrize(("system", "loaded", "computed"), [("pensieve", 80, 0), ("pensieve-published", 64, 16)])
+def test_as_published_everything_is_stored_and_loaded_over_a_slow_link_too(
+    system: str, loaded: int, computed: int
+) -> None:
+    """A block takes an eighth of a second over the link, and far less to compute: copies of the others do not pay.
+
+    Without them all of turn 1 stays in the tier. With them its first chunk is dropped, and the rest is loaded.
+    """
+    options = own_tier(14, chunk_tokens=16)
+    server = drained(serve(conversation(60.0), system=system, options=options, blocks_per_s=8.0))
+    gaps = server.scheduler.gaps
+    assert gaps is not None
+    assert (server.counters["tier_hit_tokens"], gaps.counts.tokens_computed) == (loaded, computed)
+    assert server.collector.prefill_tokens == 64 + 4 * 90 + (81 + 20 - loaded)
 
 
 def test_kv_that_was_not_loaded_into_a_gap_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +112,7 @@ def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None
         blocks_per_s=dice.choice([8.0, 80.0, 2000.0, 1e5]),
         num_blocks=dice.choice([12, 16, 24]),
         async_scheduling=bool(seed % 2),
-        system=("pensieve", "alise+pensieve", "auto")[seed // 2 % 3],
+        system=("pensieve", "alise+pensieve", "auto", "pensieve-published")[seed // 2 % 4],
     )
     drained(server)
     assert server.scheduler.gaps is not None

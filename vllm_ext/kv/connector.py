@@ -25,7 +25,7 @@ from vllm_ext.kv.failures import Fallible
 from vllm_ext.kv.keeper import Keeper
 from vllm_ext.kv.layer_loads import LayerwiseWorker
 from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of
-from vllm_ext.kv.options import BITS_KEY, CHUNK_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
+from vllm_ext.kv.options import BITS_KEY, CHUNK_KEY, COPIES_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.kv.spec import TierSpec
@@ -85,6 +85,7 @@ class TieredConnector(OffloadingConnector):
                 kv_cache_config,
                 store=str(extra[STORE_KEY]),
                 load=str(extra[LOAD_KEY]),
+                copies=str(extra[COPIES_KEY]),
                 prices=_prices(spec),
                 free_fraction=float(extra[FREE_KEY]),
                 keeper=Keeper(books, **extra[KEEPER_KEY]),

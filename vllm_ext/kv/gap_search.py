@@ -81,6 +81,8 @@ class GapSearch:
 
     Attributes:
         host: Finds chunks in host memory, and brings them back; None: nothing is loaded behind gaps.
+        uses_all: Whether all that is kept is used, as if copies and gaps took no time: what is kept is computed again
+            only where there are more gaps than a request may have.
         compute_s: Seconds to compute so many tokens after so many others.
         rows_left: Returns how many rows of attention a step has left that also computes a request, of this id.
         counts: What became of them.
@@ -90,6 +92,7 @@ class GapSearch:
         """Take the block manager, and what tokens cost."""
         self._manager = manager
         self.host: GapLoadingScheduler | None = None
+        self.uses_all = False
         self.compute_s = compute_s
         self.rows_left: Callable[[str], int] = lambda _: _MAX_GAPS
         self.counts = GapCounts()
@@ -204,8 +207,9 @@ class GapSearch:
         places = [Place.DEVICE] * num_hit
         places += (kept[n][0] if n in kept else Place.NOWHERE for n in range(num_hit, end))
         refusal = CHEAPER
+        free = Costs(compute_s=self.compute_s, load_s_per_block=0.0)
         load_s = 0.0 if self.host is None else self.host.load_s_per_block
-        costs = Costs(compute_s=self.compute_s, load_s_per_block=load_s, gap_s=_GAP_S)
+        costs = free if self.uses_all else replace(free, load_s_per_block=load_s, gap_s=_GAP_S)
         size = self._manager.block_size
         wanted = plan(places, size, costs, max_gaps=_MAX_GAPS)
         rows = max(0, self.rows_left(request.request_id)) if wanted.gaps else 0

@@ -53,6 +53,9 @@ class IdleStoringScheduler(GapLoadingScheduler):
     And where running requests have filled the device, what they leave will be overwritten at once: then their chunks
     are copied while they run, as soon as they are full, if that pays when their turn has ended.
 
+    As published (``copies_all``) every copy is made that keeps something from being lost, whatever waits for it, and
+    none while its request runs.
+
     Attributes:
         idle: What could be copied; None: copies are made at other times.
         free_fraction: Share of the device's blocks that is kept free or copied.
@@ -116,7 +119,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
 
     def _saves(self, owner: ReqContext, *, after_this_turn: bool = False) -> bool:
         turn, chain = owner.get_state(Turn), owner.get_state(Chain)
-        if self.keeper is None or self._recompute_s is None or turn is None or chain is None:
+        if self.copies_all or self.keeper is None or self._recompute_s is None or turn is None or chain is None:
             return True
         if turn.conversation.pinned or not self.prices.out.known:  # a device full from the start would never learn
             return True

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_ext.config_kv import LEARNED
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
 from vllm_ext.kv.conversations import Conversation, ConversationBook, Turn
 from vllm_ext.kv.retention import RetentionCachePolicy
@@ -36,7 +37,7 @@ class Keeper:
             never.
         pin_share: Most of the tier that pinned conversations may hold.
         salt_share: Most of it that chunks of one salt may hold, and where it is full those of all new salts together.
-        learn_returns: Whether chunks are valued by the rate at which such conversations come back.
+        returns: At which rate conversations are taken to come back (`config_kv.RETURNS`).
 
     Attributes:
         on_bad_hint: Told the id of a request, and what it may not ask for and does not get. Hints that are malformed by
@@ -50,7 +51,7 @@ class Keeper:
         ttl_s: float = 0.0,
         pin_share: float = 0.25,
         salt_share: float = 1.0,
-        learn_returns: bool = True,
+        returns: str = LEARNED,
     ) -> None:
         self.book = ConversationBook(ttl_s or math.inf)
         self.expired = self.dropped = 0
@@ -61,7 +62,7 @@ class Keeper:
         policy = manager.policy
         self._policy = policy if isinstance(policy, RetentionCachePolicy) else None
         if self._policy is not None:
-            self._policy.returns = self.book.returns if learn_returns else None
+            self._policy.return_rate = self.book.returns.by(returns)
             self._policy.owners.most_pinned = int(pin_share * manager.num_chunks)
             self._policy.quotas.most = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
 

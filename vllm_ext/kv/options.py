@@ -18,6 +18,7 @@ BITS_KEY = "vllm_ext_kv_tier_bits"
 CHUNK_KEY = "vllm_ext_kv_tier_chunk_tokens"
 STORE_KEY = "vllm_ext_kv_tier_store"
 LOAD_KEY = "vllm_ext_kv_tier_load"
+COPIES_KEY = "vllm_ext_kv_tier_copies"
 FREE_KEY = "vllm_ext_kv_tier_free_fraction"
 KEEPER_KEY = "vllm_ext_kv_tier_conversations"
 DISK_DIR_KEY = "vllm_ext_kv_tier_disk_dir"
@@ -57,12 +58,13 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
             CHUNK_KEY: tier.chunk_tokens,
             STORE_KEY: tier.store,
             LOAD_KEY: tier.load,
+            COPIES_KEY: tier.copies,
             FREE_KEY: tier.free_fraction,
             KEEPER_KEY: {
                 "ttl_s": tier.ttl_s,
                 "pin_share": tier.pin_share,
                 "salt_share": tier.salt_share,
-                "learn_returns": tier.learn_returns,
+                "returns": tier.returns,
             },
             DISK_DIR_KEY: tier.disk_dir,
             DISK_BYTES_KEY: tier.disk_bytes,

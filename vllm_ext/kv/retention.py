@@ -6,7 +6,8 @@ that many share stays while any of them does. Among those tails the one with the
 
     V = Cost(l) * r(n, T)     Cost(l): time to compute the chunk again with l tokens before it
                               T: time since a request last used the chunk
-                              r: rate at which conversations of n turns come back after such a time, learned; or 1 / T
+                              r: rate at which conversations of n turns come back after such a time: learned; the
+                                 share that comes back after n turns, over T; or 1 / T
 
 Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and n
 have about the same Cost and one r, and among those the order is that of last use. So tails are kept in
@@ -14,7 +15,8 @@ classes, oldest first; an eviction compares the oldest of each class: some eight
 are, and however many chunks it takes.
 
 Source: Pensieve, section 4.3.1: Cost / T, where leading chunks go first and are computed again in the middle of a
-sequence. r is ours. Without it and Cost what is left is the least recently used tail: policy ``tail``.
+sequence; its text has the probability of a return after n turns in it as well. The learned r is ours. Without r and
+Cost what is left is the least recently used tail: policy ``tail``.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from vllm_ext.config_kv import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.owners import Owners
 from vllm_ext.kv.quotas import SaltQuotas
-from vllm_ext.kv.returns import ReturnModel, turn_class
+from vllm_ext.kv.returns import by_age, turn_class
 from vllm_ext.kv.tails import Tails
-from vllm_ext.kv.worth import LEAST_AGE_S, LINEAR_TOKENS, ClassCosts, class_of
+from vllm_ext.kv.worth import LINEAR_TOKENS, ClassCosts, class_of
 
 Evicted = list[tuple[OffloadKey, ChunkStatus]]
 _Entry = tuple[int, OffloadKey]
@@ -105,7 +107,7 @@ class RetentionCachePolicy(CachePolicy):
     Attributes:
         clock: Returns the time, in seconds.
         cost: Cost of computing a chunk again, by the tokens up to its end; in any unit.
-        returns: At which rate conversations come back; None: as 1 / T, all alike.
+        return_rate: At which rate conversations come back, by class of turns and time since the last one.
         quotas: Of each ``cache_salt``.
         owners: Whose the chunks are, and which are pinned.
     """
@@ -115,7 +117,7 @@ class RetentionCachePolicy(CachePolicy):
         super().__init__(cache_capacity)
         self.clock: Callable[[], float] = time.monotonic
         self._costs = ClassCosts(default_cost)
-        self.returns: ReturnModel | None = None
+        self.return_rate: Callable[[int, float], float] = by_age
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
@@ -276,10 +278,7 @@ class RetentionCachePolicy(CachePolicy):
 
     def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
         """Return what the tails of a class are worth that were used at a time."""
-        of = self._costs.of
-        if self.returns is None:
-            return lambda number, used_s: of(number[0]) / max(now - used_s, LEAST_AGE_S)
-        rate = self.returns.rate
+        of, rate = self._costs.of, self.return_rate
         return lambda number, used_s: of(number[0]) * rate(number[1], now - used_s)
 
     def _add(self, key: OffloadKey, node: _Node) -> None:

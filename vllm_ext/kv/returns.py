@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_ext.config_kv import BY_AGE, BY_TURNS, LEARNED
+from vllm_ext.kv.worth import LEAST_AGE_S
 
 _TURNS = (1, 2, 4, 8, 16, 32)
 """First turn counts of the classes: 1, 2 to 3, 4 to 7, ..., and 32 or more."""
@@ -32,17 +36,22 @@ def turn_class(turns: int) -> int:
     return sum(turns >= first for first in _TURNS[1:])
 
 
+def by_age(_: int, after_s: float) -> float:
+    """Return 1 / time, whatever the turns so far."""
+    return 1.0 / max(after_s, LEAST_AGE_S)
+
+
 NUM_TURN_CLASSES = len(_TURNS)
 
 
 class ReturnModel:
     """Rates of return of conversations, by turns so far and time since the last one ended.
 
-    Ours: Pensieve (section 4.3.1) takes the time since the last use alone, as 1 / T, which treats a conversation's
-    first turn like its tenth, and takes it that those who did not come back in a minute will in an hour. Of real
-    conversations many have a single turn, those that have had several mostly go on, and after some minutes hardly any
-    does. A rate says how much a chunk is asked for, and so what it is worth to keep it for the next moment. Until
-    enough is seen it is as the paper's.
+    Ours: Pensieve's equation (section 4.3.1) has the time since the last use alone, as 1 / T, which treats a
+    conversation's first turn like its tenth, and takes it that those who did not come back in a minute will in an hour.
+    Of real conversations many have a single turn, those that have had several mostly go on, and after some minutes
+    hardly any does. A rate says how much a chunk is asked for, and so what it is worth to keep it for the next moment.
+    Until enough is seen it is as the paper's.
 
     A rate is made of the share that comes back within a bin of time, of those who had not by then. Who ended a turn a
     moment ago and has not had the time counts as one of these, which lowers the rates of all classes by a little.
@@ -70,8 +79,16 @@ class ReturnModel:
 
     def share(self, turns: int) -> float:
         """Return which share of conversations comes back that have had so many turns; all, until some were seen."""
-        number = turn_class(turns)
-        return float((self._returned[number].sum() + _PRIOR) / (self._ended[number] + _PRIOR))
+        return self._share(turn_class(turns))
+
+    def by(self, kind: str) -> Callable[[int, float], float]:
+        """Return what gives a rate of return, per second, by class of turns and time since the last one ended.
+
+        Args:
+            kind: ``learned``: of both, `rate`. ``turns``: the share that comes back after so many turns, over the time
+                (Pensieve, section 4.3.1, in words). ``age``: 1 / time (its equation). None of them ever rises.
+        """
+        return {LEARNED: self.rate, BY_TURNS: self._share_over_age, BY_AGE: by_age}[kind]
 
     def rate(self, number: int, after_s: float) -> float:
         """Return the rate at which conversations of a class come back after a time, per second; it never rises."""
@@ -83,6 +100,12 @@ class ReturnModel:
             return math.exp(rates[-1]) * _LAST_S / max(after_s, _LAST_S)
         share = place - below
         return math.exp(rates[below] * (1 - share) + rates[below + 1] * share)
+
+    def _share(self, number: int) -> float:
+        return float((self._returned[number].sum() + _PRIOR) / (self._ended[number] + _PRIOR))
+
+    def _share_over_age(self, number: int, after_s: float) -> float:
+        return self._share(number) * by_age(number, after_s)
 
     def _learned(self) -> list[list[float]]:
         """Return logarithms of the rates, by class and bin."""

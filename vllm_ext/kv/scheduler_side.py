@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import AHEAD, AUTO, BETWEEN, EARLY, LATE
+from vllm_ext.config_kv import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
 from vllm_ext.kv.conversations import Turn
 from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.idle_stores import IdleStoringScheduler
@@ -56,6 +56,7 @@ class TierScheduler(IdleStoringScheduler):
         *args: Any,
         store: str = AUTO,
         load: str = BETWEEN,
+        copies: str = PAYING,
         prices: TransferPrices,
         free_fraction: float = 0.25,
         keeper: Keeper | None = None,
@@ -69,6 +70,7 @@ class TierScheduler(IdleStoringScheduler):
         self.keeper = keeper
         self.leaving: frozenset[str] = frozenset()
         self.free_fraction = free_fraction
+        self.copies_all = copies == ALL
         self.store = self._resolved(store)
         self._computed: dict[str, int] = {}
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
@@ -258,7 +260,7 @@ class TierScheduler(IdleStoringScheduler):
             jobs = super()._build_store_jobs(shown)
             self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
             return jobs
-        leaving |= self._paying(scheduled) if self._is_full() else {}
+        leaving |= self._paying(scheduled) if self._is_full() and not self.copies_all else {}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, fates)
 

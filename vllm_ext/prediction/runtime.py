@@ -62,6 +62,9 @@ class Coefficients(NamedTuple):
 DEFAULT = Coefficients(base_s=5e-3, decode_s=2e-5, prefill_token_s=5e-5, context_token_s=5e-8, pair_s=0.0)
 """Before anything was observed: of the order of an 8B model on one GPU."""
 
+DEFAULT_TILE_TOKENS = 64
+"""Tile along the tokens where nothing is known of the device: GPUs have 64 or 128."""
+
 
 class Pivot(NamedTuple):
     """The step at which throughput saturates: AccelGen's S_pf and T_pf."""
@@ -99,12 +102,19 @@ class RuntimeModel:
     Source: ALISE, eqs. 3-5, "linear regression coefficients that can be determined by profiling"; batch terms ours.
     """
 
-    def __init__(self, coefficients: Sequence[float] | None = None, pivot: Pivot | None = None) -> None:
+    def __init__(
+        self,
+        coefficients: Sequence[float] | None = None,
+        pivot: Pivot | None = None,
+        *,
+        tile_tokens: int = DEFAULT_TILE_TOKENS,
+    ) -> None:
         """Start from ``coefficients`` (5 values in the order of `Coefficients`) or from defaults.
 
         Args:
             coefficients: As measured by a profile.
             pivot: The step at which throughput saturates, as measured; None: made of the coefficients.
+            tile_tokens: Tile of the device's matrix products along the tokens, where that is known.
 
         Raises:
             ValueError: not five finite values of at least 0.
@@ -115,6 +125,8 @@ class RuntimeModel:
         known_within = _DEFAULT_KNOWN_WITHIN if self.given is None else _PROFILE_KNOWN_WITHIN
         self.given_pivot = pivot
         """The saturated step as it was measured; None if it is made of the coefficients."""
+        self.tile_tokens = tile_tokens
+        """Tile of the device's matrix products along the tokens: one token more than whole tiles costs another."""
         self._online = OnlineFit(np.array(start) * FEATURE_SCALE, known_within)
         self.num_observations = 0
         self.mean_abs_relative_error = 0.0

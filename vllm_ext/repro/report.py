@@ -34,6 +34,7 @@ def result(study: Study, findings: Findings, *, command: str, seed: int, quick: 
             **findings.config,
             "paper": study.paper,
             "title": study.title,
+            "row": study.row,
             "differences": list(study.differences),
             "claims": claims,
             "plots": [plot.suffix for plot in findings.plots],
@@ -55,7 +56,7 @@ def tables(study: Study, findings: Findings) -> list[str]:
     ]
     differences = "\n".join(f"- {line}" for line in study.differences)
     return [
-        f"{study.id}: {study.title}\n{study.paper}\n",
+        f"{study.id}: {study.title}\n{study.paper}; measured as {study.row}\n",
         format_table(findings.header, findings.rows),
         "\n" + format_table(("figure", "paper", "ours", "ours/paper", "reached"), claims),
         f"\nnot as in the paper:\n{differences}\n",
@@ -95,6 +96,7 @@ def _section(raw: dict[str, Any], stem: str, root: Path) -> str:
     config = raw["config"]
     lines = [f"## {raw['name']}", "", f"{config['title']}. Source: {config['paper']}.", ""]
     lines += [f"`{raw['command']}`, commit {measured_at(raw, root)}.", ""]
+    lines += [_said_of_row(raw), ""]
     if config["quick"]:
         lines += ["**Measured with `--quick`: shorter traces than those of the full run.**", ""]
     lines += ["| figure | paper | ours | ours / paper | reached |", "|---|---|---|---|---|"]
@@ -107,6 +109,18 @@ def _section(raw: dict[str, Any], stem: str, root: Path) -> str:
     for suffix in config["plots"]:
         lines += ["", f"![{stem}{suffix}](../benchmarks/results/repro/{stem}{suffix}.png)"]
     return "\n".join([*lines, ""])
+
+
+def _said_of_row(raw: dict[str, Any]) -> str:
+    """Return which row of the systems table the section's numbers are of."""
+    row = raw["config"].get("row")
+    if row is not None:
+        return f"The paper's system is the row `{row}`; ours stands beside it under its own name."
+    system = raw["name"].rpartition("-")[0]
+    return (
+        f"The paper's system is our row `{system}` with the changes named below, not `{system}-published`, which this "
+        "measurement is older than."
+    )
 
 
 def _goal(claim: Claim) -> Goal:

@@ -79,6 +79,8 @@ class Study:
     """Where the figure was published."""
     title: str
     """One line for the list."""
+    row: str
+    """Of the systems table: which row the paper's system is; others stand beside it under names of their own."""
     differences: Sequence[str]
     """What is not as in the paper, and what that does to the comparison."""
     run: Callable[[Bench], Findings]

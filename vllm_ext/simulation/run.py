@@ -13,6 +13,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
@@ -82,7 +83,9 @@ def _run(
     started = time.perf_counter()
     scheduler = build_scheduler(spec.engine, num_blocks, spec.hardware, exact=spec.exact)
     if spec.engine.profiled:
-        start_from_profile(scheduler, spec.engine, cost)
+        roofline = spec.cost.kind == "roofline"
+        tile = spec.hardware.resolve_device().tile_tokens if roofline else DEFAULT_TILE_TOKENS
+        start_from_profile(scheduler, spec.engine, cost, tile)
     collector = Collector(scheduler, spec.record)
     tier = None
     if scheduler.connector is not None:
@@ -172,7 +175,9 @@ def build_scheduler(
         )
 
 
-def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel) -> None:
+def start_from_profile(
+    scheduler: Scheduler, engine: EngineSpec, cost: CostModel, tile_tokens: int = DEFAULT_TILE_TOKENS
+) -> None:
     """Give the scheduler the runtime model that a profile of the simulated hardware would; vLLM alone has none.
 
     Raises:
@@ -185,7 +190,7 @@ def start_from_profile(scheduler: Scheduler, engine: EngineSpec, cost: CostModel
     limits = Limits(engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
     ours = steered(scheduler)
     assert ours is not None
-    ours.observer.start_from(runtime_model(cost, limits))
+    ours.observer.start_from(runtime_model(cost, limits, tile_tokens))
 
 
 def reads_truth(engine: EngineSpec) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_ext.policies.budget.tbt import TbtBudget, fitting_prompt_tokens
-from vllm_ext.policies.contract import Budget, Split, Step
-from vllm_ext.policies.slack import READING_TBT_S
+from vllm_ext.policies.contract import Budget, RequestView, Split, Step
+from vllm_ext.policies.slack import READING_TBT_S, ttft_s
 
 _RULE = TbtBudget()
 
@@ -17,13 +17,16 @@ class SloPivotBudget(Budget):
     """Scale the step at which throughput saturates to the tightest objective of those who run.
 
         S_b = S_pf * SLO_min / T_pf        S_pf: tokens of the saturated step, T_pf: its duration
-                                           SLO_min: tightest TBT objective, the reading speed where nobody has one
+                                           SLO_min: tightest TBT objective, the reading speed where nobody has one;
+                                           with ``every_objective`` also the tightest TTFT of unfinished prompts
 
     Computed anew for every step; prompts are cut where exactly S_b is reached (vLLM cuts the last one). Contexts are
     not in the formula: a step of long contexts takes longer than it says. So with ``fitted`` no more is granted than
     keeps the step within 0.9 of the objective by the step-time model.
 
-    Source: AccelGen, section 4.2 and equation 6; ``fitted`` is ours, by the rule of `TbtBudget`.
+    Source: AccelGen, section 4.2 and equation 6, Algorithm 2; ``fitted`` is ours, by the rule of `TbtBudget`. So are
+    two omissions, which the published row undoes. A TTFT objective spans many steps of a long prompt, and those of
+    short ones are often less than a step that decodes. And vLLM starts no prompt for which there is not enough KV.
     """
 
     uses_predictions: ClassVar[bool] = False
@@ -31,21 +34,42 @@ class SloPivotBudget(Budget):
 
     fitted: bool = True
     """Whether contexts are looked at as well."""
+    every_objective: bool = False
+    """Whether SLO_min covers TTFT objectives too: of prompts that run unfinished, and of the first one that waits.
+    Objectives of whole jobs are not among them."""
+    within_kv: bool = False
+    """Whether a step gets no more prompt tokens than there are free KV slots, so that prompts are cut to these too."""
 
     def split(self, step: Step) -> Split:
         """Return S_b, and at least a token for everybody who decodes and one for a prompt."""
-        tokens = pivot_tokens(step)
+        objective_s = self.objective_s(step)
+        tokens = pivot_tokens(step, objective_s)
         if self.fitted and step.num_decoding:
-            fitting = fitting_prompt_tokens(step, _RULE.safety * _objective_s(step))
+            fitting = fitting_prompt_tokens(step, _RULE.safety * objective_s)
             tokens = min(tokens, step.decode_tokens + max(fitting, _RULE.min_prefill_tokens))
+        if self.within_kv:
+            blocks_per_token = sum(1 / size for size in step.pool.block_sizes)
+            tokens = min(tokens, step.decode_tokens + int(step.pool.unused / blocks_per_token))
         return Split(tokens=max(tokens, step.decode_tokens + 1))
 
+    def objective_s(self, step: Step) -> float:
+        """Return SLO_min, in seconds."""
+        tightest = step.tbt_s(READING_TBT_S)
+        if not self.every_objective:
+            return tightest
+        first = next(step.waiting(), None)
+        prompts = [*step.prefilling(), *(() if first is None else (first.request,))]
+        return min([tightest, *map(_next_token_s, prompts)])
 
-def pivot_tokens(step: Step) -> int:
+
+def pivot_tokens(step: Step, objective_s: float) -> int:
     """Return S_b, in tokens."""
     pivot = step.runtime.pivot
-    return int(pivot.tokens * _objective_s(step) / pivot.step_s)
+    return int(pivot.tokens * objective_s / pivot.step_s)
 
 
-def _objective_s(step: Step) -> float:
-    return step.tbt_s(READING_TBT_S)
+def _next_token_s(request: RequestView) -> float:
+    """Return the objective of a request's next token: its first one, or one after a preemption."""
+    if not request.num_output_tokens:
+        return ttft_s(request)
+    return READING_TBT_S if request.slo.tbt_s is None else request.slo.tbt_s

@@ -41,8 +41,9 @@ class TbtBudget(Budget):
     default_tbt_ms: float = 200.0
     """Objective of requests for which neither they nor the configuration name one, in milliseconds; 0: they have none.
     Where nobody has one, steps are left at vLLM's budget."""
-    tile_tokens: int = 64
-    """Tile of the device's matrix products along the tokens; a power of two, 1 switches rounding off."""
+    tile_tokens: int = 0
+    """Tile of the device's matrix products along the tokens, a power of two; 1 switches rounding off, 0 takes what the
+    step-time model knows of the device."""
     min_prefill_tokens: int = 64
     """Prompt tokens granted to a step at least, while a prompt is there to compute."""
     safety: float = 0.9
@@ -56,8 +57,8 @@ class TbtBudget(Budget):
 
     def __post_init__(self) -> None:
         require(self.default_tbt_ms >= 0, "budget.default_tbt_ms", self.default_tbt_ms, "milliseconds, at least 0")
-        power = self.tile_tokens >= 1 and self.tile_tokens & (self.tile_tokens - 1) == 0
-        require(power, "budget.tile_tokens", self.tile_tokens, "a power of two")
+        power = self.tile_tokens >= 0 and self.tile_tokens & (self.tile_tokens - 1) == 0
+        require(power, "budget.tile_tokens", self.tile_tokens, "a power of two, or 0 for the device's")
         require(self.reference_decodes >= 1, "budget.reference_decodes", self.reference_decodes, "an integer from 1 on")
         for field in ("tokens", "reference_context", "min_prefill_tokens"):
             require(getattr(self, field) >= 0, f"budget.{field}", getattr(self, field), "an integer of at least 0")
@@ -74,16 +75,17 @@ class TbtBudget(Budget):
             tokens = step.decode_tokens + fitting
         else:
             tokens = self.static_tokens(step.runtime, self.objective_s(step))
-        return Split(tokens=max(self.rounded(tokens), step.decode_tokens + self.min_prefill_tokens))
+        return Split(tokens=max(self.rounded(tokens, step.runtime), step.decode_tokens + self.min_prefill_tokens))
 
     def objective_s(self, step: Step) -> float:
         """Return the gap that no token of this step may exceed, in seconds; 0 if there is none."""
         tightest = step.tbt_s(self.default_tbt_ms / 1000 or math.inf)
         return 0.0 if math.isinf(tightest) else tightest
 
-    def rounded(self, tokens: int) -> int:
+    def rounded(self, tokens: int, runtime: RuntimeModel) -> int:
         """Return the largest number of whole tiles in ``tokens``; below one tile, ``tokens``."""
-        return tokens - tokens % self.tile_tokens if tokens >= self.tile_tokens else tokens
+        tile = self.tile_tokens or runtime.tile_tokens
+        return tokens - tokens % tile if tokens >= tile else tokens
 
     def static_tokens(self, runtime: RuntimeModel, objective_s: float) -> int:
         """Return the most tokens that a step with the reference batch may have, those of its decodes included."""

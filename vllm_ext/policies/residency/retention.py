@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.config_kv import AUTO, FUSED, LEADING
+from vllm_ext.config_kv import AUTO, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
@@ -23,17 +23,26 @@ class Retention(Residency):
     What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
     (``--kv-tier-gib``) conversations live on the device only.
 
-    Source: Pensieve, sections 4.3 and 4.4. Ours: rates of return are learned (``learn_returns``), not taken for 1 / T.
+    Source: Pensieve, sections 4.3 and 4.4. Ours, each with a switch: rates of return are learned, not taken for 1 / T;
+    copies are made only where they pay, and what a suspended request has computed is copied when its blocks are needed.
     """
 
     reserve: float = 0.1
     """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
     tier_bits: int = 16
     """Form of KV in host memory unless the user asks for another: 16, as published, or 8."""
+    returns: str = LEARNED
+    """At which rate conversations are taken to come back: ``learned``; ``turns``, the share that comes back after so
+    many turns, over the time since the last one, as the paper's text has it; ``age``, 1 / time, as its equation has."""
+    copies: str = PAYING
+    """``paying``, or ``all``, as published: everything is stored before it is lost, suspended requests at once, and
+    whatever the host holds is loaded, within the step that computes the request."""
 
     def __post_init__(self) -> None:
         require(0 <= self.reserve < 1, "residency.reserve", self.reserve, "at least 0 and less than 1")
         require(self.tier_bits in (8, 16), "residency.tier_bits", self.tier_bits, "8 or 16")
+        require(self.returns in RETURNS, "residency.returns", self.returns, f"one of {', '.join(RETURNS)}")
+        require(self.copies in COPIES, "residency.copies", self.copies, f"one of {', '.join(COPIES)}")
 
     @property
     def uses_predictions(self) -> bool:
@@ -48,11 +57,19 @@ class Retention(Residency):
     @property
     def tier_options(self) -> dict[str, Any]:
         """Options of the KV tier that this policy wants where the user leaves them open."""
-        return {"bits": self.tier_bits, "policy": LEADING, "store": AUTO, "load": AUTO, "gaps": FUSED}
+        return {
+            "bits": self.tier_bits,
+            "policy": LEADING,
+            "returns": self.returns,
+            "store": AUTO,
+            "load": AUTO if self.copies == PAYING else IN_STEP,
+            "copies": self.copies,
+            "gaps": FUSED,
+        }
 
     def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
-        """Suspend: the KV stays where it is until its blocks are needed, and is copied before that."""
-        return Fate.KEEP
+        """Suspend: the KV stays until its blocks are needed, and is copied before that; as published it is at once."""
+        return Fate.KEEP if self.copies == PAYING else Fate.SWAP
 
 
 @dataclass(frozen=True, kw_only=True)

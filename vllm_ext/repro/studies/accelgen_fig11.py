@@ -23,8 +23,7 @@ from vllm_ext.repro.study import Claim, Findings, Plot, Study
 
 FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
 QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
-OURS = (base.ACCELGEN, base.ORACLE, base.NOT_RELEGATED)
-CONTENDERS = (*base.BASELINES, base.UPSTREAM, base.UPSTREAM_TUNED, *OURS)
+CONTENDERS = (*base.BASELINES, base.UPSTREAM, base.UPSTREAM_TUNED, base.ACCELGEN, base.ORACLE, base.OURS)
 Runs = Mapping[tuple[str, str], Observed]
 Compare = Callable[[Observed, Observed], float]
 
@@ -48,8 +47,7 @@ def run(bench: Bench) -> Findings:
     """Measure every system on every model."""
     load = QUICK if bench.quick else FULL
     panels = (base.OPT_13B, base.LLAMA_70B) if bench.quick else base.PANELS
-    contenders = CONTENDERS if bench.quick else (*CONTENDERS, base.AGED)
-    found = observe_all({(p.name, c.name): base.spec(c, p, load, bench.seed) for p in panels for c in contenders})
+    found = observe_all({(p.name, c.name): base.spec(c, p, load, bench.seed) for p in panels for c in CONTENDERS})
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
     for (panel, _), observed in found.items():
         observed["forward_over_pivot_fraction"] = observed["tokens_per_step"] / pivots[panel]
@@ -183,7 +181,7 @@ def _overhead(found: Runs, panels: list[str]) -> Claim:
 def _draw(found: Runs, panels: list[str], key: str, label: str, path: Path) -> None:
     from vllm_ext.observability.plots import bars
 
-    names = [c.name for c in CONTENDERS if c not in (base.ORACLE, base.NOT_RELEGATED)]
+    names = [c.name for c in CONTENDERS if c is not base.ORACLE]
     heights = {name: [found[panel, name][key] for panel in panels] for name in names}
     bars(panels, heights, path, ylabel=label, title="8 requests/s, 35 % books, simulated A100")
 
@@ -192,6 +190,7 @@ STUDY = Study(
     id="accelgen-fig11",
     paper=f"{base.PAPER}, Figure 11",
     title="Throughput, goodput, SLO attainment and JCT with heterogeneous objectives, four models",
+    row="accelgen-published",
     differences=(
         *base.DIFFERENCES,
         "Utilisation of compute is tokens of a step over S_pf; device busy is the share of the window in which the "

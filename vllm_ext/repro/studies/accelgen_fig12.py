@@ -131,6 +131,7 @@ STUDY = Study(
     id="accelgen-fig12",
     paper=f"{base.PAPER}, Figure 12",
     title="AccelGen without dynamic chunking, ordering or matching",
+    row="accelgen-published",
     differences=(
         *base.DIFFERENCES,
         "The paper's figures are one number per ablation; ours are means over the models, with each model's in the "

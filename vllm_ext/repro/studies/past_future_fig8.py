@@ -56,7 +56,7 @@ def run(bench: Bench) -> Findings:
         name: any(
             steps[own] <= (1 + TOLERANCE) * steps[name] and evicted[own] <= evicted[name]
             for own, kind in kinds.items()
-            if kind == "past-future"
+            if kind == base.ROW
         )
         for name, kind in kinds.items()
         if kind in ("aggressive", "conservative")
@@ -68,7 +68,7 @@ def run(bench: Bench) -> Findings:
     metrics: dict[str, float] = {}
     baselines: dict[str, dict[str, float]] = {}
     for name, kind in kinds.items():
-        own = kind.endswith("past-future")
+        own = "past-future" in kind
         into, prefix = (metrics, f"{name}: ") if own else (baselines.setdefault(name, {}), "")
         into[f"{prefix}decoding_steps"] = steps[name]
         into[f"{prefix}evicted_percent"] = evicted[name]
@@ -96,6 +96,7 @@ def _schedulers(*, quick: bool) -> list[base.Scheduler]:
     return [
         base.OPTIMUM,
         *map(base.past_future, reserves),
+        base.OURS,
         *(() if quick else (SHORT_WINDOW,)),
         *map(base.aggressive, marks),
         *map(base.conservative, overcommits),
@@ -199,6 +200,7 @@ STUDY = Study(
     id="past-future-fig8",
     paper=f"{base.PAPER}, Figure 8 and section 5.3",
     title="Parameters of past-future, aggressive and conservative on a load whose lengths change",
+    row="past-future-published",
     differences=(
         *base.DIFFERENCES,
         "The figure prints no numbers; its claim, better under all configurations, is judged as the share of the "

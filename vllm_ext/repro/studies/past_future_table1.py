@@ -139,6 +139,7 @@ def _rows(name: str, *, quick: bool) -> list[base.Scheduler]:
     few = [
         base.OPTIMUM,
         JUDGED,
+        base.OURS,
         base.aggressive(0.95),
         base.conservative(1.0, pool=pool),
         base.VLLM,
@@ -264,6 +265,7 @@ STUDY = Study(
     id="past-future-table1",
     paper=f"{base.PAPER}, Table 1",
     title="Decoding steps, memory and evictions of past-future, aggressive and conservative admission",
+    row="past-future-published",
     differences=(
         *base.DIFFERENCES,
         "The paper's table comes from the authors' own emulation of a scheduler with a queue that never empties; ours "

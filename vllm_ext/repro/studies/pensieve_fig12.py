@@ -28,6 +28,7 @@ STUDY = Study(
     id="pensieve-fig12",
     paper=f"{base.PAPER}, Figure 3.12",
     title="Throughput at equal P90 normalised latency, 13B models on one GPU",
+    row="pensieve-published",
     differences=base.DIFFERENCES,
     run=run,
 )

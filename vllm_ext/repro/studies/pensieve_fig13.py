@@ -26,6 +26,7 @@ STUDY = Study(
     id="pensieve-fig13",
     paper=f"{base.PAPER}, Figure 3.13",
     title="Throughput at equal P90 normalised latency, large models on four GPUs",
+    row="pensieve-published",
     differences=base.DIFFERENCES,
     run=run,
 )

@@ -29,6 +29,7 @@ STUDY = Study(
     id="pensieve-fig15",
     paper=f"{base.PAPER}, Figure 3.15",
     title="Throughput at equal P90 normalised latency, conversations of five turns or more",
+    row="pensieve-published",
     differences=base.DIFFERENCES,
     run=run,
 )

@@ -20,7 +20,7 @@ GAINS = {
     base.Setting(model=MODEL, think_s=120.0): 1.4,
 }
 """The paper's, over stateless serving, by the mean time from an answer to the next turn."""
-SHOWN = (base.VLLM_2023, base.STATELESS, base.LRU, base.PENSIEVE)
+SHOWN = (base.VLLM_2023, base.STATELESS, base.LRU, base.PENSIEVE, base.OURS)
 
 
 def run(bench: Bench) -> Findings:
@@ -32,6 +32,7 @@ STUDY = Study(
     id="pensieve-fig16",
     paper=f"{base.PAPER}, Figure 3.16",
     title="Throughput at equal P90 normalised latency by the users' reaction time",
+    row="pensieve-published",
     differences=base.DIFFERENCES,
     run=run,
 )

@@ -15,7 +15,7 @@ from vllm_ext.repro.studies import pensieve as base
 from vllm_ext.repro.study import Claim, Findings, Study
 
 SETTING = base.Setting(model="llama-2-13b-gqa10")
-SEPARATE = base.Contender(name="Pensieve, separate steps", system="vllm-2023+pensieve", tier={}, start=1.2)
+SEPARATE = base.Contender(name="Pensieve, separate steps", system=f"vllm-2023+{base.ROW}", tier={}, start=1.2)
 SHOWN = (base.VLLM_2023, base.STATELESS, SEPARATE, base.PENSIEVE)
 
 
@@ -42,6 +42,7 @@ STUDY = Study(
     id="pensieve-fig18",
     paper=f"{base.PAPER}, Figure 3.18",
     title="Unified batches against separate steps of prompts and decodes",
+    row="pensieve-published",
     differences=base.DIFFERENCES,
     run=run,
 )

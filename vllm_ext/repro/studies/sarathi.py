@@ -119,7 +119,7 @@ class Contender:
     """First guess of its capacity, relative to the panel's rate."""
 
 
-SARATHI, STATIC, ORCA, VLLM_2023 = "sarathi", "sarathi-static", "orca", "vllm-2023"
+SARATHI, PAPERS, ORCA, VLLM_2023 = "sarathi", "sarathi-published", "orca", "vllm-2023"
 VLLM, ORACLE = "vLLM 0.32", "oracle-sarathi"
 TUNED = "vLLM 0.32, tuned"
 TUNED_TOKENS = {True: (512, 1024), False: (2048, 4096)}
@@ -152,8 +152,8 @@ def contenders(panel: Panel, dataset: str, slo: str) -> list[Contender]:
             for budget in TUNED_TOKENS[is_strict(slo)]
         ),
         Contender(
-            name=STATIC,
-            system="sarathi-static",
+            name=PAPERS,
+            system=PAPERS,
             engine={**own, "max_num_batched_tokens": tokens},
             options={**objective, "budget": {"tokens": tokens}},
         ),
@@ -208,6 +208,8 @@ def workload() -> dict[str, Any]:
 
 
 DIFFERENCES = (
+    "Sarathi-Serve is the row sarathi-published, with the paper's budgets; `sarathi`, beside it, is ours: it fits the "
+    "budget to every step.",
     "Hardware is a roofline of the paper's devices: rates are those of the cost model, ratios are what is compared. "
     "A decode step of 32 requests with 4k tokens each takes 20 ms for Mistral-7B and 33 ms for Yi-34B, about a fifth "
     "of the paper's strict objectives (100 and 200 ms), as the paper defines them.",

@@ -132,7 +132,7 @@ class Figure:
         names = (name for c, name in self.found if c == cell and name.split(" (")[0] == system)
         return max((self.found[cell, name].rate_per_s for name in names), default=math.nan)
 
-    def ratio(self, cell: Cell, over: str, system: str = base.SARATHI) -> float:
+    def ratio(self, cell: Cell, over: str, system: str = base.PAPERS) -> float:
         """Return the capacity of a system in that of another."""
         return self.rate(cell, system) / self.rate(cell, over)
 
@@ -158,7 +158,7 @@ class Figure:
             name=f"{of}: capacity of {system} / {published.over}{extent}{where}",
             paper=published.paper,
             ours=self.ratio(cell, published.over, system),
-            headline=published.headline and system == base.SARATHI,
+            headline=published.headline and system == base.PAPERS,
             note=f"{self._numbers(cell, system, published.over)}. {published.why}".rstrip(". "),
         )
 
@@ -172,8 +172,8 @@ class Figure:
         return f"{cell.dataset} {cell.slo}: {'; '.join(said)}"
 
 
-SHOWN = (base.ORCA, base.VLLM_2023, base.VLLM, base.TUNED, base.STATIC, base.SARATHI, base.ORACLE)
-PAPER_SYSTEMS = (base.ORCA, base.VLLM_2023, base.STATIC, base.SARATHI)
+SHOWN = (base.ORCA, base.VLLM_2023, base.VLLM, base.TUNED, base.PAPERS, base.SARATHI, base.ORACLE)
+PAPER_SYSTEMS = (base.ORCA, base.VLLM_2023, base.PAPERS, base.SARATHI)
 COMPARED = (base.VLLM_2023, base.ORCA, base.TUNED)
 """What Sarathi-Serve's capacity is divided by in the table."""
 
@@ -221,11 +221,11 @@ def measure(
     figure = Figure(found=capacities(bench, specs, slo_ms, start, tolerance=tolerance), cells=cells)
     compared = [p for p in published if figure.cells_of(p)]
     return Findings(
-        header=("capacity, requests/s", *SHOWN, *(f"sarathi / {over}" for over in COMPARED)),
+        header=("capacity, requests/s", *SHOWN, *(f"{base.PAPERS} / {over}" for over in COMPARED)),
         rows=[_row(figure, cell) for cell in cells],
-        claims=[figure.claim(p, system) for p in compared for system in (base.SARATHI, base.STATIC)],
-        metrics=_metrics(figure, base.SARATHI),
-        baselines={name: _metrics(figure, name) for name in SHOWN if name != base.SARATHI},
+        claims=[figure.claim(p, system) for p in compared for system in (base.PAPERS, base.SARATHI)],
+        metrics=_metrics(figure, base.PAPERS),
+        baselines={name: _metrics(figure, name) for name in SHOWN if name != base.PAPERS},
         config={
             "requests": requests,
             "tolerance": tolerance,

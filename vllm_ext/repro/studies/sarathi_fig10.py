@@ -53,6 +53,7 @@ STUDY = Study(
     id="sarathi-fig10",
     paper=f"{base.PAPER}, Figure 10",
     title="Capacity under strict and relaxed P99-TBT objectives, LLaMA2-70B and Falcon-180B",
+    row="sarathi-published",
     differences=(
         "Objectives follow the paper's rule on the simulated hardware: 5 and 25 times a decode step (32 requests with "
         "4k tokens) of 91 ms for LLaMA2-70B and 61 ms for Falcon-180B. The paper's step takes 200 ms by the same rule, "

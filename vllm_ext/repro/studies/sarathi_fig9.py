@@ -4,7 +4,7 @@ Question: how many requests per second can a replica take before the 99th percen
 its objective, or requests queue?
 Method: capacity is the highest Poisson rate whose P99 TBT meets the objective of the paper's Table 3 with a median
 scheduling delay below 2 s, bisected to 5 %. ``sarathi`` fits its budget to every step and is told the objective only;
-``sarathi-static`` has the paper's budgets (512 and 2048 tokens).
+``sarathi-published`` has the paper's budgets (512 and 2048 tokens).
 
     vllm-ext repro sarathi-fig9 --quick
     vllm-ext repro sarathi-fig9 --jobs 2 --out benchmarks/results/repro/sarathi-fig9.json
@@ -45,6 +45,7 @@ STUDY = Study(
     id="sarathi-fig9",
     paper=f"{base.PAPER}, Figure 9",
     title="Capacity under strict and relaxed P99-TBT objectives, Mistral-7B and Yi-34B",
+    row="sarathi-published",
     differences=base.DIFFERENCES,
     run=run,
 )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm_ext.prediction.fit import Fit, fit
 from vllm_ext.prediction.profile_loads import MAX_BATCH_TOKENS, OUTPUT_TOKENS, SHORTEST_PROMPT, longest_prompt, plan
-from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
+from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS, Pivot, RuntimeModel, StepFeatures
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 
@@ -25,13 +25,18 @@ class Limits(NamedTuple):
     max_num_batched_tokens: int
 
 
-def runtime_model(cost: CostModel, limits: Limits) -> RuntimeModel:
+def runtime_model(cost: CostModel, limits: Limits, tile_tokens: int = DEFAULT_TILE_TOKENS) -> RuntimeModel:
     """Return a runtime model that starts from a profile of the hardware, pivot included; it has seen no step yet.
 
     Takes some 10 ms, a small part of what any run takes.
 
     The pivot is a property of the hardware (AccelGen, section 4.2), found on one fresh prompt: the engine's own largest
     step does not bound it.
+
+    Args:
+        cost: How long steps take.
+        limits: The engine's.
+        tile_tokens: Of the device's matrix products, along the tokens.
 
     Raises:
         ValueError: the engine is too small for a profile: fewer than 50 different steps.
@@ -41,7 +46,8 @@ def runtime_model(cost: CostModel, limits: Limits) -> RuntimeModel:
     except ValueError as error:
         raise ValueError(f"profiled=True: the engine is too small for it ({limits}): {error}") from error
     tokens = pivot_tokens(cost)
-    return RuntimeModel(found.coefficients, pivot=Pivot(tokens, _step_s(cost, _chunk(0, tokens))))
+    pivot = Pivot(tokens, _step_s(cost, _chunk(0, tokens)))
+    return RuntimeModel(found.coefficients, pivot, tile_tokens=tile_tokens)
 
 
 def profile(cost: CostModel, limits: Limits) -> Fit:
