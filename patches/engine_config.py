@@ -67,6 +67,8 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     for name in needed_groups(config, usage):
         registry.install(name)
+    if usage in _SERVERS:
+        let_failure_show()
     return vllm_config
 
 
@@ -182,6 +184,14 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
         keep_from_the_front(vllm_config.kv_transfer_config)
     policy = None if config.kv_tier.policy == LEADING else config.kv_tier.policy
     return replace(config, kv_tier=replace(config.kv_tier, gaps=OFF, policy=policy))
+
+
+def let_failure_show() -> None:
+    """Have the server exit with status 1 if its engine dies; where that can't be had, say so and serve all the same."""
+    if (reason := _not_verified(("exit-status",))) is None:
+        registry.install("exit-status")
+    else:
+        logger.warning("if the engine dies, the server exits with vLLM's own status, which may be 0: %s", reason)
 
 
 def _not_verified(groups: tuple[str, ...]) -> str | None:

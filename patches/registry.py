@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "http": ("http_hints",),
     "engine-core": ("engine_state",),
     "front-end": ("output_handler",),
+    "exit-status": ("exit_status",),
     "prediction": ("prediction_service",),
     "shed": ("slo_shedding",),
     "kv-tier": ("kv_tier_reliances",),

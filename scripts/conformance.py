@@ -7,8 +7,8 @@ The tests are those of the installed version, from its source archive (`upstream
 each system that a server may run does: the tests that make a scheduler, and once those that make none, with our hooks
 installed. `tests/conformance/upstream_differs.toml` names what must differ and why.
 
-The table goes to stderr, and the outcomes as JSON to ``.cache/upstream/outcomes.json``. The exit status is 1 if a test
-fails that is not on the list, or passes although it is.
+The table goes to stderr, and the outcomes of each row with their tracebacks as JSON to ``.cache/upstream/outcomes``.
+The exit status is 1 if a test fails that is not on the list, or passes although it is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from upstream_differs import CONTROLS, Entry, Verdict, judge, read, unmatched
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "upstream"
+OUTCOMES = CACHE / "outcomes"
 LIST = ROOT / "tests" / "conformance" / "upstream_differs.toml"
 
 SUITES: Mapping[str, str] = {
@@ -172,20 +173,27 @@ def systems(chosen: str) -> list[str]:
 def run_all(tests: Tests, names: Sequence[str], jobs: int) -> list[Row]:
     """Return the rows of the table: the controls, then the systems."""
     say("vLLM's own schedulers")
-    plain = Row("vllm", tests.run(""))
+    plain = kept(Row("vllm", tests.run("")))
     with_scheduler = [test for test, found in plain.outcomes.items() if found["schedulers"]]
-    eventual = Row("vllm-async", tests.run(CONTROLS["vllm-async"], with_scheduler))
+    eventual = kept(Row("vllm-async", tests.run(CONTROLS["vllm-async"], with_scheduler)))
     broken = {t for row in (plain, eventual) for t, found in row.outcomes.items() if found["outcome"] == "failed"}
     asked = [test for test in plain.outcomes if test not in broken]
     steered = [test for test in with_scheduler if test not in broken]
 
     def one(name: str) -> Row:
-        row = Row(name, tests.run(name, asked if name == names[0] else steered))
+        row = kept(Row(name, tests.run(name, asked if name == names[0] else steered)))
         say(f"{name}: {len(row.outcomes)} tests")
         return row
 
     with ThreadPoolExecutor(jobs) as pool:
         return [plain, eventual, *pool.map(one, names)]
+
+
+def kept(row: Row) -> Row:
+    """Return a row, having written it down: a run that ends early has its first rows."""
+    OUTCOMES.mkdir(parents=True, exist_ok=True)
+    (OUTCOMES / f"{row.name}.json").write_text(json.dumps(row.outcomes, indent=1), encoding="utf-8")
+    return row
 
 
 def say(line: str) -> None:
@@ -237,7 +245,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (upstream_archive.ArchiveError, RunError) as error:
         print(error, file=sys.stderr)
         return 1
-    (CACHE / "outcomes.json").write_text(json.dumps({row.name: row.outcomes for row in rows}, indent=1))
     wrong = report(rows, entries)
     print(*wrong[:_NAMED], sep="\n", file=sys.stderr)
     say(f"{len(wrong)} unexpected" if wrong else "all as expected")

@@ -5,7 +5,8 @@ Loaded by `conformance.py` in a process whose top-level package ``tests`` is vLL
     VLLM_EXT_UPSTREAM_SYSTEM   name in the systems table; empty: vLLM's own schedulers; "async": its AsyncScheduler in
                                place of both
     VLLM_EXT_UPSTREAM_ONLY     file with the ids of the tests to run, one a line; without it, all
-    VLLM_EXT_UPSTREAM_RESULT   file that receives a JSON object: test id -> {"outcome", "schedulers", "message"}
+    VLLM_EXT_UPSTREAM_RESULT   file that receives a JSON object: test id -> {"outcome", "schedulers", "message",
+                               "traceback"}
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ RESULT = "VLLM_EXT_UPSTREAM_RESULT"
 ASYNC = "async"
 
 _MESSAGE_CHARS = 300
+_TRACEBACK_CHARS = 3000
 
 
 @dataclass
@@ -38,7 +40,9 @@ class Tested:
     schedulers: int = 0
     """Schedulers that it made: a test that makes none does not depend on the system."""
     message: str = ""
-    """The last line of why it failed."""
+    """The line of a failure that says most."""
+    traceback: str = ""
+    """The failure, with the assertion: what an entry of the list has to explain."""
 
 
 class Session:
@@ -76,6 +80,7 @@ class Session:
         if report.failed or (report.skipped and report.when != "teardown"):
             found.outcome = report.outcome
             found.message = last_line(report.longreprtext)
+            found.traceback = report.longreprtext[-_TRACEBACK_CHARS:]
 
     def pytest_sessionfinish(self) -> None:
         """Write the outcomes."""

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ext.prediction import encoder
 from vllm_ext.prediction.encoder import WINDOWS, Encoder, Window
 
 ROOM = 30
@@ -74,6 +75,22 @@ def test_like_questions_are_nearer_than_others(default: Encoder) -> None:
         ["Write a poem about the sea.", "Compose some verses on the ocean.", "Sort a list in Python."]
     )
     assert poem @ verse > 0.5 > poem @ sort
+
+
+@pytest.mark.parametrize(("max_tokens", "lengths"), [(96, {32, 64, 96}), (40, {8, 16, 24, 32, 40})])
+def test_batches_have_few_lengths_and_what_is_added_to_them_does_not_count(
+    max_tokens: int, lengths: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the predictor's process grew by 40 MB a minute: oneDNN keeps code for every shape that it has seen."""
+    texts = [words(count, "word") for count in range(1, max_tokens)]
+    padded = Encoder(max_tokens=max_tokens, precision="float32")
+    seen: set[int] = set()
+    padded._model[0].register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0]["input_ids"].shape[1]))
+    vectors = np.concatenate([padded.encode([text]) for text in texts])
+    assert seen == lengths
+    monkeypatch.setattr(encoder, "_PAD_TO", 1)
+    plain = Encoder(max_tokens=max_tokens, precision="float32")
+    np.testing.assert_allclose(vectors, np.concatenate([plain.encode([text]) for text in texts]), atol=1e-5)
 
 
 def test_no_texts_give_no_vectors(default: Encoder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_vllm_2023_runs_prompts_before_decodes_and_never_both() -> None:
     assert steps(rig, 3) == [{"a": 20, "b": 30}, {"c": 30}, {"a": 1, "b": 1, "c": 1}]
     add_all(rig, d=(10, 9, 9))
     assert steps(rig, 2) == [{"d": 10}, {"a": 1, "b": 1, "c": 1, "d": 1}]
+
+
+@pytest.mark.parametrize("system", ["vllm-2023", "sarathi-chunked-only"])
+def test_decodes_go_on_while_vllm_puts_prompts_off(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM throttles prompts to balance data-parallel engines; decodes that made way for them left the step empty."""
+    rig = Rig(system)
+    add_all(rig, a=(20, 9, 9))
+    rig.step()
+    add_all(rig, b=(10, 9, 9))
+    with monkeypatch.context() as throttling:
+        throttling.setattr(rig.scheduler, "schedule", functools.partial(rig.scheduler.schedule, True))
+        assert steps(rig, 2) == [{"a": 1}, {"a": 1}]
+    assert {"b": 10} in steps(rig, 2)
 
 
 def test_vllm_2023_completes_a_prompt_longer_than_a_step_before_any_decode() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ _CHARS_PER_TOKEN = 16
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 """The files of a model that decide about its vectors; also all that is ever fetched from a hub."""
 _LEAST_TOKENS = 8
+_PAD_TO = 32
+"""Batches are padded to a multiple of so many tokens. oneDNN, which computes on CPUs, compiles code for each shape that
+it has not seen and keeps it: with a shape per length a process grows by 2 MB a batch."""
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """What CPUs say in /proc/cpuinfo: x86, x86 with matrix units, ARM."""
 
@@ -102,6 +106,7 @@ class Encoder:
         self.precision = _usual_precision() if precision == "auto" else precision
         self._model = _load(label, folder, threads, self.precision)
         self._tokenizer = self._model.tokenizer
+        self._model[0].register_forward_pre_hook(self._pad)
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(f"model={label!r}: its tokenizer must be a fast one (tokenizer.json), which knows offsets")
         self._model.max_seq_length = max_tokens
@@ -185,6 +190,22 @@ class Encoder:
                 found.append(torch.nn.functional.normalize(embedded.float(), dim=1).numpy())
         vectors: npt.NDArray[np.float32] = np.concatenate(found)[np.argsort(order)]
         return vectors
+
+    def _pad(self, _module: Any, inputs: tuple[dict[str, Any], ...]) -> None:
+        """Lengthen a batch to one of few lengths, `max_tokens` at most; the model does not look at what is added."""
+        import torch
+
+        (features,) = inputs
+        length = features["input_ids"].shape[1]
+        room = -length % math.gcd(_PAD_TO, self.max_tokens)
+        sides = (room, 0) if self._tokenizer.padding_side == "left" else (0, room)
+        for name, filler in (
+            ("input_ids", self._tokenizer.pad_token_id),
+            ("token_type_ids", 0),
+            ("attention_mask", 0),
+        ):
+            if name in features:
+                features[name] = torch.nn.functional.pad(features[name], sides, value=filler)
 
     def _probe(self, label: str) -> int:
         """Embed the longest text there can be, which not every model is able to, and return the dimension."""

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def applied(
-    engine: EngineState, queue: RankedQueue, plan: StepPlan, preempt: Callable[[Request], None]
+    engine: EngineState,
+    queue: RankedQueue,
+    plan: StepPlan,
+    preempt: Callable[[Request], None],
+    *,
+    throttled: bool = False,
 ) -> Iterator[None]:
     """Apply ``plan`` for the step scheduled inside the context.
 
@@ -33,6 +38,7 @@ def applied(
         queue: Its waiting queue.
         plan: What to do.
         preempt: Preempts a running request.
+        throttled: Whether vLLM puts prompts off in this step, to balance engines: then decodes must not wait for them.
     """
     split = plan.split
     for req_id in plan.preempt:
@@ -41,7 +47,8 @@ def applied(
             preempt(request)
     if plan.admit is not None:
         queue.offer([engine.requests[req_id] for req_id in plan.admit if req_id in engine.requests])
-    if split.apart and (plan.admit or prefilling(engine)):
+    prompts_wait = throttled and not engine.prefill_capacity_bound
+    if split.apart and not prompts_wait and (plan.admit or prefilling(engine)):
         _sit_out(engine)
     tokens, bound = engine.max_num_scheduled_tokens, engine.prefill_capacity_bound
     try:

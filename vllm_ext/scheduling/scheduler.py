@@ -171,7 +171,7 @@ class SteeredScheduler(GapScheduler):
             output = super().schedule(throttle_prefills)
         else:
             plan = self._plan(now)
-            with applied(self, self.ranked, plan, self._preempt_by_policy):
+            with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
                 output = super().schedule(throttle_prefills or not plan.split.prefill)
             if stalled(self, self.ranked, plan, output):
                 self._stalled = True
