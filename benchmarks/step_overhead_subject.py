@@ -5,7 +5,7 @@ A part of step_overhead.py: it is run from there.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -20,10 +20,10 @@ from vllm.v1.request import Request
 from vllm_ext.config_kv import STORES, KvTierConfig
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.simulation.cost.link import TransferLink
-from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import block_hasher, make_requests, make_scheduler
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.tier import Tier, worker_side
+from vllm_ext.simulation.token_runner import TokenRunner
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
@@ -141,7 +141,7 @@ class Subject:
             self.scheduler.clock = self.clock
             self._fill_history()
             self._time_policies()
-        self.runner = FakeRunner(pipelined=True, verify_kv=False)
+        self.runner = TokenRunner(defaultdict(int))  # nobody ends before its bound
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._start()
 
@@ -228,7 +228,7 @@ class Subject:
         return schedule_s, update_s
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result: ModelRunnerOutput = self.runner.execute(output)
+        result, _ = self.runner.execute(output.num_scheduled_tokens, self.scheduler.requests)
         if self._tier is None:
             return result
         now = self.clock()

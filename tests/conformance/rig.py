@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_ext.simulation.audit import audit, audit_drained
-from vllm_ext.simulation.engine_loop import Decision, EngineLoop
-from vllm_ext.simulation.fake_runner import FakeRunner
+from tests.support.audit import audit, audit_drained
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
 

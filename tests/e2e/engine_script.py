@@ -92,7 +92,7 @@ def go_by_steps(scheduler: Any) -> None:
 
     Of the form that engines take (ALISE eq. 4): a part for the step, one for each token, one for what each attends to.
     """
-    from vllm_ext.simulation.engine_loop import Decision
+    from vllm_ext.simulation.decision import Decision
     from vllm_ext.simulation.virtual_clock import VirtualClock
 
     clock = VirtualClock(time.monotonic())  # which the scheduler may have seen

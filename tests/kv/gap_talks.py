@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.audit import audit
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
 from vllm_ext.kv.gap_layout import ATTRIBUTE
 from vllm_ext.kv.gap_manager import GapManager
-from vllm_ext.simulation.audit import audit
-from vllm_ext.simulation.engine_loop import EngineLoop
-from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
 

@@ -9,10 +9,10 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.support.audit import AuditError
+from tests.support.tier_audit import TransferAuditor
 from vllm_ext.kv.layer_loads import LayerJob
-from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction
-from vllm_ext.simulation.tier_audit import TransferAuditor
 
 from .tier_stateful_copies import ChaosCopies
 from .tier_stateful_rig import Setup, TierRig

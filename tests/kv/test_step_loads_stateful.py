@@ -10,8 +10,8 @@ import random
 import pytest
 
 from tests.extent import quick
+from tests.support.audit import AuditError
 from vllm_ext.kv.step_loads import Engine
-from vllm_ext.simulation.audit import AuditError
 
 from .step_loads_rig import StepRig
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live

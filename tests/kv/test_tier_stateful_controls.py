@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from tests.support.audit import AuditError
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.kv.manager import TierManager
 from vllm_ext.kv.scheduler_side import TierScheduler
-from vllm_ext.simulation.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction
 
 from . import tier_stateful_rig

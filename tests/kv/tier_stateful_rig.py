@@ -10,17 +10,17 @@ from typing import Any, ClassVar
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.support.audit import AuditError, audit
+from tests.support.engine_loop import EngineLoop
+from tests.support.tier_audit import TransferAuditor
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Room, Step
 from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.simulation.audit import AuditError, audit
-from vllm_ext.simulation.engine_loop import EngineLoop
 from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.tier import Tier, worker_side
-from vllm_ext.simulation.tier_audit import TransferAuditor
 from vllm_ext.simulation.token_runner import TokenRunner
 from vllm_ext.simulation.virtual_clock import VirtualClock
 from vllm_ext.systems import System, register

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
 from vllm_ext.prediction.oracle import true_output_tokens
-from vllm_ext.simulation.engine_loop import EngineLoop
-from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
 

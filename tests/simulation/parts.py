@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher
 from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import SimRequest

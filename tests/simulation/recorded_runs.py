@@ -11,12 +11,12 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
 from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
 from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.engine_loop import EngineLoop
-from vllm_ext.simulation.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.recording_lines import ClientRequest, EngineSettings, Header
 from vllm_ext.simulation.request_factory import RequestFactory

@@ -8,10 +8,12 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.simulation.audit import AuditError, audit, audit_drained
-from vllm_ext.simulation.engine_loop import EngineLoop, Stalled
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID, FakeRunner, RunnerError
+from tests.support.audit import AuditError, audit, audit_drained
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner, RunnerError
+from vllm_ext.simulation.decision import Stalled
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
 _DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
-from vllm_ext.simulation.audit import audit, audit_drained
+from tests.support.audit import audit, audit_drained
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run_data import RunData

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.harness import VOCAB_SIZE, block_hasher
 from vllm_ext.simulation.request_factory import RequestFactory, TooLong
+from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 
 from .parts import ask
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.audit import audit_drained
+from tests.support.audit import audit_drained
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 

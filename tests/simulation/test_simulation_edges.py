@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support.audit import audit_drained
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
 from vllm_ext.config import ConfigError
 from vllm_ext.policies.contract import Admission, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.simulation import run
-from vllm_ext.simulation.audit import audit_drained
-from vllm_ext.simulation.engine_loop import Decision, EngineLoop, Stalled
-from vllm_ext.simulation.fake_runner import FakeRunner
+from vllm_ext.simulation.decision import Decision, Stalled
 from vllm_ext.simulation.run import UPSTREAM, build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.audit import AuditError
 from vllm_ext.kv.gap_loads import GapLoadingScheduler
 from vllm_ext.kv.gap_search import GapCounts
-from vllm_ext.simulation.audit import AuditError
 
 from .parts import PerTokenCost, SteadyCost, rows
 from .tier_parts import Server, conversation, drained, mixed, own_tier, serve

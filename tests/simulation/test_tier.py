@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from vllm_ext.simulation.audit import AuditError
+from tests.support.audit import AuditError
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.requests import SimRequest

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.simulation.engine_loop import EngineLoop
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID, FakeRunner
+from tests.support.engine_loop import EngineLoop
+from tests.support.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import make_request, make_scheduler
 from vllm_ext.simulation.step_shape import StepShape
-from vllm_ext.simulation.token_runner import EMPTY_SHAPE, FILLER_TOKEN_ID, TokenRunner, output_ids
+from vllm_ext.simulation.token_runner import EMPTY_SHAPE, EOS_TOKEN_ID, FILLER_TOKEN_ID, TokenRunner, output_ids
 
 
 def step(scheduler: Scheduler, runner: TokenRunner) -> tuple[dict[str, list[int]], StepShape]:

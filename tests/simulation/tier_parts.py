@@ -9,7 +9,8 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.simulation.audit import audit_drained
+from tests.support.audit import audit_drained
+from tests.support.tier_audit import TransferAuditor
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.harness import block_hasher
@@ -19,7 +20,6 @@ from vllm_ext.simulation.run import build_scheduler, reads_truth
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec
 from vllm_ext.simulation.tier import Tier, build_tier
-from vllm_ext.simulation.tier_audit import TransferAuditor
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, engine_spec
 

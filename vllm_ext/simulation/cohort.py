@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
 from vllm_ext.simulation.cohort_step import Launch, QuietOutput, merged, together
-from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
 

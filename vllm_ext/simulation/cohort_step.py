@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
 
 _FILLER = [FILLER_TOKEN_ID]

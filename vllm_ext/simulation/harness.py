@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_ext.config import KEY, parse
 from vllm_ext.config_kv import FUSED
 from vllm_ext.kv.gap_support import WORKERS
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
+from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build
 
 BlockHasher = Callable[[Request], list[BlockHash]]
@@ -204,8 +204,7 @@ def make_scheduler(
             upstream's AsyncScheduler (correct with and without async scheduling).
         num_blocks: KV blocks including vLLM's null block, so ``num_blocks - 1`` can be held.
         max_num_batched_tokens: Token budget of a step.
-        async_scheduling: Whether the caller schedules a step before the previous one returned (EngineLoop
-            with depth 2).
+        async_scheduling: Whether the caller schedules a step before the previous one returned.
         additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
         v2_model_runner: Produce outputs for vLLM's V2 runner (resumed requests travel as new ones).
         kv_transfer_config: For a KV connector, of which the scheduler builds its own side.

@@ -26,7 +26,7 @@ from vllm_ext.config import KEY
 from vllm_ext.observability.step_record import settings
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.simulation import harness
-from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.recording import RecordingError, Run
 from vllm_ext.simulation.recording_lines import Add, EngineSettings, Finish, OtherCall, Step, Update
 from vllm_ext.simulation.steered import steered

@@ -10,9 +10,9 @@ from vllm.v1.request import Request
 
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation.cohort_request import CohortRequest
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.harness import BlockHasher
 from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 
 _FIRST_ID = 100
 _DIGIT = 3900

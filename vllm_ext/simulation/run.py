@@ -20,7 +20,7 @@ from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.engine_loop import Decision
+from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher, make_scheduler
 from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload

@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
-from vllm_ext.simulation.engine_loop import Decision, Stalled
+from vllm_ext.simulation.decision import Decision, Stalled
 from vllm_ext.simulation.events import EventKind, EventQueue
 from vllm_ext.simulation.request_factory import RequestFactory, TooLong
 from vllm_ext.simulation.requests import SimRequest, Workload

@@ -1,7 +1,7 @@
 """A model runner without a model, for long runs: no books of its own, only tokens and the shape of each step.
 
-`fake_runner.FakeRunner` checks the scheduler like a GPU would suffer from it and costs more than the scheduler itself.
-This one trusts the scheduler (the conformance suite earns that) and reads its requests directly, in one pass per step.
+The tests' own runner checks a scheduler as a GPU would suffer from it, and costs more than the scheduler itself. This one
+trusts the scheduler (the conformance suite earns that) and reads its requests directly, in one pass per step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.kv.gap_layout import GapLayout
-from vllm_ext.simulation.fake_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.step_shape import StepShape
+
+EOS_TOKEN_ID = 2
+"""The token that ends a request at its hidden length."""
 
 FILLER_TOKEN_ID = 16
 """Every sampled token but the last: what was generated is then known without being stored."""

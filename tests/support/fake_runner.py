@@ -18,9 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ext.kv.gap_layout import ATTRIBUTE, GapLayout
-
-EOS_TOKEN_ID = 2
-"""The token that ends a request at its hidden length."""
+from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 
 FIRST_TOKEN_ID = 16
 """Sampled tokens start here; smaller ids are special."""
