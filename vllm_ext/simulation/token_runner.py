@@ -1,7 +1,7 @@
 """A model runner without a model, for long runs: no books of its own, only tokens and the shape of each step.
 
-The tests' own runner checks a scheduler as a GPU would suffer from it, and costs more than the scheduler itself. This one
-trusts the scheduler (the conformance suite earns that) and reads its requests directly, in one pass per step.
+The tests' own runner checks a scheduler as a GPU would suffer from it, and costs more than the scheduler itself. This
+one trusts the scheduler (the conformance suite earns that) and reads its requests directly, in one pass per step.
 """
 
 from __future__ import annotations
