@@ -64,7 +64,12 @@ def findings(*claims: Claim) -> Findings:
 
 
 STUDY = Study(
-    id="made-up", paper="A Paper", title="A table", differences=("no GPU",), run=lambda bench: findings(claim())
+    id="made-up",
+    paper="A Paper",
+    title="A table",
+    row="upstream-fcfs",
+    differences=("no GPU",),
+    run=lambda bench: findings(claim()),
 )
 
 

@@ -34,6 +34,7 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "KV tier's admin endpoint": Feature(hooks=("KV tier's admin endpoint",), needs=("KV tier",)),
         "gaps in kept KV": Feature(hooks=("gaps in kept KV",)),
         "gaps in kept KV in one step": Feature(hooks=("gaps in kept KV in one step",), needs=("gaps in kept KV",)),
+        "exit status": Feature(hooks=("exit status",)),
     }
 )
 """In the order of the report."""

@@ -106,6 +106,7 @@ class Encoder:
         self.precision = _usual_precision() if precision == "auto" else precision
         self._model = _load(label, folder, threads, self.precision)
         self._tokenizer = self._model.tokenizer
+        self._filler, self._pads_left = self._tokenizer.pad_token_id, self._tokenizer.padding_side == "left"
         self._model[0].register_forward_pre_hook(self._pad)
         if not getattr(self._tokenizer, "is_fast", False):
             raise ValueError(f"model={label!r}: its tokenizer must be a fast one (tokenizer.json), which knows offsets")
@@ -198,9 +199,9 @@ class Encoder:
         (features,) = inputs
         length = features["input_ids"].shape[1]
         room = -length % math.gcd(_PAD_TO, self.max_tokens)
-        sides = (room, 0) if self._tokenizer.padding_side == "left" else (0, room)
+        sides = (room, 0) if self._pads_left else (0, room)
         for name, filler in (
-            ("input_ids", self._tokenizer.pad_token_id),
+            ("input_ids", self._filler),
             ("token_type_ids", 0),
             ("attention_mask", 0),
         ):
