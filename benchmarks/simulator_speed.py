@@ -207,7 +207,8 @@ def goals_of(cells: dict[Load, dict[str, Pairs]], per_request: dict[str, dict[st
             goal = SPEED_GOALS.get((system, load.clients))
             if goal is not None:
                 metric = f"{system}_{load.key}_virtual_s_per_s"
-                goals.append(Goal(metric=metric, value=round(pairs.speed, 1), op=">=", goal=goal, note=""))
+                note = f"{pairs.quick_us_per_step:.0f} us a step; told of everybody {pairs.exact_speed:.0f}"
+                goals.append(Goal(metric=metric, value=round(pairs.speed, 1), op=">=", goal=goal, note=note))
     for kind in ("resident", "allocated"):
         system = max(per_request, key=lambda name: per_request[name][kind])
         value = per_request[system][kind]
