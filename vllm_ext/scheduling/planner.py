@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.policies.contract import RequestView, Room, StepPlan, Victim
+from vllm_ext.policies.contract import NO_PLAN, RequestView, Room, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
 from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading, parked, seats
 from vllm_ext.scheduling.step import EngineStep, pool_of
@@ -70,6 +70,7 @@ class Planner:
         self.why: dict[str, str] = {}
         self.swapper: KvSwapper | None = None
         self._free_to_vllm = admission.is_vllms and not gates
+        self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
 
     def plan(self, now: float) -> StepPlan:
@@ -79,6 +80,9 @@ class Planner:
             Exception: whatever a policy raises; nothing has been changed then.
         """
         self._follow_prices()
+        if not self._asks_always and not len(self._engine.waiting):
+            self.why = {}
+            return NO_PLAN
         with self._fronts.unchanged():
             return self._plan(now)
 

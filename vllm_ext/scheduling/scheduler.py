@@ -171,11 +171,13 @@ class SteeredScheduler(GapScheduler):
             output = super().schedule(throttle_prefills)
         else:
             plan = self._plan(now)
-            with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
-                output = super().schedule(throttle_prefills or not plan.split.prefill)
-            if stalled(self, self.ranked, plan, output):
-                self._stalled = True
-                self.observer.counters.stalls += 1
+            if plan is NO_PLAN:
+                output = super().schedule(throttle_prefills)
+            else:
+                with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
+                    output = super().schedule(throttle_prefills or not plan.split.prefill)
+                self._stalled = stalled(self, self.ranked, plan, output)
+                self.observer.counters.stalls += self._stalled
         if self._steers:
             return_parked(self)
         if self.tier_account is not None:
@@ -184,8 +186,7 @@ class SteeredScheduler(GapScheduler):
         return output
 
     def _plan(self, now: float) -> StepPlan:
-        started = time.perf_counter()
-        plan = NO_PLAN
+        started, plan = time.perf_counter(), NO_PLAN
         try:
             self.ranked.begin_step(now)
             self.running_order.update(now)

@@ -16,6 +16,11 @@ class StaticBudget(Budget):
 
     uses_predictions: ClassVar[bool] = False
 
+    @property
+    def is_vllms(self) -> bool:
+        """Not that of a class derived from it."""
+        return type(self) is StaticBudget
+
     def split(self, step: Step) -> Split:
         """Return no change."""
         return _NO_CHANGE

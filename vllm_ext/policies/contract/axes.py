@@ -61,6 +61,11 @@ class Budget(Policy, ABC):
     """How many tokens? Asked first."""
 
     @property
+    def is_vllms(self) -> bool:
+        """Whether it never changes vLLM's own budget: then it need not be asked."""
+        return False
+
+    @property
     def stall_free(self) -> bool:
         """Whether decodes go before prefill chunks even when KV memory is about to run out, whatever the ordering.
 
