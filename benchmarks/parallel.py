@@ -1,37 +1,46 @@
-"""Runs of a benchmark in several processes. A part of the benchmarks that simulate: nothing is run from here."""
+"""Simulations of a benchmark, several at a time. A part of the benchmarks that simulate: nothing is run from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import TypeVar
 
+from vllm_ext.envs import cache_dir
 from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.sweep.points import run_points
+from vllm_ext.simulation.sweep.pools import local_pool
+from vllm_ext.simulation.sweep.store import PointStore
 
 _Job = TypeVar("_Job")
-_Found = TypeVar("_Found")
 
 
-def in_processes(
-    run: Callable[[_Job], _Found], jobs: Sequence[_Job], at_a_time: int, *, label: str, named: Callable[[_Job], str]
-) -> dict[_Job, _Found]:
-    """Return what ``run`` returns for each job, so many at a time, and show which is done.
+def simulated(
+    runs: Mapping[_Job, SimulationSpec], at_a_time: int, *, label: str, named: Callable[[_Job], str]
+) -> dict[_Job, Mapping[str, float]]:
+    """Return the metrics of each run, simulated unless they are kept from before.
 
     Args:
-        run: A function of a module, which other processes can import.
-        jobs: What it is called with; hashable, each once.
+        runs: Descriptions by what the benchmark calls them.
         at_a_time: Processes.
         label: Of the progress line.
-        named: What the progress line says of a job.
+        named: How a failed run is named.
+
+    Raises:
+        SystemExit: runs failed, which are named; the others are kept.
     """
-    found: dict[_Job, _Found] = {}
-    # Spawned: a fork would inherit the threads that numpy and torch have started.
     with (
-        ProcessPoolExecutor(at_a_time, mp_context=get_context("spawn")) as pool,
-        CountProgress(len(jobs), label=label, unit="run") as progress,
+        PointStore(cache_dir() / "points") as store,
+        local_pool(at_a_time) as pool,
+        CountProgress(len(runs), label=label, unit="run") as progress,
     ):
-        for number, (job, result) in enumerate(zip(jobs, pool.map(run, jobs), strict=True), start=1):
-            found[job] = result
-            progress.update(number, named(job))
-    return found
+        done = count(1)
+        outcomes = run_points(
+            list(runs.values()), store, pool, lambda spec, *_: progress.update(next(done), spec.engine.system)
+        )
+    ended = dict(zip(runs, outcomes, strict=True))
+    errors = [f"{named(run)}: {outcome.error}" for run, outcome in ended.items() if outcome.failed]
+    if errors:
+        raise SystemExit("\n".join([*errors, f"{len(errors)} runs failed; the same command goes on with them"]))
+    return {run: outcome.metrics or {} for run, outcome in ended.items()}

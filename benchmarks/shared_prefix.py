@@ -30,13 +30,11 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import NamedTuple
 
-from parallel import in_processes
+from parallel import simulated
 
 from vllm_ext.config_kv import FUSED
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.metrics import summarise
-from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import table
@@ -167,12 +165,22 @@ def _conversations(job: Job) -> WorkloadSpec:
     )
 
 
-def measured(job: Job) -> Mapping[str, float]:
-    """Simulate a run."""
-    metrics = summarise(simulate(spec(job)))
-    if metrics["unfinished_requests"]:
-        raise RuntimeError(f"{job}: {metrics['unfinished_requests']} requests did not end")
-    return {name: float(metrics[name]) for name in MEASURES}
+def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
+    """Simulate what is not kept from before; return the measures of each run.
+
+    Raises:
+        SystemExit: runs failed, which are named; the others are kept.
+        RuntimeError: requests of a run did not end.
+    """
+
+    def named(job: Job) -> str:
+        return f"{job.scene}, {job.system}, seed {job.seed}"
+
+    found = simulated({job: spec(job) for job in jobs}, at_a_time, label="shared prefix", named=named)
+    for job, metrics in found.items():
+        if metrics["unfinished_requests"]:
+            raise RuntimeError(f"{named(job)}: {metrics['unfinished_requests']:.0f} requests did not end")
+    return {job: {name: float(metrics[name]) for name in MEASURES} for job, metrics in found.items()}
 
 
 def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
@@ -197,9 +205,7 @@ def main(argv: Sequence[str]) -> None:
     seeds = [args.seed] if args.quick else [args.seed + i for i in range(5)]
     requests = _QUICK_REQUESTS if args.quick else _REQUESTS
     jobs = [Job(scene, system, seed, requests) for scene in SCENES for system in chosen for seed in seeds]
-    found = in_processes(
-        measured, jobs, args.jobs, label="shared prefix", named=lambda job: f"{job.scene}, {job.system}"
-    )
+    found = run(jobs, args.jobs)
     flat: dict[str, dict[str, float]] = {system: {} for system in chosen}
     goals, tables = [], []
     for scene, described in SCENES.items():

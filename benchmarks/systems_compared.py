@@ -20,17 +20,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import count
 from statistics import mean
 
+from parallel import simulated
 from systems_scenes import SCENES, SYSTEMS, Measure, Scene
 
-from vllm_ext.envs import cache_dir
-from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
-from vllm_ext.simulation.sweep.points import run_points
-from vllm_ext.simulation.sweep.pools import local_pool
-from vllm_ext.simulation.sweep.store import PointStore
 
 AUTO, TUNED = "auto", "upstream tuned"
 TOLERANCE = 0.02
@@ -45,19 +40,12 @@ def run(scenes: Sequence[Scene], systems: Sequence[str], seeds: Sequence[int], j
         SystemExit: runs failed, which are named; the others are kept.
     """
     runs = [(scene.name, name, seed) for scene in scenes for name in systems for seed in seeds]
-    specs = [SCENES[scene].spec(name, seed, quick=quick) for scene, name, seed in runs]
-    with (
-        PointStore(cache_dir() / "points") as store,
-        local_pool(jobs) as pool,
-        CountProgress(len(specs), label="systems", unit="run") as progress,
-    ):
-        done = count(1)
-        outcomes = run_points(specs, store, pool, lambda spec, *_: progress.update(next(done), spec.engine.system))
-    ended = dict(zip(runs, outcomes, strict=True))
-    errors = [f"{scene}, {name}, seed {seed}: {one.error}" for (scene, name, seed), one in ended.items() if one.failed]
-    if errors:
-        raise SystemExit("\n".join([*errors, f"{len(errors)} runs failed; the same command goes on with them"]))
-    metrics = {run: one.metrics or {} for run, one in ended.items()}
+    metrics = simulated(
+        {run: SCENES[run[0]].spec(run[1], run[2], quick=quick) for run in runs},
+        jobs,
+        label="systems",
+        named=lambda run: f"{run[0]}, {run[1]}, seed {run[2]}",
+    )
     return {
         (scene.name, name): {
             measure.name: mean(metrics[scene.name, name, seed][measure.metric] for seed in seeds)

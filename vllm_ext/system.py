@@ -61,7 +61,7 @@ class Policies:
     @property
     def is_upstream(self) -> bool:
         """Whether order, admission and budget are vLLM's own rules, so that there is nothing to steer."""
-        own = (type(self.ordering), type(self.admission), type(self.budget)) == (Arrival, InOrder, StaticBudget)
+        own = type(self.ordering) is Arrival and self.admission.is_vllms and self.budget.is_vllms
         return own and not self.gates
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -43,8 +43,6 @@ LEFT: set[str] = set()
 @dataclass(frozen=True, kw_only=True)
 class InOrderButTheLeft(InOrder):
     """Admits as vLLM does, but for those in `LEFT`."""
-
-    is_vllms: ClassVar[bool] = False
 
     def select(self, step: Step, room: Room) -> None:
         """Take the first ones that fit."""

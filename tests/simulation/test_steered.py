@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.harness import make_scheduler
-from vllm_ext.simulation.run import STEERED
 from vllm_ext.simulation.steered import Steered, steered
 
 
 def test_ours_is_told_from_vllms_own() -> None:
-    ours = make_scheduler(STEERED)
+    ours = make_scheduler(SteeredScheduler)
     assert steered(ours) is ours
     assert steered(make_scheduler()) is None
 
 
 @pytest.mark.parametrize("name", list(Steered.__annotations__))
 def test_attribute_that_was_renamed_is_an_error(name: str) -> None:
-    ours = make_scheduler(STEERED)
+    ours = make_scheduler(SteeredScheduler)
     delattr(ours, name)
     with pytest.raises(AttributeError, match=name):
         steered(ours)

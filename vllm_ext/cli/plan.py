@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.cli import spec_flags
+from vllm_ext.cli import kept_runs, spec_flags
 from vllm_ext.observability import json_output
 from vllm_ext.observability.provenance import result_path
 
@@ -248,7 +247,6 @@ def _draw(
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vllm_ext.envs import cache_dir
 
     parser = spec_flags.Parser(
         prog=PROG,
@@ -265,16 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="a load is carried if this share of the requests meets all SLOs (default: 0.9)",
     )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=cache_dir() / "points",
-        metavar="DIR",
-        help="where finished runs are kept, so that an interrupted plan goes on (default: the cache of vllm-ext)",
-    )
+    kept_runs.add_arguments(parser)
     parser.add_argument("--out", type=result_path, metavar="FILE", help="write the JSON result to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
     json_output.add_argument(parser)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ext.cli import kept_runs
 from vllm_ext.config import ConfigError
 from vllm_ext.observability import json_output, provenance, results
 from vllm_ext.observability.provenance import check_committed, result_path
@@ -118,7 +118,6 @@ def _document(root: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vllm_ext.envs import cache_dir
 
     parser = argparse.ArgumentParser(
         prog="vllm-ext repro",
@@ -130,16 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=result_path, metavar="FILE", help="write the result to FILE, plots beside it")
     parser.add_argument("--out-dir", type=result_path, metavar="DIR", help="write DIR/ID.json for each")
     parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time (default: one per core)"
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=cache_dir() / "points",
-        metavar="DIR",
-        help="where finished simulations are kept, so that an interrupted run goes on (default: the cache of vllm-ext)",
-    )
+    kept_runs.add_arguments(parser)
     json_output.add_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")
     parser.add_argument("--document", action="store_true", help=f"in a checkout: make {DOCUMENT} from {RESULTS}")

@@ -11,6 +11,7 @@ Every decision, and every number that a policy reads, is what it is without: `te
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -242,8 +243,7 @@ class Cohort(AsyncScheduler):
     def _launch(self, step: int, shown: Mapping[str, int]) -> Launch:
         hidden = len(self._hidden)
         self.tokens_hidden += hidden
-        context = self._offsets + hidden * self._ticks.scheduled
-        return Launch(step, shown, list(self.running), hidden, context)
+        return Launch(step, shown, list(self.running), hidden, self._offsets + hidden * self._ticks.scheduled)
 
     def _hidden_tokens(self) -> dict[str, int]:
         if self._quiet is None:
@@ -271,8 +271,7 @@ class Cohort(AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
         """Let vLLM process the tokens of those who are shown now; the others' are counted."""
         launch: Launch = scheduler_output.launch
-        requests, hidden = self.requests, self._hidden
-        tokens = {req_id: count for req_id, count in launch.shown.items() if req_id not in hidden}
+        tokens = {req_id: count for req_id, count in launch.shown.items() if req_id not in self._hidden}
         late = {request.request_id for request in self._shown if request.was_hidden_in(launch.step)}
         if late:
             tokens, model_runner_output = together(launch, tokens, late, model_runner_output)
@@ -291,7 +290,7 @@ class Cohort(AsyncScheduler):
         if self._lengths is not None:
             places, sampled = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
             for req_id in tokens:
-                request = requests.get(req_id)
+                request = self.requests.get(req_id)
                 if request is not None and request.status == RequestStatus.RUNNING and sampled[places[req_id]]:
                     self._hide_if_steady(request)
         return outputs
@@ -393,6 +392,7 @@ class Cohort(AsyncScheduler):
         return running + self._out_of_sight, waiting
 
 
+@functools.cache
 def with_cohort(scheduler_cls: type[AsyncScheduler]) -> type[AsyncScheduler]:
     """Return a class that schedules as ``scheduler_cls`` does, above a `Cohort`."""
     if scheduler_cls is AsyncScheduler:

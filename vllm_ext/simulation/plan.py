@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext import config, systems
-from vllm_ext.policies.budget.static import StaticBudget
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM
 from vllm_ext.simulation.sweep.paths import UPSTREAM, checked, with_values
@@ -158,7 +157,7 @@ def only_orders(spec: SimulationSpec) -> bool:
     if engine.system in UPSTREAM or "kv_tier" in engine.options:
         return False
     policies = systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
-    return type(policies.budget) is StaticBudget and not policies.gates
+    return policies.budget.is_vllms and not policies.gates
 
 
 def _at(base: SimulationSpec, candidate: Candidate, rate_per_s: float) -> SimulationSpec:

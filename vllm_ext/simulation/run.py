@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,8 +32,6 @@ from vllm_ext.simulation.tier_options import connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
 
-_on_cohort = functools.cache(with_cohort)
-STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
 """vLLM's own scheduling policies, by the names they have here."""
 
@@ -154,12 +150,10 @@ def build_scheduler(
     elif options:
         raise ValueError(f"options={options!r}: must be empty for {engine.system}, which is vLLM alone")
     connector = connector_options(engine, hardware, options)
-    scheduler_cls: Any = None if upstream is not None else STEERED
-    if not exact and not connector:
-        scheduler_cls = _on_cohort(AsyncScheduler if upstream is not None else SteeredScheduler)
+    scheduler_cls = SteeredScheduler if upstream is None else AsyncScheduler
     with _quiet_vllm():
         return make_scheduler(
-            scheduler_cls,
+            scheduler_cls if exact or connector else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
             block_size=engine.block_size,
             max_num_seqs=engine.max_num_seqs,

@@ -159,8 +159,8 @@ class SimulatedEngine:
         if cohort is not None:
             model_output, shape = cohort.execute(output, self._runner)
         else:
-            gaps = layouts_of(output)
-            model_output, shape = self._runner.execute(output.num_scheduled_tokens, self.scheduler.requests, gaps)
+            scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
+            model_output, shape = self._runner.execute(scheduled, requests, layouts_of(output))
         self._collector.scheduled(output, shape, now)
         if self.decisions is not None:
             self.decisions.append(Decision.of(output) if cohort is None else cohort.decision(output))
@@ -187,9 +187,9 @@ class SimulatedEngine:
         self._advance_to(max(self.clock(), oldest.end_s))
         now = self.clock()
         self._abort_due(now)
-        collector = self._collector
-        hidden = 0 if self._cohort is None else self._cohort.num_hidden
+        collector, hidden = self._collector, 0
         if self._cohort is not None:
+            hidden = self._cohort.num_hidden
             collector.processed(now)
         by_client = self.scheduler.update_from_output(oldest.scheduler_output, oldest.model_output)
         outputs = next(iter(by_client.values())).outputs if by_client else ()  # of the only client there is

@@ -26,7 +26,11 @@ class InOrder(Admission):
     """
 
     uses_predictions: ClassVar[bool] = False
-    is_vllms: ClassVar[bool] = True
+
+    @property
+    def is_vllms(self) -> bool:
+        """Not that of a class derived from it."""
+        return type(self) is InOrder
 
     def select(self, step: Step, room: Room) -> None:
         """Take the first ones that fit."""
