@@ -203,6 +203,23 @@ def test_as_published_a_request_that_was_preempted_bounds_accelgens_budget_by_it
     assert policy.split(step).tokens == 768
 
 
+def test_as_published_a_job_bounds_accelgens_budget_by_what_its_steps_may_take() -> None:
+    """Two steps for 200 prompt tokens in chunks of 100, and 18 for the output it is predicted to have: 2 s over 20."""
+    policy = SloPivotBudget(fitted=False, every_objective=True)
+    step = mixed(10, tbt_s=0.2)
+    runs, *others = step.running
+    job = runs._replace(
+        slo=Slo(e2e_s=2.0),
+        num_prompt_tokens=200,
+        predicted_output_tokens=18,
+        num_output_tokens=4,
+        pace=runs.pace._replace(chunk_tokens=100.0),
+    )
+    step = replace(step, running=(job, *others), runtime=SATURATES_LATE)
+    assert policy.split(step).tokens == 768
+    assert SloPivotBudget(fitted=False).split(step).tokens == 1536
+
+
 @pytest.mark.parametrize(("free", "expected"), [(200, 1536), (20, 10 + 20 * 16), (0, 11)])
 def test_as_published_accelgen_cuts_prompts_to_the_kv_that_is_left(free: int, expected: int) -> None:
     step = replace(mixed(10, tbt_s=0.2), free=free, total=200, runtime=SATURATES_LATE)

@@ -198,3 +198,13 @@ def test_a_paused_session_keeps_its_seat() -> None:
     add_all(rig, a=(10, 6, 6), b=(10, 6, 6))
     rig.scheduler.num_waiting_for_streaming_input = 1
     assert steps(rig, 1) == [{"a": 10}]
+
+
+def test_accelgen_as_published_cuts_a_prompt_that_starts_to_the_kv_that_is_left() -> None:
+    """16 blocks, 10 of them held: 6 are left for a prompt of 160 tokens, of which vLLM starts none."""
+    tables = {}
+    for system in ("accelgen-published", "accelgen", None):
+        rig = Rig(system, num_blocks=17, max_num_batched_tokens=512)
+        add_all(rig, a=(160, 9, 9), b=(160, 9, 9))
+        tables[system] = steps(rig, 1)
+    assert tables == {"accelgen-published": [{"a": 160, "b": 96}], "accelgen": [{"a": 160}], None: [{"a": 160}]}

@@ -70,6 +70,11 @@ def ttft_s(request: RequestView) -> float:
     return max(LEAST_TTFT_S, PROMPT_TIMES * bucket * request.prompt_s)
 
 
+def job_step_s(request: RequestView, jct_s: float) -> float:
+    """Return what each step of a job may take, in seconds: T_r and T_e of a step, its allowance spread evenly."""
+    return jct_s / sum(_steps_of_job(request))
+
+
 def _online(request: RequestView, now: float) -> Slack:
     """T_r = SLO - T_w - T_e of the next token; T_w is 0 for a decode that returns from a step."""
     execute_s = chunks(request) * request.pace.longest_step_s
@@ -84,15 +89,20 @@ def _online(request: RequestView, now: float) -> Slack:
     return Slack(next_by - execute_s, math.inf if request.slo.tbt_s is None else next_by - request.prefill_s)
 
 
+def _steps_of_job(request: RequestView) -> tuple[int, int]:
+    """Return the steps that a job takes from its start to its end, as predicted: for the prompt, and for the output."""
+    all_chunks = max(1, math.ceil(request.num_prompt_tokens / max(request.pace.chunk_tokens, 1.0)))
+    return all_chunks, max(request.num_output_tokens + 1, request.predicted_output_tokens)
+
+
 def _offline(request: RequestView, jct_s: float, now: float) -> Slack:
     """T_r of a job: the wait that is left of its allowance, which is spread evenly over its steps and carried over."""
     pace = request.pace
     token_s = pace.longest_step_s + pace.preemption_s
-    left = max(1, request.predicted_output_tokens - request.num_output_tokens)
     done = request.num_output_tokens
-    all_chunks = max(1, math.ceil(request.num_prompt_tokens / max(pace.chunk_tokens, 1.0)))
-    whole_s = all_chunks * pace.longest_step_s + (done + left) * token_s
-    allowance_s = (jct_s - whole_s) / (all_chunks + done + left)
+    all_chunks, tokens = _steps_of_job(request)
+    whole_s = all_chunks * pace.longest_step_s + tokens * token_s
+    allowance_s = (jct_s - whole_s) / (all_chunks + tokens)
     # Computed prompt tokens count as the steps they took.
     computed = min(request.num_computed_tokens, request.num_prompt_tokens)
     steps_done = int(all_chunks * computed / request.num_prompt_tokens) + done

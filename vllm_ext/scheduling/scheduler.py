@@ -88,16 +88,16 @@ class SteeredScheduler(GapScheduler):
         self.fronts = Fronts(self)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
-        self._failing = False
-        self._stalled = False
-        self._failure_logged = False
+        self._failing = self._stalled = self._failure_logged = False
         self._preempt_reason = "memory"
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
         self.swapper: KvSwapper | None = None
         self._join_tier()
-        reserved = int(self.policies.residency.device_reserve * self.kv_cache_manager.block_pool.num_gpu_blocks)
-        self.kv_cache_manager.watermark_blocks = max(self.kv_cache_manager.watermark_blocks, reserved)
+        manager = self.kv_cache_manager
+        reserved = int(self.policies.residency.device_reserve * manager.block_pool.num_gpu_blocks)
+        manager.watermark_blocks = max(manager.watermark_blocks, reserved)
+        self.scheduler_reserve_full_isl &= not self.policies.budget.starts_partly
         if self._steers:
             self._steer()
         log_start(
@@ -370,7 +370,7 @@ class SteeredScheduler(GapScheduler):
             return rank
         except Exception:  # noqa: BLE001 - see _plan
             self._policy_failed()
-            return _UNRANKED
+        return _UNRANKED
 
     # --- seen from outside ------------------------------------------------------------------------------------------
 

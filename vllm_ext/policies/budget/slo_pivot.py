@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from vllm_ext.policies.budget.tbt import TbtBudget, fitting_prompt_tokens
 from vllm_ext.policies.contract import Budget, RequestView, Split, Step
-from vllm_ext.policies.slack import READING_TBT_S, ttft_s
+from vllm_ext.policies.slack import READING_TBT_S, job_step_s, ttft_s
 
 _RULE = TbtBudget()
 
@@ -18,7 +18,8 @@ class SloPivotBudget(Budget):
 
         S_b = S_pf * SLO_min / T_pf        S_pf: tokens of the saturated step, T_pf: its duration
                                            SLO_min: tightest TBT objective, the reading speed where nobody has one;
-                                           with ``every_objective`` also the tightest TTFT of unfinished prompts
+                                           with ``every_objective`` also the tightest TTFT of unfinished prompts,
+                                           and what a step of a job may take
 
     Computed anew for every step; prompts are cut where exactly S_b is reached (vLLM cuts the last one). Contexts are
     not in the formula: a step of long contexts takes longer than it says. So with ``fitted`` no more is granted than
@@ -26,7 +27,8 @@ class SloPivotBudget(Budget):
 
     Source: AccelGen, section 4.2 and equation 6, Algorithm 2; ``fitted`` is ours, by the rule of `TbtBudget`. So are
     two omissions, which the published row undoes. A TTFT objective spans many steps of a long prompt, and those of
-    short ones are often less than a step that decodes. And vLLM starts no prompt for which there is not enough KV.
+    short ones are often less than a step that decodes. And a prompt that starts without KV for all of it may stop half
+    way, for want of what others hold who wait for the same.
     """
 
     uses_predictions: ClassVar[bool] = False
@@ -35,10 +37,16 @@ class SloPivotBudget(Budget):
     fitted: bool = True
     """Whether contexts are looked at as well."""
     every_objective: bool = False
-    """Whether SLO_min covers TTFT objectives too: of prompts that run unfinished, and of the first one that waits.
-    Objectives of whole jobs are not among them."""
+    """Whether SLO_min covers TTFT objectives too, of prompts that run unfinished and of the first one that waits, and
+    those of whole jobs that run, spread evenly over their steps. Cost: a look at everybody who runs."""
     within_kv: bool = False
-    """Whether a step gets no more prompt tokens than there are free KV slots, so that prompts are cut to these too."""
+    """Whether a step gets no more prompt tokens than there are free KV slots, so that prompts, those that start
+    included, are cut to these too."""
+
+    @property
+    def starts_partly(self) -> bool:
+        """Whether a prompt may start before there is KV for all of it."""
+        return self.within_kv
 
     def split(self, step: Step) -> Split:
         """Return S_b, and at least a token for everybody who decodes and one for a prompt."""
@@ -59,7 +67,14 @@ class SloPivotBudget(Budget):
             return tightest
         first = next(step.waiting(), None)
         prompts = [*step.prefilling(), *(() if first is None else (first.request,))]
-        return min([tightest, *map(_next_token_s, prompts)])
+        jobs = [(victim.request, victim.request.slo.e2e_s) for victim in step.victims()]
+        return min(
+            [
+                tightest,
+                *map(_next_token_s, prompts),
+                *(job_step_s(request, jct_s) for request, jct_s in jobs if jct_s is not None),
+            ]
+        )
 
 
 def pivot_tokens(step: Step, objective_s: float) -> int:

@@ -73,6 +73,11 @@ class Budget(Policy, ABC):
         """
         return False
 
+    @property
+    def starts_partly(self) -> bool:
+        """Whether a prompt may start before there is KV for all of it, vLLM's ``--no-scheduler-reserve-full-isl``."""
+        return False
+
     @abstractmethod
     def split(self, step: Step) -> Split:
         """Return this step's token budget; nothing is changed by asking."""
