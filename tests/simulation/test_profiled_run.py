@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.prediction.runtime import DEFAULT, DEFAULT_TILE_TOKENS
-from vllm_ext.simulation.cost.build import build
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.run import build_scheduler, simulate, start_from_profile
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel

@@ -15,9 +15,9 @@ from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher, make_scheduler
 from vllm_ext.simulation.request_factory import RequestFactory

@@ -27,8 +27,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ext.kv.retention import RetentionCachePolicy
-from vllm_ext.simulation.cost.build import build_link
 from vllm_ext.simulation.cost.link import Direction
+from vllm_ext.simulation.cost.spec import build_link
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.tier_options import device_block_bytes
 

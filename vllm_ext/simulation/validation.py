@@ -21,8 +21,7 @@ from statistics import median
 
 from vllm_ext.simulation import agreement
 from vllm_ext.simulation.agreement import Batch
-from vllm_ext.simulation.cost.fit_steps import fit_steps
-from vllm_ext.simulation.cost.fitted import Fitted
+from vllm_ext.simulation.cost.fitted import Fitted, fit_steps
 from vllm_ext.simulation.latency import RequestTimeline
 from vllm_ext.simulation.recorded_steps import Offsets, offsets, timed_steps
 from vllm_ext.simulation.recorded_workload import RecordedWorkload

@@ -55,9 +55,9 @@ class Roofline:
         flops = device.peak_flops * device.gemm_efficiency * tensor_parallel
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency
         width = model.weight_bytes_per_parameter
-        self._linear_s = model.linear_flops_per_token / flops
+        self._linear_s = 2.0 * model.linear_parameters / flops
         self._weights_s = model.linear_parameters * width / tensor_parallel / bandwidth
-        self._head_s = model.head_flops_per_row / flops
+        self._head_s = 2.0 * model.head_parameters / flops
         self._head_weights_s = model.head_parameters * width / tensor_parallel / bandwidth
         self._logits_s = model.vocab / tensor_parallel * _LOGIT_BYTES / bandwidth
         self._unhidden = device.unhidden
