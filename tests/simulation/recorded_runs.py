@@ -16,16 +16,14 @@ from tests.support.fake_runner import FakeRunner
 from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.recording_lines import ClientRequest, EngineSettings, Header
-from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.recording import ClientRequest, EngineSettings, Header
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import RecordSpec
+from vllm_ext.simulation.run import make_engine
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel
 
-from .parts import ListWorkload
+from .parts import ListWorkload, token_times
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},
@@ -130,13 +128,14 @@ def simulate(
                 token_ids=prompt,
             )
         )
-    collector = Collector(scheduler, RecordSpec(token_times=True))
-    factory = RequestFactory(max_model_len=256, hasher=block_hasher(), reveal_lengths=False)
-    engine = SimulatedEngine(scheduler, ListWorkload(asked), cost, collector, depth=depth, make_request=factory)
+    spec = SimulationSpec(
+        engine=EngineSpec(max_model_len=256, async_scheduling=depth == 2), record=RecordSpec(token_times=True)
+    )
+    engine = make_engine(spec, scheduler, ListWorkload(asked), cost)
     with monkeypatch.context() as patched:
         patched.setattr(step_record, "time", SimpleNamespace(monotonic=engine.clock))
         engine.run()
-    times = dict(zip(collector.table.texts("req_id"), collector.table.token_times, strict=True))
+    times = token_times(engine.collector.table)
     clients = [
         ClientRequest(
             system=system,
@@ -148,7 +147,7 @@ def simulate(
             sent_s=request.arrival_s,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
-            token_times_s=tuple(t + DELIVERY_S for t in times[request.req_id] or ()),
+            token_times_s=tuple(t + DELIVERY_S for t in times[request.req_id]),
         )
         for index, request in enumerate(asked)
         if request.req_id.startswith("measured")

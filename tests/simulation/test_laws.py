@@ -55,7 +55,7 @@ def test_littles_law_holds_exactly(depth: int, system: str) -> None:
     """Area under the number in system = sum of sojourns: preempted, aborted and not yet seen requests included."""
     engine = make_engine(busy_hour(), PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
     audited(engine)
-    collector = engine._collector
+    collector = engine.collector
     assert len(collector.table) == 40
     assert "abort" in collector.table.texts("finish_reason")
     assert collector.running_area + collector.waiting_area == pytest.approx(sojourns(collector), rel=1e-12)
@@ -77,9 +77,9 @@ def test_waiting_area_is_the_sum_of_waits(depth: int, system: str) -> None:
     """Little's law of the queue alone: a request waits from its arrival or preemption until it is scheduled."""
     engine = make_engine(busy_hour(), PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
     engine.run()
-    waits = math.fsum(engine._collector.table.floats("waited_s"))
-    assert engine._collector.waiting_area == pytest.approx(waits, rel=1e-12)
-    assert engine._collector.preemptions > 0 or system == "alise"
+    waits = math.fsum(engine.collector.table.floats("waited_s"))
+    assert engine.collector.waiting_area == pytest.approx(waits, rel=1e-12)
+    assert engine.collector.preemptions > 0 or system == "alise"
 
 
 @pytest.mark.parametrize("system", ["upstream-fcfs", "upstream-priority", "fcfs"])
@@ -116,7 +116,7 @@ def test_preempted_work_is_computed_again(system: str) -> None:
 
     scheduler._preempt_request = note_and_preempt  # type: ignore[method-assign]
     engine.run()
-    collector = engine._collector
+    collector = engine.collector
     assert sum(lost) > 0
     assert len(lost) == collector.preemptions == int(collector.table.ints("preemptions").sum())
     wanted = sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in collector.table.rows())
@@ -301,7 +301,7 @@ def test_any_workload_ends_with_all_books_balanced(
         async_scheduling=depth == 2,
     )
     audited(engine)
-    collector = engine._collector
+    collector = engine.collector
     found = rows(collector.table)
     too_long = sum(request.prompt_tokens >= 160 for request in asked)
     assert engine.num_rejected == too_long

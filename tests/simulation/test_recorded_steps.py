@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.recorded_steps import arrival_windows, offsets, timed_steps
-from vllm_ext.simulation.recording import RecordingError, Run
-from vllm_ext.simulation.recording_lines import Add, ClientRequest, Step, Update
+from vllm_ext.simulation.recorded_run import arrival_windows, offsets, timed_steps
+from vllm_ext.simulation.recording import Add, ClientRequest, RecordingError, Run, Step, Update
 from vllm_ext.simulation.step_shape import StepShape
 
 from .test_recording import add, header

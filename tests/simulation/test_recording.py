@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.recording import RecordingError
-from vllm_ext.simulation.recording_lines import Add, ClientRequest, EngineSettings, Header, Step
+from vllm_ext.simulation.recording import Add, ClientRequest, EngineSettings, Header, RecordingError, Step
 
 SETTINGS: dict[str, Any] = {
     "system": "alise",
@@ -103,16 +102,13 @@ def test_runs_come_back_as_they_were_written(tmp_path: Path, name: str) -> None:
     assert runs[0].client_id("measured-3-0a1b2c3d") == "measured-3"
 
 
-def test_starting_again_leaves_nothing_of_an_older_recording(tmp_path: Path) -> None:
+def test_starting_again_leaves_nothing_of_an_older_recording_and_entries_that_did_not_fit_are_told(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path / "deep" / "run.jsonl", "alise", "fcfs")
-    assert len(recording.read(written(path))) == 1
-
-
-def test_entries_that_did_not_fit_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
     recording.start(path)
     recording.append(path, header(), [], [], dropped=17)
-    assert recording.read(path)[0].dropped == 17
+    assert [run.dropped for run in recording.read(path)] == [17]
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
@@ -136,13 +132,10 @@ def _edited(line: int, **fields: Any) -> Callable[[list[str]], list[str]]:
 
 
 DAMAGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
-    "not-json": (lambda lines: [lines[0], "{half", *lines[2:]], r"run\.jsonl, line 2: not JSON"),
-    "not-an-object": (
-        lambda lines: [lines[0], "[]", *lines[2:]],
-        r"line 2: field 'type': None must be one of run, add",
-    ),
-    "unknown-type": (_edited(1, type="ad"), r"line 2: field 'type': 'ad' must be one of"),
-    "other-format": (_edited(0, format=99), r"line 1: field 'format': 99, this version reads 1"),
+    "not-json": (lambda lines: [lines[0], "{half", *lines[2:]], r"run\.jsonl, line 2: Invalid JSON"),
+    "not-an-object": (lambda lines: [lines[0], "[]", *lines[2:]], r"line 2: Input should be .*object .*found \[\]"),
+    "unknown-type": (_edited(1, type="ad"), r"line 2: Input tag 'ad' found using 'type' .* tags: 'run', 'add'"),
+    "other-format": (_edited(0, format=99), r"line 1: field 'format': Input should be 1 .found 99"),
     "missing-field": (_edited(1, prompt=...), r"line 2: field 'prompt': Field required"),
     "unknown-field": (_edited(2, speed=1), r"line 3: field 'speed': Extra inputs"),
     "wrong-type": (_edited(2, computed=["x"]), r"line 3: field 'computed\.0': .*found 'x'"),
@@ -164,26 +157,19 @@ def test_damage_is_reported_with_file_line_and_field(tmp_path: Path, damage: str
         recording.read(path)
 
 
-def test_archive_cut_short_is_reported_with_the_last_good_line(tmp_path: Path) -> None:
+ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut-short": (lambda data: data[:-20], r"run\.jsonl\.gz, after line \d+: the compressed data is damaged"),
+    "flipped-byte": (lambda data: data[: len(data) // 2] + b"\xff" + data[len(data) // 2 + 1 :], r"run\.jsonl\.gz"),
+    "plain-file": (gzip.decompress, "the compressed data is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", ARCHIVES)
+def test_damaged_archive_is_reported(tmp_path: Path, damage: str) -> None:
     path = written(tmp_path / "run.jsonl.gz")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RecordingError, match=r"run\.jsonl\.gz, after line \d+: the compressed data is damaged"):
-        recording.read(path)
-
-
-def test_archive_with_a_flipped_byte_is_reported(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl.gz")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(RecordingError, match=r"run\.jsonl\.gz"):
-        recording.read(path)
-
-
-def test_plain_file_named_like_an_archive_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl.gz"
-    path.write_bytes(gzip.decompress(written(tmp_path / "a.jsonl.gz").read_bytes()))
-    with pytest.raises(RecordingError, match="the compressed data is damaged"):
+    edit, message = ARCHIVES[damage]
+    path.write_bytes(edit(path.read_bytes()))
+    with pytest.raises(RecordingError, match=message):
         recording.read(path)
 
 

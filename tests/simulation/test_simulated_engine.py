@@ -147,7 +147,7 @@ def test_abort_by_the_end_of_a_step_comes_before_its_output(
     asked = [ask("a", output=1, abort_after_s=abort_after_s)]
     engine = make_engine(asked, DEVICE_BOUND, async_scheduling=depth == 2)
     engine.run()
-    row = rows(engine._collector.table)["a"]
+    row = rows(engine.collector.table)["a"]
     assert (row["finish_reason"], row["output_tokens"]) == (reason, tokens)
     assert row["finish_s"] == (0.0 if abort_after_s == 0 else 1.25)
     audit_drained(engine.scheduler)
@@ -201,7 +201,7 @@ def test_seat_of_an_aborted_request_goes_to_the_next(depth: int) -> None:
     asked = [ask("a", output=30, abort_after_s=2.0), ask("b", 0.5, output=1)]
     engine = make_engine(asked, DEVICE_BOUND, max_num_seqs=1, async_scheduling=depth == 2)
     engine.run()
-    found = rows(engine._collector.table)
+    found = rows(engine.collector.table)
     assert found["b"]["first_scheduled_s"] == found["a"]["finish_s"] == (2.5 if depth == 1 else 2.25)
     audit_drained(engine.scheduler)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.audit import audit_drained
 from tests.support.engine_loop import EngineLoop
@@ -30,9 +29,7 @@ from .parts import (
     PerTokenCost,
     ask,
     crowd,
-    engine_spec,
     make_engine,
-    make_factory,
     rows,
     simulate,
 )
@@ -65,7 +62,7 @@ def test_single_token_answer_has_no_gap() -> None:
 def test_output_is_cut_at_the_bound_and_the_context(depth: int, options: Any, reason: str, tokens: int) -> None:
     engine = make_engine([ask("a", **options)], async_scheduling=depth == 2)
     engine.run()
-    row = rows(engine._collector.table)["a"]
+    row = rows(engine.collector.table)["a"]
     assert (row["finish_reason"], row["output_tokens"]) == (reason, tokens)
     assert row["true_output_tokens"] == options["output"]
     audit_drained(engine.scheduler)
@@ -136,7 +133,7 @@ def test_scheduler_that_admits_nobody_may_still_wait_for_an_abort() -> None:
     engine = make_engine([ask("a", abort_after_s=30.0)])
     engine.scheduler.max_num_active_reqs = 0
     engine.run()
-    assert rows(engine._collector.table)["a"]["finish_s"] == pytest.approx(30.0, abs=2 * IDLE_STEP_S)
+    assert rows(engine.collector.table)["a"]["finish_s"] == pytest.approx(30.0, abs=2 * IDLE_STEP_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +167,14 @@ def test_progress_is_reported_at_the_end() -> None:
 
 def decisions_of_loop(system: str, depth: int, caching: bool, clock: Callable[[], float]) -> list[Decision]:
     """What the engine loop decides for the crowd, with a runner that checks every KV slot."""
-    spec = engine_spec(system=system, prefix_caching=caching, async_scheduling=depth == 2)
-    scheduler: Scheduler = build_scheduler(spec, 14)
+    engine = make_engine([], num_blocks=14, system=system, prefix_caching=caching, async_scheduling=depth == 2)
+    scheduler = engine.scheduler
     if hasattr(scheduler, "clock"):
         scheduler.clock = clock
     lengths = {request.req_id: request.output_tokens for request in crowd()}
     loop = EngineLoop(scheduler, FakeRunner(output_lengths=lengths, pipelined=depth == 2), depth=depth)
-    factory = make_factory(spec)
     for request in crowd():
-        loop.add(factory(request))
+        loop.add(engine._make_request(request))
     loop.run_until_idle(max_steps=4000)
     return loop.decisions
 
@@ -201,7 +197,7 @@ def test_decisions_equal_those_of_the_engine_loop(system: str, depth: int, cachi
     assert next(replayed, None) is None, "the loop asked for the time less often"
     audit_drained(engine.scheduler)
     if system in ("fcfs", *UPSTREAM):
-        assert engine._collector.preemptions, "the pool was large enough after all"
+        assert engine.collector.preemptions, "the pool was large enough after all"
 
 
 def test_decisions_are_kept_only_when_asked_for() -> None:

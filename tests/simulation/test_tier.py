@@ -17,7 +17,6 @@ from vllm_ext.simulation.run import build_scheduler, simulate_parts
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
-from vllm_ext.simulation.tier_options import kv_bytes_per_block
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows, token_times
 from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, drained, ids, mixed, offload, serve
@@ -164,7 +163,7 @@ def test_full_host_memory_evicts_and_is_never_overfull() -> None:
 def test_copies_of_several_devices_go_side_by_side() -> None:
     """The same KV in halves: the same bytes in all, in half the time."""
     halves = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=2)
-    assert kv_bytes_per_block(halves, 16) == kv_bytes_per_block(HARDWARE, 16) == BLOCK_BYTES
+    assert 2 * halves.kv_bytes_per_block(16) == HARDWARE.kv_bytes_per_block(16) == BLOCK_BYTES
 
 
 # --- what must not go wrong -----------------------------------------------------------------------------------------
@@ -212,8 +211,7 @@ def test_auditor_finds_kv_that_is_used_before_it_has_arrived(monkeypatch: pytest
     on_time = SimulatedCopies.get_finished
 
     def too_early(copies: SimulatedCopies) -> list[TransferResult]:
-        under_way = (*copies._queued, *copies._begun.values())
-        loads = [transfer.job_id for transfer in under_way if transfer.direction is Direction.TO_DEVICE]
+        loads = [transfer.job_id for transfer in copies._begun.values() if transfer.direction is Direction.TO_DEVICE]
         return on_time(copies) + [TransferResult(job_id, success=True) for job_id in loads]
 
     monkeypatch.setattr(SimulatedCopies, "get_finished", too_early)
