@@ -80,10 +80,6 @@ class Pairs:
     data: RunData
 
     @property
-    def exact_speed(self) -> float:
-        return self.data.duration_s / min(self.exact_s)
-
-    @property
     def speed(self) -> float:
         return self.data.duration_s / min(self.quick_s)
 
@@ -91,9 +87,22 @@ class Pairs:
     def ratios(self) -> list[float]:
         return sorted(exact / quick for exact, quick in zip(self.exact_s, self.quick_s, strict=True))
 
-    @property
-    def quick_us_per_step(self) -> float:
-        return min(self.quick_s) / self.data.counters["steps"] * 1e6
+
+COLUMNS: dict[str, tuple[str, int, Callable[[Pairs], float]]] = {
+    "mean_running_requests": ("running", 2, lambda p: p.data.counters["mean_running_requests"]),
+    "steps": ("steps", 0, lambda p: p.data.counters["steps"]),
+    "virtual_s_per_s": ("x real time", 1, lambda p: p.speed),
+    "exact_virtual_s_per_s": ("exact", 1, lambda p: p.data.duration_s / min(p.exact_s)),
+    "exact_over_quick": ("exact / quick", 3, lambda p: statistics.median(p.ratios)),
+    "exact_over_quick_least": ("from", 3, lambda p: p.ratios[0]),
+    "exact_over_quick_largest": ("to", 3, lambda p: p.ratios[-1]),
+    "us_per_step": ("us a step", 1, lambda p: min(p.quick_s) / p.data.counters["steps"] * 1e6),
+}
+"""Metric -> heading in the table, digits, value."""
+
+
+def values_of(pairs: Pairs) -> dict[str, float]:
+    return {name: round(value(pairs), digits) for name, (_, digits, value) in COLUMNS.items()}
 
 
 def spec_of(load: Load, system: str, requests: int, seed: int) -> SimulationSpec:
@@ -160,55 +169,22 @@ def in_turns(spec: SimulationSpec, repeats: int, timer: Callable[[], float]) -> 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def metrics_of(name: str, found: dict[str, Pairs]) -> dict[str, float]:
-    """Flat metrics of one load, or of the trace."""
-    metrics = {}
-    for system, pairs in found.items():
-        key = f"{system}_{name}"
-        metrics |= {
-            f"{key}_virtual_s_per_s": round(pairs.speed, 1),
-            f"{key}_exact_virtual_s_per_s": round(pairs.exact_speed, 1),
-            f"{key}_exact_over_quick": round(statistics.median(pairs.ratios), 3),
-            f"{key}_exact_over_quick_least": round(pairs.ratios[0], 3),
-            f"{key}_exact_over_quick_largest": round(pairs.ratios[-1], 3),
-            f"{key}_us_per_step": round(pairs.quick_us_per_step, 1),
-            f"{key}_mean_running_requests": round(pairs.data.counters["mean_running_requests"], 2),
-            f"{key}_steps": pairs.data.counters["steps"],
-        }
-    return metrics
-
-
 def table_of(cells: dict[str, dict[str, Pairs]]) -> str:
-    header = ["load", "system", "running", "steps", "x real time", "exact", "exact / quick", "from", "to", "us a step"]
     rows = [
-        [
-            name,
-            system,
-            round(pairs.data.counters["mean_running_requests"], 1),
-            int(pairs.data.counters["steps"]),
-            pairs.speed,
-            pairs.exact_speed,
-            statistics.median(pairs.ratios),
-            pairs.ratios[0],
-            pairs.ratios[-1],
-            pairs.quick_us_per_step,
-        ]
-        for name, found in cells.items()
-        for system, pairs in found.items()
+        [name, system, *values_of(pairs).values()] for name, found in cells.items() for system, pairs in found.items()
     ]
-    return format_table(header, rows)
+    return format_table(["load", "system", *(heading for heading, *_ in COLUMNS.values())], rows)
 
 
 def goals_of(cells: dict[Load, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
     """Compare with what was wanted."""
     goals = []
-    for load, found in cells.items():
-        for system, pairs in found.items():
-            goal = SPEED_GOALS.get((system, load.clients))
-            if goal is not None:
-                metric = f"{system}_{load.key}_virtual_s_per_s"
-                note = f"{pairs.quick_us_per_step:.0f} us a step; told of everybody {pairs.exact_speed:.0f}"
-                goals.append(Goal(metric=metric, value=round(pairs.speed, 1), op=">=", goal=goal, note=note))
+    for (system, clients), goal in SPEED_GOALS.items():
+        load = next(load for load in cells if load.clients == clients)
+        found = values_of(cells[load][system])
+        note = f"{found['us_per_step']:.0f} us a step; told of everybody {found['exact_virtual_s_per_s']:.0f}"
+        metric = f"{system}_{load.key}_virtual_s_per_s"
+        goals.append(Goal(metric=metric, value=found["virtual_s_per_s"], op=">=", goal=goal, note=note))
     for kind in ("resident", "allocated"):
         system = max(per_request, key=lambda name: per_request[name][kind])
         value = per_request[system][kind]
@@ -253,9 +229,12 @@ def main(argv: Sequence[str]) -> None:
             [[name, *sizes.values(), max(sizes.values()) * MILLION / 2**20] for name, sizes in per_request.items()],
         ),
     ]
-    metrics = {}
-    for name, found in named.items():
-        metrics |= metrics_of(name, found)
+    metrics = {
+        f"{system}_{name}_{metric}": value
+        for name, found in named.items()
+        for system, pairs in found.items()
+        for metric, value in values_of(pairs).items()
+    }
     for system, pairs in traces.items():
         metrics[f"{system}_trace_run_s"] = round(min(pairs.quick_s), 2)
         metrics[f"{system}_trace_requests"] = float(len(pairs.data.requests))

@@ -19,32 +19,47 @@ DEVICE_BOUND = SteadyCost(device=1.0, host=0.25)
 HOST_BOUND = SteadyCost(device=0.25, host=1.0)
 
 
-def times(workload: Any, cost: SteadyCost, **options: Any) -> dict[str, list[float]]:
-    """Moments of all tokens by request."""
-    return token_times(simulate(workload, cost, **options)[0].requests)
+LONG = {"a": [1.25 + step for step in range(20)]}
+ASYNC = {"async_scheduling": True}
 
 
-# --- timing, depth 1: schedule, host, device, output; a step takes 1.25 s ---------------------------------------------
-
-
-@pytest.mark.parametrize("cost", [DEVICE_BOUND, HOST_BOUND], ids=["device-bound", "host-bound"])
-def test_synchronous_step_takes_host_plus_device(cost: SteadyCost) -> None:
-    assert times([ask("a")], cost) == {"a": [1.25, 2.5, 3.75]}
+def long_and(arrival_s: float) -> list[SimRequest]:
+    return [ask("a", output=20, max_tokens=20), ask("b", arrival_s, output=1)]
 
 
 @pytest.mark.parametrize(
-    ("arrival_s", "expected"),
-    [(1.0, [2.5, 3.75]), (1.25, [2.5, 3.75]), (1.2500001, [3.75, 5.0])],
-    ids=["during a step", "at its end", "just after its end"],
-)
-def test_synchronous_arrival_joins_the_next_step(arrival_s: float, expected: list[float]) -> None:
-    found = times([ask("a"), ask("b", arrival_s, output=2)], DEVICE_BOUND)
-    assert found == {"a": [1.25, 2.5, 3.75], "b": expected}
-
-
-def test_idle_engine_starts_a_step_at_the_arrival() -> None:
-    found = times([ask("a", output=1), ask("b", 100.5, output=2)], DEVICE_BOUND)
-    assert found == {"a": [1.25], "b": [101.75, 103.0]}
+    ("asked", "cost", "options", "expected"),
+    [
+        # Synchronous: schedule, host, device, output; a step takes 1.25 s whoever of the two takes longer.
+        ([ask("a")], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75]}),
+        ([ask("a")], HOST_BOUND, {}, {"a": [1.25, 2.5, 3.75]}),
+        # Whoever arrives during a step, or at its end, joins the next one.
+        ([ask("a"), ask("b", 1.0, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [2.5, 3.75]}),
+        ([ask("a"), ask("b", 1.25, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [2.5, 3.75]}),
+        ([ask("a"), ask("b", 1.2500001, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [3.75, 5.0]}),
+        # An idle engine starts a step at the arrival.
+        ([ask("a", output=1), ask("b", 100.5, output=2)], DEVICE_BOUND, {}, {"a": [1.25], "b": [101.75, 103.0]}),
+        # Requests of one moment are served in the order in which they are given.
+        ([ask("b", 0.5, output=1), ask("a", 0.5, output=1)], DEVICE_BOUND, {"max_num_seqs": 1},
+         {"b": [1.75], "a": [3.0]}),
+        # Asynchronous: s1 at 0, device 0.25-1.25; s2 at 0.25, device until 2.25; u1, s3 at 1.25, device until 3.25; ...
+        ([ask("a", max_tokens=3)], DEVICE_BOUND, ASYNC, {"a": [1.25, 2.25, 3.25]}),
+        # s1 at 0; s2 at 1, and the host is busy with it until 2, when it sees step 1; s3 at 2, u2 at 3; u3 waits to
+        # 3.25. A host that schedules step 3 while it still prepares step 2 would serve two steps in the time of one.
+        ([ask("a", max_tokens=3)], HOST_BOUND, ASYNC, {"a": [2.0, 3.0, 3.25]}),
+        # An arrival joins the next step to be scheduled: while step 1 is launched, while step 2 is, while the host is
+        # blocked on step 1, at its end, just after it.
+        (long_and(0.25), DEVICE_BOUND, ASYNC, {**LONG, "b": [2.25]}),
+        (long_and(0.3), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.0), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.25), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.3), DEVICE_BOUND, ASYNC, {**LONG, "b": [4.25]}),
+    ],
+)  # fmt: skip
+def test_tokens_come_at_the_moments_worked_out_on_paper(
+    asked: list[SimRequest], cost: SteadyCost, options: dict[str, Any], expected: dict[str, list[float]]
+) -> None:
+    assert token_times(simulate(asked, cost, **options)[0].requests) == expected
 
 
 def test_engine_does_not_sleep_after_the_last_request() -> None:
@@ -54,11 +69,6 @@ def test_engine_does_not_sleep_after_the_last_request() -> None:
     assert [decision.num_tokens for decision in decisions] == [10, 0, 10, 0]
     assert data.duration_s == 2.5 + 2.0**-20
     assert data.counters["empty_steps"] == 2
-
-
-def test_requests_of_one_moment_are_served_in_the_order_they_are_given() -> None:
-    found = simulate([ask("b", 0.5, output=1), ask("a", 0.5, output=1)], DEVICE_BOUND, max_num_seqs=1)[0].requests
-    assert token_times(found) == {"b": [1.75], "a": [3.0]}
 
 
 def test_chunked_prompt_yields_its_first_token_after_the_last_chunk() -> None:
@@ -74,17 +84,6 @@ def test_request_waits_for_a_seat() -> None:
     assert row["waited_s"] == 2.0
 
 
-# --- timing, depth 2 --------------------------------------------------------------------------------------------------
-
-
-def test_asynchronous_device_bound_steps_follow_each_other_without_a_gap() -> None:
-    """s1 at 0, device 0.25-1.25; s2 at 0.25, device until 2.25; u1, s3 at 1.25, device until 3.25; u2 at 2.25; ..."""
-    data, decisions = simulate([ask("a", max_tokens=3)], DEVICE_BOUND, async_scheduling=True)
-    assert token_times(data.requests) == {"a": [1.25, 2.25, 3.25]}
-    assert [decision.num_tokens for decision in decisions] == [10, 1, 1, 0, 0]
-    assert data.counters["device_busy_s"] == 3.0
-
-
 def test_asynchronous_step_after_an_unforeseen_end_is_wasted() -> None:
     """The end token of step 3 is seen at 3.25, when step 4 has been on the device since then."""
     data, decisions = simulate([ask("a")], DEVICE_BOUND, async_scheduling=True)
@@ -93,35 +92,11 @@ def test_asynchronous_step_after_an_unforeseen_end_is_wasted() -> None:
     assert data.counters["device_busy_s"] == 4.0
 
 
-def test_asynchronous_host_bound_steps_take_the_hosts_time_each() -> None:
-    """s1 at 0; s2 at 1, and the host is busy with it until 2, when it sees step 1; s3 at 2, u2 at 3; u3 waits to 3.25.
-
-    A host that schedules step 3 while it still prepares step 2 would serve two steps in the time of one.
-    """
-    assert times([ask("a", max_tokens=3)], HOST_BOUND, async_scheduling=True) == {"a": [2.0, 3.0, 3.25]}
-
-
 def test_asynchronous_host_bound_rate_is_that_of_the_host() -> None:
     data, _ = simulate([ask("a", output=40)], HOST_BOUND, async_scheduling=True)
-    assert set(data_gaps(data)[:-1]) == {1.0}
+    gaps = [after - before for before, after in itertools.pairwise(token_times(data.requests)["a"])]
+    assert set(gaps[:-1]) == {1.0}
     assert data.duration_s >= 40 * 1.0
-
-
-def data_gaps(data: Any) -> list[float]:
-    moments = token_times(data.requests)["a"]
-    return [after - before for before, after in itertools.pairwise(moments)]
-
-
-@pytest.mark.parametrize(
-    ("arrival_s", "first_token_s"),
-    [(0.25, 2.25), (0.3, 3.25), (1.0, 3.25), (1.25, 3.25), (1.3, 4.25)],
-    ids=["while step 1 is launched", "while step 2 is launched", "blocked on step 1", "at its end", "just after it"],
-)
-def test_asynchronous_arrival_joins_the_next_step_to_be_scheduled(arrival_s: float, first_token_s: float) -> None:
-    found = times([ask("a", output=20, max_tokens=20), ask("b", arrival_s, output=1)], DEVICE_BOUND,
-                  async_scheduling=True)  # fmt: skip
-    assert found["b"] == [first_token_s]
-    assert found["a"] == [1.25 + step for step in range(20)]
 
 
 def test_asynchronous_core_sleeps_when_it_scheduled_nothing_and_looks_again() -> None:
