@@ -17,7 +17,7 @@ from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.recording import ClientRequest, EngineSettings, Header
+from vllm_ext.simulation.recording import Add, ClientRequest, EngineSettings, Header, Step, Update
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import make_engine
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
@@ -25,6 +25,28 @@ from vllm_ext.simulation.step_shape import CostModel
 
 from .parts import ListWorkload, token_times
 
+SETTINGS: dict[str, Any] = {
+    "system": "alise",
+    "scheduler_cls": "a.B",
+    "options": {"system": "alise"},
+    "policy": "fcfs",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "block_size": 16,
+    "num_blocks": 64,
+    "prefix_caching": True,
+    "async_scheduling": False,
+    "chunked_prefill": True,
+    "watermark": 0.0,
+    "long_prefill_token_threshold": 0,
+    "reserve_full_isl": True,
+    "lookahead_tokens": 0,
+    "speculative_tokens": 0,
+    "v2_model_runner": False,
+    "kv_groups": ("FullAttentionSpec",),
+    "connector": None,
+}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},
     "upstream-priority": {"scheduling_policy": "priority"},
@@ -155,10 +177,46 @@ def simulate(
     write(path, scheduler, system, clients, repeat)
 
 
-def header(settings: dict[str, Any], system: str, repeat: int = 0) -> Header:
+def header(settings: dict[str, Any] = SETTINGS, system: str = "alise", repeat: int = 0) -> Header:
     return Header(
         system=system, load=0.8, repeat=repeat, model="tiny", versions={}, settings=EngineSettings(**settings)
     )
+
+
+def add(prompt: tuple[int, ...] = (1, 2, 3), at_s: float = 0.25, req_id: str = "a-1") -> Add:
+    return Add(
+        at_s=at_s, end_s=at_s, clock=(0.25,), req_id=req_id, arrival_time=1e9, prompt=prompt, max_tokens=10, priority=0,
+        session_id=None, cache_salt=None, extra_args={"osl": 3}, unsupported=(),
+    )  # fmt: skip
+
+
+def step(number: int, at_s: float, *rows: tuple[str, int, int]) -> Step:
+    """Rows are (request, tokens, computed before)."""
+    return Step(
+        at_s=at_s,
+        end_s=at_s + 0.1,
+        clock=(),
+        step=number,
+        throttled=False,
+        scheduled=tuple((req_id, tokens) for req_id, tokens, _ in rows),
+        computed=tuple(computed for *_, computed in rows),
+        new=(),
+        resumed=(),
+        preempted=(),
+    )
+
+
+def update(number: int, at_s: float, *rows: tuple[str, int], busy: bool = True) -> Update:
+    """Rows are (request, tokens sampled)."""
+    tokens = tuple((req_id, (7,) * count) for req_id, count in rows)
+    return Update(at_s=at_s, end_s=at_s + 0.25, clock=(), step=number, tokens=tokens, finished=(), busy=busy)
+
+
+def client(req_id: str, arrival_s: float, *times: float) -> ClientRequest:
+    return ClientRequest(
+        system="alise", load=0.8, repeat=0, req_id=req_id, source_id="", arrival_s=arrival_s, sent_s=arrival_s,
+        prompt_tokens=3, output_tokens=len(times), token_times_s=times,
+    )  # fmt: skip
 
 
 def lines_of(record: step_record.StepRecord) -> list[str]:

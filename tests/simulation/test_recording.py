@@ -13,81 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.recording import Add, ClientRequest, EngineSettings, Header, RecordingError, Step
+from vllm_ext.simulation.recording import RecordingError
 
-SETTINGS: dict[str, Any] = {
-    "system": "alise",
-    "scheduler_cls": "a.B",
-    "options": {"system": "alise"},
-    "policy": "fcfs",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "block_size": 16,
-    "num_blocks": 64,
-    "prefix_caching": True,
-    "async_scheduling": False,
-    "chunked_prefill": True,
-    "watermark": 0.0,
-    "long_prefill_token_threshold": 0,
-    "reserve_full_isl": True,
-    "lookahead_tokens": 0,
-    "speculative_tokens": 0,
-    "v2_model_runner": False,
-    "kv_groups": ("FullAttentionSpec",),
-    "connector": None,
-}
-STEP = Step(
-    at_s=1.0,
-    end_s=1.5,
-    clock=(1.25,),
-    step=0,
-    throttled=False,
-    scheduled=(("a-1", 3),),
-    computed=(0,),
-    new=("a-1",),
-    resumed=(),
-    preempted=(),
-)
-CLIENT = ClientRequest(
-    system="alise",
-    load=0.8,
-    repeat=0,
-    req_id="a",
-    source_id="7",
-    arrival_s=0.5,
-    sent_s=0.5,
-    prompt_tokens=3,
-    output_tokens=2,
-    token_times_s=(1.0, 2.0),
-)
+from .recorded_runs import SETTINGS, add, client, header, step
 
-
-def header(system: str = "alise") -> Header:
-    return Header(system=system, load=0.8, repeat=0, model="m", versions={}, settings=EngineSettings(**SETTINGS))
-
-
-def add(prompt: tuple[int, ...] = (1, 2, 3), at_s: float = 0.25, clock: tuple[float, ...] = (0.25,)) -> Add:
-    return Add(
-        at_s=at_s,
-        end_s=at_s,
-        clock=clock,
-        req_id="a-1",
-        arrival_time=1e9,
-        prompt=prompt,
-        max_tokens=10,
-        priority=0,
-        session_id=None,
-        cache_salt=None,
-        extra_args={"osl": 3},
-        unsupported=(),
-    )
+STEP = step(0, 1.0, ("a-1", 3, 0))
+CLIENT = client("a", 0.5, 1.0, 2.0)
 
 
 def written(path: Path, *systems: str) -> Path:
     recording.start(path)
     for system in systems or ("alise",):
-        recording.append(path, header(system), [add().model_dump_json(), STEP.model_dump_json()], [CLIENT])
+        recording.append(path, header(system=system), [add().model_dump_json(), STEP.model_dump_json()], [CLIENT])
     return path
 
 

@@ -68,16 +68,16 @@ def request_errors(predicted: Sequence[RequestTimeline], measured: Sequence[Requ
 
 def aggregates(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     """Return mean, P50, P90 and P99 of end-to-end and normalised latency, TTFT and every gap between tokens, in ms."""
-    values = {
-        ("e2e", "ms"): [t.e2e_s for t in timelines],
-        ("ttft", "ms"): [t.ttft_s for t in timelines],
+    values: dict[tuple[str, str], _Vector] = {
+        ("e2e", "ms"): np.array([t.e2e_s for t in timelines]),
+        ("ttft", "ms"): np.array([t.ttft_s for t in timelines]),
         ("tbt", "ms"): np.concatenate([np.diff(np.asarray(t.token_times_s, dtype=np.float64)) for t in timelines]),
-        ("normalised_latency", "ms_per_token"): [t.normalised_s for t in timelines],
+        ("normalised_latency", "ms_per_token"): np.array([t.normalised_s for t in timelines]),
     }
     found = {}
     for (name, unit), series in values.items():
         if len(series):
-            found[f"{name}_mean_{unit}"] = float(np.mean(series)) * _MS
+            found[f"{name}_mean_{unit}"] = float(series.mean()) * _MS
             for quantile, q in _QUANTILES.items():
                 found[f"{name}_{quantile}_{unit}"] = float(np.percentile(series, q)) * _MS
     return found

@@ -287,7 +287,7 @@ def _run(source: str, block: Sequence[tuple[int, Any]], where: str) -> Run:
             f"{where}: field 'lines': {end.lines} lines were written for the run of line {first}, "
             f"{len(block)} are there"
         )
-    entries = [(number, line) for number, line in block if isinstance(line, _Call)]
+    entries = [(number, line) for number, line in block if isinstance(line, Entry)]
     return Run(
         source=source,
         line=first,

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from vllm_ext.kv.layer_loads import LayerJob, LayerLoads
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-
-
-class Auditor(Protocol):
-    """Is told what happens to blocks; raises where that must not be."""
-
-    def submitted(
-        self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec
-    ) -> None:
-        """A job was handed to the worker."""
-
-    def finished(self, job_id: int, lost: Collection[int] = ()) -> None:
-        """Its copies are through, but for those to blocks ``lost``, counted on its target's side."""
-
-    def launched(self, output: SchedulerOutput) -> None:
-        """A step's forward was launched."""
 
 
 class _Transfer(NamedTuple):
@@ -71,7 +55,8 @@ class SimulatedCopies(OffloadingWorker):
         """Time the host waited for stores before it could launch a step."""
         self.exposed_s = 0.0
         """Time by which loads within steps made these longer."""
-        self.auditor: Auditor | None = None
+        self.auditor: Any = None
+        """A test's: is told of jobs ``submitted`` and ``finished`` and of steps ``launched``, and may raise."""
         self._copies_per_block = copies_per_block
         self._copies_per_chunk = copies_per_chunk
         self._quantise_s_per_block = quantise_s_per_block

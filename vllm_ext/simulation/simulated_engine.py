@@ -185,14 +185,14 @@ class SimulatedEngine:
         self._advance_to(max(self.clock(), oldest.end_s))
         now = self.clock()
         self._abort_due(now)
-        collector, hidden = self.collector, 0
+        hidden = 0
         if self._cohort is not None:
             hidden = self._cohort.num_hidden
-            collector.processed(now)
+            self.collector.processed(now)
         by_client = self.scheduler.update_from_output(oldest.scheduler_output, oldest.model_output)
         outputs = next(iter(by_client.values())).outputs if by_client else ()  # of the only client there is
         if by_client or hidden:
-            for live, reason in collector.delivered(outputs, now, hidden):
+            for live, reason in self.collector.delivered(outputs, now, hidden):
                 self._ended(live, reason, now)
 
     def _wake_s(self) -> float:
@@ -224,15 +224,20 @@ class SimulatedEngine:
     def _plan_next_arrival(self) -> None:
         """Look one request ahead in the workload: it may be longer than memory."""
         request = next(self._arrivals, None)
-        if request is None:
-            return
-        if not self._last_arrival_s <= request.arrival_s < math.inf:
-            raise ValueError(
-                f"arrival_s={request.arrival_s!r} of {request.req_id}: must be a number, and not below "
-                f"{self._last_arrival_s}, because a workload starts at 0 and yields requests by arrival time"
-            )
-        self._last_arrival_s = request.arrival_s
-        self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, True))
+        if request is not None:
+            why = "because a workload starts at 0 and yields requests by arrival time"
+            self._plan(request, self._last_arrival_s, why, from_start=True)
+            self._last_arrival_s = request.arrival_s
+
+    def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
+        for follow_up in self._workload.after(request, now, generated):
+            self._plan(follow_up, now, f"when {request.req_id} ended, which it follows", from_start=False)
+
+    def _plan(self, request: SimRequest, earliest_s: float, why: str, *, from_start: bool) -> None:
+        if not earliest_s <= request.arrival_s < math.inf:
+            named = f"arrival_s={request.arrival_s!r} of {request.req_id}"
+            raise ValueError(f"{named}: must be a number, and not below {earliest_s}, {why}")
+        self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, from_start))
 
     def _receive(self, now: float) -> None:
         """Deliver what has happened by now, in the order in which it happened."""
@@ -263,10 +268,9 @@ class SimulatedEngine:
         if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
             predicted = job.prediction.tokens
         self.collector.arrived(request, predicted, now)
-        if request.abort_after_s is not None:
-            self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, (request.req_id, False))
-        if request.patience_s is not None:
-            self._aborts.push(request.arrival_s + request.patience_s, EventKind.ABORT, (request.req_id, True))
+        for after_s, only_unanswered in ((request.abort_after_s, False), (request.patience_s, True)):
+            if after_s is not None:
+                self._aborts.push(request.arrival_s + after_s, EventKind.ABORT, (request.req_id, only_unanswered))
 
     def _abort_due(self, now: float) -> None:
         """Abort the requests whose clients are gone by now."""
@@ -285,15 +289,6 @@ class SimulatedEngine:
         request = live.request
         self._lengths.pop(request.req_id, None)
         self._plan_follow_ups(request, now, output_ids(live.num_tokens, ended=reason == "stop"))
-
-    def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
-        for follow_up in self._workload.after(request, now, generated):
-            if not now <= follow_up.arrival_s < math.inf:
-                raise ValueError(
-                    f"arrival_s={follow_up.arrival_s!r} of {follow_up.req_id}: must be a number, and not below {now}, "
-                    f"when {request.req_id} ended, which it follows"
-                )
-            self._events.push(follow_up.arrival_s, EventKind.ARRIVAL, (follow_up, False))
 
 
 def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: VirtualClock) -> None:

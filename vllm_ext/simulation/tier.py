@@ -73,6 +73,7 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
     block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
     if offload is not None:
         return {"kv_transfer_config": upstream_config(offload, block_bytes), "kv_shape": KvShape(block_bytes)}
+    assert tier is not None
     config = transfer_config(build(parse(options)).tier(tier))
     config.engine_id = "simulated"  # vLLM's default is a random number
     layers = hardware.resolve_model().layers * hardware.tensor_parallel

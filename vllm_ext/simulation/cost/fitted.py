@@ -20,7 +20,7 @@ from vllm_ext.prediction import profile as profiles
 from vllm_ext.simulation.problem import first_problem
 from vllm_ext.simulation.step_shape import StepShape
 
-FORMAT = "vllm-ext step cost 1"
+FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
 _SHORTEST_S = 1e-6
 _FOLDS = 5
 _MIN_STEPS = 50
