@@ -24,15 +24,6 @@ FP8 = HardwareSpec(model="opt-13b", device="a100-40", kv_dtype_bytes=1)
 # --- what it is good for --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bits", "found"), [(16, 64), (8, 64)])
-def test_chunks_have_the_size_that_serving_gives_them(bits: int, found: int) -> None:
-    """32 tokens at 16 bits, 64 at 8: of 80 tokens 64 are in whole chunks either way."""
-    server = drained(serve(conversation(), system="fcfs", options=own_tier(bits=bits)))
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == found
-    assert server.tier is not None
-    assert server.scheduler.connector.connector_scheduler.config.blocks_per_chunk == {16: 2, 8: 4}[bits]
-
-
 def test_late_stores_copy_less_often_than_early_ones() -> None:
     early, late = (
         drained(serve(conversation(), system="fcfs", options=own_tier(store=store, chunk_tokens=16)))

@@ -28,26 +28,14 @@ def started(**options: Any) -> Any:
 
 
 def test_the_model_is_in_place_before_anything_runs() -> None:
-    scheduler = started()
-    expected = runtime_model(COST, Limits(160, 8, 64))
-    assert scheduler.ledger.runtime.coefficients == expected.coefficients != DEFAULT
-    assert scheduler.ledger.runtime.pivot == expected.pivot
-    assert scheduler.ledger.runtime.num_observations == 0
-
-
-def test_the_model_knows_the_simulated_device_s_tile() -> None:
+    scheduler, expected = started(), runtime_model(COST, Limits(160, 8, 64))
+    found = scheduler.ledger.runtime
+    assert found.coefficients == expected.coefficients != DEFAULT
+    assert found.given == found.coefficients, "recordings know what it started from"
+    assert (found.pivot, found.num_observations) == (expected.pivot, 0)
+    assert scheduler.observer.timer.sink is found, "steps teach the model that views are made of"
+    assert found.tile_tokens == DEFAULT_TILE_TOKENS
     assert runtime_model(COST, Limits(160, 8, 64), tile_tokens=128).tile_tokens == 128
-    assert started().ledger.runtime.tile_tokens == DEFAULT_TILE_TOKENS
-
-
-def test_steps_teach_the_model_that_views_are_made_of() -> None:
-    scheduler = started()
-    assert scheduler.observer.timer.sink is scheduler.ledger.runtime
-
-
-def test_recordings_know_what_it_started_from() -> None:
-    scheduler = started()
-    assert scheduler.ledger.runtime.given == scheduler.ledger.runtime.coefficients
 
 
 def test_vllm_alone_is_left_as_it_is() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.simulation import recording
 from vllm_ext.simulation.recording import RecordingError
+from vllm_ext.simulation.validation import load
 
 from .recorded_runs import SETTINGS, add, client, header, step
 
@@ -111,8 +112,8 @@ def test_damaged_archive_is_reported(tmp_path: Path, damage: str) -> None:
 
 
 def test_runs_of_a_system_that_is_not_there_are_refused_with_those_that_are(tmp_path: Path) -> None:
-    runs = recording.read(written(tmp_path / "run.jsonl", "alise", "fcfs"))
-    assert [run.header.system for run in recording.pick(runs, system="fcfs")] == ["fcfs"]
-    assert recording.pick(runs) == runs
+    path = written(tmp_path / "run.jsonl", "alise", "fcfs")
+    assert [run.header.system for run in load(path, "fcfs")] == ["fcfs"]
+    assert load(path) == recording.read(path)
     with pytest.raises(RecordingError, match="system='orca': the recording holds alise, fcfs"):
-        recording.pick(runs, system="orca")
+        load(path, "orca")

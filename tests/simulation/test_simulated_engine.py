@@ -128,40 +128,36 @@ def test_abort_by_the_end_of_a_step_comes_before_its_output(
     audit_drained(engine.scheduler)
 
 
-def test_abort_in_the_middle_keeps_the_tokens_that_came() -> None:
-    data, _ = simulate([ask("a", output=30, abort_after_s=3.0)], DEVICE_BOUND)
-    row = rows(data.requests)["a"]
-    assert (row["finish_reason"], row["output_tokens"], row["finish_s"]) == ("abort", 2, 3.75)
-    assert token_times(data.requests)["a"] == [1.25, 2.5]
-
-
-def test_abort_while_waiting_for_a_seat_leaves_no_trace_of_service() -> None:
-    asked = [ask("a"), ask("b", 0.5, abort_after_s=1.0), ask("c", 0.75, output=1)]
-    data, decisions = simulate(asked, DEVICE_BOUND, max_num_seqs=1)
-    row = rows(data.requests)["b"]
-    assert (row["finish_reason"], row["finish_s"], row["waited_s"]) == ("abort", 2.5, 2.0)
-    assert math.isnan(row["first_scheduled_s"])
-    assert math.isnan(row["first_token_s"])
-    assert all("b" not in dict(decision.scheduled) for decision in decisions)
-    assert token_times(data.requests)["c"] == [5.0]
-
-
-def test_a_client_without_patience_leaves_only_while_it_has_no_token() -> None:
-    """One seat, three steps of 1.25 s each: a has its first token after 1.25 s, b would have it after 5."""
-    asked = [ask("a", patience_s=1.5), ask("b", patience_s=1.5), ask("c", 0.5, patience_s=6.0, output=1)]
-    found = rows(simulate(asked, DEVICE_BOUND, max_num_seqs=1)[0].requests)
-    assert [found[name]["finish_reason"] for name in "abc"] == ["stop", "abort", "stop"]
-    assert (found["b"]["output_tokens"], found["b"]["finish_s"]) == (0, 2.5)
-    assert found["c"]["finish_s"] == 5.0, "after a: b took no seat"
-
-
-def test_abort_before_the_engine_core_looked_is_never_scheduled() -> None:
-    """It comes and goes while step 1 runs."""
-    data, decisions = simulate([ask("a"), ask("b", 0.5, abort_after_s=0.25)], DEVICE_BOUND)
-    assert rows(data.requests)["b"]["finish_reason"] == "abort"
-    assert rows(data.requests)["b"]["finish_s"] == 1.25
-    assert all(decision.new == ("a",) for decision in decisions[:1])
-    assert all("b" not in decision.new for decision in decisions)
+@pytest.mark.parametrize(
+    ("asked", "options", "expected"),
+    [
+        # In the middle: the tokens that came are kept.
+        ([ask("a", output=30, abort_after_s=3.0)], {}, {"a": ("abort", 2, 3.75)}),
+        # While it waits for a seat.
+        ([ask("a"), ask("b", 0.5, abort_after_s=1.0), ask("c", 0.75, output=1)], {"max_num_seqs": 1},
+         {"a": ("stop", 3, 3.75), "b": ("abort", 0, 2.5), "c": ("stop", 1, 5.0)}),
+        # Without patience it leaves only while it has no token: a has its first after 1.25 s, b would after 5.
+        ([ask("a", patience_s=1.5), ask("b", patience_s=1.5), ask("c", 0.5, patience_s=6.0, output=1)],
+         {"max_num_seqs": 1}, {"a": ("stop", 3, 3.75), "b": ("abort", 0, 2.5), "c": ("stop", 1, 5.0)}),
+        # It comes and goes while step 1 runs.
+        ([ask("a"), ask("b", 0.5, abort_after_s=0.25)], {}, {"a": ("stop", 3, 3.75), "b": ("abort", 0, 1.25)}),
+    ],
+    ids=["midway", "in the queue", "no patience", "not yet seen"],
+)  # fmt: skip
+def test_abort_keeps_what_came_and_leaves_no_trace_of_service_where_there_was_none(
+    asked: list[SimRequest], options: dict[str, Any], expected: dict[str, tuple[str, int, float]]
+) -> None:
+    data, decisions = simulate(asked, DEVICE_BOUND, **options)
+    found = rows(data.requests)
+    assert {
+        name: (row["finish_reason"], row["output_tokens"], row["finish_s"]) for name, row in found.items()
+    } == expected
+    for name, row in found.items():
+        if not row["output_tokens"]:
+            assert math.isnan(row["first_scheduled_s"])
+            assert math.isnan(row["first_token_s"])
+            assert row["waited_s"] == row["finish_s"] - row["arrival_s"]
+            assert all(name not in dict(decision.scheduled) for decision in decisions)
 
 
 def test_abort_after_the_end_changes_nothing() -> None:

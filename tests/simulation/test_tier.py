@@ -146,16 +146,25 @@ def test_over_a_slow_link_loading_takes_longer_than_computing(async_scheduling: 
     assert ttft(slow, "turn-2") > ttft(alone, "turn-2") + 0.5
 
 
-def test_without_generated_tokens_on_the_host_only_the_prompt_is_loaded() -> None:
-    server = drained(serve(conversation(), kv_offload=offload(offload_prompt_only=True)))
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
-
-
-def test_only_full_chunks_are_kept() -> None:
-    """Turn 1 leaves 5 full blocks: two chunks of two."""
-    server = drained(serve(conversation(), kv_offload=offload(blocks_per_chunk=2)))
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
-    assert server.counters["num_tier_chunks"] == 100
+@pytest.mark.parametrize(
+    ("connector", "cached", "chunks"),
+    [
+        ({"kv_offload": offload(offload_prompt_only=True)}, 64, 200),
+        # Turn 1 leaves 5 full blocks: two chunks of two.
+        ({"kv_offload": offload(blocks_per_chunk=2)}, 64, 100),
+        # The sizes that serving gives them: 32 tokens at 16 bits, 64 at 8.
+        ({"system": "fcfs", "options": own_tier(bits=16)}, 64, 100),
+        ({"system": "fcfs", "options": own_tier(bits=8)}, 64, 95),
+        ({"kv_offload": offload(blocks=6)}, 0, 6),
+    ],
+    ids=["prompt only", "chunks", "16 bits", "8 bits", "full"],
+)
+def test_only_what_the_host_keeps_in_full_chunks_is_loaded(connector: dict[str, Any], cached: int, chunks: int) -> None:
+    server = drained(serve(conversation(), **connector))
+    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == cached
+    assert server.counters["num_tier_chunks"] == chunks
+    assert server.tier is not None
+    assert (server.counters["tier_evicted_chunks"] > 0) == (server.tier.used_fraction == 1.0) == (cached == 0)
 
 
 @_CONNECTORS
@@ -171,14 +180,6 @@ def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bo
     assert tiered.counters["tier_hit_tokens"] >= 64
     saved = alone.collector.prefill_tokens - tiered.collector.prefill_tokens
     assert saved >= tiered.counters["tier_hit_tokens"] - 16
-
-
-def test_full_host_memory_evicts_and_is_never_overfull() -> None:
-    server = drained(serve(conversation(), kv_offload=offload(blocks=6)))
-    assert server.counters["tier_evicted_chunks"] > 0
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 0
-    assert server.tier is not None
-    assert server.tier.used_fraction == 1.0
 
 
 def test_copies_of_several_devices_go_side_by_side() -> None:

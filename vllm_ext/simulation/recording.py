@@ -310,16 +310,3 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
                     raise RecordingError(f"{path.name}, line {number}: {first_problem(error, skip=1)}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordingError(f"{path.name}, after line {number}: the compressed data is damaged ({error})") from error
-
-
-def pick(runs: Sequence[Run], *, system: str | None = None) -> list[Run]:
-    """Return the runs of a system, or all.
-
-    Raises:
-        RecordingError: there is none.
-    """
-    found = [run for run in runs if system in (None, run.header.system)]
-    if not found:
-        known = ", ".join(dict.fromkeys(run.header.system for run in runs))
-        raise RecordingError(f"system={system!r}: the recording holds {known}")
-    return found

@@ -246,18 +246,8 @@ def _medians(found: Iterable[tuple[Run, Mapping[str, float]]]) -> _ByLoad:
 def engine_spec(settings: EngineSettings) -> EngineSpec:
     """Return the simulator's description of a recorded engine's settings."""
     options = {k: v for k, v in settings.options.items() if k not in ("system", "allow_oracle")}
-    return EngineSpec(
-        system=settings.system,
-        options=options,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
-        prefix_caching=settings.prefix_caching,
-        async_scheduling=settings.async_scheduling,
-        watermark=settings.watermark,
-    )
+    same = settings.model_dump(include=set(EngineSpec.model_fields) - {"options"})
+    return EngineSpec(options=options, **same)
 
 
 def make_report(runs: Sequence[Run], fit_on: Sequence[Run] | None = None, *, replays: bool = True) -> Report:
@@ -354,8 +344,17 @@ def make_table(report: Report) -> str:
 
 
 def load(path: Path, system: str | None = None) -> list[Run]:
-    """Read a recording, perhaps only the runs of one system; raises as `recording.read` and `recording.pick`."""
-    return recording.pick(recording.read(path), system=system)
+    """Read a recording, perhaps only the runs of one system.
+
+    Raises:
+        OSError, RecordingError: as `recording.read`, or it holds no run of this system.
+    """
+    runs = recording.read(path)
+    found = [run for run in runs if system in (None, run.header.system)]
+    if not found:
+        known = ", ".join(dict.fromkeys(run.header.system for run in runs))
+        raise RecordingError(f"system={system!r}: the recording holds {known}")
+    return found
 
 
 def _config(runs: Sequence[Run], fit_path: Path | None) -> dict[str, Any]:
