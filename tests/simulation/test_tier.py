@@ -94,15 +94,6 @@ def test_a_load_that_ends_during_a_step_is_reported_with_the_next_one() -> None:
     drained(server)
 
 
-def test_both_directions_at_once_are_slower_than_one() -> None:
-    copies = SimulatedCopies(TransferLink(1000.0, contention_loss=0.2), block_bytes=100, copies_per_block=1)
-    device, host = _specs(8), CPULoadStoreSpec(list(range(8)))
-    copies.submit_store(0, device, host)
-    assert copies.next_end_s() == pytest.approx(0.8)
-    copies.submit_load(1, host, device)
-    assert copies.next_end_s() == pytest.approx(1.0)
-
-
 def test_copies_wait_for_the_steps_that_were_launched_before_them() -> None:
     copies = SimulatedCopies(TransferLink(1000.0), block_bytes=100, copies_per_block=1)
     copies.host_s, copies.stream_s = 1.0, 3.0

@@ -77,14 +77,10 @@ class KvShape:
 
 @functools.cache
 def _model_dir() -> tempfile.TemporaryDirectory[str]:
+    """Directory with the ``config.json`` of a one-layer Llama; written once per process, removed at its end."""
     directory = tempfile.TemporaryDirectory(prefix="vllm-ext-model-")
     Path(directory.name, "config.json").write_text(json.dumps(_MODEL))
     return directory
-
-
-def tiny_model_dir() -> Path:
-    """Directory with the ``config.json`` of a one-layer Llama; written once per process, removed at its end."""
-    return Path(_model_dir().name)
 
 
 @functools.cache
@@ -145,7 +141,7 @@ def make_config(
     )
     config = VllmConfig(
         model_config=ModelConfig(
-            model=str(tiny_model_dir()), skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
+            model=_model_dir().name, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
         ),
         scheduler_config=scheduler,
         cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),

@@ -53,6 +53,7 @@ _COLUMNS = {
     "batch_jaccard_mean": "same batch",
     EQUAL_STEPS: "replayed equal",
 }
+_OF_A_RUN = {"system", "load", "repeat", "settings", "facts"}
 _ALL_EVENTS = 1 << 40
 _ByLoad = dict[tuple[str, float], dict[str, float]]
 """Metrics by system and load."""
@@ -363,17 +364,7 @@ def _config(runs: Sequence[Run], fit_path: Path | None) -> dict[str, Any]:
         "judged": "all measured requests" if fit_path is not None else "requests due in the second half",
         "recorded_with": runs[0].header.versions,
         "model": runs[0].header.model,
-        "runs": [
-            {
-                "system": run.header.system,
-                "load": run.header.load,
-                "repeat": run.header.repeat,
-                "requests": len(run.requests),
-                "settings": run.header.settings.model_dump(),
-                "facts": run.header.facts,
-            }
-            for run in runs
-        ],
+        "runs": [{"requests": len(run.requests), **run.header.model_dump(include=_OF_A_RUN)} for run in runs],
     }
 
 

@@ -32,26 +32,6 @@ def test_a_transfer_alone_has_the_whole_rate() -> None:
     assert link.next_end_s() is None
 
 
-def test_both_directions_lose_while_both_are_busy() -> None:
-    """1 and 2 GB at 1 GB/s: both run at 0.81 GB/s until the first is through, the rest of 1 GB at full rate."""
-    link = TransferLink(1e9)
-    link.submit(0.0, OUT, 1e9)
-    link.submit(0.0, IN, 2e9)
-    first, second = drain(link)
-    assert first == (pytest.approx(1 / 0.81), 0)
-    assert second == (pytest.approx(1 / 0.81 + 1), 1)
-
-
-def test_a_transfer_that_joins_later_slows_what_is_left() -> None:
-    """At 1 s 1 of 2 GB is left: 0.81 GB/s from then on, together with an equal one."""
-    link = TransferLink(1e9)
-    link.submit(0.0, OUT, 2e9)
-    link.submit(1.0, IN, 1e9)
-    end = link.next_end_s()
-    assert end == pytest.approx(1 + 1 / 0.81)
-    assert link.advance(end) == [0, 1]
-
-
 def test_one_direction_works_in_order() -> None:
     link = TransferLink(1e9)
     for size in (3e9, 1e9, 0.0, 2e9):

@@ -106,9 +106,3 @@ def test_the_link_has_the_devices_rate_or_the_one_given() -> None:
         link = build_link(HardwareSpec(device="a100-40"), cost)
         link.submit(0.0, Direction.TO_HOST, 25 * 10**9)
         assert link.next_end_s() == pytest.approx(end)
-
-
-def test_specs_survive_json() -> None:
-    hardware, cost = HardwareSpec(model="yi-34b", tensor_parallel=2), CostSpec(gemm_efficiency=0.5)
-    assert HardwareSpec.model_validate_json(hardware.model_dump_json()) == hardware
-    assert CostSpec.model_validate_json(cost.model_dump_json()) == cost

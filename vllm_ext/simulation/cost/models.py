@@ -199,9 +199,10 @@ def from_config(path: str | Path) -> ModelShape:
         raise ValueError(f"{file}: holds no JSON object")
     try:
         config = _Config.model_validate({name: value for name, value in raw.items() if value not in (None, {})})
-    except ValidationError as error:
-        raise ValueError(f"{file}: {first_problem(error)}") from error
-    return config.shape(str(raw.get("_name_or_path") or file.parent.name or config.model_type))
+        return config.shape(str(raw.get("_name_or_path") or file.parent.name or config.model_type))
+    except ValueError as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{file}: {problem}") from error
 
 
 _Whole = Annotated[int, Field(ge=1)]
@@ -265,12 +266,12 @@ class _Config(BaseModel):
         if kind == "falcon":
             ffn, positions = self.ffn_hidden_size or 4 * hidden, positions or 2048
             parallel = self.new_decoder_architecture or self.parallel_attn
-            kv_heads = (
-                (self.num_kv_heads or heads) if self.new_decoder_architecture else 1 if self.multi_query else heads
-            )
+            kv_heads = 1 if self.multi_query else heads
+            if self.new_decoder_architecture:
+                kv_heads = self.num_kv_heads or heads
         if ffn is None or positions is None:
             missing = "max_position_embeddings" if ffn else "ffn_dim" if kind == "opt" else "intermediate_size"
-            raise ValueError(f"{name}: the field {missing} is missing in its config.json")
+            raise ValueError(f"the field {missing} is missing")
         return ModelShape(
             name=name,
             layers=self.num_hidden_layers,
