@@ -50,25 +50,9 @@ BYTES_GOAL = 1000.0
 MILLION = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """So many requests at a time on one device."""
-
-    clients: int
-    device: str
-    requests: int
-    """Of the full measurement; ``--quick`` takes a quarter. Several times the clients: the last ones run alone."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.clients}_clients"
-
-
-LOADS = (
-    Load(clients=4, device="a100-40", requests=160),
-    Load(clients=32, device="a100-40", requests=640),
-    Load(clients=160, device="a100-80", requests=2560),
-)
+LOADS = {4: ("a100-40", 160), 32: ("a100-40", 640), 160: ("a100-80", 2560)}
+"""Clients at a time -> device, and requests of the full measurement (``--quick`` takes a quarter): several times the
+clients, as the last ones run alone."""
 
 
 @dataclass(kw_only=True)
@@ -105,12 +89,12 @@ def values_of(pairs: Pairs) -> dict[str, float]:
     return {name: round(value(pairs), digits) for name, (_, digits, value) in COLUMNS.items()}
 
 
-def spec_of(load: Load, system: str, requests: int, seed: int) -> SimulationSpec:
+def spec_of(clients: int, system: str, requests: int, seed: int) -> SimulationSpec:
     """The run of one cell."""
     return SimulationSpec(
         engine=EngineSpec(system=system),
-        hardware=HardwareSpec(model="opt-13b", device=load.device),
-        workload=WorkloadSpec(arrivals="closed-loop", clients=load.clients, num_requests=requests, seed=seed),
+        hardware=HardwareSpec(model="opt-13b", device=LOADS[clients][0]),
+        workload=WorkloadSpec(arrivals="closed-loop", clients=clients, num_requests=requests, seed=seed),
     )
 
 
@@ -176,14 +160,14 @@ def table_of(cells: dict[str, dict[str, Pairs]]) -> str:
     return format_table(["load", "system", *(heading for heading, *_ in COLUMNS.values())], rows)
 
 
-def goals_of(cells: dict[Load, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
+def goals_of(cells: dict[str, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
     """Compare with what was wanted."""
     goals = []
     for (system, clients), goal in SPEED_GOALS.items():
-        load = next(load for load in cells if load.clients == clients)
+        load = f"{clients}_clients"
         found = values_of(cells[load][system])
         note = f"{found['us_per_step']:.0f} us a step; told of everybody {found['exact_virtual_s_per_s']:.0f}"
-        metric = f"{system}_{load.key}_virtual_s_per_s"
+        metric = f"{system}_{load}_virtual_s_per_s"
         goals.append(Goal(metric=metric, value=found["virtual_s_per_s"], op=">=", goal=goal, note=note))
     for kind in ("resident", "allocated"):
         system = max(per_request, key=lambda name: per_request[name][kind])
@@ -212,16 +196,16 @@ def main(argv: Sequence[str]) -> None:
     timer = time.perf_counter if args.wall else time.thread_time
     repeats, share, short = (2, 4, 10_000) if args.quick else (5, 1, 100_000)
     cells = {
-        load: {
-            system: in_turns(spec_of(load, system, load.requests // share, args.seed), repeats, timer)
+        f"{clients}_clients": {
+            system: in_turns(spec_of(clients, system, requests // share, args.seed), repeats, timer)
             for system in SYSTEMS
         }
-        for load in LOADS
+        for clients, (_, requests) in LOADS.items()
     }
     duration_s = TRACE_S / (10 if args.quick else 1)
     traces = {system: in_turns(trace_of(system, duration_s, args.seed), 1, timer) for system in SYSTEMS}
     per_request = memory(SYSTEMS, short)
-    named = {**{load.key: cell for load, cell in cells.items()}, "trace": traces}
+    named = {**cells, "trace": traces}
     tables = [
         table_of(named),
         format_table(
@@ -240,14 +224,14 @@ def main(argv: Sequence[str]) -> None:
         metrics[f"{system}_trace_requests"] = float(len(pairs.data.requests))
     for system, sizes in per_request.items():
         metrics |= {f"{system}_{kind}_bytes_per_request": size for kind, size in sizes.items()}
-    workload = build_workload(spec_of(LOADS[0], SYSTEMS[0], 1, args.seed).workload)
+    workload = build_workload(spec_of(min(LOADS), SYSTEMS[0], 1, args.seed).workload)
     result = Result(
         name="simulator_speed",
         command=command(argv, "benchmarks/simulator_speed.py"),
         config={
             "model": "opt-13b",
-            "loads": [{"clients": load.clients, "device": load.device} for load in LOADS],
-            "requests": [load.requests // share for load in LOADS],
+            "loads": [{"clients": clients, "device": device} for clients, (device, _) in LOADS.items()],
+            "requests": [requests // share for _, requests in LOADS.values()],
             "cost": CostSpec().model_dump(exclude_none=True),
             "trace": {"duration_s": duration_s, "rate_per_s": TRACE_RATE_PER_S, "device": TRACE_DEVICE},
             "repeats": repeats,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,28 +26,6 @@ from vllm_ext.simulation.step_shape import CostModel
 
 from .parts import ListWorkload, token_times
 
-SETTINGS: dict[str, Any] = {
-    "system": "alise",
-    "scheduler_cls": "a.B",
-    "options": {"system": "alise"},
-    "policy": "fcfs",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "block_size": 16,
-    "num_blocks": 64,
-    "prefix_caching": True,
-    "async_scheduling": False,
-    "chunked_prefill": True,
-    "watermark": 0.0,
-    "long_prefill_token_threshold": 0,
-    "reserve_full_isl": True,
-    "lookahead_tokens": 0,
-    "speculative_tokens": 0,
-    "v2_model_runner": False,
-    "kv_groups": ("FullAttentionSpec",),
-    "connector": None,
-}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},
     "upstream-priority": {"scheduling_policy": "priority"},
@@ -177,7 +156,13 @@ def simulate(
     write(path, scheduler, system, clients, repeat)
 
 
-def header(settings: dict[str, Any] = SETTINGS, system: str = "alise", repeat: int = 0) -> Header:
+@functools.cache
+def some_settings() -> dict[str, Any]:
+    return step_record.settings(make_scheduler())
+
+
+def header(settings: dict[str, Any] | None = None, system: str = "alise", repeat: int = 0) -> Header:
+    settings = settings or some_settings()
     return Header(
         system=system, load=0.8, repeat=repeat, model="tiny", versions={}, settings=EngineSettings(**settings)
     )

@@ -126,12 +126,6 @@ def test_cached_prefix_is_not_computed_again() -> None:
     assert data.counters["prefill_tokens"] + data.counters["decode_tokens"] == 2 * 51 - 48
 
 
-def test_invented_prompts_share_no_block() -> None:
-    asked = [ask(f"r{i}", float(i), 64, 2) for i in range(12)]
-    data, _ = simulate(asked, prefix_caching=True)
-    assert data.requests.ints("cached_prompt_tokens").tolist() == [0] * 12
-
-
 # --- queues with known waits ------------------------------------------------------------------------------------------
 
 _QUEUE = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32}

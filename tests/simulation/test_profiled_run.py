@@ -10,8 +10,7 @@ import pytest
 from vllm_ext.prediction.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.run import build_scheduler, simulate, start_from_profile
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.run import build_scheduler, start_from_profile
 from vllm_ext.simulation.step_shape import CostModel
 
 from .parts import NUM_BLOCKS, PerTokenCost, ask, engine_spec
@@ -65,14 +64,3 @@ def test_a_run_asks_for_it(profiled: bool, monkeypatch: pytest.MonkeyPatch) -> N
     cost = PerTokenCost()
     run_small([ask("a")], cost, system="alise", profiled=profiled)
     assert asked == ([(cost, Limits(160, 8, 64), 128)] if profiled else [])
-
-
-def test_equal_descriptions_give_equal_runs() -> None:
-    spec = SimulationSpec.model_validate(
-        {
-            "engine": EngineSpec(system="alise", profiled=True, num_blocks=200),
-            "workload": {"source": "sharegpt-vllm", "rate_per_s": 8, "num_requests": 40},
-        }
-    )
-    first, second = simulate(spec), simulate(spec)
-    assert (first.duration_s, first.counters) == (second.duration_s, second.counters)

@@ -16,7 +16,7 @@ from vllm_ext.simulation import recording
 from vllm_ext.simulation.recording import RecordingError
 from vllm_ext.simulation.validation import load
 
-from .recorded_runs import SETTINGS, add, client, header, step
+from .recorded_runs import add, client, header, some_settings, step
 
 STEP = step(0, 1.0, ("a-1", 3, 0))
 CLIENT = client("a", 0.5, 1.0, 2.0)
@@ -77,7 +77,10 @@ DAMAGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
     "missing-field": (_edited(1, prompt=...), r"line 2: field 'prompt': Field required"),
     "unknown-field": (_edited(2, speed=1), r"line 3: field 'speed': Extra inputs"),
     "wrong-type": (_edited(2, computed=["x"]), r"line 3: field 'computed\.0': .*found 'x'"),
-    "wrong-setting": (_edited(0, settings={**SETTINGS, "num_blocks": "many"}), r"line 1: field 'settings\.num_blocks'"),
+    "wrong-setting": (
+        _edited(0, settings={**some_settings(), "num_blocks": "many"}),
+        r"line 1: field 'settings\.num_blocks'",
+    ),
     "line-lost": (lambda lines: [lines[0], *lines[2:]], r"line 4: field 'lines': 5 lines were written .* 4 are there"),
     "cut-short": (lambda lines: lines[:-1], r"the run of line 1 has no 'end' after line 4; .* cut short"),
     "no-header": (lambda lines: lines[1:], r"line 1: a line of type 'add' before the first line of a run"),

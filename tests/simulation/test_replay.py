@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,22 +85,30 @@ def test_first_other_decision_is_named_with_its_line_and_both_sides(alise: Run) 
     assert str((req_id, tokens)) in text
 
 
-@pytest.mark.parametrize(("cut", "problem"), [(-1, "read more often"), (1, "read less often")])
-def test_other_number_of_clock_readings_is_a_difference(alise: Run, cut: int, problem: str) -> None:
-    index = first(alise, Step)
-    clock = alise.entries[index].clock
-    other = clock[:-1] if cut < 0 else (*clock, clock[-1])
-    found = replay(changed(alise, index, clock=other)).divergence
+@pytest.mark.parametrize(
+    ("kind", "change", "problem"),
+    [
+        (Step, lambda entry: {"clock": entry.clock[:-1]}, "read more often"),
+        (Step, lambda entry: {"clock": (*entry.clock, entry.clock[-1])}, "read less often"),
+        (
+            Update,
+            lambda entry: {"finished": tuple((name, "length") for name, _ in entry.finished)},
+            "ends other requests",
+        ),
+    ],
+    ids=["fewer readings", "more readings", "other end"],
+)
+def test_every_other_difference_is_named(
+    alise: Run, kind: type, change: Callable[[Any], dict[str, Any]], problem: str
+) -> None:
+    index = next(
+        index
+        for index, entry in enumerate(alise.entries)
+        if isinstance(entry, kind) and (kind is Step or getattr(entry, "finished", ()))
+    )
+    found = replay(changed(alise, index, **change(alise.entries[index]))).divergence
     assert found is not None
     assert problem in found.what
-
-
-def test_request_that_ends_otherwise_is_a_difference(alise: Run) -> None:
-    index = next(i for i, entry in enumerate(alise.entries) if isinstance(entry, Update) and entry.finished)
-    ended = alise.entries[index].finished  # type: ignore[union-attr]
-    found = replay(changed(alise, index, finished=tuple((req_id, "length") for req_id, _ in ended))).divergence
-    assert found is not None
-    assert "ends other requests" in found.what
 
 
 def test_feature_that_is_not_modelled_is_refused_with_its_line(alise: Run) -> None:

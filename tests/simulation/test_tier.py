@@ -14,7 +14,6 @@ from tests.support.audit import AuditError
 from vllm_ext.config_kv import PREFIX_POLICIES
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import simulate_parts
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
@@ -171,12 +170,6 @@ def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bo
     assert tiered.counters["tier_hit_tokens"] >= 64
     saved = alone.collector.prefill_tokens - tiered.collector.prefill_tokens
     assert saved >= tiered.counters["tier_hit_tokens"] - 16
-
-
-def test_copies_of_several_devices_go_side_by_side() -> None:
-    """The same KV in halves: the same bytes in all, in half the time."""
-    halves = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=2)
-    assert 2 * halves.kv_bytes_per_block(16) == HARDWARE.kv_bytes_per_block(16) == BLOCK_BYTES
 
 
 # --- what must not go wrong -----------------------------------------------------------------------------------------

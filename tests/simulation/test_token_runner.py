@@ -1,14 +1,14 @@
-"""The lean runner returns what FakeRunner, which checks the KV, would return, and measures each step's shape."""
+"""The lean runner fabricates tokens and measures each step's shape.
+
+That decisions are those with `FakeRunner`, which checks the KV, is shown in `test_simulation_edges`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.support.engine_loop import EngineLoop
-from tests.support.fake_runner import FakeRunner
 from vllm_ext.simulation.harness import make_request, make_scheduler
 from vllm_ext.simulation.step_shape import EMPTY_SHAPE, StepShape
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID, FILLER_TOKEN_ID, TokenRunner, output_ids
@@ -60,39 +60,3 @@ def test_shape_of_a_mixed_step() -> None:
     _, shape = step(scheduler, runner)
     assert shape == StepShape(2, 9, 1, 2, 6, 8, 36.0) == StepShape.of_decodes(1, 6).plus(StepShape.of_chunk(8))
     assert shape.num_prefill_tokens == 8
-
-
-@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-def test_same_lengths_and_ends_as_the_runner_that_checks_kv(depth: int) -> None:
-    """Both run the same crowd under memory pressure; a runner is then checked by the number of tokens of each."""
-
-    class Both:
-        """Hands the checking runner's outputs on, and compares the positions of all tokens and ends."""
-
-        def __init__(self, scheduler: Scheduler, lengths: dict[str, int]) -> None:
-            self.scheduler, self.lean = scheduler, TokenRunner(lengths)
-            self.checking = FakeRunner(output_lengths=lengths, pipelined=depth == 2)
-            self.compared = 0
-
-        def execute(self, output: Any) -> Any:
-            expected = self.checking.execute(output)
-            found, _ = self.lean.execute(output.num_scheduled_tokens, self.scheduler.requests)
-            assert found.req_ids == expected.req_ids
-            assert found.req_id_to_index == expected.req_id_to_index
-            for ours, theirs in zip(found.sampled_token_ids, expected.sampled_token_ids, strict=True):
-                assert len(ours) == len(theirs)
-                assert [token == EOS_TOKEN_ID for token in ours] == [token == EOS_TOKEN_ID for token in theirs]
-                self.compared += len(ours)
-            return expected
-
-    lengths = {f"r{i}": 5 + 6 * i for i in range(8)}
-    scheduler = make_scheduler(
-        num_blocks=14, max_model_len=160, async_scheduling=depth == 2, enable_prefix_caching=False
-    )
-    runner = Both(scheduler, lengths)
-    loop = EngineLoop(scheduler, runner, depth=depth)  # type: ignore[arg-type]
-    for i in range(8):
-        loop.add(make_request(f"r{i}", 20 + 9 * i, max_tokens=40, arrival_time=float(i)))
-    loop.run_until_idle(max_steps=2000)
-    assert any(decision.preempted for decision in loop.decisions)
-    assert runner.compared >= sum(min(40, length) for length in lengths.values())

@@ -1,18 +1,8 @@
 """Recordings of real runs, as `engine_compare.py --record FILE` writes them, read for replay and validation.
 
 A recording is a file of JSON lines, gzipped if its name ends in ``.gz``. Each run is a block of lines that begins with
-``run`` and ends with ``end``; blocks follow one another, so that a benchmark can append run by run.
-
-| type | what it says |
-|---|---|
-| ``run`` | format, system, load, repeat, the settings the scheduler was built with, model, versions |
-| ``add`` | a request reached the scheduler: id, prompt tokens, bounds, hints, and when |
-| ``step`` | a ``schedule()``: who computes how many tokens, from where on; who is new, resumed, preempted |
-| ``update`` | an ``update_from_output()``: the tokens sampled for a step, who ended and why |
-| ``finish`` | requests were ended from outside (a client left) |
-| ``call`` | another call from outside that changes what is decided: a reset of the prefix cache, a pause |
-| ``request`` | what a client of the run saw: when its request was due and sent, when each token came |
-| ``end`` | how many lines the block has, and how many entries did not fit into the record |
+``run`` and ends with ``end``; blocks follow one another, so that a benchmark can append run by run. What each type of
+line holds stands at its class below, and in `docs/simulator-validation.md`.
 
 All times are seconds of the machine's monotonic clock, those of ``request`` after ``client_start_s`` of the run.
 ``at_s`` and ``end_s`` frame a call; ``clock`` holds the readings that the scheduler's policies took in it, to the last
@@ -116,7 +106,7 @@ class Add(_Call):
 
 
 class Step(_Call):
-    """A decision."""
+    """A decision: a ``schedule()``."""
 
     type: Literal["step"] = "step"
     step: int
@@ -130,7 +120,7 @@ class Step(_Call):
 
 
 class Update(_Call):
-    """The output of a step."""
+    """The output of a step: an ``update_from_output()``."""
 
     type: Literal["update"] = "update"
     step: int
@@ -144,7 +134,7 @@ class Update(_Call):
 
 
 class Finish(_Call):
-    """Requests ended from outside."""
+    """Requests ended from outside: a client left."""
 
     type: Literal["finish"] = "finish"
     req_ids: tuple[str, ...] | None
@@ -154,7 +144,7 @@ class Finish(_Call):
 
 
 class OtherCall(_Call):
-    """A call that changes what is decided later."""
+    """Another call from outside that changes what is decided later: a reset of the prefix cache, a pause."""
 
     type: Literal["call"] = "call"
     name: Literal["reset_prefix_cache", "set_pause_state", "update_predictions"]

@@ -40,7 +40,7 @@ from vllm_ext.systems import build
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-    from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec
+    from vllm_ext.simulation.spec import EngineSpec
 
 TIER_KEY = "kv_tier"
 _DTYPES = {1: "fp8", 2: "bfloat16", 4: "float32"}
@@ -72,7 +72,21 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
     # copy side by side and are through together.
     block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
     if offload is not None:
-        return {"kv_transfer_config": upstream_config(offload, block_bytes), "kv_shape": KvShape(block_bytes)}
+        chunk_bytes = block_bytes * offload.blocks_per_chunk
+        if offload.cpu_bytes < chunk_bytes:
+            raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
+        config = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            engine_id="simulated",
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": offload.cpu_bytes,
+                "eviction_policy": offload.policy,
+                "offload_prompt_only": offload.offload_prompt_only,
+                "blocks_per_chunk": offload.blocks_per_chunk,
+            },
+        )
+        return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes)}
     assert tier is not None
     config = transfer_config(build(parse(options)).tier(tier))
     config.engine_id = "simulated"  # vLLM's default is a random number
@@ -94,31 +108,6 @@ def tier_config(engine: EngineSpec) -> KvTierConfig | None:
     if tier.disk_dir:
         raise ConfigError("kv_tier.disk_dir", tier.disk_dir, "must be left out in a simulation, which has no disk")
     return tier if tier.gib else None
-
-
-def upstream_config(offload: KvOffloadSpec, block_bytes: int) -> KVTransferConfig:
-    """Return what ``--kv-transfer-config`` would say of vLLM's own connector.
-
-    Args:
-        block_bytes: KV of one block on all devices together.
-
-    Raises:
-        ValueError: the host memory is smaller than one chunk.
-    """
-    chunk_bytes = block_bytes * offload.blocks_per_chunk
-    if offload.cpu_bytes < chunk_bytes:
-        raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        engine_id="simulated",
-        kv_connector_extra_config={
-            "cpu_bytes_to_use": offload.cpu_bytes,
-            "eviction_policy": offload.policy,
-            "offload_prompt_only": offload.offload_prompt_only,
-            "blocks_per_chunk": offload.blocks_per_chunk,
-        },
-    )
 
 
 def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> Tier:

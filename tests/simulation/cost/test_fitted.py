@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,21 +146,6 @@ def test_a_saved_fit_is_loaded_as_it_was(tmp_path: Path) -> None:
     assert (loaded.curve, loaded.quality) == (fitted.curve, fitted.quality)
     assert loaded.host_s(steps(1)[0]) == 1e-3
     assert [p.name for p in path.parent.iterdir()] == ["cost.json"]
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cost.json"
-    Fitted(CURVE).save(path)
-    before = path.read_bytes()
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        Fitted(StepCurve(base_s=1.0)).save(path)
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["cost.json"]
 
 
 def test_a_profile_predicts_as_the_runtime_model_does(tmp_path: Path) -> None:
