@@ -37,6 +37,7 @@ def test_unknown_hardware_is_refused_with_the_known_ones(values: dict[str, Any],
         ({"kind": "constant", "file": "x.json"}, "file='x.json'"),
         ({"host_step_s": 0.1}, "host_step_s=0.1: kind='roofline' takes host_base_s"),
         ({"gemm_efficiency": 1.5}, "gemm_efficiency"),
+        ({"kind": "constant", "step_s": 1e-7}, "step_s"),
         ({"unknown": 1}, "unknown"),
     ],
 )

@@ -84,7 +84,7 @@ class CostSpec(BaseModel):
     """How long a step takes: by a model of the hardware, by a profile of it, or always the same."""
     file: Annotated[str | None, Flag("--cost-file")] = None
     """``fitted``, which it implies: a profile by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``."""
-    step_s: float = Field(default=0.02, gt=0)
+    step_s: float = Field(default=0.02, ge=1e-6)
     """``constant``: what every step takes."""
     host_step_s: float = Field(default=0.0, ge=0)
     """``fitted``, ``constant``: engine core's time per step beside the device. What was fitted to whole steps of a
