@@ -43,6 +43,10 @@ from vllm_ext.systems import build
 
 BlockHasher = Callable[[Request], list[BlockHash]]
 
+SAME_NAMES = {
+    "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "async_scheduling", "watermark",
+}  # fmt: skip
+"""Options of `make_config` that have the same names in descriptions and recordings of engines."""
 VOCAB_SIZE = 4096
 _HASH_ALGORITHM = "sha256"
 _MAX_POSITIONS = 1 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
@@ -25,16 +25,12 @@ from vllm_ext.config import KEY
 from vllm_ext.observability.step_record import settings
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.simulation.decision import Decision
-from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.recording import Add, EngineSettings, Finish, OtherCall, RecordingError, Run, Step, Update
 from vllm_ext.simulation.steered import steered
 
 END_TOKEN_ID = -1
 _BY_ITSELF = {"stop", "repetition"}
-_SAME_NAMES = {
-    "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "async_scheduling",
-    "watermark", "v2_model_runner",
-}  # fmt: skip
 _OF_A_REQUEST = {"max_tokens", "arrival_time", "extra_args", "priority", "session_id", "cache_salt"}
 
 
@@ -42,22 +38,18 @@ class ReplayError(RecordingError):
     """The recording holds something that a replay does not model; nothing can be said of equality."""
 
 
-class _Differs(Exception):
-    """What differs, as it was recorded, as it was replayed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
+@dataclass
+class Divergence(Exception):
     """The first thing in which a replay was not the recorded run."""
 
-    source: str
-    line: int
-    """Of the recording."""
-    step: int
-    """Decisions that were equal before."""
     what: str
     recorded: object
     replayed: object
+    source: str = ""
+    line: int = 0
+    """Of the recording."""
+    step: int = 0
+    """Decisions that were equal before."""
 
     def __str__(self) -> str:
         return (
@@ -92,7 +84,7 @@ class PlaybackClock:
     def __call__(self) -> float:
         """Return the next recorded reading; the scheduler differs from the recorded one if there is none left."""
         if not self._readings:
-            raise _Differs("the clock is read more often", f"{self._given} readings", f"{self._given + 1} or more")
+            raise Divergence("the clock is read more often", f"{self._given} readings", f"{self._given + 1} or more")
         self._given += 1
         return self._readings.popleft()
 
@@ -105,7 +97,7 @@ class PlaybackClock:
         """Insist that every reading was taken."""
         if self._readings:
             given = self._given
-            raise _Differs("the clock is read less often", f"{given + len(self._readings)} readings", f"{given}")
+            raise Divergence("the clock is read less often", f"{given + len(self._readings)} readings", f"{given}")
 
 
 def build_scheduler(recorded: EngineSettings) -> Scheduler:
@@ -120,7 +112,7 @@ def build_scheduler(recorded: EngineSettings) -> Scheduler:
             enable_prefix_caching=recorded.prefix_caching,
             additional_config={KEY: dict(recorded.options)} if recorded.options else None,
             scheduling_policy=recorded.policy,
-            **recorded.model_dump(include=_SAME_NAMES),
+            **recorded.model_dump(include={*SAME_NAMES, "num_blocks", "v2_model_runner"}),
         )
     except (ImportError, ValueError) as error:
         raise ReplayError(f"scheduler_cls={recorded.scheduler_cls!r}: can't be rebuilt ({error})") from error
@@ -145,15 +137,13 @@ def replay(run: Run) -> Replay:
     Raises:
         ReplayError: see `build_scheduler`; or a request uses a feature that is not modelled.
     """
-    player, divergence = _Player(run.header.settings), None
+    player = _Player(run.header.settings)
+    divergence: Divergence | None = None
     for line, entry in zip(run.lines, run.entries, strict=True):
         try:
             player.repeat(entry, f"{run.source}, line {line}")
-        except _Differs as found:
-            what, recorded, replayed = found.args
-            divergence = Divergence(
-                source=run.source, line=line, step=player.steps, what=what, recorded=recorded, replayed=replayed
-            )
+        except Divergence as found:
+            divergence = replace(found, source=run.source, line=line, step=player.steps)
             break
     return Replay(
         steps=player.steps,
@@ -178,7 +168,7 @@ class _Player:
         self._in_flight: dict[int, SchedulerOutput] = {}
 
     def repeat(self, entry: Any, where: str) -> None:
-        """Raise `_Differs` where the scheduler does not do what was recorded."""
+        """Raise `Divergence` where the scheduler does not do what was recorded."""
         self._clock.play(entry.clock)
         match entry:
             case Step():
@@ -207,7 +197,7 @@ class _Player:
         for name, found in replayed.items():
             recorded = entry.computed if name == "num_computed_tokens" else getattr(entry, name)
             if found != recorded:
-                raise _Differs(f"step {entry.step} decides otherwise: {name}", recorded, found)
+                raise Divergence(f"step {entry.step} decides otherwise: {name}", recorded, found)
         self.steps += 1
         self._in_flight[entry.step] = output
 
@@ -232,4 +222,4 @@ class _Player:
         }
         recorded = {req_id: "stop" if reason in _BY_ITSELF else reason for req_id, reason in entry.finished}
         if replayed != recorded:
-            raise _Differs(f"the output of step {entry.step} ends other requests", recorded, replayed)
+            raise Divergence(f"the output of step {entry.step} ends other requests", recorded, replayed)

@@ -19,7 +19,7 @@ from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.decision import Decision
-from vllm_ext.simulation.harness import block_hasher, make_scheduler
+from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_scheduler
 from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
@@ -159,16 +159,11 @@ def build_scheduler(
         return make_scheduler(
             scheduler_cls if exact or connector else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            async_scheduling=engine.async_scheduling,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},
             scheduling_policy=upstream or "fcfs",
-            watermark=engine.watermark,
             log_stats=False,
+            **engine.model_dump(include=SAME_NAMES),
             **connector,
         )
 
