@@ -38,7 +38,7 @@ class ReplayError(RecordingError):
     """The recording holds something that a replay does not model; nothing can be said of equality."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Divergence(Exception):
     """The first thing in which a replay was not the recorded run."""
 
