@@ -11,7 +11,7 @@ import engine_workload
 
 from vllm_ext.observability import results
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.recording_lines import ClientRequest, EngineSettings, Header
+from vllm_ext.simulation.recording import ClientRequest, EngineSettings, Header
 
 
 def append(

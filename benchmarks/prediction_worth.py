@@ -25,8 +25,8 @@ from vllm_ext.prediction.evaluation.proxy import ProxyRegressor
 from vllm_ext.prediction.evaluation.rows import Examples, Ints, not_in
 from vllm_ext.prediction.evaluation.tuned import Tuned
 from vllm_ext.prediction.tuning_options import TuningOptions
-from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import simulate_parts

@@ -9,21 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_ext.simulation import run as runs
+from vllm_ext.simulation.cost.fitted import Fitted
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
-from vllm_ext.simulation.step_shape import StepShape
 
 _CLIENTS = 32
-
-
-class _StepOf20Ms:
-    """A cost model that costs nothing itself."""
-
-    def device_s(self, shape: StepShape) -> float:
-        return 0.02
-
-    def host_s(self, shape: StepShape) -> float:
-        return 0.0
 
 
 class _ShortRequests:
@@ -51,48 +41,38 @@ class _ShortRequests:
 
     def _next(self, arrival_s: float) -> SimRequest:
         self._sent += 1
-        number = self._sent
+        prompt, output = 16 + self._sent % 64, 1 + self._sent % 3
         return SimRequest(
-            req_id=f"request-{number}",
+            req_id=f"request-{self._sent}",
             arrival_s=arrival_s,
-            prompt_tokens=16 + number % 64,
-            output_tokens=1 + number % 3,
+            prompt_tokens=prompt,
+            output_tokens=output,
             max_tokens=64,
         )
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, in bytes.
-
-    Raises:
-        OSError: the system is not Linux.
-    """
+    """Memory of this process, in bytes; raises OSError where the system is not Linux."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _allocated_bytes() -> int:
-    """Bytes of Python objects, as `tracemalloc` counts them."""
-    return tracemalloc.get_traced_memory()[0]
 
 
 def _bytes_per_request(system: str, total: int, size_bytes: Callable[[], int]) -> float:
     """What one more request leaves in memory at the end of a long run."""
     workload = _ShortRequests(total, size_bytes)
     spec = SimulationSpec(engine=EngineSpec(system=system))
-    runs.simulate_parts(spec, workload=workload, cost=_StepOf20Ms(), num_blocks=2000)
+    runs.simulate_parts(spec, workload=workload, cost=Fitted.constant(0.02), num_blocks=2000)
     (few, small), (many, large) = workload.sizes
     return round((large - small) / (many - few), 1)
 
 
 def memory(systems: Sequence[str], total: int) -> dict[str, dict[str, float]]:
-    """Bytes per request by system: resident, and allocated in a run of a fifth of the length."""
-    found: dict[str, dict[str, float]] = {system: {} for system in systems}
-    for system in systems:
-        found[system]["resident"] = _bytes_per_request(system, total, _resident_bytes)
+    """Bytes per request by system: resident, and allocated (as `tracemalloc` counts) in a run of a fifth of it."""
+    found = {system: {"resident": _bytes_per_request(system, total, _resident_bytes)} for system in systems}
     tracemalloc.start()
     try:
         for system in systems:
-            found[system]["allocated"] = _bytes_per_request(system, total // 5, _allocated_bytes)
+            allocated = _bytes_per_request(system, total // 5, lambda: tracemalloc.get_traced_memory()[0])
+            found[system]["allocated"] = allocated
     finally:
         tracemalloc.stop()
     return found

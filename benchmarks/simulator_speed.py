@@ -50,25 +50,9 @@ BYTES_GOAL = 1000.0
 MILLION = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """So many requests at a time on one device."""
-
-    clients: int
-    device: str
-    requests: int
-    """Of the full measurement; ``--quick`` takes a quarter. Several times the clients: the last ones run alone."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.clients}_clients"
-
-
-LOADS = (
-    Load(clients=4, device="a100-40", requests=160),
-    Load(clients=32, device="a100-40", requests=640),
-    Load(clients=160, device="a100-80", requests=2560),
-)
+LOADS = {4: ("a100-40", 160), 32: ("a100-40", 640), 160: ("a100-80", 2560)}
+"""Clients at a time -> device, and requests of the full measurement (``--quick`` takes a quarter): several times the
+clients, as the last ones run alone."""
 
 
 @dataclass(kw_only=True)
@@ -80,10 +64,6 @@ class Pairs:
     data: RunData
 
     @property
-    def exact_speed(self) -> float:
-        return self.data.duration_s / min(self.exact_s)
-
-    @property
     def speed(self) -> float:
         return self.data.duration_s / min(self.quick_s)
 
@@ -91,17 +71,30 @@ class Pairs:
     def ratios(self) -> list[float]:
         return sorted(exact / quick for exact, quick in zip(self.exact_s, self.quick_s, strict=True))
 
-    @property
-    def quick_us_per_step(self) -> float:
-        return min(self.quick_s) / self.data.counters["steps"] * 1e6
+
+COLUMNS: dict[str, tuple[str, int, Callable[[Pairs], float]]] = {
+    "mean_running_requests": ("running", 2, lambda p: p.data.counters["mean_running_requests"]),
+    "steps": ("steps", 0, lambda p: p.data.counters["steps"]),
+    "virtual_s_per_s": ("x real time", 1, lambda p: p.speed),
+    "exact_virtual_s_per_s": ("exact", 1, lambda p: p.data.duration_s / min(p.exact_s)),
+    "exact_over_quick": ("exact / quick", 3, lambda p: statistics.median(p.ratios)),
+    "exact_over_quick_least": ("from", 3, lambda p: p.ratios[0]),
+    "exact_over_quick_largest": ("to", 3, lambda p: p.ratios[-1]),
+    "us_per_step": ("us a step", 1, lambda p: min(p.quick_s) / p.data.counters["steps"] * 1e6),
+}
+"""Metric -> heading in the table, digits, value."""
 
 
-def spec_of(load: Load, system: str, requests: int, seed: int) -> SimulationSpec:
+def values_of(pairs: Pairs) -> dict[str, float]:
+    return {name: round(value(pairs), digits) for name, (_, digits, value) in COLUMNS.items()}
+
+
+def spec_of(clients: int, system: str, requests: int, seed: int) -> SimulationSpec:
     """The run of one cell."""
     return SimulationSpec(
         engine=EngineSpec(system=system),
-        hardware=HardwareSpec(model="opt-13b", device=load.device),
-        workload=WorkloadSpec(arrivals="closed-loop", clients=load.clients, num_requests=requests, seed=seed),
+        hardware=HardwareSpec(model="opt-13b", device=LOADS[clients][0]),
+        workload=WorkloadSpec(arrivals="closed-loop", clients=clients, num_requests=requests, seed=seed),
     )
 
 
@@ -160,55 +153,22 @@ def in_turns(spec: SimulationSpec, repeats: int, timer: Callable[[], float]) -> 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def metrics_of(name: str, found: dict[str, Pairs]) -> dict[str, float]:
-    """Flat metrics of one load, or of the trace."""
-    metrics = {}
-    for system, pairs in found.items():
-        key = f"{system}_{name}"
-        metrics |= {
-            f"{key}_virtual_s_per_s": round(pairs.speed, 1),
-            f"{key}_exact_virtual_s_per_s": round(pairs.exact_speed, 1),
-            f"{key}_exact_over_quick": round(statistics.median(pairs.ratios), 3),
-            f"{key}_exact_over_quick_least": round(pairs.ratios[0], 3),
-            f"{key}_exact_over_quick_largest": round(pairs.ratios[-1], 3),
-            f"{key}_us_per_step": round(pairs.quick_us_per_step, 1),
-            f"{key}_mean_running_requests": round(pairs.data.counters["mean_running_requests"], 2),
-            f"{key}_steps": pairs.data.counters["steps"],
-        }
-    return metrics
-
-
 def table_of(cells: dict[str, dict[str, Pairs]]) -> str:
-    header = ["load", "system", "running", "steps", "x real time", "exact", "exact / quick", "from", "to", "us a step"]
     rows = [
-        [
-            name,
-            system,
-            round(pairs.data.counters["mean_running_requests"], 1),
-            int(pairs.data.counters["steps"]),
-            pairs.speed,
-            pairs.exact_speed,
-            statistics.median(pairs.ratios),
-            pairs.ratios[0],
-            pairs.ratios[-1],
-            pairs.quick_us_per_step,
-        ]
-        for name, found in cells.items()
-        for system, pairs in found.items()
+        [name, system, *values_of(pairs).values()] for name, found in cells.items() for system, pairs in found.items()
     ]
-    return format_table(header, rows)
+    return format_table(["load", "system", *(heading for heading, *_ in COLUMNS.values())], rows)
 
 
-def goals_of(cells: dict[Load, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
+def goals_of(cells: dict[str, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
     """Compare with what was wanted."""
     goals = []
-    for load, found in cells.items():
-        for system, pairs in found.items():
-            goal = SPEED_GOALS.get((system, load.clients))
-            if goal is not None:
-                metric = f"{system}_{load.key}_virtual_s_per_s"
-                note = f"{pairs.quick_us_per_step:.0f} us a step; told of everybody {pairs.exact_speed:.0f}"
-                goals.append(Goal(metric=metric, value=round(pairs.speed, 1), op=">=", goal=goal, note=note))
+    for (system, clients), goal in SPEED_GOALS.items():
+        load = f"{clients}_clients"
+        found = values_of(cells[load][system])
+        note = f"{found['us_per_step']:.0f} us a step; told of everybody {found['exact_virtual_s_per_s']:.0f}"
+        metric = f"{system}_{load}_virtual_s_per_s"
+        goals.append(Goal(metric=metric, value=found["virtual_s_per_s"], op=">=", goal=goal, note=note))
     for kind in ("resident", "allocated"):
         system = max(per_request, key=lambda name: per_request[name][kind])
         value = per_request[system][kind]
@@ -236,16 +196,16 @@ def main(argv: Sequence[str]) -> None:
     timer = time.perf_counter if args.wall else time.thread_time
     repeats, share, short = (2, 4, 10_000) if args.quick else (5, 1, 100_000)
     cells = {
-        load: {
-            system: in_turns(spec_of(load, system, load.requests // share, args.seed), repeats, timer)
+        f"{clients}_clients": {
+            system: in_turns(spec_of(clients, system, requests // share, args.seed), repeats, timer)
             for system in SYSTEMS
         }
-        for load in LOADS
+        for clients, (_, requests) in LOADS.items()
     }
     duration_s = TRACE_S / (10 if args.quick else 1)
     traces = {system: in_turns(trace_of(system, duration_s, args.seed), 1, timer) for system in SYSTEMS}
     per_request = memory(SYSTEMS, short)
-    named = {**{load.key: cell for load, cell in cells.items()}, "trace": traces}
+    named = {**cells, "trace": traces}
     tables = [
         table_of(named),
         format_table(
@@ -253,22 +213,25 @@ def main(argv: Sequence[str]) -> None:
             [[name, *sizes.values(), max(sizes.values()) * MILLION / 2**20] for name, sizes in per_request.items()],
         ),
     ]
-    metrics = {}
-    for name, found in named.items():
-        metrics |= metrics_of(name, found)
+    metrics = {
+        f"{system}_{name}_{metric}": value
+        for name, found in named.items()
+        for system, pairs in found.items()
+        for metric, value in values_of(pairs).items()
+    }
     for system, pairs in traces.items():
         metrics[f"{system}_trace_run_s"] = round(min(pairs.quick_s), 2)
         metrics[f"{system}_trace_requests"] = float(len(pairs.data.requests))
     for system, sizes in per_request.items():
         metrics |= {f"{system}_{kind}_bytes_per_request": size for kind, size in sizes.items()}
-    workload = build_workload(spec_of(LOADS[0], SYSTEMS[0], 1, args.seed).workload)
+    workload = build_workload(spec_of(min(LOADS), SYSTEMS[0], 1, args.seed).workload)
     result = Result(
         name="simulator_speed",
         command=command(argv, "benchmarks/simulator_speed.py"),
         config={
             "model": "opt-13b",
-            "loads": [{"clients": load.clients, "device": load.device} for load in LOADS],
-            "requests": [load.requests // share for load in LOADS],
+            "loads": [{"clients": clients, "device": device} for clients, (device, _) in LOADS.items()],
+            "requests": [requests // share for _, requests in LOADS.values()],
             "cost": CostSpec().model_dump(exclude_none=True),
             "trace": {"duration_s": duration_s, "rate_per_s": TRACE_RATE_PER_S, "device": TRACE_DEVICE},
             "repeats": repeats,

@@ -18,7 +18,7 @@ system's noise is a large part.
 
 With ``--quick`` one short run of the embedded model is recorded, its first half fitted and its second half predicted.
 ``--from FOLDER`` judges recordings that ``--keep`` left there. Options that are not listed here go to
-`engine_compare.py`: the data set, the engine, its seats and blocks. The environment is passed on.
+`engine_compare.py`: systems, loads and numbers of requests, the data set, the engine. The environment is passed on.
 
 Output: a table on stderr, with the real engine's own distance below each line; the last line on stdout is the result.
 """
@@ -37,20 +37,26 @@ from pathlib import Path
 import engine_compare
 
 from vllm_ext.observability import results
-from vllm_ext.simulation import validation_report as reports
+from vllm_ext.simulation import validation as reports
 
 _FIT_SEED = 1000
 """Added to the seed of the requests that are fitted, so that they are others."""
-_QUICK_CAPACITY = "20"
-"""Requests/s of the tiny model on two slow cores; measuring it would take another engine."""
 OWN_HALF = "fitted on its own first half"
 MODEL = (
     '{"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8, '
     '"num_key_value_heads": 4, "head_dim": 64}'
 )
-ENGINE = ("--synthetic", "sharegpt-vllm", "--length-scale", "0.25", "--hf-overrides", MODEL, "--load-format", "dummy")
+FULL = (
+    "--synthetic", "sharegpt-vllm", "--length-scale", "0.25", "--hf-overrides", MODEL, "--load-format", "dummy",
+    "--systems", "upstream-fcfs,alise", "--loads", "0.5,0.8", "--num-requests", "180", "--history-requests", "20",
+)  # fmt: skip
 """Passed to `engine_compare.py` before the options from the command line."""
-QUICK = {"systems": "upstream-fcfs", "loads": "0.8", "num_requests": 80, "history_requests": 20}
+QUICK = (
+    "--systems", "upstream-fcfs", "--loads", "0.8", "--num-requests", "80", "--history-requests", "20",
+    "--capacity", "20",
+)  # fmt: skip
+"""The same with ``--quick``. Capacity: requests/s of the tiny model on two slow cores; measuring it would take another
+engine."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,11 +78,19 @@ def main(argv: Sequence[str]) -> None:
 
 def _record_all(args: argparse.Namespace, rest: Sequence[str], recording: Path, fit_on: Path | None) -> None:
     if fit_on is None:
-        _record(args, [*rest, "--capacity", _QUICK_CAPACITY], recording, seed=args.seed, repeats=1)
+        _record([*QUICK, *rest], recording, seed=args.seed, repeats=1)
         return
-    found = _record(args, [*ENGINE, *rest], fit_on, seed=args.seed + _FIT_SEED, repeats=1)
+    found = _record([*FULL, *rest], fit_on, seed=args.seed + _FIT_SEED, repeats=1)
     capacity = ["--capacity", str(found.metrics["capacity_requests_per_s"]), "--same-requests"]
-    _record(args, [*ENGINE, *rest, *capacity], recording, seed=args.seed, repeats=args.repeats)
+    _record([*FULL, *rest, *capacity], recording, seed=args.seed, repeats=args.repeats)
+
+
+def _record(options: Sequence[str], path: Path, *, seed: int, repeats: int) -> results.Result:
+    argv = [*options, "--seed", str(seed), "--repeats", str(repeats), "--record", str(path)]
+    with contextlib.redirect_stdout(sys.stderr):
+        found, table = engine_compare.measure(engine_compare.parse(argv), argv)
+    print(table, file=sys.stderr, flush=True)
+    return found
 
 
 def _judge(
@@ -111,51 +125,17 @@ def _judge(
     return main, result, tables
 
 
-def _record(
-    args: argparse.Namespace, rest: Sequence[str], path: Path | None, *, seed: int, repeats: int
-) -> results.Result:
-    options = {
-        "systems": args.systems,
-        "loads": args.loads,
-        "num-requests": args.num_requests,
-        "history-requests": args.history_requests,
-        "seed": seed,
-        "repeats": repeats,
-        "record": path,
-    }
-    argv = [*rest, *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
-    if args.max_foreign_cores is not None:
-        argv += ["--max-foreign-cores", str(args.max_foreign_cores)]
-    with contextlib.redirect_stdout(sys.stderr):
-        found, table = engine_compare.measure(engine_compare.parse(argv), argv)
-    print(table, file=sys.stderr, flush=True)
-    return found
-
-
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     results.add_arguments(parser)
-    parser.add_argument("--systems", default="upstream-fcfs,alise", help="comma list (default: %(default)s)")
-    parser.add_argument(
-        "--loads", default="0.5,0.8", help="comma list of fractions of the capacity (default: %(default)s)"
-    )
     parser.add_argument("--repeats", type=int, default=2, help="runs of the same requests (default: %(default)s)")
-    parser.add_argument(
-        "--num-requests", type=int, default=180, help="measured requests per run (default: %(default)s)"
-    )
-    parser.add_argument("--history-requests", type=int, default=20, help="served before (default: %(default)s)")
-    parser.add_argument(
-        "--max-foreign-cores", type=float, metavar="N", help="measure a run again while others use more than N cores"
-    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recordings there")
     parser.add_argument(
         "--from", dest="recorded", type=Path, metavar="FOLDER", help="judge the recordings that --keep left there"
     )
     parser.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
-    if "--quick" in argv:
-        parser.set_defaults(**QUICK)
     args, rest = parser.parse_known_args(list(argv))
     if args.repeats < 1:
         parser.error(f"--repeats={args.repeats}: must be at least 1")

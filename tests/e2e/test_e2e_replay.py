@@ -9,7 +9,7 @@ import pytest
 from engines import BASE_ENGINE, EAGER, TIGHT, Engines, conversations, long_then_short
 
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.recording_lines import EngineSettings, Header
+from vllm_ext.simulation.recording import EngineSettings, Header
 from vllm_ext.simulation.replay import replay
 
 pytestmark = pytest.mark.e2e

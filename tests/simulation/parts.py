@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.simulation.cohort import Cohort
-from vllm_ext.simulation.collector import Collector
+from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision
-from vllm_ext.simulation.harness import block_hasher
-from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import build_scheduler, reads_truth, simulate_parts
+from vllm_ext.simulation.run import build_scheduler, simulate_parts
 from vllm_ext.simulation.run_data import RequestTable, RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
@@ -107,27 +104,16 @@ def make_engine(
     **options: Any,
 ) -> SimulatedEngine:
     """An engine that has not run yet, with everything recorded; its parts are at hand for audits."""
-    spec = engine_spec(**options)
-    scheduler = build_scheduler(spec, num_blocks, exact=exact)
-    engine = SimulatedEngine(
-        scheduler,
-        workload if isinstance(workload, ListWorkload) else ListWorkload(list(workload)),
-        cost or SteadyCost(),
-        Collector(scheduler, RecordSpec(token_times=True, events=events, backlog=backlog)),
-        depth=2 if spec.async_scheduling else 1,
-        make_request=make_factory(spec, can_hide=isinstance(scheduler, Cohort)),
+    spec = SimulationSpec(
+        engine=engine_spec(**options),
+        record=RecordSpec(token_times=True, events=events, backlog=backlog, decisions=True),
     )
-    engine.decisions = []
-    return engine
+    scheduler = build_scheduler(spec.engine, num_blocks, exact=exact)
+    return run.make_engine(spec, scheduler, as_workload(workload), cost or SteadyCost())
 
 
-def make_factory(spec: EngineSpec, *, can_hide: bool = False) -> RequestFactory:
-    return RequestFactory(
-        max_model_len=spec.max_model_len,
-        hasher=block_hasher(spec.block_size) if spec.prefix_caching else None,
-        reveal_lengths=reads_truth(spec),
-        can_hide=can_hide,
-    )
+def as_workload(workload: Iterable[SimRequest] | ListWorkload) -> ListWorkload:
+    return workload if isinstance(workload, ListWorkload) else ListWorkload(list(workload))
 
 
 def simulate(
@@ -145,8 +131,9 @@ def simulate(
         record=record or RecordSpec(token_times=True, decisions=True),
         max_time_s=max_time_s,
     )
-    workload = workload if isinstance(workload, ListWorkload) else ListWorkload(list(workload))
-    data, decisions = simulate_parts(spec, workload=workload, cost=cost or SteadyCost(), num_blocks=num_blocks)
+    data, decisions = simulate_parts(
+        spec, workload=as_workload(workload), cost=cost or SteadyCost(), num_blocks=num_blocks
+    )
     return data, decisions or []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,16 +17,14 @@ from tests.support.fake_runner import FakeRunner
 from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.recording_lines import ClientRequest, EngineSettings, Header
-from vllm_ext.simulation.request_factory import RequestFactory
+from vllm_ext.simulation.recording import Add, ClientRequest, EngineSettings, Header, Step, Update
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import RecordSpec
+from vllm_ext.simulation.run import make_engine
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel
 
-from .parts import ListWorkload
+from .parts import ListWorkload, token_times
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},
@@ -130,13 +129,14 @@ def simulate(
                 token_ids=prompt,
             )
         )
-    collector = Collector(scheduler, RecordSpec(token_times=True))
-    factory = RequestFactory(max_model_len=256, hasher=block_hasher(), reveal_lengths=False)
-    engine = SimulatedEngine(scheduler, ListWorkload(asked), cost, collector, depth=depth, make_request=factory)
+    spec = SimulationSpec(
+        engine=EngineSpec(max_model_len=256, async_scheduling=depth == 2), record=RecordSpec(token_times=True)
+    )
+    engine = make_engine(spec, scheduler, ListWorkload(asked), cost)
     with monkeypatch.context() as patched:
         patched.setattr(step_record, "time", SimpleNamespace(monotonic=engine.clock))
         engine.run()
-    times = dict(zip(collector.table.texts("req_id"), collector.table.token_times, strict=True))
+    times = token_times(engine.collector.table)
     clients = [
         ClientRequest(
             system=system,
@@ -148,7 +148,7 @@ def simulate(
             sent_s=request.arrival_s,
             prompt_tokens=request.prompt_tokens,
             output_tokens=request.output_tokens,
-            token_times_s=tuple(t + DELIVERY_S for t in times[request.req_id] or ()),
+            token_times_s=tuple(t + DELIVERY_S for t in times[request.req_id]),
         )
         for index, request in enumerate(asked)
         if request.req_id.startswith("measured")
@@ -156,10 +156,52 @@ def simulate(
     write(path, scheduler, system, clients, repeat)
 
 
-def header(settings: dict[str, Any], system: str, repeat: int = 0) -> Header:
+@functools.cache
+def some_settings() -> dict[str, Any]:
+    return step_record.settings(make_scheduler())
+
+
+def header(settings: dict[str, Any] | None = None, system: str = "alise", repeat: int = 0) -> Header:
+    settings = settings or some_settings()
     return Header(
         system=system, load=0.8, repeat=repeat, model="tiny", versions={}, settings=EngineSettings(**settings)
     )
+
+
+def add(prompt: tuple[int, ...] = (1, 2, 3), at_s: float = 0.25, req_id: str = "a-1") -> Add:
+    return Add(
+        at_s=at_s, end_s=at_s, clock=(0.25,), req_id=req_id, arrival_time=1e9, prompt=prompt, max_tokens=10, priority=0,
+        session_id=None, cache_salt=None, extra_args={"osl": 3}, unsupported=(),
+    )  # fmt: skip
+
+
+def step(number: int, at_s: float, *rows: tuple[str, int, int]) -> Step:
+    """Rows are (request, tokens, computed before)."""
+    return Step(
+        at_s=at_s,
+        end_s=at_s + 0.1,
+        clock=(),
+        step=number,
+        throttled=False,
+        scheduled=tuple((req_id, tokens) for req_id, tokens, _ in rows),
+        computed=tuple(computed for *_, computed in rows),
+        new=(),
+        resumed=(),
+        preempted=(),
+    )
+
+
+def update(number: int, at_s: float, *rows: tuple[str, int], busy: bool = True) -> Update:
+    """Rows are (request, tokens sampled)."""
+    tokens = tuple((req_id, (7,) * count) for req_id, count in rows)
+    return Update(at_s=at_s, end_s=at_s + 0.25, clock=(), step=number, tokens=tokens, finished=(), busy=busy)
+
+
+def client(req_id: str, arrival_s: float, *times: float) -> ClientRequest:
+    return ClientRequest(
+        system="alise", load=0.8, repeat=0, req_id=req_id, source_id="", arrival_s=arrival_s, sent_s=arrival_s,
+        prompt_tokens=3, output_tokens=len(times), token_times_s=times,
+    )  # fmt: skip
 
 
 def lines_of(record: step_record.StepRecord) -> list[str]:

@@ -88,7 +88,7 @@ def _next_turn(request: SimRequest, finished_s: float, output_ids: Sequence[int]
 
 def _outcome(engine: SimulatedEngine) -> dict[str, Any]:
     """Everything that a run leaves behind."""
-    scheduler, collector = engine.scheduler, engine._collector
+    scheduler, collector = engine.scheduler, engine.collector
     pool = scheduler.kv_cache_manager.block_pool
     cached = pool.cached_block_hash_to_block._cache
     blocks = {key: found.block_id if hasattr(found, "block_id") else list(found) for key, found in cached.items()}

@@ -142,7 +142,7 @@ def test_requests_that_resume_together_are_noted_in_the_order_of_the_batch() -> 
 
     def update_and_reset(*args: Any) -> Any:
         outputs = update(*args)
-        if engine._collector.steps == 3:
+        if engine.collector.steps == 3:
             scheduler.reset_prefix_cache(reset_running_requests=True)
         return outputs
 
@@ -150,10 +150,10 @@ def test_requests_that_resume_together_are_noted_in_the_order_of_the_batch() -> 
     engine.run()
     resumed = [decision.resumed for decision in engine.decisions or () if decision.resumed]
     assert [len(ids) for ids in resumed] == [6]
-    found = engine._collector.events
+    found = engine.collector.events
     assert found is not None
     assert tuple(event.req_id for event in found.requests if event.state == "prefill")[6:] == resumed[0]
-    assert engine._collector.preemptions == 6
+    assert engine.collector.preemptions == 6
 
 
 def test_events_beyond_the_bound_are_counted() -> None:

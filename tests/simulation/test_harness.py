@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -40,13 +42,13 @@ def under_pressure(depth: int, *, v2: bool = False, caching: bool = True) -> Eng
     return loop
 
 
-def test_default_scheduler_is_upstreams_async_scheduler() -> None:
-    assert type(make_scheduler()) is AsyncScheduler
-
-
-@pytest.mark.parametrize("scheduler_cls", [Scheduler, "vllm.v1.core.sched.scheduler.Scheduler"], ids=["class", "name"])
-def test_scheduler_can_be_given_as_class_or_by_name(scheduler_cls: type | str) -> None:
-    assert type(make_scheduler(scheduler_cls)) is Scheduler
+@pytest.mark.parametrize(
+    ("scheduler_cls", "expected"),
+    [(None, AsyncScheduler), (Scheduler, Scheduler), ("vllm.v1.core.sched.scheduler.Scheduler", Scheduler)],
+    ids=["default", "class", "name"],
+)
+def test_scheduler_can_be_given_as_class_or_by_name(scheduler_cls: type | str | None, expected: type) -> None:
+    assert type(make_scheduler(scheduler_cls)) is expected
 
 
 def test_upstream_scheduler_serves_synchronously() -> None:
@@ -157,16 +159,14 @@ def test_unfinished_work_after_the_last_step_is_reported() -> None:
         loop.run_until_idle(max_steps=3)
 
 
-def test_request_ids_must_be_unique() -> None:
-    loop = make_loop()
-    loop.add(make_request("a", 10))
-    with pytest.raises(ValueError, match="request_id='a'"):
+@pytest.mark.parametrize(
+    ("caching", "message"), [(False, "request_id='a'"), (True, "hasher")], ids=["id used twice", "without hashes"]
+)
+def test_request_that_an_engine_would_not_get_is_refused(caching: bool, message: str) -> None:
+    loop = make_loop(caching=caching)
+    if not caching:
         loop.add(make_request("a", 10))
-
-
-def test_request_without_hashes_is_refused_when_prefix_caching_is_on() -> None:
-    loop = make_loop(caching=True)
-    with pytest.raises(ValueError, match="hasher"):
+    with pytest.raises(ValueError, match=message):
         loop.add(make_request("a", 10))
 
 
@@ -195,30 +195,29 @@ def running_loop(steps: int = 3) -> EngineLoop:
     return loop
 
 
-def test_claiming_kv_that_was_never_computed_is_noticed() -> None:
-    loop = make_loop()
-    loop.add(make_request("a", 40, max_tokens=5))
+def _forge_computed_kv(loop: EngineLoop) -> None:
+    loop.add(make_request("c", 40, max_tokens=5))
     output = loop.scheduler.schedule()
-    forged = dataclasses.replace(output.scheduled_new_reqs[0], num_computed_tokens=16)
-    output.scheduled_new_reqs[0] = forged
-    output.num_scheduled_tokens["a"] = 24
-    with pytest.raises(RunnerError, match="not that of its own prefix"):
-        loop.runner.execute(output)
+    output.scheduled_new_reqs[0] = dataclasses.replace(output.scheduled_new_reqs[0], num_computed_tokens=16)
+    output.num_scheduled_tokens["c"] = 24
+    loop.runner.execute(output)
 
 
-def test_kv_overwritten_by_another_request_is_noticed() -> None:
-    loop = running_loop()
+def _overwrite_block(loop: EngineLoop) -> None:
     a, b = (loop.runner._rows[name] for name in ("a", "b"))
     a.block_ids[0] = b.block_ids[0]
-    with pytest.raises(RunnerError, match="not that of its own prefix"):
-        loop.step()
+    loop.step()
 
 
-def test_stale_kv_after_a_weight_update_is_noticed() -> None:
-    loop = running_loop()
+def _update_weights(loop: EngineLoop) -> None:
     loop.runner.invalidate_kv()
+    loop.step()
+
+
+@pytest.mark.parametrize("cheat", [_forge_computed_kv, _overwrite_block, _update_weights])
+def test_kv_that_is_not_that_of_the_prefix_is_noticed(cheat: Callable[[EngineLoop], None]) -> None:
     with pytest.raises(RunnerError, match="not that of its own prefix"):
-        loop.step()
+        cheat(running_loop())
 
 
 def test_preemption_that_hides_from_the_runner_is_noticed() -> None:
@@ -233,30 +232,23 @@ def test_preemption_that_hides_from_the_runner_is_noticed() -> None:
         loop.step()
 
 
-def test_lost_request_is_noticed() -> None:
-    loop = running_loop()
-    loop.scheduler.running.pop()
-    with pytest.raises(AuditError, match="in no queue"):
-        audit(loop.scheduler)
-
-
-def test_doubled_request_is_noticed() -> None:
-    loop = running_loop()
-    loop.scheduler.waiting.add_request(loop.scheduler.running[0])
-    with pytest.raises(AuditError, match="more than one place"):
-        audit(loop.scheduler)
-
-
-def test_lost_block_is_noticed() -> None:
-    loop = running_loop()
-    loop.scheduler.kv_cache_manager.block_pool.free_block_queue.popleft()
-    with pytest.raises(AuditError, match="in free queue: False"):
-        audit(loop.scheduler)
-
-
-def test_block_shared_without_a_cached_prefix_is_noticed() -> None:
-    loop = running_loop()
-    blocks = loop.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+def _share_block(scheduler: Scheduler) -> None:
+    blocks = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
     blocks["a"].append(blocks["b"][-1])
-    with pytest.raises(AuditError, match="no shared cached prefix"):
+
+
+@pytest.mark.parametrize(
+    ("cheat", "message"),
+    [
+        (lambda scheduler: scheduler.running.pop(), "in no queue"),
+        (lambda scheduler: scheduler.waiting.add_request(scheduler.running[0]), "more than one place"),
+        (lambda s: s.kv_cache_manager.block_pool.free_block_queue.popleft(), "in free queue: False"),
+        (_share_block, "no shared cached prefix"),
+    ],
+    ids=["lost request", "doubled request", "lost block", "shared block"],
+)
+def test_books_that_do_not_add_up_are_noticed(cheat: Callable[[Scheduler], Any], message: str) -> None:
+    loop = running_loop()
+    cheat(loop.scheduler)
+    with pytest.raises(AuditError, match=message):
         audit(loop.scheduler)

@@ -51,57 +51,51 @@ def sojourns(collector: Collector) -> float:
 
 @_SYSTEMS
 @_DEPTHS
-def test_littles_law_holds_exactly(depth: int, system: str) -> None:
-    """Area under the number in system = sum of sojourns: preempted, aborted and not yet seen requests included."""
-    engine = make_engine(busy_hour(), PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
-    audited(engine)
-    collector = engine._collector
-    assert len(collector.table) == 40
-    assert "abort" in collector.table.texts("finish_reason")
+def test_books_of_a_crowded_run_balance(depth: int, system: str) -> None:
+    """Little's law: areas under the numbers in the system and in the queue are sums of sojourns and of waits.
+
+    Preempted, aborted and not yet seen requests are included; a request waits from its arrival or preemption until it
+    is scheduled. Each has one row, with the tokens it asked for.
+    """
+    asked, options = busy_hour(), {"num_blocks": 14, "system": system, "async_scheduling": depth == 2}
+    collector = audited(make_engine(asked, PerTokenCost(), **options)).collector
+    table = collector.table
+    assert "abort" in table.texts("finish_reason")
+    assert collector.preemptions > 0 or system == "alise"
     assert collector.running_area + collector.waiting_area == pytest.approx(sojourns(collector), rel=1e-12)
-
-
-@_SYSTEMS
-@_DEPTHS
-def test_littles_law_holds_for_the_counters_of_a_run(depth: int, system: str) -> None:
-    data, _ = simulate(busy_hour(), PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
+    assert collector.waiting_area == pytest.approx(math.fsum(table.floats("waited_s")), rel=1e-12)
+    assert sorted(table.texts("req_id")) == sorted(request.req_id for request in asked)
+    for row in table.rows():
+        if row["finish_reason"] != "abort":
+            assert row["output_tokens"] == min(row["true_output_tokens"], 40, 160 - row["prompt_tokens"])
+    outputs = table.ints("output_tokens")
+    assert collector.gaps.count == int((outputs - (outputs > 0)).sum())
+    data, _ = simulate(asked, PerTokenCost(), **options)
     in_system = data.counters["mean_running_requests"] + data.counters["mean_waiting_requests"]
-    rate = len(data.requests) / data.duration_s
-    mean_sojourn = float(np.mean(data.requests.floats("finish_s") - data.requests.floats("arrival_s")))
-    assert in_system == pytest.approx(rate * mean_sojourn, rel=1e-12)
+    assert in_system * data.duration_s == pytest.approx(sojourns(collector), rel=1e-12)
 
 
-@_SYSTEMS
-@_DEPTHS
-def test_waiting_area_is_the_sum_of_waits(depth: int, system: str) -> None:
-    """Little's law of the queue alone: a request waits from its arrival or preemption until it is scheduled."""
-    engine = make_engine(busy_hour(), PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
-    engine.run()
-    waits = math.fsum(engine._collector.table.floats("waited_s"))
-    assert engine._collector.waiting_area == pytest.approx(waits, rel=1e-12)
-    assert engine._collector.preemptions > 0 or system == "alise"
+@pytest.mark.parametrize(
+    ("system", "depth"), [("upstream-fcfs", 1), ("upstream-priority", 1), ("fcfs", 1), ("upstream-fcfs", 2)]
+)
+def test_work_is_prompt_plus_output_less_one(system: str, depth: int) -> None:
+    """The last token is never computed; without preemption and caching nothing is computed twice.
 
-
-@pytest.mark.parametrize("system", ["upstream-fcfs", "upstream-priority", "fcfs"])
-def test_synchronous_work_is_prompt_plus_output_less_one(system: str) -> None:
-    """The last token is never computed; without preemption and caching nothing is computed twice."""
+    Asynchronous scheduling adds a token for each end that was not foreseen.
+    """
     asked = [request for request in busy_hour() if request.abort_after_s is None]
-    data, _ = simulate(asked, PerTokenCost(), num_blocks=128, system=system)
+    data, _ = simulate(
+        asked, PerTokenCost(), num_blocks=128, system=system, async_scheduling=depth == 2, max_num_batched_tokens=256
+    )
     assert data.counters["preemptions"] == 0
-    work = data.counters["prefill_tokens"] + data.counters["decode_tokens"]
-    assert work == sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in data.requests.rows())
-
-
-def test_asynchronous_work_adds_one_token_for_each_end_that_was_not_foreseen() -> None:
-    asked = [request for request in busy_hour() if request.abort_after_s is None]
-    data, _ = simulate(asked, PerTokenCost(), num_blocks=128, async_scheduling=True, max_num_batched_tokens=256)
     unforeseen = sum(
         row["finish_reason"] == "stop" and row["output_tokens"] < min(40, 160 - row["prompt_tokens"])
         for row in data.requests.rows()
     )
     assert unforeseen > 10
     work = data.counters["prefill_tokens"] + data.counters["decode_tokens"]
-    assert work == sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in data.requests.rows()) + unforeseen
+    expected = sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in data.requests.rows())
+    assert work == expected + (unforeseen if depth == 2 else 0)
 
 
 @_SYSTEMS
@@ -116,7 +110,7 @@ def test_preempted_work_is_computed_again(system: str) -> None:
 
     scheduler._preempt_request = note_and_preempt  # type: ignore[method-assign]
     engine.run()
-    collector = engine._collector
+    collector = engine.collector
     assert sum(lost) > 0
     assert len(lost) == collector.preemptions == int(collector.table.ints("preemptions").sum())
     wanted = sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in collector.table.rows())
@@ -132,25 +126,6 @@ def test_cached_prefix_is_not_computed_again() -> None:
     assert data.counters["prefill_tokens"] + data.counters["decode_tokens"] == 2 * 51 - 48
 
 
-def test_invented_prompts_share_no_block() -> None:
-    asked = [ask(f"r{i}", float(i), 64, 2) for i in range(12)]
-    data, _ = simulate(asked, prefix_caching=True)
-    assert data.requests.ints("cached_prompt_tokens").tolist() == [0] * 12
-
-
-@_SYSTEMS
-@_DEPTHS
-def test_every_request_has_exactly_one_row_and_the_tokens_it_asked_for(depth: int, system: str) -> None:
-    asked = busy_hour()
-    data, _ = simulate(asked, PerTokenCost(), num_blocks=14, system=system, async_scheduling=depth == 2)
-    assert sorted(data.requests.texts("req_id")) == sorted(request.req_id for request in asked)
-    for row in data.requests.rows():
-        if row["finish_reason"] != "abort":
-            assert row["output_tokens"] == min(row["true_output_tokens"], 40, 160 - row["prompt_tokens"])
-    gaps = int((data.requests.ints("output_tokens") - (data.requests.ints("output_tokens") > 0)).sum())
-    assert data.gaps.count == gaps
-
-
 # --- queues with known waits ------------------------------------------------------------------------------------------
 
 _QUEUE = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32}
@@ -163,16 +138,12 @@ def single_server(arrivals: Any, **options: Any) -> RunData:
     return data
 
 
-def test_deterministic_queue_below_capacity_never_waits() -> None:
-    data = single_server([1.25 * i for i in range(50)])
-    assert data.requests.floats("waited_s").tolist() == [0.0] * 50
+@pytest.mark.parametrize(("gap_s", "wait_s"), [(1.25, 0.0), (0.5, 0.5)], ids=["below capacity", "above"])
+def test_deterministic_queue_never_waits_or_grows_linearly(gap_s: float, wait_s: float) -> None:
+    """Every second one goes: where two come in it, number k waits k / 2 s."""
+    data = single_server([gap_s * i for i in range(50)])
+    assert data.requests.floats("waited_s").tolist() == [wait_s * i for i in range(50)]
     assert data.counters["device_busy_s"] == 50
-
-
-def test_deterministic_queue_above_capacity_grows_linearly() -> None:
-    """Every half second one comes, every second one goes: number k waits k / 2 s."""
-    data = single_server([0.5 * i for i in range(50)])
-    assert data.requests.floats("waited_s").tolist() == [0.5 * i for i in range(50)]
 
 
 def poisson(rate: float, count: int, seed: int = 7) -> Any:
@@ -301,7 +272,7 @@ def test_any_workload_ends_with_all_books_balanced(
         async_scheduling=depth == 2,
     )
     audited(engine)
-    collector = engine._collector
+    collector = engine.collector
     found = rows(collector.table)
     too_long = sum(request.prompt_tokens >= 160 for request in asked)
     assert engine.num_rejected == too_long

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from vllm_ext.prediction.runtime import DEFAULT, DEFAULT_TILE_TOKENS
-from vllm_ext.simulation.cost.build import build
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-from vllm_ext.simulation.run import build_scheduler, simulate, start_from_profile
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
+from vllm_ext.simulation.run import build_scheduler, start_from_profile
 from vllm_ext.simulation.step_shape import CostModel
 
 from .parts import NUM_BLOCKS, PerTokenCost, ask, engine_spec
@@ -29,26 +27,14 @@ def started(**options: Any) -> Any:
 
 
 def test_the_model_is_in_place_before_anything_runs() -> None:
-    scheduler = started()
-    expected = runtime_model(COST, Limits(160, 8, 64))
-    assert scheduler.ledger.runtime.coefficients == expected.coefficients != DEFAULT
-    assert scheduler.ledger.runtime.pivot == expected.pivot
-    assert scheduler.ledger.runtime.num_observations == 0
-
-
-def test_the_model_knows_the_simulated_device_s_tile() -> None:
+    scheduler, expected = started(), runtime_model(COST, Limits(160, 8, 64))
+    found = scheduler.ledger.runtime
+    assert found.coefficients == expected.coefficients != DEFAULT
+    assert found.given == found.coefficients, "recordings know what it started from"
+    assert (found.pivot, found.num_observations) == (expected.pivot, 0)
+    assert scheduler.observer.timer.sink is found, "steps teach the model that views are made of"
+    assert found.tile_tokens == DEFAULT_TILE_TOKENS
     assert runtime_model(COST, Limits(160, 8, 64), tile_tokens=128).tile_tokens == 128
-    assert started().ledger.runtime.tile_tokens == DEFAULT_TILE_TOKENS
-
-
-def test_steps_teach_the_model_that_views_are_made_of() -> None:
-    scheduler = started()
-    assert scheduler.observer.timer.sink is scheduler.ledger.runtime
-
-
-def test_recordings_know_what_it_started_from() -> None:
-    scheduler = started()
-    assert scheduler.ledger.runtime.given == scheduler.ledger.runtime.coefficients
 
 
 def test_vllm_alone_is_left_as_it_is() -> None:
@@ -78,14 +64,3 @@ def test_a_run_asks_for_it(profiled: bool, monkeypatch: pytest.MonkeyPatch) -> N
     cost = PerTokenCost()
     run_small([ask("a")], cost, system="alise", profiled=profiled)
     assert asked == ([(cost, Limits(160, 8, 64), 128)] if profiled else [])
-
-
-def test_equal_descriptions_give_equal_runs() -> None:
-    spec = SimulationSpec.model_validate(
-        {
-            "engine": EngineSpec(system="alise", profiled=True, num_blocks=200),
-            "workload": {"source": "sharegpt-vllm", "rate_per_s": 8, "num_requests": 40},
-        }
-    )
-    first, second = simulate(spec), simulate(spec)
-    assert (first.duration_s, first.counters) == (second.duration_s, second.counters)

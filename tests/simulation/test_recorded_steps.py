@@ -6,38 +6,11 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.recorded_steps import arrival_windows, offsets, timed_steps
-from vllm_ext.simulation.recording import RecordingError, Run
-from vllm_ext.simulation.recording_lines import Add, ClientRequest, Step, Update
+from vllm_ext.simulation.recorded_run import arrival_windows, offsets, timed_steps
+from vllm_ext.simulation.recording import ClientRequest, RecordingError, Run
 from vllm_ext.simulation.step_shape import StepShape
 
-from .test_recording import add, header
-
-
-def arrives(req_id: str, at_s: float) -> Add:
-    return add(at_s=at_s).model_copy(update={"req_id": req_id})
-
-
-def step(number: int, at_s: float, *rows: tuple[str, int, int]) -> Step:
-    """Rows are (request, tokens, computed before)."""
-    return Step(
-        at_s=at_s,
-        end_s=at_s + 0.1,
-        clock=(),
-        step=number,
-        throttled=False,
-        scheduled=tuple((req_id, tokens) for req_id, tokens, _ in rows),
-        computed=tuple(computed for *_, computed in rows),
-        new=(),
-        resumed=(),
-        preempted=(),
-    )
-
-
-def update(number: int, at_s: float, *rows: tuple[str, int], busy: bool = True) -> Update:
-    """Rows are (request, tokens sampled)."""
-    tokens = tuple((req_id, (7,) * count) for req_id, count in rows)
-    return Update(at_s=at_s, end_s=at_s + 0.25, clock=(), step=number, tokens=tokens, finished=(), busy=busy)
+from .recorded_runs import add, client, header, step, update
 
 
 def run_of(*entries: Any, requests: tuple[ClientRequest, ...] = ()) -> Run:
@@ -47,26 +20,19 @@ def run_of(*entries: Any, requests: tuple[ClientRequest, ...] = ()) -> Run:
     )  # fmt: skip
 
 
-def client(req_id: str, arrival_s: float, *times: float) -> ClientRequest:
-    return ClientRequest(
-        system="alise", load=0.8, repeat=0, req_id=req_id, source_id="", arrival_s=arrival_s, sent_s=arrival_s,
-        prompt_tokens=3, output_tokens=len(times), token_times_s=times,
-    )  # fmt: skip
-
-
 SYNC = run_of(
-    arrives("a-1", 10.0),
+    add(req_id="a-1", at_s=10.0),
     step(0, 10.0, ("a-1", 8, 0)),  # a chunk of 8 that is not the last
     update(0, 11.0, ("a-1", 0)),
-    arrives("b-1", 11.5),
+    add(req_id="b-1", at_s=11.5),
     step(1, 12.0, ("a-1", 4, 8), ("b-1", 3, 0)),
     update(1, 13.0, ("a-1", 1), ("b-1", 1)),
     step(2, 14.0, ("a-1", 1, 12), ("b-1", 1, 3)),
     update(2, 15.0, ("a-1", 1), ("b-1", 1)),
     step(3, 15.5),  # tells the runner who ended
     update(3, 15.75, busy=False),
-    arrives("c-1", 20.0),
-    arrives("d-1", 20.001),
+    add(req_id="c-1", at_s=20.0),
+    add(req_id="d-1", at_s=20.001),
     step(4, 20.01, ("c-1", 3, 0), ("d-1", 3, 0)),
     update(4, 21.0, ("c-1", 1), ("d-1", 1), busy=False),
     requests=(client("b", 11.0, 14.5, 16.0), client("c", 19.75, 22.0)),
@@ -90,7 +56,7 @@ def test_shape_is_that_of_the_simulators_runner() -> None:
 def test_pipelined_step_begins_when_the_one_before_has_ended() -> None:
     """Async scheduling: step 1 is scheduled while step 0 runs."""
     run = run_of(
-        arrives("a-1", 0.0),
+        add(req_id="a-1", at_s=0.0),
         step(0, 0.0, ("a-1", 3, 0)),
         step(1, 0.1, ("a-1", 1, 3)),
         update(0, 1.0, ("a-1", 1)),

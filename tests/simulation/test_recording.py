@@ -14,81 +14,18 @@ from hypothesis import strategies as st
 
 from vllm_ext.simulation import recording
 from vllm_ext.simulation.recording import RecordingError
-from vllm_ext.simulation.recording_lines import Add, ClientRequest, EngineSettings, Header, Step
+from vllm_ext.simulation.validation import load
 
-SETTINGS: dict[str, Any] = {
-    "system": "alise",
-    "scheduler_cls": "a.B",
-    "options": {"system": "alise"},
-    "policy": "fcfs",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "max_model_len": 256,
-    "block_size": 16,
-    "num_blocks": 64,
-    "prefix_caching": True,
-    "async_scheduling": False,
-    "chunked_prefill": True,
-    "watermark": 0.0,
-    "long_prefill_token_threshold": 0,
-    "reserve_full_isl": True,
-    "lookahead_tokens": 0,
-    "speculative_tokens": 0,
-    "v2_model_runner": False,
-    "kv_groups": ("FullAttentionSpec",),
-    "connector": None,
-}
-STEP = Step(
-    at_s=1.0,
-    end_s=1.5,
-    clock=(1.25,),
-    step=0,
-    throttled=False,
-    scheduled=(("a-1", 3),),
-    computed=(0,),
-    new=("a-1",),
-    resumed=(),
-    preempted=(),
-)
-CLIENT = ClientRequest(
-    system="alise",
-    load=0.8,
-    repeat=0,
-    req_id="a",
-    source_id="7",
-    arrival_s=0.5,
-    sent_s=0.5,
-    prompt_tokens=3,
-    output_tokens=2,
-    token_times_s=(1.0, 2.0),
-)
+from .recorded_runs import add, client, header, some_settings, step
 
-
-def header(system: str = "alise") -> Header:
-    return Header(system=system, load=0.8, repeat=0, model="m", versions={}, settings=EngineSettings(**SETTINGS))
-
-
-def add(prompt: tuple[int, ...] = (1, 2, 3), at_s: float = 0.25, clock: tuple[float, ...] = (0.25,)) -> Add:
-    return Add(
-        at_s=at_s,
-        end_s=at_s,
-        clock=clock,
-        req_id="a-1",
-        arrival_time=1e9,
-        prompt=prompt,
-        max_tokens=10,
-        priority=0,
-        session_id=None,
-        cache_salt=None,
-        extra_args={"osl": 3},
-        unsupported=(),
-    )
+STEP = step(0, 1.0, ("a-1", 3, 0))
+CLIENT = client("a", 0.5, 1.0, 2.0)
 
 
 def written(path: Path, *systems: str) -> Path:
     recording.start(path)
     for system in systems or ("alise",):
-        recording.append(path, header(system), [add().model_dump_json(), STEP.model_dump_json()], [CLIENT])
+        recording.append(path, header(system=system), [add().model_dump_json(), STEP.model_dump_json()], [CLIENT])
     return path
 
 
@@ -103,16 +40,13 @@ def test_runs_come_back_as_they_were_written(tmp_path: Path, name: str) -> None:
     assert runs[0].client_id("measured-3-0a1b2c3d") == "measured-3"
 
 
-def test_starting_again_leaves_nothing_of_an_older_recording(tmp_path: Path) -> None:
+def test_starting_again_leaves_nothing_of_an_older_recording_and_entries_that_did_not_fit_are_told(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path / "deep" / "run.jsonl", "alise", "fcfs")
-    assert len(recording.read(written(path))) == 1
-
-
-def test_entries_that_did_not_fit_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
     recording.start(path)
     recording.append(path, header(), [], [], dropped=17)
-    assert recording.read(path)[0].dropped == 17
+    assert [run.dropped for run in recording.read(path)] == [17]
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
@@ -136,17 +70,17 @@ def _edited(line: int, **fields: Any) -> Callable[[list[str]], list[str]]:
 
 
 DAMAGES: dict[str, tuple[Callable[[list[str]], list[str]], str]] = {
-    "not-json": (lambda lines: [lines[0], "{half", *lines[2:]], r"run\.jsonl, line 2: not JSON"),
-    "not-an-object": (
-        lambda lines: [lines[0], "[]", *lines[2:]],
-        r"line 2: field 'type': None must be one of run, add",
-    ),
-    "unknown-type": (_edited(1, type="ad"), r"line 2: field 'type': 'ad' must be one of"),
-    "other-format": (_edited(0, format=99), r"line 1: field 'format': 99, this version reads 1"),
+    "not-json": (lambda lines: [lines[0], "{half", *lines[2:]], r"run\.jsonl, line 2: Invalid JSON"),
+    "not-an-object": (lambda lines: [lines[0], "[]", *lines[2:]], r"line 2: Input should be .*object .*found \[\]"),
+    "unknown-type": (_edited(1, type="ad"), r"line 2: Input tag 'ad' found using 'type' .* tags: 'run', 'add'"),
+    "other-format": (_edited(0, format=99), r"line 1: field 'format': Input should be 1 .found 99"),
     "missing-field": (_edited(1, prompt=...), r"line 2: field 'prompt': Field required"),
     "unknown-field": (_edited(2, speed=1), r"line 3: field 'speed': Extra inputs"),
     "wrong-type": (_edited(2, computed=["x"]), r"line 3: field 'computed\.0': .*found 'x'"),
-    "wrong-setting": (_edited(0, settings={**SETTINGS, "num_blocks": "many"}), r"line 1: field 'settings\.num_blocks'"),
+    "wrong-setting": (
+        _edited(0, settings={**some_settings(), "num_blocks": "many"}),
+        r"line 1: field 'settings\.num_blocks'",
+    ),
     "line-lost": (lambda lines: [lines[0], *lines[2:]], r"line 4: field 'lines': 5 lines were written .* 4 are there"),
     "cut-short": (lambda lines: lines[:-1], r"the run of line 1 has no 'end' after line 4; .* cut short"),
     "no-header": (lambda lines: lines[1:], r"line 1: a line of type 'add' before the first line of a run"),
@@ -164,32 +98,25 @@ def test_damage_is_reported_with_file_line_and_field(tmp_path: Path, damage: str
         recording.read(path)
 
 
-def test_archive_cut_short_is_reported_with_the_last_good_line(tmp_path: Path) -> None:
+ARCHIVES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut-short": (lambda data: data[:-20], r"run\.jsonl\.gz, after line \d+: the compressed data is damaged"),
+    "flipped-byte": (lambda data: data[: len(data) // 2] + b"\xff" + data[len(data) // 2 + 1 :], r"run\.jsonl\.gz"),
+    "plain-file": (gzip.decompress, "the compressed data is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", ARCHIVES)
+def test_damaged_archive_is_reported(tmp_path: Path, damage: str) -> None:
     path = written(tmp_path / "run.jsonl.gz")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(RecordingError, match=r"run\.jsonl\.gz, after line \d+: the compressed data is damaged"):
-        recording.read(path)
-
-
-def test_archive_with_a_flipped_byte_is_reported(tmp_path: Path) -> None:
-    path = written(tmp_path / "run.jsonl.gz")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(RecordingError, match=r"run\.jsonl\.gz"):
-        recording.read(path)
-
-
-def test_plain_file_named_like_an_archive_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl.gz"
-    path.write_bytes(gzip.decompress(written(tmp_path / "a.jsonl.gz").read_bytes()))
-    with pytest.raises(RecordingError, match="the compressed data is damaged"):
+    edit, message = ARCHIVES[damage]
+    path.write_bytes(edit(path.read_bytes()))
+    with pytest.raises(RecordingError, match=message):
         recording.read(path)
 
 
 def test_runs_of_a_system_that_is_not_there_are_refused_with_those_that_are(tmp_path: Path) -> None:
-    runs = recording.read(written(tmp_path / "run.jsonl", "alise", "fcfs"))
-    assert [run.header.system for run in recording.pick(runs, system="fcfs")] == ["fcfs"]
-    assert recording.pick(runs) == runs
+    path = written(tmp_path / "run.jsonl", "alise", "fcfs")
+    assert [run.header.system for run in load(path, "fcfs")] == ["fcfs"]
+    assert load(path) == recording.read(path)
     with pytest.raises(RecordingError, match="system='orca': the recording holds alise, fcfs"):
-        recording.pick(runs, system="orca")
+        load(path, "orca")

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.recording import Run
-from vllm_ext.simulation.recording_lines import Add, Step, Update
+from vllm_ext.simulation.recording import Add, Run, Step, Update
 from vllm_ext.simulation.replay import ReplayError, replay
 
 from .recorded_runs import SYSTEMS, record
-
-
-@pytest.fixture(autouse=True)
-def _quiet_vllm() -> Iterator[None]:
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +85,30 @@ def test_first_other_decision_is_named_with_its_line_and_both_sides(alise: Run) 
     assert str((req_id, tokens)) in text
 
 
-@pytest.mark.parametrize(("cut", "problem"), [(-1, "read more often"), (1, "read less often")])
-def test_other_number_of_clock_readings_is_a_difference(alise: Run, cut: int, problem: str) -> None:
-    index = first(alise, Step)
-    clock = alise.entries[index].clock
-    other = clock[:-1] if cut < 0 else (*clock, clock[-1])
-    found = replay(changed(alise, index, clock=other)).divergence
+@pytest.mark.parametrize(
+    ("kind", "change", "problem"),
+    [
+        (Step, lambda entry: {"clock": entry.clock[:-1]}, "read more often"),
+        (Step, lambda entry: {"clock": (*entry.clock, entry.clock[-1])}, "read less often"),
+        (
+            Update,
+            lambda entry: {"finished": tuple((name, "length") for name, _ in entry.finished)},
+            "ends other requests",
+        ),
+    ],
+    ids=["fewer readings", "more readings", "other end"],
+)
+def test_every_other_difference_is_named(
+    alise: Run, kind: type, change: Callable[[Any], dict[str, Any]], problem: str
+) -> None:
+    index = next(
+        index
+        for index, entry in enumerate(alise.entries)
+        if isinstance(entry, kind) and (kind is Step or getattr(entry, "finished", ()))
+    )
+    found = replay(changed(alise, index, **change(alise.entries[index]))).divergence
     assert found is not None
     assert problem in found.what
-
-
-def test_request_that_ends_otherwise_is_a_difference(alise: Run) -> None:
-    index = next(i for i, entry in enumerate(alise.entries) if isinstance(entry, Update) and entry.finished)
-    ended = alise.entries[index].finished  # type: ignore[union-attr]
-    found = replay(changed(alise, index, finished=tuple((req_id, "length") for req_id, _ in ended))).divergence
-    assert found is not None
-    assert "ends other requests" in found.what
 
 
 def test_feature_that_is_not_modelled_is_refused_with_its_line(alise: Run) -> None:
@@ -122,19 +119,17 @@ def test_feature_that_is_not_modelled_is_refused_with_its_line(alise: Run) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("speculative_tokens", 3), ("connector", "OffloadingConnector"), ("kv_groups", ("MambaSpec",))],
+    [
+        ("speculative_tokens", 3),
+        ("connector", "OffloadingConnector"),
+        ("kv_groups", ("MambaSpec",)),
+        ("scheduler_cls", "nowhere.Scheduler"),
+    ],
 )
 def test_setting_that_cannot_be_rebuilt_is_refused_by_name(alise: Run, field: str, value: Any) -> None:
     settings = alise.header.settings.model_copy(update={field: value})
     header = alise.header.model_copy(update={"settings": settings})
-    with pytest.raises(ReplayError, match=rf"settings\.{field}="):
-        replay(replace(alise, header=header))
-
-
-def test_scheduler_class_that_is_not_there_is_refused(alise: Run) -> None:
-    settings = alise.header.settings.model_copy(update={"scheduler_cls": "nowhere.Scheduler"})
-    header = alise.header.model_copy(update={"settings": settings})
-    with pytest.raises(ReplayError, match=r"scheduler_cls='nowhere\.Scheduler'"):
+    with pytest.raises(ReplayError, match=rf"{field}="):
         replay(replace(alise, header=header))
 
 

@@ -19,32 +19,47 @@ DEVICE_BOUND = SteadyCost(device=1.0, host=0.25)
 HOST_BOUND = SteadyCost(device=0.25, host=1.0)
 
 
-def times(workload: Any, cost: SteadyCost, **options: Any) -> dict[str, list[float]]:
-    """Moments of all tokens by request."""
-    return token_times(simulate(workload, cost, **options)[0].requests)
+LONG = {"a": [1.25 + step for step in range(20)]}
+ASYNC = {"async_scheduling": True}
 
 
-# --- timing, depth 1: schedule, host, device, output; a step takes 1.25 s ---------------------------------------------
-
-
-@pytest.mark.parametrize("cost", [DEVICE_BOUND, HOST_BOUND], ids=["device-bound", "host-bound"])
-def test_synchronous_step_takes_host_plus_device(cost: SteadyCost) -> None:
-    assert times([ask("a")], cost) == {"a": [1.25, 2.5, 3.75]}
+def long_and(arrival_s: float) -> list[SimRequest]:
+    return [ask("a", output=20, max_tokens=20), ask("b", arrival_s, output=1)]
 
 
 @pytest.mark.parametrize(
-    ("arrival_s", "expected"),
-    [(1.0, [2.5, 3.75]), (1.25, [2.5, 3.75]), (1.2500001, [3.75, 5.0])],
-    ids=["during a step", "at its end", "just after its end"],
-)
-def test_synchronous_arrival_joins_the_next_step(arrival_s: float, expected: list[float]) -> None:
-    found = times([ask("a"), ask("b", arrival_s, output=2)], DEVICE_BOUND)
-    assert found == {"a": [1.25, 2.5, 3.75], "b": expected}
-
-
-def test_idle_engine_starts_a_step_at_the_arrival() -> None:
-    found = times([ask("a", output=1), ask("b", 100.5, output=2)], DEVICE_BOUND)
-    assert found == {"a": [1.25], "b": [101.75, 103.0]}
+    ("asked", "cost", "options", "expected"),
+    [
+        # Synchronous: schedule, host, device, output; a step takes 1.25 s whoever of the two takes longer.
+        ([ask("a")], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75]}),
+        ([ask("a")], HOST_BOUND, {}, {"a": [1.25, 2.5, 3.75]}),
+        # Whoever arrives during a step, or at its end, joins the next one.
+        ([ask("a"), ask("b", 1.0, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [2.5, 3.75]}),
+        ([ask("a"), ask("b", 1.25, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [2.5, 3.75]}),
+        ([ask("a"), ask("b", 1.2500001, output=2)], DEVICE_BOUND, {}, {"a": [1.25, 2.5, 3.75], "b": [3.75, 5.0]}),
+        # An idle engine starts a step at the arrival.
+        ([ask("a", output=1), ask("b", 100.5, output=2)], DEVICE_BOUND, {}, {"a": [1.25], "b": [101.75, 103.0]}),
+        # Requests of one moment are served in the order in which they are given.
+        ([ask("b", 0.5, output=1), ask("a", 0.5, output=1)], DEVICE_BOUND, {"max_num_seqs": 1},
+         {"b": [1.75], "a": [3.0]}),
+        # Asynchronous: s1 at 0, device 0.25-1.25; s2 at 0.25, device until 2.25; u1, s3 at 1.25, device until 3.25; ...
+        ([ask("a", max_tokens=3)], DEVICE_BOUND, ASYNC, {"a": [1.25, 2.25, 3.25]}),
+        # s1 at 0; s2 at 1, and the host is busy with it until 2, when it sees step 1; s3 at 2, u2 at 3; u3 waits to
+        # 3.25. A host that schedules step 3 while it still prepares step 2 would serve two steps in the time of one.
+        ([ask("a", max_tokens=3)], HOST_BOUND, ASYNC, {"a": [2.0, 3.0, 3.25]}),
+        # An arrival joins the next step to be scheduled: while step 1 is launched, while step 2 is, while the host is
+        # blocked on step 1, at its end, just after it.
+        (long_and(0.25), DEVICE_BOUND, ASYNC, {**LONG, "b": [2.25]}),
+        (long_and(0.3), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.0), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.25), DEVICE_BOUND, ASYNC, {**LONG, "b": [3.25]}),
+        (long_and(1.3), DEVICE_BOUND, ASYNC, {**LONG, "b": [4.25]}),
+    ],
+)  # fmt: skip
+def test_tokens_come_at_the_moments_worked_out_on_paper(
+    asked: list[SimRequest], cost: SteadyCost, options: dict[str, Any], expected: dict[str, list[float]]
+) -> None:
+    assert token_times(simulate(asked, cost, **options)[0].requests) == expected
 
 
 def test_engine_does_not_sleep_after_the_last_request() -> None:
@@ -54,11 +69,6 @@ def test_engine_does_not_sleep_after_the_last_request() -> None:
     assert [decision.num_tokens for decision in decisions] == [10, 0, 10, 0]
     assert data.duration_s == 2.5 + 2.0**-20
     assert data.counters["empty_steps"] == 2
-
-
-def test_requests_of_one_moment_are_served_in_the_order_they_are_given() -> None:
-    found = simulate([ask("b", 0.5, output=1), ask("a", 0.5, output=1)], DEVICE_BOUND, max_num_seqs=1)[0].requests
-    assert token_times(found) == {"b": [1.75], "a": [3.0]}
 
 
 def test_chunked_prompt_yields_its_first_token_after_the_last_chunk() -> None:
@@ -74,17 +84,6 @@ def test_request_waits_for_a_seat() -> None:
     assert row["waited_s"] == 2.0
 
 
-# --- timing, depth 2 --------------------------------------------------------------------------------------------------
-
-
-def test_asynchronous_device_bound_steps_follow_each_other_without_a_gap() -> None:
-    """s1 at 0, device 0.25-1.25; s2 at 0.25, device until 2.25; u1, s3 at 1.25, device until 3.25; u2 at 2.25; ..."""
-    data, decisions = simulate([ask("a", max_tokens=3)], DEVICE_BOUND, async_scheduling=True)
-    assert token_times(data.requests) == {"a": [1.25, 2.25, 3.25]}
-    assert [decision.num_tokens for decision in decisions] == [10, 1, 1, 0, 0]
-    assert data.counters["device_busy_s"] == 3.0
-
-
 def test_asynchronous_step_after_an_unforeseen_end_is_wasted() -> None:
     """The end token of step 3 is seen at 3.25, when step 4 has been on the device since then."""
     data, decisions = simulate([ask("a")], DEVICE_BOUND, async_scheduling=True)
@@ -93,35 +92,11 @@ def test_asynchronous_step_after_an_unforeseen_end_is_wasted() -> None:
     assert data.counters["device_busy_s"] == 4.0
 
 
-def test_asynchronous_host_bound_steps_take_the_hosts_time_each() -> None:
-    """s1 at 0; s2 at 1, and the host is busy with it until 2, when it sees step 1; s3 at 2, u2 at 3; u3 waits to 3.25.
-
-    A host that schedules step 3 while it still prepares step 2 would serve two steps in the time of one.
-    """
-    assert times([ask("a", max_tokens=3)], HOST_BOUND, async_scheduling=True) == {"a": [2.0, 3.0, 3.25]}
-
-
 def test_asynchronous_host_bound_rate_is_that_of_the_host() -> None:
     data, _ = simulate([ask("a", output=40)], HOST_BOUND, async_scheduling=True)
-    assert set(data_gaps(data)[:-1]) == {1.0}
+    gaps = [after - before for before, after in itertools.pairwise(token_times(data.requests)["a"])]
+    assert set(gaps[:-1]) == {1.0}
     assert data.duration_s >= 40 * 1.0
-
-
-def data_gaps(data: Any) -> list[float]:
-    moments = token_times(data.requests)["a"]
-    return [after - before for before, after in itertools.pairwise(moments)]
-
-
-@pytest.mark.parametrize(
-    ("arrival_s", "first_token_s"),
-    [(0.25, 2.25), (0.3, 3.25), (1.0, 3.25), (1.25, 3.25), (1.3, 4.25)],
-    ids=["while step 1 is launched", "while step 2 is launched", "blocked on step 1", "at its end", "just after it"],
-)
-def test_asynchronous_arrival_joins_the_next_step_to_be_scheduled(arrival_s: float, first_token_s: float) -> None:
-    found = times([ask("a", output=20, max_tokens=20), ask("b", arrival_s, output=1)], DEVICE_BOUND,
-                  async_scheduling=True)  # fmt: skip
-    assert found["b"] == [first_token_s]
-    assert found["a"] == [1.25 + step for step in range(20)]
 
 
 def test_asynchronous_core_sleeps_when_it_scheduled_nothing_and_looks_again() -> None:
@@ -147,46 +122,42 @@ def test_abort_by_the_end_of_a_step_comes_before_its_output(
     asked = [ask("a", output=1, abort_after_s=abort_after_s)]
     engine = make_engine(asked, DEVICE_BOUND, async_scheduling=depth == 2)
     engine.run()
-    row = rows(engine._collector.table)["a"]
+    row = rows(engine.collector.table)["a"]
     assert (row["finish_reason"], row["output_tokens"]) == (reason, tokens)
     assert row["finish_s"] == (0.0 if abort_after_s == 0 else 1.25)
     audit_drained(engine.scheduler)
 
 
-def test_abort_in_the_middle_keeps_the_tokens_that_came() -> None:
-    data, _ = simulate([ask("a", output=30, abort_after_s=3.0)], DEVICE_BOUND)
-    row = rows(data.requests)["a"]
-    assert (row["finish_reason"], row["output_tokens"], row["finish_s"]) == ("abort", 2, 3.75)
-    assert token_times(data.requests)["a"] == [1.25, 2.5]
-
-
-def test_abort_while_waiting_for_a_seat_leaves_no_trace_of_service() -> None:
-    asked = [ask("a"), ask("b", 0.5, abort_after_s=1.0), ask("c", 0.75, output=1)]
-    data, decisions = simulate(asked, DEVICE_BOUND, max_num_seqs=1)
-    row = rows(data.requests)["b"]
-    assert (row["finish_reason"], row["finish_s"], row["waited_s"]) == ("abort", 2.5, 2.0)
-    assert math.isnan(row["first_scheduled_s"])
-    assert math.isnan(row["first_token_s"])
-    assert all("b" not in dict(decision.scheduled) for decision in decisions)
-    assert token_times(data.requests)["c"] == [5.0]
-
-
-def test_a_client_without_patience_leaves_only_while_it_has_no_token() -> None:
-    """One seat, three steps of 1.25 s each: a has its first token after 1.25 s, b would have it after 5."""
-    asked = [ask("a", patience_s=1.5), ask("b", patience_s=1.5), ask("c", 0.5, patience_s=6.0, output=1)]
-    found = rows(simulate(asked, DEVICE_BOUND, max_num_seqs=1)[0].requests)
-    assert [found[name]["finish_reason"] for name in "abc"] == ["stop", "abort", "stop"]
-    assert (found["b"]["output_tokens"], found["b"]["finish_s"]) == (0, 2.5)
-    assert found["c"]["finish_s"] == 5.0, "after a: b took no seat"
-
-
-def test_abort_before_the_engine_core_looked_is_never_scheduled() -> None:
-    """It comes and goes while step 1 runs."""
-    data, decisions = simulate([ask("a"), ask("b", 0.5, abort_after_s=0.25)], DEVICE_BOUND)
-    assert rows(data.requests)["b"]["finish_reason"] == "abort"
-    assert rows(data.requests)["b"]["finish_s"] == 1.25
-    assert all(decision.new == ("a",) for decision in decisions[:1])
-    assert all("b" not in decision.new for decision in decisions)
+@pytest.mark.parametrize(
+    ("asked", "options", "expected"),
+    [
+        # In the middle: the tokens that came are kept.
+        ([ask("a", output=30, abort_after_s=3.0)], {}, {"a": ("abort", 2, 3.75)}),
+        # While it waits for a seat.
+        ([ask("a"), ask("b", 0.5, abort_after_s=1.0), ask("c", 0.75, output=1)], {"max_num_seqs": 1},
+         {"a": ("stop", 3, 3.75), "b": ("abort", 0, 2.5), "c": ("stop", 1, 5.0)}),
+        # Without patience it leaves only while it has no token: a has its first after 1.25 s, b would after 5.
+        ([ask("a", patience_s=1.5), ask("b", patience_s=1.5), ask("c", 0.5, patience_s=6.0, output=1)],
+         {"max_num_seqs": 1}, {"a": ("stop", 3, 3.75), "b": ("abort", 0, 2.5), "c": ("stop", 1, 5.0)}),
+        # It comes and goes while step 1 runs.
+        ([ask("a"), ask("b", 0.5, abort_after_s=0.25)], {}, {"a": ("stop", 3, 3.75), "b": ("abort", 0, 1.25)}),
+    ],
+    ids=["midway", "in the queue", "no patience", "not yet seen"],
+)  # fmt: skip
+def test_abort_keeps_what_came_and_leaves_no_trace_of_service_where_there_was_none(
+    asked: list[SimRequest], options: dict[str, Any], expected: dict[str, tuple[str, int, float]]
+) -> None:
+    data, decisions = simulate(asked, DEVICE_BOUND, **options)
+    found = rows(data.requests)
+    assert {
+        name: (row["finish_reason"], row["output_tokens"], row["finish_s"]) for name, row in found.items()
+    } == expected
+    for name, row in found.items():
+        if not row["output_tokens"]:
+            assert math.isnan(row["first_scheduled_s"])
+            assert math.isnan(row["first_token_s"])
+            assert row["waited_s"] == row["finish_s"] - row["arrival_s"]
+            assert all(name not in dict(decision.scheduled) for decision in decisions)
 
 
 def test_abort_after_the_end_changes_nothing() -> None:
@@ -201,7 +172,7 @@ def test_seat_of_an_aborted_request_goes_to_the_next(depth: int) -> None:
     asked = [ask("a", output=30, abort_after_s=2.0), ask("b", 0.5, output=1)]
     engine = make_engine(asked, DEVICE_BOUND, max_num_seqs=1, async_scheduling=depth == 2)
     engine.run()
-    found = rows(engine._collector.table)
+    found = rows(engine.collector.table)
     assert found["b"]["first_scheduled_s"] == found["a"]["finish_s"] == (2.5 if depth == 1 else 2.25)
     audit_drained(engine.scheduler)
 

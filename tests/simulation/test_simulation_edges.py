@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.audit import audit_drained
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
-from vllm_ext.config import ConfigError
 from vllm_ext.policies.contract import Admission, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision, Stalled
+from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import UPSTREAM, build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
@@ -30,9 +29,7 @@ from .parts import (
     PerTokenCost,
     ask,
     crowd,
-    engine_spec,
     make_engine,
-    make_factory,
     rows,
     simulate,
 )
@@ -65,7 +62,7 @@ def test_single_token_answer_has_no_gap() -> None:
 def test_output_is_cut_at_the_bound_and_the_context(depth: int, options: Any, reason: str, tokens: int) -> None:
     engine = make_engine([ask("a", **options)], async_scheduling=depth == 2)
     engine.run()
-    row = rows(engine._collector.table)["a"]
+    row = rows(engine.collector.table)["a"]
     assert (row["finish_reason"], row["output_tokens"]) == (reason, tokens)
     assert row["true_output_tokens"] == options["output"]
     audit_drained(engine.scheduler)
@@ -91,37 +88,27 @@ def test_pool_too_small_for_one_request_is_refused() -> None:
     simulate([ask("a", prompt=150, output=9)], num_blocks=11)
 
 
-def test_unknown_system_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)no-such.*fcfs.*alise"):
-        simulate([], system="no-such")
+def _late(request: SimRequest, finished_s: float, output_ids: Any) -> list[SimRequest]:
+    return [ask("b", finished_s - 1)]
 
 
-def test_options_with_vllm_alone_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"options=.*must be empty for upstream-fcfs"):
-        simulate([], options={"ordering": {}})
-
-
-@pytest.mark.parametrize("arrival_s", [0.5, -1.0, math.nan, math.inf])
-def test_workload_out_of_order_is_an_error(arrival_s: float) -> None:
-    with pytest.raises(ValueError, match=r"arrival_s=.* of b: must be a number, and not below 1\.0"):
-        simulate([ask("a", 1.0), ask("b", arrival_s)])
-
-
-def test_follow_up_from_the_past_is_an_error() -> None:
-    workload = ListWorkload([ask("a")], lambda request, finished_s, ids: [ask("b", finished_s - 1)])
-    with pytest.raises(ValueError, match=r"arrival_s=2.0 of b: .*not below 3.0, when a ended"):
-        simulate(workload)
-
-
-def test_id_that_is_taken_is_an_error() -> None:
-    with pytest.raises(ValueError, match="req_id='a'"):
-        simulate([ask("a"), ask("a", 0.5)])
-
-
-@pytest.mark.parametrize("broken", [{"prompt": 0}, {"output": 0}, {"max_tokens": 0}])
-def test_lengths_below_one_are_an_error_and_no_rejection(broken: Any) -> None:
-    with pytest.raises(ValueError, match="of a: must be at least 1"):
-        simulate([ask("a", **broken)])
+@pytest.mark.parametrize(
+    ("workload", "options", "message"),
+    [
+        ([], {"system": "no-such"}, r"(?s)no-such.*fcfs.*alise"),
+        ([], {"options": {"ordering": {}}}, r"options=.*must be empty for upstream-fcfs"),
+        *(
+            ([ask("a", 1.0), ask("b", moment)], {}, r"arrival_s=.* of b: must be a number, and not below 1\.0")
+            for moment in (0.5, -1.0, math.nan, math.inf)
+        ),
+        (ListWorkload([ask("a")], _late), {}, r"arrival_s=2.0 of b: .*not below 3.0, when a ended"),
+        ([ask("a"), ask("a", 0.5)], {}, "req_id='a'"),
+        *(([ask("a", **{name: 0})], {}, "of a: must be at least 1") for name in ("prompt", "output", "max_tokens")),
+    ],
+)
+def test_what_can_not_be_run_is_an_error_and_no_rejection(workload: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(workload, **options)
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -136,7 +123,7 @@ def test_scheduler_that_admits_nobody_may_still_wait_for_an_abort() -> None:
     engine = make_engine([ask("a", abort_after_s=30.0)])
     engine.scheduler.max_num_active_reqs = 0
     engine.run()
-    assert rows(engine._collector.table)["a"]["finish_s"] == pytest.approx(30.0, abs=2 * IDLE_STEP_S)
+    assert rows(engine.collector.table)["a"]["finish_s"] == pytest.approx(30.0, abs=2 * IDLE_STEP_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +157,14 @@ def test_progress_is_reported_at_the_end() -> None:
 
 def decisions_of_loop(system: str, depth: int, caching: bool, clock: Callable[[], float]) -> list[Decision]:
     """What the engine loop decides for the crowd, with a runner that checks every KV slot."""
-    spec = engine_spec(system=system, prefix_caching=caching, async_scheduling=depth == 2)
-    scheduler: Scheduler = build_scheduler(spec, 14)
+    engine = make_engine([], num_blocks=14, system=system, prefix_caching=caching, async_scheduling=depth == 2)
+    scheduler = engine.scheduler
     if hasattr(scheduler, "clock"):
         scheduler.clock = clock
     lengths = {request.req_id: request.output_tokens for request in crowd()}
     loop = EngineLoop(scheduler, FakeRunner(output_lengths=lengths, pipelined=depth == 2), depth=depth)
-    factory = make_factory(spec)
     for request in crowd():
-        loop.add(factory(request))
+        loop.add(engine._make_request(request))
     loop.run_until_idle(max_steps=4000)
     return loop.decisions
 
@@ -201,7 +187,7 @@ def test_decisions_equal_those_of_the_engine_loop(system: str, depth: int, cachi
     assert next(replayed, None) is None, "the loop asked for the time less often"
     audit_drained(engine.scheduler)
     if system in ("fcfs", *UPSTREAM):
-        assert engine._collector.preemptions, "the pool was large enough after all"
+        assert engine.collector.preemptions, "the pool was large enough after all"
 
 
 def test_decisions_are_kept_only_when_asked_for() -> None:

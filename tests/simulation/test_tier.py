@@ -1,29 +1,44 @@
-"""KV between device and host in virtual time: vLLM's connector decides, a link takes its time, and nothing is torn."""
+"""KV between device and host in virtual time: a connector decides, a link takes its time, and nothing is torn."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.support.audit import AuditError
+from vllm_ext.config_kv import PREFIX_POLICIES
+from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import build_scheduler, simulate_parts
+from vllm_ext.simulation.run import simulate_parts
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
-from vllm_ext.simulation.tier_options import kv_bytes_per_block
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, crowd, engine_spec, fingerprint, rows, token_times
-from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, drained, ids, mixed, offload, serve
+from .tier_parts import BLOCK_BYTES, HARDWARE, Server, conversation, drained, ids, mixed, offload, own_tier, serve
 
 _DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-_POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
+_CONNECTORS = pytest.mark.parametrize(
+    "connector",
+    [
+        {"kv_offload": offload()},
+        {"kv_offload": offload(policy="arc")},
+        *(
+            {"system": system, "options": own_tier(bits=bits, store=store, chunk_tokens=16)}
+            for system, bits, store in (
+                ("fcfs", 16, "early"), ("fcfs", 8, "late"), ("alise", 16, "late"), ("alise", 8, "early"),
+                ("auto", 16, "early"), ("auto", 8, "late"),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
 
 
 def ttft(server: Server, req_id: str) -> float:
@@ -78,15 +93,6 @@ def test_a_load_that_ends_during_a_step_is_reported_with_the_next_one() -> None:
     drained(server)
 
 
-def test_both_directions_at_once_are_slower_than_one() -> None:
-    copies = SimulatedCopies(TransferLink(1000.0, contention_loss=0.2), block_bytes=100, copies_per_block=1)
-    device, host = _specs(8), CPULoadStoreSpec(list(range(8)))
-    copies.submit_store(0, device, host)
-    assert copies.next_end_s() == pytest.approx(0.8)
-    copies.submit_load(1, host, device)
-    assert copies.next_end_s() == pytest.approx(1.0)
-
-
 def test_copies_wait_for_the_steps_that_were_launched_before_them() -> None:
     copies = SimulatedCopies(TransferLink(1000.0), block_bytes=100, copies_per_block=1)
     copies.host_s, copies.stream_s = 1.0, 3.0
@@ -106,11 +112,15 @@ def _specs(blocks: int) -> GPULoadStoreSpec:
 # --- what it is good for --------------------------------------------------------------------------------------------
 
 
-@_POLICIES
+@_CONNECTORS
 @_DEPTHS
-def test_next_turn_is_loaded_from_the_host_instead_of_computed_again(async_scheduling: bool, policy: str) -> None:
+def test_next_turn_is_loaded_from_the_host_instead_of_computed_again(
+    async_scheduling: bool, connector: dict[str, Any]
+) -> None:
+    """Turn 1 leaves 80 tokens: five chunks of one block."""
     alone = serve(conversation(), async_scheduling=async_scheduling)
-    tiered = drained(serve(conversation(), kv_offload=offload(policy=policy), async_scheduling=async_scheduling))
+    tiered = drained(serve(conversation(), async_scheduling=async_scheduling, **connector))
+    assert isinstance(tiered.scheduler.connector, TieredConnector) == ("options" in connector)
     assert rows(alone.collector.table)["turn-2"]["cached_prompt_tokens"] == 0
     assert rows(tiered.collector.table)["turn-2"]["cached_prompt_tokens"] == 80
     assert alone.collector.prefill_tokens - tiered.collector.prefill_tokens == 80
@@ -126,45 +136,40 @@ def test_over_a_slow_link_loading_takes_longer_than_computing(async_scheduling: 
     assert ttft(slow, "turn-2") > ttft(alone, "turn-2") + 0.5
 
 
-def test_without_generated_tokens_on_the_host_only_the_prompt_is_loaded() -> None:
-    server = drained(serve(conversation(), kv_offload=offload(offload_prompt_only=True)))
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
+@pytest.mark.parametrize(
+    ("connector", "cached", "chunks"),
+    [
+        ({"kv_offload": offload(offload_prompt_only=True)}, 64, 200),
+        # Turn 1 leaves 5 full blocks: two chunks of two.
+        ({"kv_offload": offload(blocks_per_chunk=2)}, 64, 100),
+        # The sizes that serving gives them: 32 tokens at 16 bits, 64 at 8.
+        ({"system": "fcfs", "options": own_tier(bits=16)}, 64, 100),
+        ({"system": "fcfs", "options": own_tier(bits=8)}, 64, 95),
+        ({"kv_offload": offload(blocks=6)}, 0, 6),
+    ],
+    ids=["prompt only", "chunks", "16 bits", "8 bits", "full"],
+)
+def test_only_what_the_host_keeps_in_full_chunks_is_loaded(connector: dict[str, Any], cached: int, chunks: int) -> None:
+    server = drained(serve(conversation(), **connector))
+    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == cached
+    assert server.counters["num_tier_chunks"] == chunks
+    assert server.tier is not None
+    assert (server.counters["tier_evicted_chunks"] > 0) == (server.tier.used_fraction == 1.0) == (cached == 0)
 
 
-def test_only_full_chunks_are_kept() -> None:
-    """Turn 1 leaves 5 full blocks: two chunks of two."""
-    server = drained(serve(conversation(), kv_offload=offload(blocks_per_chunk=2)))
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 64
-    assert server.counters["num_tier_chunks"] == 100
-
-
+@_CONNECTORS
 @_DEPTHS
-def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bool) -> None:
+def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bool, connector: dict[str, Any]) -> None:
     """Two requests that together outgrow the pool; without prefix caching, all that is found is on the host."""
     both = [ask(name, 0.0, 60, 70, max_tokens=90, token_ids=ids(200 * i, 60)) for i, name in enumerate(("a", "b"), 1)]
-    options = {"num_blocks": 12, "async_scheduling": async_scheduling, "prefix_caching": False}
-    alone = serve(both, **options)
-    tiered = drained(serve(both, kv_offload=offload(), **options))
+    options = {"num_blocks": 12, "async_scheduling": async_scheduling, "prefix_caching": False, "system": "fcfs"}
+    alone, tiered = serve(both, **options), drained(serve(both, **{**connector, **options}))
     for server in (alone, tiered):
         assert server.collector.preemptions > 0
         assert set(server.collector.table.ints("output_tokens")) == {70}
     assert tiered.counters["tier_hit_tokens"] >= 64
     saved = alone.collector.prefill_tokens - tiered.collector.prefill_tokens
     assert saved >= tiered.counters["tier_hit_tokens"] - 16
-
-
-def test_full_host_memory_evicts_and_is_never_overfull() -> None:
-    server = drained(serve(conversation(), kv_offload=offload(blocks=6)))
-    assert server.counters["tier_evicted_chunks"] > 0
-    assert rows(server.collector.table)["turn-2"]["cached_prompt_tokens"] == 0
-    assert server.tier is not None
-    assert server.tier.used_fraction == 1.0
-
-
-def test_copies_of_several_devices_go_side_by_side() -> None:
-    """The same KV in halves: the same bytes in all, in half the time."""
-    halves = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=2)
-    assert kv_bytes_per_block(halves, 16) == kv_bytes_per_block(HARDWARE, 16) == BLOCK_BYTES
 
 
 # --- what must not go wrong -----------------------------------------------------------------------------------------
@@ -212,8 +217,7 @@ def test_auditor_finds_kv_that_is_used_before_it_has_arrived(monkeypatch: pytest
     on_time = SimulatedCopies.get_finished
 
     def too_early(copies: SimulatedCopies) -> list[TransferResult]:
-        under_way = (*copies._queued, *copies._begun.values())
-        loads = [transfer.job_id for transfer in under_way if transfer.direction is Direction.TO_DEVICE]
+        loads = [transfer.job_id for transfer in copies._begun.values() if transfer.direction is Direction.TO_DEVICE]
         return on_time(copies) + [TransferResult(job_id, success=True) for job_id in loads]
 
     monkeypatch.setattr(SimulatedCopies, "get_finished", too_early)
@@ -221,25 +225,61 @@ def test_auditor_finds_kv_that_is_used_before_it_has_arrived(monkeypatch: pytest
         serve(conversation(), kv_offload=offload(), blocks_per_s=20.0)
 
 
+def _upstreams(dice: random.Random, seed: int) -> dict[str, Any]:
+    return {
+        "kv_offload": offload(
+            dice.choice([3, 10, 40, 200]),
+            policy=dice.choice(["lru", "arc"]),
+            blocks_per_chunk=dice.choice([1, 1, 2, 3]),
+        ),
+        "system": ("upstream-fcfs", "upstream-priority", "fcfs", "oracle-alise")[seed // 2 % 4],
+    }
+
+
+def _ours(dice: random.Random, seed: int) -> dict[str, Any]:
+    options = own_tier(
+        dice.choice([5, 10, 40, 200]),
+        bits=dice.choice([16, 8]),
+        policy=PREFIX_POLICIES[seed % 3],
+        store=("early", "late")[seed // 2 % 2],
+        chunk_tokens=dice.choice([16, 16, 32, 48]),
+    )
+    system = ("fcfs", "oracle-alise", "auto", "alise")[seed // 2 % 4]
+    return {"options": options, "system": system, "quantise_blocks_per_s": dice.choice([None, 500.0])}
+
+
+def _gaps(dice: random.Random, seed: int) -> dict[str, Any]:
+    options = own_tier(
+        dice.choice([5, 10, 40, 200]),
+        bits=dice.choice([16, 8]),
+        load=("in-step", "auto")[seed // 2 % 2],
+        gaps="fused",
+        chunk_tokens=dice.choice([16, 16, 32, 48]),
+    )
+    return {
+        "options": options,
+        "system": ("pensieve", "alise+pensieve", "auto", "pensieve-published")[seed // 2 % 4],
+    }
+
+
+@pytest.mark.parametrize("connector", [_upstreams, _ours, _gaps])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(seed: int) -> None:
+def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(
+    seed: int, connector: Callable[[random.Random, int], dict[str, Any]]
+) -> None:
     """Conversations, shared prefixes, preemptions, aborts, full host memory, fast and slow links, all systems."""
     dice = random.Random(seed)
     workload = mixed(dice)
     server = serve(
         workload,
         dice.choice([PerTokenCost(), SteadyCost(device=0.01, host=0.002), SteadyCost(device=0.002, host=0.01)]),
-        kv_offload=offload(
-            dice.choice([3, 10, 40, 200]),
-            policy=dice.choice(["lru", "arc"]),
-            blocks_per_chunk=dice.choice([1, 1, 2, 3]),
-        ),
         blocks_per_s=dice.choice([8.0, 80.0, 2000.0, 1e5]),
         num_blocks=dice.choice([12, 16, 24]),
         async_scheduling=bool(seed % 2),
-        system=("upstream-fcfs", "upstream-priority", "fcfs", "oracle-alise")[seed // 2 % 4],
+        **connector(dice, seed),
     )
     drained(server)
+    assert (getattr(server.scheduler, "gaps", None) is not None) == (connector is _gaps)
     assert sorted(server.collector.table.texts("req_id")) == sorted(req_id for req_id, _, _ in workload.ended)
     finished = [row for row in server.collector.table.rows() if row["finish_reason"] != "abort"]
     assert all(row["output_tokens"] == row["true_output_tokens"] for row in finished)
@@ -264,22 +304,40 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "connector",
+    [
+        {"kv_offload": offload(20)},
+        *(
+            {"system": "alise", "options": own_tier(8, policy=policy, store=store, chunk_tokens=16)}
+            for policy in PREFIX_POLICIES
+            for store in ("early", "late")
+        ),
+    ],
+    ids=str,
+)
 @_DEPTHS
-def test_run_reports_the_tier_and_repeats_itself(async_scheduling: bool) -> None:
+def test_run_reports_the_tier_and_repeats_itself(async_scheduling: bool, connector: dict[str, Any]) -> None:
     spec = SimulationSpec(
-        engine=engine_spec(prefix_caching=True, async_scheduling=async_scheduling, kv_offload=offload(20)),
+        engine=engine_spec(prefix_caching=True, async_scheduling=async_scheduling, **connector),
         hardware=HARDWARE,
         record=RecordSpec(token_times=True, decisions=True),
     )
     runs = [simulate_parts(spec, workload=ListWorkload(crowd()), cost=SteadyCost(), num_blocks=14) for _ in range(2)]
     (data, decisions), (again, decided_again) = runs
-    assert fingerprint(data, decisions) == fingerprint(again, decided_again)
-    assert data.counters["transfer_store_bytes"] > data.counters["transfer_load_bytes"] > 0
-    assert data.counters["tier_hit_tokens"] > 0
+    assert fingerprint(data, decisions or []) == fingerprint(again, decided_again or [])
+    counters = data.counters
+    assert counters["transfer_store_bytes"] > 0
+    if "kv_offload" in connector:
+        assert counters["transfer_store_bytes"] > counters["transfer_load_bytes"] > 0
+        assert counters["tier_hit_tokens"] > 0
+    else:
+        assert counters["tier_evicted_chunks"] > 0
+        assert counters["tier_dropped_chunks"] == 0
     used, moved = data.series.column("tier_used_fraction"), data.series.column("transfer_bytes")
     assert moved[0] == 0
     assert 0 < used.max() <= 1
-    assert 0 < moved[-1] <= data.counters["transfer_store_bytes"] + data.counters["transfer_load_bytes"]
+    assert 0 < moved[-1] <= counters["transfer_store_bytes"] + counters["transfer_load_bytes"]
     assert (moved[1:] >= moved[:-1]).all()
 
 
@@ -289,13 +347,3 @@ def test_without_a_tier_there_is_no_connector() -> None:
     spec = SimulationSpec(engine=engine_spec())
     data, _ = simulate_parts(spec, workload=ListWorkload([ask("a")]), cost=SteadyCost(), num_blocks=14)
     assert not [name for name in data.counters if name.startswith(("tier", "transfer", "link"))]
-
-
-def test_too_small_host_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cpu_bytes=26214399: must hold at least one chunk of 26214400 bytes"):
-        build_scheduler(engine_spec(kv_offload={"cpu_bytes": 2 * BLOCK_BYTES - 1, "blocks_per_chunk": 2}), 14, HARDWARE)
-
-
-def test_block_size_is_needed_for_a_tier() -> None:
-    with pytest.raises(ValueError, match="hardware=None: needed for kv_offload"):
-        build_scheduler(engine_spec(kv_offload=offload()), 14)

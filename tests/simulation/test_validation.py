@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ from typing import Any
 import pytest
 
 from vllm_ext.cli.main import main
-from vllm_ext.simulation import recording, validation_report
+from vllm_ext.simulation import recording, validation
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
-from vllm_ext.simulation.recorded_steps import offsets, timed_steps
-from vllm_ext.simulation.recorded_workload import RecordedWorkload
-from vllm_ext.simulation.recording import RecordingError, Run
-from vllm_ext.simulation.recording_lines import Finish
+from vllm_ext.simulation.recorded_run import RecordedWorkload, offsets, timed_steps
+from vllm_ext.simulation.recording import Finish, RecordingError, Run
 from vllm_ext.simulation.validation import fit, floors, validate
 
 from .recorded_runs import DELIVERY_S, INTAKE_S, simulate
@@ -26,15 +22,6 @@ COST = Fitted(
     StepCurve(base_s=0.004, slopes=(2e-5,), per_request=1e-4, per_decode_context=1e-6, per_prefill_context=2e-6)
 )
 """What steps of these engines take."""
-
-
-@pytest.fixture(autouse=True)
-def _quiet_vllm() -> Iterator[None]:
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +81,7 @@ def test_asynchronous_steps_last_from_end_to_end(tmp_path: Path, monkeypatch: py
 def test_engine_that_is_slower_than_what_was_fitted_shows_as_error(recordings: dict[str, Path]) -> None:
     """The errors must be able to show something: steps of half the time give latencies that are too low."""
     fitted = fit(runs_of(recordings, "upstream-fcfs-fit"))
-    fast = replace(fitted, cost=Fitted(replace(fitted.cost.curve, base_s=0.001)))
+    fast = replace(fitted, cost=Fitted(fitted.cost.curve.model_copy(update={"base_s": 0.001})))
     found = validate(runs_of(recordings, "upstream-fcfs-run")[0], fast)
     assert found.metrics["e2e_error_median"] > 0.2
     assert found.metrics["e2e_mean_error"] < -0.2
@@ -158,17 +145,17 @@ def test_request_that_was_aborted_is_refused_with_its_line(recordings: dict[str,
 
 def test_report_replays_judges_every_system_and_states_the_noise(recordings: dict[str, Path]) -> None:
     path, fit_path = recordings["alise-run"], recordings["alise-fit"]
-    report = validation_report.make_report(recording.read(path), recording.read(fit_path))
-    result = validation_report.make_result(report, path, fit_path, name="validate", command="x")
+    report = validation.make_report(recording.read(path), recording.read(fit_path))
+    result = validation.make_result(report, path, fit_path, name="validate", command="x")
     assert report.divergences() == []
     assert result.metrics["alise.load_0.8.replayed_equal_steps_fraction"] == 1.0
-    assert result.baselines[validation_report.MEASURED]["alise.load_0.8.e2e_mean_ms"] > 0
-    assert result.baselines[validation_report.REPEAT]["alise.load_0.8.e2e_error_median"] == 0.0
+    assert result.baselines[validation.MEASURED]["alise.load_0.8.e2e_mean_ms"] > 0
+    assert result.baselines[validation.REPEAT]["alise.load_0.8.e2e_error_median"] == 0.0
     assert [goal.met for goal in result.goals] == [True] * 4
     assert "differ by 0.0% in this metric" in result.goals[2].note
     own = [result.metrics[f"alise.load_0.8.e2e_error_{q}"] for q in ("median", "p90")]
     assert [result.metrics[f"all.e2e_error_{q}"] for q in ("median", "p90")] == pytest.approx(own)  # equal repeats
-    table = validation_report.make_table(report).splitlines()
+    table = validation.make_table(report).splitlines()
     assert len(table) == 5
     assert "real engine, again" in table[-2]
     assert table[-1].startswith("all")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.simulation import recording
-from vllm_ext.simulation.cost.constant import Constant
+from vllm_ext.simulation.cost.fitted import Fitted
 
 from .recorded_runs import simulate
 
@@ -31,7 +31,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
         script.asked.append(args)
         for repeat in range(args.repeats):
             for system in args.systems:
-                simulate(args.record, monkeypatch, Constant(step_s=0.01), system=system, seed=args.seed, repeat=repeat)
+                simulate(args.record, monkeypatch, Fitted.constant(0.01), system=system, seed=args.seed, repeat=repeat)
         return SimpleNamespace(metrics={"capacity_requests_per_s": 30.0}), "table"
 
     monkeypatch.setattr(script.engine_compare, "measure", measure)

@@ -13,15 +13,13 @@ from tests.support.audit import audit_drained
 from tests.support.tier_audit import TransferAuditor
 from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-from vllm_ext.simulation.harness import block_hasher
-from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import build_scheduler, reads_truth
+from vllm_ext.simulation.run import build_scheduler, make_engine
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec
-from vllm_ext.simulation.tier import Tier, build_tier
+from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.tier import Tier
 
-from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, engine_spec
+from .parts import ListWorkload, PerTokenCost, SteadyCost, as_workload, ask, engine_spec
 
 BLOCK_BYTES = 16 * 819_200
 """16 tokens x 2 (K, V) x 40 layers x 5120 x 2 bytes."""
@@ -77,36 +75,24 @@ def serve(
         blocks_per_s: Of the link, in one direction.
         quantise_blocks_per_s: See `CostSpec.quantise_bytes_per_s`.
     """
-    spec = engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, **options})
-    scheduler = build_scheduler(spec, num_blocks, HARDWARE)
-    collector = Collector(scheduler, RecordSpec(token_times=True))
-    link = CostSpec(
-        kind="constant",
-        pcie_bytes_per_s=blocks_per_s * BLOCK_BYTES,
-        copy_overhead_s=0.0,
-        quantise_bytes_per_s=None if quantise_blocks_per_s is None else quantise_blocks_per_s * BLOCK_BYTES,
-    )
-    tier = None if scheduler.connector is None else build_tier(scheduler, HARDWARE, link)
-    if tier is not None:
-        tier.copies.auditor = TransferAuditor(scheduler)
-        collector.tier = tier
-    engine = SimulatedEngine(
-        scheduler,
-        workload if isinstance(workload, ListWorkload) else ListWorkload(list(workload)),
-        cost or PerTokenCost(),
-        collector,
-        depth=2 if spec.async_scheduling else 1,
-        make_request=RequestFactory(
-            max_model_len=spec.max_model_len,
-            hasher=block_hasher(spec.block_size),
-            reveal_lengths=reads_truth(spec),
+    spec = SimulationSpec(
+        engine=engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, **options}),
+        hardware=HARDWARE,
+        cost=CostSpec(
+            kind="constant",
+            pcie_bytes_per_s=blocks_per_s * BLOCK_BYTES,
+            copy_overhead_s=0.0,
+            quantise_bytes_per_s=None if quantise_blocks_per_s is None else quantise_blocks_per_s * BLOCK_BYTES,
         ),
-        tier=tier,
+        record=RecordSpec(token_times=True, decisions=True),
     )
-    engine.decisions = []
+    scheduler = build_scheduler(spec.engine, num_blocks, HARDWARE)
+    engine = make_engine(spec, scheduler, as_workload(workload), cost or PerTokenCost())
+    if (tier := engine.collector.tier) is not None:
+        tier.copies.auditor = TransferAuditor(scheduler)
     if run:
         engine.run()
-    return Server(engine, scheduler, collector, tier)
+    return Server(engine, scheduler, engine.collector, tier)
 
 
 def ids(start: int, count: int) -> list[int]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.validation_report import Report
+    from vllm_ext.simulation.validation import Report
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a replay decided otherwise than the recorded run, 2 if the recording can't be used."""
     args = _parser().parse_args(list(argv))
     from vllm_ext.observability import results
-    from vllm_ext.simulation import validation_report as reports
+    from vllm_ext.simulation import validation as reports
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
     try:

@@ -27,6 +27,24 @@ class Batch(NamedTuple):
     req_ids: frozenset[str]
 
 
+class Observed(NamedTuple):
+    """A real or a simulated run, as far as they are compared. Times count from the start of the measured part."""
+
+    timelines: Sequence[RequestTimeline]
+    """The requests that are judged, in the order of the recording."""
+    batches: Sequence[Batch]
+    """All steps."""
+
+
+def compare(predicted: Observed, measured: Observed, from_s: float = 0.0) -> dict[str, float]:
+    """Return errors per request and the agreement of decisions, those of steps that begin at ``from_s`` or later."""
+    return {
+        **request_errors(predicted.timelines, measured.timelines),
+        **batch_agreement(predicted.batches, [b for b in measured.batches if b.start_s >= from_s]),
+        "first_token_order_agreement": order_agreement(predicted.timelines, measured.timelines),
+    }
+
+
 def request_errors(predicted: Sequence[RequestTimeline], measured: Sequence[RequestTimeline]) -> dict[str, float]:
     """Return median and P90 over requests of |predicted - measured| / measured, as fractions.
 
@@ -50,15 +68,14 @@ def request_errors(predicted: Sequence[RequestTimeline], measured: Sequence[Requ
 
 def aggregates(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     """Return mean, P50, P90 and P99 of end-to-end and normalised latency, TTFT and every gap between tokens, in ms."""
-    gaps = np.concatenate([np.diff(np.asarray(t.token_times_s, dtype=np.float64)) for t in timelines])
-    values = {
-        "e2e": (np.array([t.e2e_s for t in timelines]), "ms"),
-        "ttft": (np.array([t.ttft_s for t in timelines]), "ms"),
-        "tbt": (gaps, "ms"),
-        "normalised_latency": (np.array([t.normalised_s for t in timelines]), "ms_per_token"),
+    values: dict[tuple[str, str], _Vector] = {
+        ("e2e", "ms"): np.array([t.e2e_s for t in timelines]),
+        ("ttft", "ms"): np.array([t.ttft_s for t in timelines]),
+        ("tbt", "ms"): np.concatenate([np.diff(np.asarray(t.token_times_s, dtype=np.float64)) for t in timelines]),
+        ("normalised_latency", "ms_per_token"): np.array([t.normalised_s for t in timelines]),
     }
     found = {}
-    for name, (series, unit) in values.items():
+    for (name, unit), series in values.items():
         if len(series):
             found[f"{name}_mean_{unit}"] = float(series.mean()) * _MS
             for quantile, q in _QUANTILES.items():

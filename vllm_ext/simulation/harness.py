@@ -43,6 +43,10 @@ from vllm_ext.systems import build
 
 BlockHasher = Callable[[Request], list[BlockHash]]
 
+SAME_NAMES = {
+    "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "async_scheduling", "watermark",
+}  # fmt: skip
+"""Options of `make_config` that have the same names in descriptions and recordings of engines."""
 VOCAB_SIZE = 4096
 _HASH_ALGORITHM = "sha256"
 _MAX_POSITIONS = 1 << 20
@@ -77,14 +81,10 @@ class KvShape:
 
 @functools.cache
 def _model_dir() -> tempfile.TemporaryDirectory[str]:
+    """Directory with the ``config.json`` of a one-layer Llama; written once per process, removed at its end."""
     directory = tempfile.TemporaryDirectory(prefix="vllm-ext-model-")
     Path(directory.name, "config.json").write_text(json.dumps(_MODEL))
     return directory
-
-
-def tiny_model_dir() -> Path:
-    """Directory with the ``config.json`` of a one-layer Llama; written once per process, removed at its end."""
-    return Path(_model_dir().name)
 
 
 @functools.cache
@@ -121,12 +121,17 @@ def make_config(
 ) -> VllmConfig:
     """The configuration an engine with these options would hand to its scheduler.
 
+    Args:
+        scheduler_cls: Name of a class, or a short name that the plugin resolves.
+        num_blocks: KV blocks including vLLM's null block, so ``num_blocks - 1`` can be held.
+        max_num_batched_tokens: Token budget of a step.
+        async_scheduling: Whether the caller schedules a step before the previous one returned.
+        additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
+        kv_transfer_config: For a KV connector, of which the scheduler builds its own side.
+
     Raises:
         ValueError: vLLM refused a value; its message names the field.
     """
-    model = ModelConfig(
-        model=str(tiny_model_dir()), skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
-    )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -138,11 +143,12 @@ def make_config(
         scheduler_cls=scheduler_cls,
         async_scheduling=False,
     )
-    cache = CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching)
     config = VllmConfig(
-        model_config=model,
+        model_config=ModelConfig(
+            model=_model_dir().name, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float32"
+        ),
         scheduler_config=scheduler,
-        cache_config=cache,
+        cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
         parallel_config=ParallelConfig(worker_extension_cls=WORKERS[False] if _fuses_gaps(additional_config) else ""),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=kv_transfer_config,
@@ -182,33 +188,20 @@ def make_kv_cache_config(num_blocks: int, block_size: int, kv_shape: KvShape | N
 def make_scheduler(
     scheduler_cls: str | type[Scheduler] | None = None,
     *,
-    num_blocks: int = 64,
-    block_size: int = 16,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 64,
-    max_model_len: int = 512,
-    async_scheduling: bool = False,
-    enable_prefix_caching: bool = True,
-    additional_config: Mapping[str, Any] | None = None,
-    scheduling_policy: str = "fcfs",
     log_stats: bool = True,
-    watermark: float = 0.0,
     v2_model_runner: bool = False,
-    kv_transfer_config: KVTransferConfig | None = None,
     kv_shape: KvShape | None = None,
+    **options: Any,
 ) -> Scheduler:
     """Build a scheduler as the engine core does.
 
     Args:
         scheduler_cls: A class, ``"package.module.Class"``, or a short name that the plugin resolves; None is
             upstream's AsyncScheduler (correct with and without async scheduling).
-        num_blocks: KV blocks including vLLM's null block, so ``num_blocks - 1`` can be held.
-        max_num_batched_tokens: Token budget of a step.
-        async_scheduling: Whether the caller schedules a step before the previous one returned.
-        additional_config: ``VllmConfig.additional_config``; our options are under ``"vllm_ext"``.
+        log_stats: As the engine core's.
         v2_model_runner: Produce outputs for vLLM's V2 runner (resumed requests travel as new ones).
-        kv_transfer_config: For a KV connector, of which the scheduler builds its own side.
-        kv_shape: What that connector takes the model's KV for; None: the tiny model's.
+        kv_shape: What a connector takes the model's KV for; None: the tiny model's.
+        options: Of `make_config`.
 
     Returns:
         The scheduler; its class decides what policies run. Nothing is started.
@@ -216,28 +209,16 @@ def make_scheduler(
     Raises:
         ValueError: vLLM or the scheduler refused a value.
     """
-    config = make_config(
-        scheduler_cls if isinstance(scheduler_cls, str) else None,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        async_scheduling=async_scheduling,
-        enable_prefix_caching=enable_prefix_caching,
-        additional_config=additional_config,
-        scheduling_policy=scheduling_policy,
-        watermark=watermark,
-        kv_transfer_config=kv_transfer_config,
-    )
+    config = make_config(scheduler_cls if isinstance(scheduler_cls, str) else None, **options)
     if kv_shape is not None:
         config.cache_config.cache_dtype = kv_shape.dtype
     cls: Any = scheduler_cls or AsyncScheduler
     if isinstance(cls, str):
         cls = config.scheduler_config.get_scheduler_cls()
+    block_size = config.cache_config.block_size
     scheduler: Scheduler = cls(
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(num_blocks, block_size, kv_shape),
+        kv_cache_config=make_kv_cache_config(config.cache_config.num_gpu_blocks, block_size, kv_shape),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,
@@ -258,6 +239,7 @@ def make_request(
     session_id: str | None = None,
     cache_salt: str | None = None,
     hasher: BlockHasher | None = None,
+    end_token_id: int = EOS_TOKEN_ID,
 ) -> Request:
     """Build a request as the engine core receives it.
 
@@ -267,12 +249,13 @@ def make_request(
         arrival_time: In seconds, on the clock the scheduler is given.
         extra_args: What a client sends as ``vllm_xargs``, e.g. ``{"osl": 12}``.
         hasher: ``block_hasher(block_size)`` when prefix caching is on, None when it is off.
+        end_token_id: The token that ends it.
     """
     tokens = list(range(100, 100 + prompt_tokens)) if isinstance(prompt_tokens, int) else list(prompt_tokens)
     return Request(
         request_id=req_id,
         prompt_token_ids=tokens,
-        sampling_params=_sampling_params(max_tokens, extra_args),
+        sampling_params=_sampling_params(max_tokens, extra_args, end_token_id),
         pooling_params=None,
         arrival_time=arrival_time,
         priority=priority,
@@ -305,8 +288,10 @@ def make_requests(
         )
 
 
-def _sampling_params(max_tokens: int, extra_args: Mapping[str, Any] | None) -> SamplingParams:
+def _sampling_params(
+    max_tokens: int, extra_args: Mapping[str, Any] | None, end_token_id: int = EOS_TOKEN_ID
+) -> SamplingParams:
     extra = dict(extra_args) if extra_args is not None else None
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
-    params.update_from_generation_config({}, EOS_TOKEN_ID)
+    params.update_from_generation_config({}, end_token_id)
     return params

@@ -12,51 +12,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import KEY
 from vllm_ext.observability.step_record import settings
 from vllm_ext.prediction.runtime import Pivot, RuntimeModel
-from vllm_ext.simulation import harness
 from vllm_ext.simulation.decision import Decision
-from vllm_ext.simulation.recording import RecordingError, Run
-from vllm_ext.simulation.recording_lines import Add, EngineSettings, Finish, OtherCall, Step, Update
+from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.recording import Add, EngineSettings, Finish, OtherCall, RecordingError, Run, Step, Update
 from vllm_ext.simulation.steered import steered
 
 END_TOKEN_ID = -1
 _BY_ITSELF = {"stop", "repetition"}
+_OF_A_REQUEST = {"max_tokens", "arrival_time", "extra_args", "priority", "session_id", "cache_salt"}
 
 
 class ReplayError(RecordingError):
     """The recording holds something that a replay does not model; nothing can be said of equality."""
 
 
-class _Differs(Exception):
-    def __init__(self, what: str, recorded: object, replayed: object) -> None:
-        super().__init__(what)
-        self.what, self.recorded, self.replayed = what, recorded, replayed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
+@dataclass(eq=False)
+class Divergence(Exception):
     """The first thing in which a replay was not the recorded run."""
 
-    source: str
-    line: int
-    """Of the recording."""
-    step: int
-    """Decisions that were equal before."""
     what: str
     recorded: object
     replayed: object
+    source: str = ""
+    line: int = 0
+    """Of the recording."""
+    step: int = 0
+    """Decisions that were equal before."""
 
     def __str__(self) -> str:
         return (
@@ -87,15 +80,13 @@ class PlaybackClock:
     def __init__(self) -> None:
         self._readings: deque[float] = deque()
         self._given = 0
-        self._last = 0.0
 
     def __call__(self) -> float:
         """Return the next recorded reading; the scheduler differs from the recorded one if there is none left."""
-        self._given += 1
         if not self._readings:
-            raise _Differs("the clock is read more often", f"{self._given - 1} readings", f"{self._given} or more")
-        self._last = self._readings.popleft()
-        return self._last
+            raise Divergence("the clock is read more often", f"{self._given} readings", f"{self._given + 1} or more")
+        self._given += 1
+        return self._readings.popleft()
 
     def play(self, readings: Iterable[float]) -> None:
         """Give these readings next."""
@@ -106,7 +97,7 @@ class PlaybackClock:
         """Insist that every reading was taken."""
         if self._readings:
             given = self._given
-            raise _Differs("the clock is read less often", f"{given + len(self._readings)} readings", f"{given}")
+            raise Divergence("the clock is read less often", f"{given + len(self._readings)} readings", f"{given}")
 
 
 def build_scheduler(recorded: EngineSettings) -> Scheduler:
@@ -116,19 +107,12 @@ def build_scheduler(recorded: EngineSettings) -> Scheduler:
         ReplayError: a setting can't be rebuilt; the message names it.
     """
     try:
-        scheduler = harness.make_scheduler(
+        scheduler = make_scheduler(
             recorded.scheduler_cls,
-            num_blocks=recorded.num_blocks,
-            block_size=recorded.block_size,
-            max_num_seqs=recorded.max_num_seqs,
-            max_num_batched_tokens=recorded.max_num_batched_tokens,
-            max_model_len=recorded.max_model_len,
-            async_scheduling=recorded.async_scheduling,
             enable_prefix_caching=recorded.prefix_caching,
             additional_config={KEY: dict(recorded.options)} if recorded.options else None,
             scheduling_policy=recorded.policy,
-            watermark=recorded.watermark,
-            v2_model_runner=recorded.v2_model_runner,
+            **recorded.model_dump(include={*SAME_NAMES, "num_blocks", "v2_model_runner"}),
         )
     except (ImportError, ValueError) as error:
         raise ReplayError(f"scheduler_cls={recorded.scheduler_cls!r}: can't be rebuilt ({error})") from error
@@ -153,81 +137,68 @@ def replay(run: Run) -> Replay:
     Raises:
         ReplayError: see `build_scheduler`; or a request uses a feature that is not modelled.
     """
-    return _Replayer(run).run()
+    player = _Player(run.header.settings)
+    divergence: Divergence | None = None
+    for line, entry in zip(run.lines, run.entries, strict=True):
+        try:
+            player.repeat(entry, f"{run.source}, line {line}")
+        except Divergence as found:
+            divergence = replace(found, source=run.source, line=line, step=player.steps)
+            break
+    return Replay(
+        steps=player.steps,
+        total_steps=sum(1 for _ in run.of_type(Step)),
+        requests=player.requests,
+        divergence=divergence,
+        scheduler=player.scheduler,
+    )
 
 
-class _Replayer:
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._scheduler = build_scheduler(run.header.settings)
+class _Player:
+    """A rebuilt scheduler, and the entries of a run it was given so far."""
+
+    def __init__(self, recorded: EngineSettings) -> None:
+        self.scheduler = build_scheduler(recorded)
+        self.steps = self.requests = 0
         self._clock = PlaybackClock()
-        ours = steered(self._scheduler)
-        self._has_clock = ours is not None
-        if ours is not None:
-            ours.clock = self._clock
-        recorded = run.header.settings
-        self._hasher = harness.block_hasher(recorded.block_size) if recorded.prefix_caching else None
+        self._steered = steered(self.scheduler)
+        if self._steered is not None:
+            self._steered.clock = self._clock
+        self._hasher = block_hasher(recorded.block_size) if recorded.prefix_caching else None
         self._in_flight: dict[int, SchedulerOutput] = {}
-        self._steps = self._requests = 0
 
-    def run(self) -> Replay:
-        run, divergence = self._run, None
-        for line, entry in zip(run.lines, run.entries, strict=True):
-            self._clock.play(entry.clock)
-            try:
-                self._do(entry, f"{run.source}, line {line}")
-                if self._has_clock:
-                    self._clock.check_used_up()
-            except _Differs as found:
-                divergence = Divergence(
-                    source=run.source,
-                    line=line,
-                    step=self._steps,
-                    what=found.what,
-                    recorded=found.recorded,
-                    replayed=found.replayed,
+    def repeat(self, entry: Any, where: str) -> None:
+        """Raise `Divergence` where the scheduler does not do what was recorded."""
+        self._clock.play(entry.clock)
+        match entry:
+            case Step():
+                self._schedule(entry)
+            case Update():
+                self._update(entry, where)
+            case Add(unsupported=unsupported):
+                if unsupported:
+                    raise ReplayError(f"{where}: field 'unsupported': {', '.join(unsupported)} can't be replayed")
+                options = entry.model_dump(include=_OF_A_REQUEST)
+                self.scheduler.add_request(
+                    make_request(entry.req_id, entry.prompt, hasher=self._hasher, end_token_id=END_TOKEN_ID, **options)
                 )
-                break
-        return Replay(
-            steps=self._steps,
-            total_steps=sum(1 for _ in run.of_type(Step)),
-            requests=self._requests,
-            divergence=divergence,
-            scheduler=self._scheduler,
-        )
-
-    def _do(self, entry: Any, where: str) -> None:
-        if isinstance(entry, Step):
-            self._schedule(entry)
-        elif isinstance(entry, Update):
-            self._update(entry, where)
-        elif isinstance(entry, Add):
-            if entry.unsupported:
-                raise ReplayError(f"{where}: field 'unsupported': {', '.join(entry.unsupported)} can't be replayed")
-            self._scheduler.add_request(_request(entry, self._hasher))
-            self._requests += 1
-        elif isinstance(entry, Finish):
-            self._scheduler.finish_requests(entry.req_ids, RequestStatus[entry.status])
-        elif isinstance(entry, OtherCall):
-            args = [PauseState[entry.args[0]]] if entry.name == "set_pause_state" else entry.args
-            getattr(self._scheduler, entry.name)(*args)
+                self.requests += 1
+            case Finish():
+                self.scheduler.finish_requests(entry.req_ids, RequestStatus[entry.status])
+            case OtherCall():
+                args = [PauseState[entry.args[0]]] if entry.name == "set_pause_state" else entry.args
+                getattr(self.scheduler, entry.name)(*args)
+        if self._steered is not None:
+            self._clock.check_used_up()
 
     def _schedule(self, entry: Step) -> None:
-        output = self._scheduler.schedule(entry.throttled)
-        replayed = Decision.of(output)
-        recorded = Decision(
-            scheduled=entry.scheduled,
-            new=entry.new,
-            resumed=entry.resumed,
-            preempted=entry.preempted,
-            num_computed_tokens=entry.computed,
-        )
-        if replayed != recorded:
-            name = next(n for n in vars(recorded) if getattr(recorded, n) != getattr(replayed, n))
-            raise _Differs(
-                f"step {entry.step} decides otherwise: {name}", getattr(recorded, name), getattr(replayed, name)
-            )
-        self._steps += 1
+        output = self.scheduler.schedule(entry.throttled)
+        replayed = vars(Decision.of(output))
+        for name, found in replayed.items():
+            recorded = entry.computed if name == "num_computed_tokens" else getattr(entry, name)
+            if found != recorded:
+                raise Divergence(f"step {entry.step} decides otherwise: {name}", recorded, found)
+        self.steps += 1
         self._in_flight[entry.step] = output
 
     def _update(self, entry: Update, where: str) -> None:
@@ -242,7 +213,7 @@ class _Replayer:
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
         )
-        by_client = self._scheduler.update_from_output(output, model_output)
+        by_client = self.scheduler.update_from_output(output, model_output)
         replayed = {
             one.request_id: str(one.finish_reason)
             for outputs in by_client.values()
@@ -251,24 +222,4 @@ class _Replayer:
         }
         recorded = {req_id: "stop" if reason in _BY_ITSELF else reason for req_id, reason in entry.finished}
         if replayed != recorded:
-            raise _Differs(f"the output of step {entry.step} ends other requests", recorded, replayed)
-
-
-def _request(entry: Add, hasher: harness.BlockHasher | None) -> Request:
-    sampling = SamplingParams(
-        max_tokens=entry.max_tokens,
-        temperature=0.0,
-        extra_args=dict(entry.extra_args) if entry.extra_args is not None else None,
-    )
-    sampling.update_from_generation_config({}, END_TOKEN_ID)
-    return Request(
-        request_id=entry.req_id,
-        prompt_token_ids=list(entry.prompt),
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=entry.arrival_time,
-        priority=entry.priority,
-        session_id=entry.session_id,
-        cache_salt=entry.cache_salt,
-        block_hasher=hasher,
-    )
+            raise Divergence(f"the output of step {entry.step} ends other requests", recorded, replayed)

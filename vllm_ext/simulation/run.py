@@ -15,11 +15,11 @@ from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.decision import Decision
-from vllm_ext.simulation.harness import block_hasher, make_scheduler
+from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_scheduler
 from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
@@ -27,14 +27,14 @@ from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
-from vllm_ext.simulation.tier import build_tier
-from vllm_ext.simulation.tier_options import connector_options
+from vllm_ext.simulation.tier import build_tier, connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
 
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
 """vLLM's own scheduling policies, by the names they have here."""
 
+_TOTALS = ("steps", "empty_steps", "contended_steps", "prefill_tokens", "decode_tokens", "preemptions")
 Progress = Callable[[float, int], None]
 """Called with the virtual time in seconds and the number of requests that ended."""
 
@@ -70,7 +70,7 @@ def simulate_parts(
         The data of the run, and the decisions of every step if ``spec.record.decisions``.
     """
     with _rare_collections():
-        return _run(spec, workload, cost, num_blocks, progress)
+        return _run(spec, workload, cost, num_blocks, progress)  # nothing here holds on to what it made
 
 
 def _run(
@@ -82,29 +82,8 @@ def _run(
         roofline = spec.cost.kind == "roofline"
         tile = spec.hardware.resolve_device().tile_tokens if roofline else DEFAULT_TILE_TOKENS
         start_from_profile(scheduler, spec.engine, cost, tile)
-    collector = Collector(scheduler, spec.record)
-    tier = None
-    if scheduler.connector is not None:
-        with _quiet_vllm():
-            tier = collector.tier = build_tier(scheduler, spec.hardware, spec.cost)
-    engine = SimulatedEngine(
-        scheduler,
-        workload,
-        cost,
-        collector,
-        depth=2 if spec.engine.async_scheduling else 1,
-        make_request=RequestFactory(
-            max_model_len=spec.engine.max_model_len,
-            # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
-            hasher=block_hasher(spec.engine.block_size) if spec.engine.prefix_caching or tier is not None else None,
-            reveal_lengths=reads_truth(spec.engine),
-            can_hide=isinstance(scheduler, Cohort),
-        ),
-        on_progress=progress,
-        tier=tier,
-    )
-    if spec.record.decisions:
-        engine.decisions = []
+    engine = make_engine(spec, scheduler, workload, cost, progress=progress)
+    collector = engine.collector
     with _quiet_vllm():  # a connector would warn of each chunk that does not fit
         engine.run(spec.max_time_s)
     if progress is not None:
@@ -115,11 +94,36 @@ def _run(
         gaps=collector.gaps,
         series=collector.series,
         events=collector.events,
-        counters=_counters(engine, scheduler, collector, num_blocks),
+        counters=_counters(engine, num_blocks),
         duration_s=engine.clock(),
         wall_s=time.perf_counter() - started,
     )
     return data, engine.decisions
+
+
+def make_engine(
+    spec: SimulationSpec, scheduler: Scheduler, workload: Workload, cost: CostModel, *, progress: Progress | None = None
+) -> SimulatedEngine:
+    """Return an engine around a scheduler that `build_scheduler` built, which has not run yet."""
+    engine = spec.engine
+    collector = Collector(scheduler, spec.record)
+    if scheduler.connector is not None:
+        with _quiet_vllm():
+            collector.tier = build_tier(scheduler, spec.hardware, spec.cost)
+    # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
+    hashes = engine.prefix_caching or collector.tier is not None
+    factory = RequestFactory(
+        max_model_len=engine.max_model_len,
+        hasher=block_hasher(engine.block_size) if hashes else None,
+        reveal_lengths=reads_truth(engine),
+        can_hide=isinstance(scheduler, Cohort),
+    )
+    made = SimulatedEngine(
+        scheduler, workload, cost, collector, make_request=factory, on_progress=progress, tier=collector.tier
+    )
+    if spec.record.decisions:
+        made.decisions = []
+    return made
 
 
 def build_scheduler(
@@ -155,16 +159,11 @@ def build_scheduler(
         return make_scheduler(
             scheduler_cls if exact or connector else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
-            block_size=engine.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_model_len=engine.max_model_len,
-            async_scheduling=engine.async_scheduling,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},
             scheduling_policy=upstream or "fcfs",
-            watermark=engine.watermark,
             log_stats=False,
+            **engine.model_dump(include=SAME_NAMES),
             **connector,
         )
 
@@ -195,15 +194,9 @@ def reads_truth(engine: EngineSpec) -> bool:
     return resolve(engine.system).oracle or "oracle" in sources
 
 
-def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collector, num_blocks: int) -> dict[str, float]:
-    duration_s = engine.clock()
-    found = {
-        "steps": collector.steps,
-        "empty_steps": collector.empty_steps,
-        "contended_steps": collector.contended_steps,
-        "prefill_tokens": collector.prefill_tokens,
-        "decode_tokens": collector.decode_tokens,
-        "preemptions": collector.preemptions,
+def _counters(engine: SimulatedEngine, num_blocks: int) -> dict[str, float]:
+    collector, duration_s = engine.collector, engine.clock()
+    found = {name: getattr(collector, name) for name in _TOTALS} | {
         "rejected_requests": engine.num_rejected,
         "unfinished_requests": len(collector.live),
         "device_busy_s": collector.device_busy_s,
@@ -218,7 +211,7 @@ def _counters(engine: SimulatedEngine, scheduler: Scheduler, collector: Collecto
         found.update(collector.backlog.counters())
     if collector.tier is not None:
         found.update(collector.tier.counters(duration_s))
-    ours = steered(scheduler)
+    ours = steered(engine.scheduler)
     if ours is not None:
         found["policy_fallbacks"] = ours.observer.counters.fallbacks
         found["demotions"] = ours.observer.counters.demotions

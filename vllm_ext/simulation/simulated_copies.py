@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from vllm_ext.kv.layer_loads import LayerJob, LayerLoads
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-
-
-class Auditor(Protocol):
-    """Is told what happens to blocks; raises where that must not be."""
-
-    def submitted(
-        self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec
-    ) -> None:
-        """A job was handed to the worker."""
-
-    def finished(self, job_id: int, lost: Collection[int] = ()) -> None:
-        """Its copies are through, but for those to blocks ``lost``, counted on its target's side."""
-
-    def launched(self, output: SchedulerOutput) -> None:
-        """A step's forward was launched."""
 
 
 class _Transfer(NamedTuple):
@@ -72,12 +55,12 @@ class SimulatedCopies(OffloadingWorker):
         """Time the host waited for stores before it could launch a step."""
         self.exposed_s = 0.0
         """Time by which loads within steps made these longer."""
-        self.auditor: Auditor | None = None
+        self.auditor: Any = None
+        """A test's: is told of jobs ``submitted`` and ``finished`` and of steps ``launched``, and may raise."""
         self._copies_per_block = copies_per_block
         self._copies_per_chunk = copies_per_chunk
         self._quantise_s_per_block = quantise_s_per_block
-        self._queued: deque[_Transfer] = deque()  # submitted, not begun; by start, since hosts and streams go forward
-        self._begun: dict[int, _Transfer] = {}  # by the link's id
+        self._begun: dict[int, _Transfer] = {}  # submitted and not through, by the link's id
         self._results: list[TransferResult] = []
         self._layers: tuple[float, float] | None = None
         """When the loads of the step that is being launched begin and end; None: it has none."""
@@ -145,15 +128,11 @@ class SimulatedCopies(OffloadingWorker):
 
     def next_end_s(self) -> float | None:
         """Return when the next copy will be through; None if there is none."""
-        while True:
-            end_s = self.link.next_end_s()
-            if not self._queued or (end_s is not None and end_s <= self._queued[0].start_s):
-                return end_s
-            self._begin(self._queued.popleft())
+        return self.link.next_end_s()
 
     def _end_s(self, job_ids: set[int], now: float) -> float:
         """Run until none of these jobs is under way and return when that is, or ``now`` if it is later."""
-        while any(transfer.job_id in job_ids for transfer in (*self._begun.values(), *self._queued)):
+        while any(transfer.job_id in job_ids for transfer in self._begun.values()):
             end_s = self.next_end_s()
             if end_s is None:
                 raise RuntimeError(f"jobs {sorted(job_ids)} were submitted and never end")
@@ -164,15 +143,11 @@ class SimulatedCopies(OffloadingWorker):
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
         num_blocks, num_chunks = len(device.block_ids), len(host.block_ids)
         num_copies = num_blocks * self._copies_per_block + num_chunks * self._copies_per_chunk
-        start_s = max(self.host_s, self.stream_s)
-        self._queued.append(_Transfer(start_s, job_id, direction, num_blocks, max(1, num_copies)))
+        transfer = _Transfer(max(self.host_s, self.stream_s), job_id, direction, num_blocks, max(1, num_copies))
+        self._begun[self.link.submit(transfer.start_s, direction, *self._work(transfer))] = transfer
         if self.auditor is not None:
             self.auditor.submitted(job_id, direction, device, host)
         return True
-
-    def _begin(self, transfer: _Transfer) -> None:
-        submitted = self.link.submit(transfer.start_s, transfer.direction, *self._work(transfer))
-        self._begun[submitted] = transfer
 
     def _work(self, transfer: _Transfer) -> tuple[float, int, float]:
         """Return bytes, copies, and set-up time in seconds."""
@@ -180,8 +155,6 @@ class SimulatedCopies(OffloadingWorker):
         return num_blocks * self.block_bytes, transfer.num_copies, num_blocks * self._quantise_s_per_block
 
     def _run_until(self, now: float) -> None:
-        while self._queued and self._queued[0].start_s <= now:
-            self._begin(self._queued.popleft())
         for transfer_id in self.link.advance(now):
             transfer = self._begun.pop(transfer_id)
             if transfer.direction is Direction.TO_DEVICE:

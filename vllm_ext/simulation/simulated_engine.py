@@ -59,7 +59,6 @@ class SimulatedEngine:
         workload: Who asks for what.
         cost: How long steps take.
         collector: Keeps the books.
-        depth: 1 for synchronous scheduling, 2 for async; must match the scheduler's configuration.
         make_request: Turns a workload's request into the scheduler's.
         on_progress: Called now and then with the virtual time and the number of requests that ended.
         tier: Copies KV to the host and back, if the scheduler has a connector for that.
@@ -72,7 +71,6 @@ class SimulatedEngine:
         cost: CostModel,
         collector: Collector,
         *,
-        depth: int,
         make_request: RequestFactory,
         on_progress: Callable[[float, int], None] | None = None,
         tier: Tier | None = None,
@@ -84,8 +82,8 @@ class SimulatedEngine:
         self.num_rejected = 0
         self._workload = workload
         self._cost = cost
-        self._collector = collector
-        self._depth = depth
+        self.collector = collector
+        self._depth = 2 if scheduler.scheduler_config.async_scheduling else 1
         self._make_request = make_request
         self._on_progress = on_progress
         self._tier = tier
@@ -131,7 +129,7 @@ class SimulatedEngine:
                 self._step(wanted)
                 steps += 1
                 if self._on_progress is not None and steps % _PROGRESS_EVERY == 0:
-                    self._on_progress(self.clock(), len(self._collector.table))
+                    self._on_progress(self.clock(), len(self.collector.table))
                 continue
             upcoming = self._events.next_time_s()
             if upcoming is None:
@@ -161,7 +159,7 @@ class SimulatedEngine:
         else:
             scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
             model_output, shape = self._runner.execute(scheduled, requests, layouts_of(output))
-        self._collector.scheduled(output, shape, now)
+        self.collector.scheduled(output, shape, now)
         if self.decisions is not None:
             self.decisions.append(Decision.of(output) if cohort is None else cohort.decision(output))
         ready = end = now + self._cost.host_s(shape) if shape.num_requests else now
@@ -173,7 +171,7 @@ class SimulatedEngine:
             device_s = self._cost.device_s(shape)
             end = start + device_s if self._tier is None else self._tier.forward_end_s(start, device_s)
             self._device_free_s = end
-            self._collector.executed(shape, start, end)
+            self.collector.executed(shape, start, end)
         else:
             self._empty_step()
         if self._tier is not None:
@@ -187,14 +185,14 @@ class SimulatedEngine:
         self._advance_to(max(self.clock(), oldest.end_s))
         now = self.clock()
         self._abort_due(now)
-        collector, hidden = self._collector, 0
+        hidden = 0
         if self._cohort is not None:
             hidden = self._cohort.num_hidden
-            collector.processed(now)
+            self.collector.processed(now)
         by_client = self.scheduler.update_from_output(oldest.scheduler_output, oldest.model_output)
         outputs = next(iter(by_client.values())).outputs if by_client else ()  # of the only client there is
         if by_client or hidden:
-            for live, reason in collector.delivered(outputs, now, hidden):
+            for live, reason in self.collector.delivered(outputs, now, hidden):
                 self._ended(live, reason, now)
 
     def _wake_s(self) -> float:
@@ -218,7 +216,7 @@ class SimulatedEngine:
             )
 
     def _advance_to(self, moment_s: float) -> None:
-        self._collector.passed(moment_s)
+        self.collector.passed(moment_s)
         self.clock.advance_to(moment_s)
 
     # --- clients ----------------------------------------------------------------------------------------------------
@@ -226,15 +224,20 @@ class SimulatedEngine:
     def _plan_next_arrival(self) -> None:
         """Look one request ahead in the workload: it may be longer than memory."""
         request = next(self._arrivals, None)
-        if request is None:
-            return
-        if not self._last_arrival_s <= request.arrival_s < math.inf:
-            raise ValueError(
-                f"arrival_s={request.arrival_s!r} of {request.req_id}: must be a number, and not below "
-                f"{self._last_arrival_s}, because a workload starts at 0 and yields requests by arrival time"
-            )
-        self._last_arrival_s = request.arrival_s
-        self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, True))
+        if request is not None:
+            why = "because a workload starts at 0 and yields requests by arrival time"
+            self._plan(request, self._last_arrival_s, why, from_start=True)
+            self._last_arrival_s = request.arrival_s
+
+    def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
+        for follow_up in self._workload.after(request, now, generated):
+            self._plan(follow_up, now, f"when {request.req_id} ended, which it follows", from_start=False)
+
+    def _plan(self, request: SimRequest, earliest_s: float, why: str, *, from_start: bool) -> None:
+        if not earliest_s <= request.arrival_s < math.inf:
+            named = f"arrival_s={request.arrival_s!r} of {request.req_id}"
+            raise ValueError(f"{named}: must be a number, and not below {earliest_s}, {why}")
+        self._events.push(request.arrival_s, EventKind.ARRIVAL, (request, from_start))
 
     def _receive(self, now: float) -> None:
         """Deliver what has happened by now, in the order in which it happened."""
@@ -251,7 +254,7 @@ class SimulatedEngine:
                 return
 
     def _add(self, request: SimRequest, now: float) -> None:
-        if request.req_id in self._collector.live:
+        if request.req_id in self.collector.live:
             raise ValueError(f"req_id={request.req_id!r}: a request of that id has not ended yet; ids must be unique")
         try:
             built = self._make_request(request)
@@ -264,11 +267,10 @@ class SimulatedEngine:
         predicted = 0
         if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
             predicted = job.prediction.tokens
-        self._collector.arrived(request, predicted, now)
-        if request.abort_after_s is not None:
-            self._aborts.push(request.arrival_s + request.abort_after_s, EventKind.ABORT, (request.req_id, False))
-        if request.patience_s is not None:
-            self._aborts.push(request.arrival_s + request.patience_s, EventKind.ABORT, (request.req_id, True))
+        self.collector.arrived(request, predicted, now)
+        for after_s, only_unanswered in ((request.abort_after_s, False), (request.patience_s, True)):
+            if after_s is not None:
+                self._aborts.push(request.arrival_s + after_s, EventKind.ABORT, (request.req_id, only_unanswered))
 
     def _abort_due(self, now: float) -> None:
         """Abort the requests whose clients are gone by now."""
@@ -277,25 +279,16 @@ class SimulatedEngine:
 
     def _abort_next(self, now: float) -> None:
         req_id, only_unanswered = self._aborts.pop().payload
-        live = self._collector.live.get(req_id)
+        live = self.collector.live.get(req_id)
         if live is not None and not (only_unanswered and live.num_tokens):
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
             self._ended(live, "abort", now)
 
     def _ended(self, live: Live, reason: str, now: float) -> None:
-        self._collector.ended(live, reason, now)
+        self.collector.ended(live, reason, now)
         request = live.request
         self._lengths.pop(request.req_id, None)
         self._plan_follow_ups(request, now, output_ids(live.num_tokens, ended=reason == "stop"))
-
-    def _plan_follow_ups(self, request: SimRequest, now: float, generated: list[int]) -> None:
-        for follow_up in self._workload.after(request, now, generated):
-            if not now <= follow_up.arrival_s < math.inf:
-                raise ValueError(
-                    f"arrival_s={follow_up.arrival_s!r} of {follow_up.req_id}: must be a number, and not below {now}, "
-                    f"when {request.req_id} ended, which it follows"
-                )
-            self._events.push(follow_up.arrival_s, EventKind.ARRIVAL, (follow_up, False))
 
 
 def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: VirtualClock) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_ext.simulation.cost.memory import num_kv_blocks
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, num_kv_blocks
 from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 

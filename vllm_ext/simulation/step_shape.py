@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import NamedTuple, Protocol
 
 
@@ -27,6 +28,23 @@ class StepShape(NamedTuple):
     def num_prefill_tokens(self) -> int:
         """Tokens computed by prefill rows."""
         return self.num_tokens - self.num_decodes
+
+    @classmethod
+    def of_decodes(cls, count: int, context: int) -> StepShape:
+        """Return a step of so many rows that each attend to ``context`` tokens, the new one included."""
+        return cls(count, count, count, count, count * context, 0, 0.0)
+
+    @classmethod
+    def of_chunk(cls, tokens: int, held: int = 0, *, sampled: bool = True) -> StepShape:
+        """Return a step of one prefill row behind ``held`` tokens; ``sampled``: it completes the prompt."""
+        return cls(1, tokens, 0, int(sampled), 0, held + tokens, tokens * (held + (tokens + 1) / 2))
+
+    def plus(self, other: StepShape) -> StepShape:
+        """Return a step of both's rows."""
+        return StepShape(*map(add, self, other))
+
+
+EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0.0)
 
 
 class CostModel(Protocol):

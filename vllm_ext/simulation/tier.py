@@ -17,46 +17,117 @@ Copies of one direction go one after the other, and both directions slow each ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
+from vllm_ext.config import parse
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.options import transfer_config
 from vllm_ext.kv.retention import RetentionCachePolicy
-from vllm_ext.simulation.cost.build import build_link
 from vllm_ext.simulation.cost.link import Direction
+from vllm_ext.simulation.cost.spec import build_link
+from vllm_ext.simulation.harness import KvShape
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
-from vllm_ext.simulation.tier_options import device_block_bytes
+from vllm_ext.systems import build
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+    from vllm_ext.simulation.spec import EngineSpec
+
+TIER_KEY = "kv_tier"
+_DTYPES = {1: "fp8", 2: "bfloat16", 4: "float32"}
+
+
+def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `make_scheduler` is told of a connector: nothing, vLLM's with ``kv_offload``, ours with ``kv_tier``.
+
+    Args:
+        engine: The settings.
+        hardware: Says how large a block is.
+        options: The engine's, with its system: which form of KV that wants.
+
+    Raises:
+        ValueError: (ConfigError included) both are asked for, the hardware is not known, or the host's memory is
+            smaller than one chunk.
+    """
+    tier, offload = tier_config(engine), engine.kv_offload
+    if tier is None and offload is None:
+        return {}
+    if tier is not None and offload is not None:
+        allowed = "must be left out beside kv_offload, which is vLLM's own connector: an engine has one connector"
+        raise ConfigError(TIER_KEY, engine.options[TIER_KEY], allowed)
+    if hardware is None:
+        asked = "kv_offload" if tier is None else TIER_KEY
+        raise ValueError(f"hardware=None: needed for {asked}, to know the size of a block")
+    # KV of all devices is one worker's: as many layers more, each of a device's heads. So a chunk takes the same bytes,
+    # records of 8 bits and their padding included, and one simulated worker reports for all: the devices of a group
+    # copy side by side and are through together.
+    block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
+    if offload is not None:
+        chunk_bytes = block_bytes * offload.blocks_per_chunk
+        if offload.cpu_bytes < chunk_bytes:
+            raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
+        config = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            engine_id="simulated",
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": offload.cpu_bytes,
+                "eviction_policy": offload.policy,
+                "offload_prompt_only": offload.offload_prompt_only,
+                "blocks_per_chunk": offload.blocks_per_chunk,
+            },
+        )
+        return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes)}
+    assert tier is not None
+    config = transfer_config(build(parse(options)).tier(tier))
+    config.engine_id = "simulated"  # vLLM's default is a random number
+    layers = hardware.resolve_model().layers * hardware.tensor_parallel
+    dtype = _DTYPES.get(hardware.kv_dtype_bytes, f"of {hardware.kv_dtype_bytes} bytes")
+    return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes, layers=layers, dtype=dtype)}
+
+
+def tier_config(engine: EngineSpec) -> KvTierConfig | None:
+    """Return the options of our tier; None if there is none.
+
+    Raises:
+        ConfigError: an option is unknown, or its value can't be; or it asks for a disk, which is not simulated.
+    """
+    given = engine.options.get(TIER_KEY)
+    if given is None:
+        return None
+    tier: KvTierConfig = parse({TIER_KEY: given}).kv_tier
+    if tier.disk_dir:
+        raise ConfigError("kv_tier.disk_dir", tier.disk_dir, "must be left out in a simulation, which has no disk")
+    return tier if tier.gib else None
 
 
 def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> Tier:
-    """Return the worker's side for a scheduler whose connector is described by `tier_options.connector_options`."""
+    """Return the worker's side for a scheduler whose connector is described by `connector_options`."""
     connector = worker_side(scheduler)
-    block_bytes = device_block_bytes(hardware, scheduler.cache_config.block_size)
-    layers = hardware.resolve_model().layers
-    link = build_link(hardware, cost)
+    block_bytes, devices = hardware.kv_bytes_per_block(scheduler.cache_config.block_size), hardware.tensor_parallel
+    layers, link = hardware.resolve_model().layers, build_link(hardware, cost)
     geometry = getattr(connector.connector_worker.spec, "geometry", None)
     if geometry is not None and geometry.record_bytes:
         # A part of a chunk moves its share of the record. One copy moves a layer's record, where blocks are apart.
         rate = cost.quantise_bytes_per_s
         copies = SimulatedCopies(
             link,
-            block_bytes=geometry.chunk_bytes / geometry.blocks_per_chunk / hardware.tensor_parallel,
+            block_bytes=geometry.chunk_bytes / geometry.blocks_per_chunk / devices,
             copies_per_chunk=layers,
             quantise_s_per_block=0.0 if rate is None else block_bytes / rate,
-            num_devices=hardware.tensor_parallel,
+            num_devices=devices,
         )
     else:
-        copies = SimulatedCopies(
-            link, block_bytes=block_bytes, copies_per_block=layers, num_devices=hardware.tensor_parallel
-        )
+        copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=layers, num_devices=devices)
     return Tier(scheduler, connector, copies, num_layers=layers)
 
 
@@ -75,14 +146,7 @@ class Tier:
         num_layers: Of the model: in so many parts the forward waits for loads within its step.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        connector: Any,
-        copies: SimulatedCopies,
-        *,
-        num_layers: int = 1,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Any, copies: SimulatedCopies, *, num_layers: int = 1) -> None:
         self.copies = copies
         self.hit_tokens = 0
         """Tokens whose KV was asked for from the host, and not computed again."""
@@ -208,8 +272,8 @@ class Tier:
             "num_tier_chunks": self._manager._num_chunks,
         }
         if duration_s > 0:
-            found["link_load_busy_fraction"] = copies.link.totals(Direction.TO_DEVICE).busy_s / duration_s
-            found["link_store_busy_fraction"] = copies.link.totals(Direction.TO_HOST).busy_s / duration_s
+            found["link_load_busy_fraction"] = copies.link.busy_s(Direction.TO_DEVICE) / duration_s
+            found["link_store_busy_fraction"] = copies.link.busy_s(Direction.TO_HOST) / duration_s
         return found
 
     def _count_stores(self) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.kv.gap_layout import GapLayout
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.step_shape import EMPTY_SHAPE, StepShape
 
 EOS_TOKEN_ID = 2
 """The token that ends a request at its hidden length."""
@@ -20,7 +20,6 @@ EOS_TOKEN_ID = 2
 FILLER_TOKEN_ID = 16
 """Every sampled token but the last: what was generated is then known without being stored."""
 
-EMPTY_SHAPE = StepShape(0, 0, 0, 0, 0, 0, 0.0)
 _NO_GAPS: Mapping[str, GapLayout] = {}
 _FILLER, _END, _NONE = [FILLER_TOKEN_ID], [EOS_TOKEN_ID], list[int]()
 
@@ -87,13 +86,6 @@ class TokenRunner:
             req_id_to_index=dict(zip(req_ids, range(len(req_ids)), strict=True)),
             sampled_token_ids=sampled,
         )
-        shape = StepShape(
-            len(req_ids),
-            total,
-            num_decodes,
-            num_sampled,
-            decode_context,
-            prefill_context,
-            pairs,
+        return model_output, StepShape(
+            len(req_ids), total, num_decodes, num_sampled, decode_context, prefill_context, pairs
         )
-        return model_output, shape

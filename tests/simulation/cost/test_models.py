@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.cost.hf_config import find_model, from_config
-from vllm_ext.simulation.cost.models import MODELS
+from vllm_ext.simulation.cost.models import MODELS, find_model, from_config
 
 PUBLISHED = [name for name, model in MODELS.items() if model.published_parameters]
 
@@ -43,10 +42,10 @@ def test_kv_bytes_shrink_with_the_group_until_heads_are_copied() -> None:
     assert model.kv_bytes_per_token(1) == 64 * 1024
 
 
-def test_flops_are_two_per_parameter_and_token() -> None:
+def test_work_follows_from_the_shape() -> None:
     model = MODELS["llama-3.1-8b"]
-    assert model.linear_flops_per_token == pytest.approx(2 * 6.98e9, rel=0.001)
-    assert model.head_flops_per_row == 2 * 128_256 * 4096
+    assert model.linear_parameters == pytest.approx(6.98e9, rel=0.001)
+    assert model.head_parameters == 128_256 * 4096
     assert model.attention_flops_per_pair == 4 * 32 * 4096  # the 2 L d T^2 of a prompt, with T^2 / 2 pairs
 
 
@@ -101,46 +100,57 @@ def test_a_hugging_face_config_gives_the_shape_of_the_table(name: str, tmp_path:
         assert getattr(ours, field) == getattr(table, field), field
 
 
-def test_head_dim_and_tied_embeddings_of_qwen3_are_read(tmp_path: Path) -> None:
-    config = {**CONFIGS["llama-3.1-8b"], "model_type": "qwen3", "head_dim": 64, "tie_word_embeddings": True}
-    model = from_config(write(tmp_path, config))
-    assert (model.head_dim, model.tied_embeddings) == (64, True)
-
-
-def test_an_old_falcon_shares_one_kv_head(tmp_path: Path) -> None:
-    config = {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
+LLAMA, MISTRAL = CONFIGS["llama-3.1-8b"], CONFIGS["mistral-7b"]
+OLD_FALCON = {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71,
               "vocab_size": 65_024, "multi_query": True, "parallel_attn": True}  # fmt: skip
-    assert from_config(write(tmp_path, config)).kv_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**LLAMA, "model_type": "qwen3", "head_dim": 64, "tie_word_embeddings": True},
+         {"head_dim": 64, "tied_embeddings": True}),
+        (OLD_FALCON, {"kv_heads": 1}),
+        ({**MISTRAL, "quantization_config": {"quant_method": "awq", "bits": 4}}, {"weight_bytes_per_parameter": 0.5}),
+        ({**MISTRAL, "quantization_config": {"quant_method": "fp8"}}, {"weight_bytes_per_parameter": 1.0}),
+        ({**MISTRAL, "quantization_config": None, "head_dim": None}, {"weight_bytes_per_parameter": 2.0}),
+    ],
+    ids=["qwen3", "old falcon", "awq", "fp8", "null"],
+)  # fmt: skip
+def test_what_differs_between_model_types_is_read(
+    config: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    found = from_config(write(tmp_path, config))
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     "missing", ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"]
 )
 def test_a_missing_field_is_named(missing: str, tmp_path: Path) -> None:
-    config = {key: value for key, value in CONFIGS["mistral-7b"].items() if key != missing}
-    with pytest.raises(ValueError, match=f"{missing}.* is missing"):
+    config = {key: value for key, value in MISTRAL.items() if key != missing}
+    with pytest.raises(ValueError, match=rf"{missing}.* (is missing|Field required)"):
         from_config(write(tmp_path, config))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba': must be one of llama"),
-        ({"hidden_size": "wide"}, "hidden_size='wide': must be a whole number"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': must be true or false"),
+        ({"model_type": "mamba"}, "'model_type': Input should be 'llama', .*found 'mamba'"),
+        ({"hidden_size": "wide"}, "'hidden_size': Input should be a valid integer .*found 'wide'"),
+        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings': Input should be a valid boolean .*found 'no'"),
         ({"num_local_experts": 8}, "num_local_experts=8: mixtures of experts"),
-        ({"quantization_config": {"quant_method": "other"}}, "quantization_config=.*only fp8"),
+        (
+            {"quantization_config": {"quant_method": "other"}},
+            r"quant_method': .*'fp8', 'gptq' or 'awq' .*found 'other'",
+        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq': needs its bits"),
         ({"num_key_value_heads": 5}, "kv_heads=5: must divide heads=32"),
     ],
 )
 def test_a_config_that_is_not_understood_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        from_config(write(tmp_path, {**CONFIGS["mistral-7b"], **change}))
-
-
-def test_quantised_weights_take_the_bytes_of_their_bits(tmp_path: Path) -> None:
-    config = {**CONFIGS["mistral-7b"], "quantization_config": {"quant_method": "awq", "bits": 4}}
-    assert from_config(write(tmp_path, config)).weight_bytes_per_parameter == 0.5
+        from_config(write(tmp_path, {**MISTRAL, **change}))
 
 
 def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from vllm_ext.prediction.runtime import Coefficients, StepFeatures
-from vllm_ext.simulation.cost.build import build
-from vllm_ext.simulation.cost.constant import Constant
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.profiled import Limits, features_of, profile, runtime_model, shapes
 from vllm_ext.simulation.cost.roofline import pivot_tokens
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 
 LIMITS = Limits(max_model_len=4096, max_num_seqs=128, max_num_batched_tokens=2048)
@@ -77,8 +75,7 @@ def test_the_model_tells_steps_of_its_hardware_before_it_has_seen_one() -> None:
     for _ in range(300):
         batch, context = int(rng.integers(1, 100)), int(rng.integers(100, 2000))
         chunk, held = int(rng.integers(32, 1900)), int(rng.integers(0, 2000))
-        pairs = chunk * (held + (chunk + 1) / 2)
-        shape = StepShape(batch + 1, batch + chunk, batch, batch + 1, batch * context, held + chunk, pairs)
+        shape = StepShape.of_chunk(chunk, held).plus(StepShape.of_decodes(batch, context))
         actual = cost.device_s(shape) + cost.host_s(shape)
         errors.append(abs(model.step_time_s(features_of(shape)) / actual - 1))
     assert np.median(errors) < 0.1
@@ -88,7 +85,7 @@ def test_the_pivot_is_the_rooflines_and_its_time_that_of_one_fresh_prompt() -> N
     cost = opt_13b()
     tokens, step_s = runtime_model(cost, LIMITS).pivot
     assert tokens == pivot_tokens(cost)
-    shape = StepShape(1, tokens, 0, 1, 0, tokens, tokens * (tokens + 1) / 2)
+    shape = StepShape.of_chunk(tokens)
     assert step_s == cost.device_s(shape) + cost.host_s(shape)
 
 
@@ -97,17 +94,8 @@ def test_the_engines_largest_step_does_not_move_the_pivot() -> None:
     assert runtime_model(opt_13b(), small).pivot == runtime_model(opt_13b(), LIMITS).pivot
 
 
-def test_models_do_not_share_what_they_learn() -> None:
-    cost = opt_13b()
-    first, second = runtime_model(cost, LIMITS), runtime_model(cost, LIMITS)
-    before = second.coefficients
-    first.observe(StepFeatures(8, 0, 800), 1.0)
-    assert first.coefficients != before
-    assert second.coefficients == before
-
-
 def test_steps_that_all_take_the_same_cost_nothing_but_their_base() -> None:
-    found = profile(Constant(step_s=0.02), LIMITS).coefficients
+    found = profile(Fitted.constant(0.02), LIMITS).coefficients
     assert found.base_s == pytest.approx(0.02)
     assert found[1:] == pytest.approx((0, 0, 0, 0), abs=1e-9)
 

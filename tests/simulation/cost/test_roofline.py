@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.cost.devices import DEVICES, Device, find_device
+from vllm_ext.simulation.cost.devices import DEVICES, Device
 from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.cost.roofline import Roofline, pivot_tokens
 from vllm_ext.simulation.step_shape import StepShape
@@ -18,12 +19,7 @@ def roofline(model: str, device: str | Device, split: int = 1) -> Roofline:
     return Roofline(MODELS[model], DEVICES[device] if isinstance(device, str) else device, split)
 
 
-def decode(batch: int, context: int) -> StepShape:
-    return StepShape(batch, batch, batch, batch, batch * context, 0, 0.0)
-
-
-def prefill(tokens: int, held: int = 0) -> StepShape:
-    return StepShape(1, tokens, 0, 1, 0, held + tokens, tokens * (held + (tokens + 1) / 2))
+decode, prefill = StepShape.of_decodes, StepShape.of_chunk
 
 
 @pytest.mark.parametrize(
@@ -58,34 +54,43 @@ def test_a_decode_step_by_hand() -> None:
     assert roofline("opt-13b", device).device_s(decode(1, 1000)) == pytest.approx(traffic / 1e12)
 
 
-def test_the_pivot_forward_size_of_opt_13b_is_near_accelgens() -> None:
-    """AccelGen: throughput nearly saturates at 768 tokens (OPT-13B on an A100-80)."""
-    assert pivot_tokens(roofline("opt-13b", "a100-80")) == pytest.approx(768, rel=0.2)
+@pytest.mark.parametrize(
+    ("model", "device", "split", "low", "high"),
+    [
+        # AccelGen: throughput nearly saturates at 768 tokens.
+        ("opt-13b", "a100-80", 1, 0.8 * 768, 1.2 * 768),
+        # AccelGen measured 1280; narrower matrix products of a split model, which are not modelled, would explain it.
+        ("opt-175b", "a100-80", 8, 512, 1280),
+    ],
+)
+def test_the_pivot_forward_size_is_near_or_below_accelgens(
+    model: str, device: str, split: int, low: float, high: float
+) -> None:
+    assert low <= pivot_tokens(roofline(model, device, split)) <= high
 
 
-def test_the_pivot_forward_size_of_opt_175b_on_eight_devices_is_below_accelgens() -> None:
-    """AccelGen measured 1280; narrower matrix products of a split model, which are not modelled, would explain it."""
-    assert 512 <= pivot_tokens(roofline("opt-175b", "a100-80", 8)) <= 1280
+A100 = "a100-80"
 
 
-def test_a_chunk_one_token_over_the_tile_costs_what_sarathi_saw() -> None:
-    """Sarathi-Serve: in some cases 257 tokens take 32 % longer than 256."""
-    cost = roofline("llama-2-70b", "a100-80", 4)
-    assert 1.2 < cost.device_s(prefill(257)) / cost.device_s(prefill(256)) < 1.45
-
-
-def test_128_prefill_tokens_cost_little_more_than_one_decode() -> None:
-    """Sarathi-Serve, figure 5: the linear cost of one decode token is nearly that of 128 prefill tokens."""
-    cost = roofline("mistral-7b", "a100-80")
-    assert cost.device_s(prefill(128)) < 1.3 * cost.device_s(decode(1, 128))
-    assert cost.device_s(prefill(1024)) > 5 * cost.device_s(decode(1, 128))
-
-
-def test_linear_time_is_flat_up_to_the_balance_point_and_then_grows_with_the_tokens() -> None:
-    cost = roofline("opt-13b", "a100-80")
-    one, sixteen, thousand, two_thousand = (cost.device_s(decode(b, 1)) for b in (1, 16, 1024, 2048))
-    assert sixteen < 1.05 * one
-    assert two_thousand > 1.8 * thousand
+@pytest.mark.parametrize(
+    ("more", "less", "low", "high"),
+    [
+        # Sarathi-Serve: in some cases 257 tokens take 32 % longer than 256.
+        ((("llama-2-70b", A100, 4), prefill(257)), (("llama-2-70b", A100, 4), prefill(256)), 1.2, 1.45),
+        # Sarathi-Serve, figure 5: the linear cost of one decode token is nearly that of 128 prefill tokens.
+        ((("mistral-7b", A100), prefill(128)), (("mistral-7b", A100), decode(1, 128)), 1.0, 1.3),
+        ((("mistral-7b", A100), prefill(1024)), (("mistral-7b", A100), decode(1, 128)), 5, 99),
+        # Linear time is flat up to the balance point, and then grows with the tokens.
+        ((("opt-13b", A100), decode(16, 1)), (("opt-13b", A100), decode(1, 1)), 1.0, 1.05),
+        ((("opt-13b", A100), decode(2048, 1)), (("opt-13b", A100), decode(1024, 1)), 1.8, 2.1),
+        # A split gains where weights or tokens are many.
+        ((("opt-13b", A100, 2), decode(1, 100)), (("opt-13b", A100), decode(1, 100)), 0.5, 0.65),
+        ((("opt-13b", A100, 2), prefill(2048)), (("opt-13b", A100), prefill(2048)), 0.5, 0.65),
+    ],
+)
+def test_steps_compare_as_papers_saw(more: Any, less: Any, low: float, high: float) -> None:
+    (cost, shape), (other_cost, other_shape) = more, less
+    assert low < roofline(*cost).device_s(shape) / roofline(*other_cost).device_s(other_shape) < high
 
 
 def test_graphs_spare_small_decodes_the_launches_and_prefill_pays_them() -> None:
@@ -127,7 +132,7 @@ def test_a_short_chunk_after_a_long_context_pays_for_reading_it() -> None:
     device = replace(DEVICES["a100-80"], memory_efficiency=1.0)
     cost = roofline("opt-13b", device)
     nothing = prefill(2)._replace(prefill_context_tokens=0, prefill_pairs=0.0)
-    extra = cost.device_s(prefill(2, held=100_000)) - cost.device_s(nothing)
+    extra = cost.device_s(prefill(2, 100_000)) - cost.device_s(nothing)
     assert extra == pytest.approx(100_002 * 819_200 / 2039e9)
 
 
@@ -145,15 +150,13 @@ def test_a_chunk_without_a_sampled_row_skips_the_output_layer() -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> StepShape:
-    decodes = draw(st.integers(0, 600))
-    contexts = decodes * draw(st.integers(1, 4000))
-    chunks = draw(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), min_size=not decodes, max_size=4))
-    pairs = sum(chunk * (held + (chunk + 1) / 2) for chunk, held in chunks)
-    prefill_tokens = sum(chunk for chunk, _ in chunks)
-    context = sum(chunk + held for chunk, held in chunks)
-    requests = decodes + len(chunks)
-    sampled = draw(st.integers(decodes, requests))
-    return StepShape(requests, decodes + prefill_tokens, decodes, sampled, contexts, context, pairs)
+    shape = decode(draw(st.integers(0, 600)), draw(st.integers(1, 4000)))
+    least = not shape.num_requests
+    for tokens, held in draw(
+        st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), min_size=least, max_size=4)
+    ):
+        shape = shape.plus(prefill(tokens, held, sampled=draw(st.booleans())))
+    return shape
 
 
 COSTS = st.sampled_from(
@@ -171,37 +174,18 @@ def test_steps_take_a_positive_time(shape: StepShape, cost: Roofline) -> None:
     assert cost.device_s(shape) > 0
 
 
-@given(shapes(), COSTS, st.integers(1, 2000))
-def test_another_decode_never_makes_a_step_cheaper(shape: StepShape, cost: Roofline, context: int) -> None:
-    more = shape._replace(
-        num_requests=shape.num_requests + 1,
-        num_tokens=shape.num_tokens + 1,
-        num_decodes=shape.num_decodes + 1,
-        num_sampled=shape.num_sampled + 1,
-        decode_context_tokens=shape.decode_context_tokens + context,
-    )
-    assert cost.device_s(more) >= cost.device_s(shape)
-
-
-@given(shapes(), COSTS, st.integers(1, 700), st.integers(0, 3000))
-def test_another_chunk_never_makes_a_step_cheaper(shape: StepShape, cost: Roofline, chunk: int, held: int) -> None:
-    more = shape._replace(
-        num_requests=shape.num_requests + 1,
-        num_tokens=shape.num_tokens + chunk,
-        prefill_context_tokens=shape.prefill_context_tokens + held + chunk,
-        prefill_pairs=shape.prefill_pairs + chunk * (held + (chunk + 1) / 2),
-    )
-    assert cost.device_s(more) >= cost.device_s(shape)
-
-
-@given(shapes(), COSTS, st.integers(0, 5000))
-def test_more_context_never_makes_a_step_cheaper(shape: StepShape, cost: Roofline, context: int) -> None:
-    more = shape._replace(
-        decode_context_tokens=shape.decode_context_tokens + context,
-        prefill_context_tokens=shape.prefill_context_tokens + context,
-        prefill_pairs=shape.prefill_pairs + context,
-    )
-    assert cost.device_s(more) >= cost.device_s(shape)
+@given(
+    shapes(),
+    COSTS,
+    st.one_of(
+        st.builds(decode, st.just(1), st.integers(1, 2000)),
+        st.builds(prefill, st.integers(1, 700), st.integers(0, 3000), sampled=st.just(False)),
+        st.integers(0, 5000).map(lambda context: StepShape(0, 0, 0, 0, context, context, float(context))),
+    ),
+)
+def test_more_work_never_makes_a_step_cheaper(shape: StepShape, cost: Roofline, more: StepShape) -> None:
+    """Another decode, another chunk, more context."""
+    assert cost.device_s(shape.plus(more)) >= cost.device_s(shape)
 
 
 @given(shapes(), st.sampled_from([("a100-40", "a100-80"), ("a100-80", "h100"), ("h100", "h200"), ("v100", "a100-40")]))
@@ -226,23 +210,3 @@ def test_a_better_peak_or_efficiency_never_slows_down(shape: StepShape, field: s
 def test_a_split_gains_at_most_its_devices(shape: StepShape, split: int) -> None:
     whole = roofline("llama-3.1-8b", "a100-80").device_s(shape)
     assert roofline("llama-3.1-8b", "a100-80", split).device_s(shape) >= whole / split * (1 - 1e-12)
-
-
-def test_a_split_gains_where_weights_or_tokens_are_many() -> None:
-    alone, both = roofline("opt-13b", "a100-80"), roofline("opt-13b", "a100-80", 2)
-    assert both.device_s(decode(1, 100)) < 0.65 * alone.device_s(decode(1, 100))
-    assert both.device_s(prefill(2048)) < 0.65 * alone.device_s(prefill(2048))
-
-
-def test_an_unknown_device_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"device='b200'.*v100, v100-16, a40, a100-40.*cpu"):
-        find_device("b200")
-
-
-@pytest.mark.parametrize(
-    "field",
-    ["gemm_efficiency", "memory_efficiency", "attention_efficiency", "link_efficiency", "peak_flops", "tile_tokens"],
-)
-def test_a_device_out_of_range_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}=0: must be"):
-        replace(DEVICES["h100"], **{field: 0})

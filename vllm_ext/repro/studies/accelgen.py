@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_ext.simulation.cost.build import build as build_cost
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.simulation.workloads.build import build

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.repro.bench import RunFailed
-from vllm_ext.simulation.cost.build import build as build_cost
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.run_data import RequestTable, RunData
 from vllm_ext.simulation.spec import SimulationSpec, engine_blocks

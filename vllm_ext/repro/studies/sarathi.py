@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext.repro.bench import Metrics, RunFailed
-from vllm_ext.simulation.cost.build import build as build_cost
-from vllm_ext.simulation.cost.memory import activation_bytes
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, activation_bytes
+from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.workloads.build import build

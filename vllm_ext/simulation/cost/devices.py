@@ -6,10 +6,15 @@ Peaks are NVIDIA's datasheet values (dense, no sparsity). What programs reach of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 _GIB = 1 << 30
 _MIB = 1 << 20
+_Positive = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,29 +24,29 @@ class Device:
     name: str
     source: str
     """Where the peaks come from."""
-    peak_flops: float
+    peak_flops: _Positive
     """Dense matrix FLOP/s in fp16 or bf16 with fp32 accumulation; fp32 on ``cpu``."""
-    memory_bytes: int
+    memory_bytes: Annotated[int, Field(gt=0)]
     """Device memory the driver offers to programs."""
-    memory_bytes_per_s: float
+    memory_bytes_per_s: _Positive
     """Peak memory bandwidth."""
-    pcie_bytes_per_s: float
+    pcie_bytes_per_s: _Positive
     """Link to the host: what pinned copies reach in one direction while the other is idle."""
-    link_bytes_per_s: float
+    link_bytes_per_s: _Positive
     """Peak bandwidth to the other devices of a tensor-parallel group, in one direction."""
-    link_efficiency: float = 0.65
+    link_efficiency: _Share = 0.65
     """Share of ``link_bytes_per_s`` an all-reduce reaches. Source: Calculon's A100 system file."""
     link_latency_s: float = 10e-6
     """Fixed time of one all-reduce, however small. Source: Calculon's A100 system file."""
-    gemm_efficiency: float = 0.7
+    gemm_efficiency: _Share = 0.7
     """Share of ``peak_flops`` that large matrix products reach inside a model."""
-    attention_efficiency: float = 0.5
+    attention_efficiency: _Share = 0.5
     """Share of ``peak_flops`` that prefill attention reaches."""
-    memory_efficiency: float = 0.85
+    memory_efficiency: _Share = 0.85
     """Share of ``memory_bytes_per_s`` that streaming kernels reach."""
-    unhidden: float = 0.25
+    unhidden: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the shorter of compute and weight traffic that the longer one does not hide: the efficiency ramp."""
-    tile_tokens: int = 128
+    tile_tokens: Annotated[int, Field(ge=1)] = 128
     """Largest tile of a matrix product along the tokens; 1: no tile quantisation."""
     layer_gap_s: float = 10e-6
     """Idle time between the kernels of one layer, launched ahead or not: about ten of 1 us."""
@@ -53,19 +58,6 @@ class Device:
     """Whether launches overlap with the device's work, so that the longer of the two counts; otherwise they add up."""
     graph_max_requests: int = 512
     """Largest decode batch a CUDA graph is captured for (vLLM's default); 0: the device has none."""
-
-    def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self) if f.name.endswith("_efficiency")):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value!r}: must be greater than 0 and at most 1")
-        for name in ("peak_flops", "memory_bytes", "memory_bytes_per_s", "pcie_bytes_per_s", "link_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be greater than 0")
-        if self.tile_tokens < 1:
-            raise ValueError(f"tile_tokens={self.tile_tokens!r}: must be at least 1")
-        if not 0 <= self.unhidden <= 1:
-            raise ValueError(f"unhidden={self.unhidden!r}: must be between 0 and 1")
 
 
 def _v100(name: str, memory_mib: int) -> Device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -16,76 +17,14 @@ class Direction(Enum):
 
 
 @dataclass(slots=True)
-class LinkTotals:
-    """What a direction has carried, up to the link's time."""
-
-    transfers: int = 0
-    """Transfers that are through."""
-    copies: int = 0
-    """Copies of those transfers."""
-    num_bytes: float = 0.0
-    """Bytes moved, those of unfinished transfers included."""
-    busy_s: float = 0.0
-    """Time with a transfer at work, set-up included."""
-
-
-@dataclass(slots=True)
 class _Transfer:
     transfer_id: int
+    start_s: float
+    """Before this moment it does not begin, even if nothing stands before it."""
     setup_s: float
-    """Set-up still to do at the lane's last settlement, in seconds."""
+    """Set-up still to do at the link's last settlement, in seconds."""
     num_bytes: float
     """Bytes still to move at that time."""
-    num_copies: int
-
-
-class _Lane:
-    """One direction: a queue whose head is at work."""
-
-    def __init__(self) -> None:
-        self.queue: deque[_Transfer] = deque()
-        self.totals = LinkTotals()
-
-    @property
-    def moves_bytes(self) -> bool:
-        return bool(self.queue) and self.queue[0].setup_s == 0 and self.queue[0].num_bytes > 0
-
-    def phase_s(self, rate: float) -> float:
-        """Time from the last settlement until the head's set-up is done or its bytes are through."""
-        if not self.queue:
-            return math.inf
-        head = self.queue[0]
-        return head.setup_s if head.setup_s > 0 else head.num_bytes / rate
-
-    def totals_after(self, elapsed_s: float, rate: float) -> LinkTotals:
-        """Return the totals some time after the last settlement, within one phase."""
-        totals = replace(self.totals)
-        if self.queue:
-            totals.busy_s += elapsed_s
-            if self.moves_bytes:
-                totals.num_bytes += min(self.queue[0].num_bytes, elapsed_s * rate)
-        return totals
-
-    def settle(self, elapsed_s: float, rate: float, ends: bool) -> int | None:
-        """Let time pass, within one phase; ``ends``: exactly to its end. Returns the transfer that is through."""
-        if not self.queue:
-            return None
-        head = self.queue[0]
-        self.totals.busy_s += elapsed_s
-        if head.setup_s > 0:
-            head.setup_s = 0.0 if ends else max(0.0, head.setup_s - elapsed_s)
-            if head.setup_s > 0 or head.num_bytes > 0:
-                return None
-        else:
-            moved = head.num_bytes if ends else min(head.num_bytes, elapsed_s * rate)
-            head.num_bytes -= moved
-            self.totals.num_bytes += moved
-            if not ends:
-                return None
-        self.queue.popleft()
-        self.totals.transfers += 1
-        self.totals.copies += head.num_copies
-        return head.transfer_id
 
 
 class TransferLink:
@@ -113,46 +52,40 @@ class TransferLink:
             raise ValueError(f"bytes_per_s={bytes_per_s!r}: must be finite and greater than 0")
         if not 0 <= contention_loss < 1:
             raise ValueError(f"contention_loss={contention_loss!r}: must be at least 0 and less than 1")
-        if not (copy_overhead_s >= 0 and math.isfinite(copy_overhead_s)):
-            raise ValueError(f"copy_overhead_s={copy_overhead_s!r}: must be finite and at least 0")
+        _check_at_least("copy_overhead_s", copy_overhead_s, 0)
         self._alone = bytes_per_s
         self._shared = bytes_per_s * (1 - contention_loss)
         self._copy_overhead_s = copy_overhead_s
-        self._lanes = {direction: _Lane() for direction in Direction}
+        self._queues: dict[Direction, deque[_Transfer]] = {direction: deque() for direction in Direction}
+        self._busy_s = dict.fromkeys(Direction, 0.0)
         self._now = 0.0
         self._settled_s = 0.0  # when the rates last changed
-        self._finished: list[int] = []  # through, and not yet told
+        self._finished: list[int] = []
         self._count = 0
 
     def submit(
-        self, now: float, direction: Direction, num_bytes: float, num_copies: int = 1, setup_s: float = 0.0
+        self, start_s: float, direction: Direction, num_bytes: float, num_copies: int = 1, setup_s: float = 0.0
     ) -> int:
         """Queue a transfer behind those of its direction and return its id: 0, 1, 2, ...
 
         Args:
-            now: Current time in seconds.
+            start_s: Before this moment it does not begin; the link's time or later, in seconds.
             direction: Which way.
             num_bytes: Bytes of all its copies, at least 0.
             num_copies: Copies it is made of, at least 1.
             setup_s: Time beside that of its copies in which it moves nothing, in seconds.
 
         Raises:
-            ValueError: the clock went back, or a value is out of its range; nothing is queued.
+            ValueError: a value is out of its range; nothing is queued.
         """
-        if not (num_bytes >= 0 and math.isfinite(num_bytes)):
-            raise ValueError(f"num_bytes={num_bytes!r}: must be finite and at least 0")
-        if num_copies < 1:
-            raise ValueError(f"num_copies={num_copies!r}: must be at least 1")
-        if not (setup_s >= 0 and math.isfinite(setup_s)):
-            raise ValueError(f"setup_s={setup_s!r}: must be finite and at least 0")
-        self._run_until(now)
-        transfer_id = self._count
+        _check_at_least("start_s", start_s, self._now)
+        _check_at_least("num_bytes", num_bytes, 0)
+        _check_at_least("num_copies", num_copies, 1)
+        _check_at_least("setup_s", setup_s, 0)
+        transfer = _Transfer(self._count, start_s, setup_s + num_copies * self._copy_overhead_s, num_bytes)
+        self._queues[direction].append(transfer)
         self._count += 1
-        queue = self._lanes[direction].queue
-        if not queue:
-            self._settle(now)
-        queue.append(_Transfer(transfer_id, setup_s + num_copies * self._copy_overhead_s, num_bytes, num_copies))
-        return transfer_id
+        return transfer.transfer_id
 
     def alone_s(self, num_bytes: float, num_copies: int = 1, setup_s: float = 0.0) -> float:
         """Return what a transfer takes on an idle link; arguments as for `submit`."""
@@ -160,14 +93,14 @@ class TransferLink:
 
     def next_end_s(self) -> float | None:
         """Return when the next transfer will be through if no other is submitted; None if there is none."""
-        if self._finished:
-            return self._now
-        if not self.busy:
-            return None
-        trial = self._copy_of_heads()
-        while not trial._finished:
-            trial._settle(trial._next_phase_s())
-        return trial._settled_s
+        trial = copy(self)  # with the first of each direction: none behind them begins before one of them ends
+        trial._queues = {direction: deque(map(replace, [*queue][:1])) for direction, queue in self._queues.items()}
+        trial._busy_s, trial._finished = self._busy_s.copy(), []
+        while any(trial._queues.values()):
+            trial._settle(trial._next_change_s())
+            if trial._finished:
+                return trial._settled_s
+        return None
 
     def advance(self, now: float) -> list[int]:
         """Move the clock and return the transfers that are through by then, in the order of their ends.
@@ -175,56 +108,57 @@ class TransferLink:
         Raises:
             ValueError: the clock went back.
         """
-        self._run_until(now)
+        _check_at_least("now", now, self._now)
+        while (change_s := self._next_change_s()) <= now:
+            self._settle(change_s)
+        self._now = now
         finished, self._finished = self._finished, []
         return finished
 
-    @property
-    def busy(self) -> bool:
-        """Whether any transfer is at work."""
-        return any(lane.queue for lane in self._lanes.values())
+    def busy_s(self, direction: Direction) -> float:
+        """Return the time with a transfer at work, set-up included, up to the link's time."""
+        since_s = self._now - self._settled_s if self._works(self._queues[direction]) else 0.0
+        return self._busy_s[direction] + since_s
 
-    def queued(self, direction: Direction) -> int:
-        """Return the transfers of a direction that are not through."""
-        return len(self._lanes[direction].queue)
-
-    def totals(self, direction: Direction) -> LinkTotals:
-        """Return what a direction has carried up to the link's time."""
-        return self._lanes[direction].totals_after(self._now - self._settled_s, self._rate())
-
-    def _run_until(self, now: float) -> None:
-        if not (now >= self._now and math.isfinite(now)):
-            raise ValueError(f"now={now!r}: must be finite and not before the link's time, {self._now!r}")
-        while (phase_end := self._next_phase_s()) <= now:
-            self._settle(phase_end)
-        self._now = now
+    def _works(self, queue: deque[_Transfer]) -> bool:
+        return bool(queue) and queue[0].start_s <= self._settled_s
 
     def _rate(self) -> float:
-        return self._shared if all(lane.moves_bytes for lane in self._lanes.values()) else self._alone
+        moving = [self._works(q) and q[0].setup_s == 0 and q[0].num_bytes > 0 for q in self._queues.values()]
+        return self._shared if all(moving) else self._alone
 
-    def _next_phase_s(self) -> float:
+    def _next_change_s(self) -> float:
         rate = self._rate()
-        return self._settled_s + min(lane.phase_s(rate) for lane in self._lanes.values())
+        return min(self._change_s(queue, rate) for queue in self._queues.values())
+
+    def _change_s(self, queue: deque[_Transfer], rate: float) -> float:
+        """Return when the first transfer begins, has its set-up done, or its bytes are through."""
+        if not queue:
+            return math.inf
+        head = queue[0]
+        if head.start_s > self._settled_s:
+            return head.start_s
+        return self._settled_s + (head.setup_s if head.setup_s > 0 else head.num_bytes / rate)
 
     def _settle(self, until: float) -> None:
-        """Book the time since the last settlement, at most up to the end of a phase, and note what is through."""
-        rate = self._rate()
-        start = self._settled_s
-        for lane in self._lanes.values():
-            through = lane.settle(until - start, rate, ends=start + lane.phase_s(rate) <= until)
-            if through is not None:
-                self._finished.append(through)
+        """Book the time since the last settlement, at most up to the next change, and note what is through."""
+        rate, elapsed_s = self._rate(), until - self._settled_s
+        for direction, queue in self._queues.items():
+            if not self._works(queue):
+                continue
+            head, ends = queue[0], self._change_s(queue, rate) <= until
+            self._busy_s[direction] += elapsed_s
+            if head.setup_s > 0:
+                head.setup_s = 0.0 if ends else max(0.0, head.setup_s - elapsed_s)
+                through = not head.setup_s and not head.num_bytes
+            else:
+                head.num_bytes -= head.num_bytes if ends else min(head.num_bytes, elapsed_s * rate)
+                through = ends
+            if through:
+                self._finished.append(queue.popleft().transfer_id)
         self._settled_s = until
 
-    def _copy_of_heads(self) -> TransferLink:
-        """Return a link with only the transfers at work: none behind them starts before one of them ends."""
-        trial = TransferLink.__new__(TransferLink)
-        trial._alone, trial._shared = self._alone, self._shared
-        trial._now, trial._settled_s, trial._finished = self._now, self._settled_s, []
-        trial._lanes = {}
-        for direction, lane in self._lanes.items():
-            trial._lanes[direction] = copied = _Lane()
-            if lane.queue:
-                head = lane.queue[0]
-                copied.queue.append(_Transfer(head.transfer_id, head.setup_s, head.num_bytes, head.num_copies))
-        return trial
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if not (value >= least and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r}: must be finite and at least {least!r}")

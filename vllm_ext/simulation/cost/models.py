@@ -1,8 +1,15 @@
-"""Model table: the shapes that costs and memory follow from."""
+"""Shapes of models, which costs and memory follow from: a table, and Hugging Face's ``config.json`` for the others."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_ext.simulation.problem import first_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +44,8 @@ class ModelShape:
     """Parameters its authors state, to check ours against; 0: unknown."""
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)!r}: must be at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads!r}: must divide heads={self.heads}")
-        if not self.weight_bytes_per_parameter > 0:
-            raise ValueError(f"weight_bytes_per_parameter={self.weight_bytes_per_parameter!r}: must be greater than 0")
 
     @property
     def layer_parameters(self) -> int:
@@ -66,16 +68,6 @@ class ModelShape:
         """All parameters that are stored."""
         tables = (1 if self.tied_embeddings else 2) * self.head_parameters + self.learned_positions * self.hidden
         return self.linear_parameters + tables
-
-    @property
-    def linear_flops_per_token(self) -> float:
-        """Multiplications and additions of one token in all layers' matrices."""
-        return 2.0 * self.linear_parameters
-
-    @property
-    def head_flops_per_row(self) -> float:
-        """Multiplications and additions of one sampled row in the output layer."""
-        return 2.0 * self.head_parameters
 
     @property
     def attention_flops_per_pair(self) -> float:
@@ -164,3 +156,136 @@ _ROWS = (
 
 MODELS: dict[str, ModelShape] = {model.name: model for model in _ROWS}
 """The table, by name."""
+
+
+def find_model(name: str) -> ModelShape:
+    """Return a model of the table, or the one whose ``config.json`` lies at a path.
+
+    Raises:
+        OSError: the configuration can't be read.
+        ValueError: neither is there; the message lists the table's names.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    if is_config_path(name):
+        return from_config(name)
+    known = ", ".join(MODELS)
+    raise ValueError(f"model={name!r}: not in the model table, nor a folder with a config.json; known: {known}")
+
+
+def is_config_path(name: str) -> bool:
+    """Return whether a config.json, or a folder with one, lies at this path."""
+    path = Path(name)
+    return (path.is_file() and path.suffix == ".json") or (path / "config.json").is_file()
+
+
+def from_config(path: str | Path) -> ModelShape:
+    """Read the shape of a model from a Hugging Face configuration.
+
+    Args:
+        path: A ``config.json``, or the folder that holds one.
+
+    Raises:
+        OSError: there is no such file, or it can't be read.
+        ValueError: it is no such configuration; the message names the field that is missing or not allowed.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        raw: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not a JSON file ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: holds no JSON object")
+    try:
+        config = _Config.model_validate({name: value for name, value in raw.items() if value not in (None, {})})
+        return config.shape(str(raw.get("_name_or_path") or file.parent.name or config.model_type))
+    except ValueError as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{file}: {problem}") from error
+
+
+_Whole = Annotated[int, Field(ge=1)]
+
+
+class _Quantisation(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    quant_method: Literal["fp8", "gptq", "awq"]
+    bits: Literal[2, 3, 4, 8] = 8
+
+    @model_validator(mode="after")
+    def _bits_are_known(self) -> _Quantisation:
+        if self.quant_method != "fp8" and "bits" not in self.model_fields_set:
+            raise ValueError(f"quant_method={self.quant_method!r}: needs its bits")
+        return self
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return 1.0 if self.quant_method == "fp8" else self.bits / 8
+
+
+class _Config(BaseModel):
+    """What a configuration says of a shape, by the names it has there; the model types it is understood of."""
+
+    model_config = ConfigDict(strict=True)
+
+    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "falcon"]
+    num_hidden_layers: _Whole = Field(validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
+    hidden_size: _Whole
+    num_attention_heads: _Whole = Field(validation_alias=AliasChoices("num_attention_heads", "n_head"))
+    vocab_size: _Whole
+    max_position_embeddings: _Whole | None = None
+    num_key_value_heads: _Whole | None = None
+    num_kv_heads: _Whole | None = Field(default=None, validation_alias=AliasChoices("num_kv_heads", "n_head_kv"))
+    head_dim: _Whole | None = None
+    intermediate_size: _Whole | None = None
+    ffn_dim: _Whole | None = None
+    ffn_hidden_size: _Whole | None = None
+    tie_word_embeddings: bool | None = None
+    new_decoder_architecture: bool = False
+    multi_query: bool = True
+    parallel_attn: bool = True
+    use_parallel_residual: bool = True
+    quantization_config: _Quantisation | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_dense(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if raw.get(name):
+                raise ValueError(f"{name}={raw[name]!r}: mixtures of experts are not modelled")
+        return raw
+
+    def shape(self, name: str) -> ModelShape:
+        kind, heads, hidden = self.model_type, self.num_attention_heads, self.hidden_size
+        kv_heads, parallel = self.num_key_value_heads or heads, kind == "gpt_neox" and self.use_parallel_residual
+        ffn, positions = self.intermediate_size, self.max_position_embeddings
+        if kind == "opt":
+            ffn = self.ffn_dim
+        if kind == "falcon":
+            ffn, positions = self.ffn_hidden_size or 4 * hidden, positions or 2048
+            parallel = self.new_decoder_architecture or self.parallel_attn
+            kv_heads = 1 if self.multi_query else heads
+            if self.new_decoder_architecture:
+                kv_heads = self.num_kv_heads or heads
+        if ffn is None or positions is None:
+            missing = "max_position_embeddings" if ffn else "ffn_dim" if kind == "opt" else "intermediate_size"
+            raise ValueError(f"the field {missing} is missing")
+        return ModelShape(
+            name=name,
+            layers=self.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim or max(1, hidden // heads),
+            ffn=ffn,
+            gated=kind in ("llama", "mistral", "qwen2", "qwen3"),
+            vocab=self.vocab_size,
+            tied_embeddings=kind in ("opt", "falcon") if self.tie_word_embeddings is None else self.tie_word_embeddings,
+            max_positions=positions,
+            learned_positions=positions + 2 if kind == "opt" else 0,  # OPT's table starts with two unused rows
+            parallel_attention=parallel,
+            weight_bytes_per_parameter=2.0 if (q := self.quantization_config) is None else q.bytes_per_parameter,
+            source=f"config.json, model type {kind}",
+        )

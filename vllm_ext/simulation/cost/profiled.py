@@ -46,7 +46,7 @@ def runtime_model(cost: CostModel, limits: Limits, tile_tokens: int = DEFAULT_TI
     except ValueError as error:
         raise ValueError(f"profiled=True: the engine is too small for it ({limits}): {error}") from error
     tokens = pivot_tokens(cost)
-    pivot = Pivot(tokens, _step_s(cost, _chunk(0, tokens)))
+    pivot = Pivot(tokens, _step_s(cost, StepShape.of_chunk(tokens)))
     return RuntimeModel(found.coefficients, pivot, tile_tokens=tile_tokens)
 
 
@@ -78,19 +78,11 @@ def shapes(limits: Limits) -> Iterator[StepShape]:
     for load in plan(limits.max_model_len, limits.max_num_seqs):
         if load.kind == "decode":
             for generated in range(1, OUTPUT_TOKENS + 1):
-                yield _decodes(load.batch, load.prompt_tokens + generated)
+                yield StepShape.of_decodes(load.batch, load.prompt_tokens + generated)
         elif load.kind == "prefill":
             yield from _prompt(load.prompt_tokens, limits.max_num_batched_tokens)
         else:
             yield from _mixed(load.batch, longest, limits.max_num_batched_tokens)
-
-
-def _decodes(batch: int, context: int) -> StepShape:
-    return StepShape(batch, batch, batch, batch, batch * context, 0, 0.0)
-
-
-def _chunk(held: int, tokens: int, last: bool = True) -> StepShape:
-    return StepShape(1, tokens, 0, int(last), 0, held + tokens, tokens * (held + (tokens + 1) / 2))
 
 
 def _prompt(tokens: int, budget: int) -> Iterator[StepShape]:
@@ -98,7 +90,7 @@ def _prompt(tokens: int, budget: int) -> Iterator[StepShape]:
     for held in range(0, tokens, budget):
         size = min(budget, tokens - held)
         if size > 1:
-            yield _chunk(held, size, last=held + size == tokens)
+            yield StepShape.of_chunk(size, held, sampled=held + size == tokens)
 
 
 def _mixed(batch: int, longest: int, budget: int) -> Iterator[StepShape]:
@@ -109,18 +101,8 @@ def _mixed(batch: int, longest: int, budget: int) -> Iterator[StepShape]:
     tokens = most
     while tokens >= SHORTEST_PROMPT:
         for chunk in _prompt(tokens, max(2, budget - decodes)):
-            yield _with_decodes(chunk, decodes, context)
+            yield chunk.plus(StepShape.of_decodes(decodes, context))
         tokens //= 2
-
-
-def _with_decodes(chunk: StepShape, batch: int, context: int) -> StepShape:
-    return chunk._replace(
-        num_requests=chunk.num_requests + batch,
-        num_tokens=chunk.num_tokens + batch,
-        num_decodes=batch,
-        num_sampled=chunk.num_sampled + batch,
-        decode_context_tokens=batch * context,
-    )
 
 
 def _step_s(cost: CostModel, shape: StepShape) -> float:

@@ -55,9 +55,9 @@ class Roofline:
         flops = device.peak_flops * device.gemm_efficiency * tensor_parallel
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency
         width = model.weight_bytes_per_parameter
-        self._linear_s = model.linear_flops_per_token / flops
+        self._linear_s = 2.0 * model.linear_parameters / flops
         self._weights_s = model.linear_parameters * width / tensor_parallel / bandwidth
-        self._head_s = model.head_flops_per_row / flops
+        self._head_s = 2.0 * model.head_parameters / flops
         self._head_weights_s = model.head_parameters * width / tensor_parallel / bandwidth
         self._logits_s = model.vocab / tensor_parallel * _LOGIT_BYTES / bandwidth
         self._unhidden = device.unhidden
@@ -133,14 +133,10 @@ def _element_wise_traffic(model: ModelShape, tensor_parallel: int) -> float:
     return model.layers * (norms + (rotary + activation) / tensor_parallel)
 
 
-def pivot_tokens(cost: CostModel, share: float = 0.95, largest: int = 4096, tile: int = 128) -> int:
-    """Return the smallest step, in tokens, that reaches a share of the best throughput, attention left aside.
+def pivot_tokens(cost: CostModel) -> int:
+    """Return the smallest step of whole tiles of 128 tokens that reaches 95 % of the throughput of the best one.
 
-    Args:
-        cost: Cost model of the device.
-        share: Share of the best step's tokens per second that counts as saturated.
-        largest: Tokens of the largest step tried.
-        tile: Only multiples of this are tried.
+    Attention is left aside; steps of up to 4096 tokens are tried.
 
     Source: AccelGen's pivot forward size S_pf, "throughput nearly saturates"; the share is ours.
     """
@@ -148,5 +144,6 @@ def pivot_tokens(cost: CostModel, share: float = 0.95, largest: int = 4096, tile
     def rate(tokens: int) -> float:
         return tokens / cost.device_s(StepShape(1, tokens, 0, 1, 0, 0, 0.0))
 
-    best = max(rate(tokens) for tokens in range(tile, largest + 1, tile))
-    return next(tokens for tokens in range(tile, largest + 1, tile) if rate(tokens) >= share * best)
+    tried = range(128, 4096 + 1, 128)
+    best = max(map(rate, tried))
+    return next(tokens for tokens in tried if rate(tokens) >= 0.95 * best)

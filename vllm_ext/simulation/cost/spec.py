@@ -1,16 +1,25 @@
-"""Hardware and cost model of a simulation, as data."""
+"""Hardware and cost model of a simulation, as data, and what is built of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_ext.simulation.cost.devices import Device, find_device
-from vllm_ext.simulation.cost.hf_config import find_model, is_config_path
-from vllm_ext.simulation.cost.models import MODELS, ModelShape
+from vllm_ext.simulation.cost.fitted import Fitted
+from vllm_ext.simulation.cost.link import TransferLink
+from vllm_ext.simulation.cost.models import MODELS, ModelShape, find_model, is_config_path
+from vllm_ext.simulation.cost.roofline import Roofline
 from vllm_ext.simulation.flag import Flag
+from vllm_ext.simulation.step_shape import CostModel
+
+_RUNTIME_BYTES = 512 << 20
+"""CUDA context, libraries' workspaces and CUDA graphs of one device: vLLM's start-up log shows some 0.3 to 0.8 GiB."""
+_MAX_TENSOR_PARALLEL = 64
+_GIB = 1 << 30
 
 
 class HardwareSpec(BaseModel):
@@ -61,6 +70,10 @@ class HardwareSpec(BaseModel):
         """Return the device's row."""
         return find_device(self.device)
 
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of one KV block of ``block_size`` tokens on one device."""
+        return block_size * self.resolve_model().kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
+
 
 class CostSpec(BaseModel):
     """Which cost model, and its parameters."""
@@ -71,7 +84,7 @@ class CostSpec(BaseModel):
     """How long a step takes: by a model of the hardware, by a profile of it, or always the same."""
     file: Annotated[str | None, Flag("--cost-file")] = None
     """``fitted``, which it implies: a profile by ``vllm-ext profile``, or by ``vllm-ext validate --save-cost``."""
-    step_s: float = Field(default=0.02, gt=0)
+    step_s: float = Field(default=0.02, ge=1e-6)
     """``constant``: what every step takes."""
     host_step_s: float = Field(default=0.0, ge=0)
     """``fitted``, ``constant``: engine core's time per step beside the device. What was fitted to whole steps of a
@@ -117,3 +130,92 @@ class CostSpec(BaseModel):
         if not self.cuda_graphs:
             given["graph_max_requests"] = 0
         return replace(device, **given)
+
+
+def build(hardware: HardwareSpec, cost: CostSpec) -> CostModel:
+    """Return the cost model that is asked for.
+
+    Raises:
+        OSError: a file that is named can't be read.
+        ValueError: it is damaged, or the model can't be split over the devices.
+    """
+    if cost.kind == "constant":
+        return Fitted.constant(cost.step_s, cost.host_step_s)
+    if cost.file is not None:
+        return Fitted.load(Path(cost.file), cost.host_step_s)
+    return Roofline(
+        hardware.resolve_model(),
+        cost.apply(hardware.resolve_device()),
+        hardware.tensor_parallel,
+        kv_dtype_bytes=hardware.kv_dtype_bytes,
+        host_base_s=cost.host_base_s,
+        host_per_request_s=cost.host_per_request_s,
+    )
+
+
+def build_link(hardware: HardwareSpec, cost: CostSpec) -> TransferLink:
+    """Return the link between each device and the host, idle at time 0.
+
+    Every device of a tensor-parallel group has its own and moves its share: submit the bytes of one device, those of
+    `ModelShape.kv_bytes_per_token` with ``tensor_parallel``.
+    """
+    device = cost.apply(hardware.resolve_device())
+    return TransferLink(device.pcie_bytes_per_s, cost.pcie_contention_loss, cost.copy_overhead_s)
+
+
+def num_kv_blocks(hardware: HardwareSpec, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Return the KV blocks of ``block_size`` tokens that each device holds.
+
+    blocks = floor((memory * utilisation - weights - activations) / (block_size * KV bytes per token)), per device;
+    or floor(``kv_memory_bytes`` / block bytes), where the hardware gives it.
+
+    Args:
+        hardware: Model, device and how it is split.
+        block_size: Tokens of a block, at least 1.
+        max_num_batched_tokens: Tokens of the largest step, for the activations.
+        max_num_seqs: Rows of the largest step that are sampled, for the logits.
+
+    Raises:
+        OSError: the model's configuration can't be read.
+        ValueError: not one block fits; the message says what is missing and over how many devices it would fit.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size!r}: must be at least 1")
+    model, given = hardware.resolve_model(), hardware.kv_memory_bytes
+    block_bytes = hardware.kv_bytes_per_block(block_size)
+    if given is not None:
+        if given < block_bytes:
+            raise ValueError(f"kv_memory_bytes={given!r}: one block needs {block_bytes} bytes")
+        return given // block_bytes
+    usable = hardware.resolve_device().memory_bytes * hardware.gpu_memory_utilization
+
+    def free(split: int) -> float:
+        reserve = activation_bytes(model, max_num_batched_tokens, max_num_seqs, split)
+        return usable - model.weight_bytes(split) - reserve
+
+    split = hardware.tensor_parallel
+    if (found := free(split)) >= block_bytes:
+        return int(found // block_bytes)
+    larger = range(split + 1, _MAX_TENSOR_PARALLEL + 1)
+    enough = next((more for more in larger if model.allows_tensor_parallel(more) and free(more) > 0), None)
+    remedy = f"the smallest tensor_parallel that fits is {enough}" if enough else "no tensor_parallel is enough"
+    raise ValueError(
+        f"{model.name} does not fit on {hardware.device} with tensor_parallel={split} and "
+        f"gpu_memory_utilization={hardware.gpu_memory_utilization}: {(block_bytes - found) / _GIB:.1f} GiB per device "
+        f"are missing for weights ({model.weight_bytes(split) / _GIB:.1f} GiB), activations and one KV block; {remedy}"
+    )
+
+
+def activation_bytes(
+    model: ModelShape, max_num_batched_tokens: int, max_num_seqs: int, tensor_parallel: int = 1
+) -> float:
+    """Return the bytes a device needs beside weights and KV.
+
+    The largest step's hidden states (residual, input, output: 3 * hidden) with the widest of the projections (query,
+    key and value, or the feed-forward block's, in and out) in 2 bytes; logits of all sampled rows twice in fp32; and a
+    fixed part of 0.5 GiB.
+    """
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim + model.heads * model.head_dim
+    widest = max(attention, (3 if model.gated else 2) * model.ffn) / tensor_parallel
+    hidden = max_num_batched_tokens * (3 * model.hidden + widest) * 2
+    return _RUNTIME_BYTES + hidden + 8 * max_num_seqs * model.vocab
