@@ -129,7 +129,7 @@ def goodput_vs_load(
 
 
 def cdf(series: Sequence[Series], path: Path, *, xlabel: str, title: str = "", log_x: bool = False) -> None:
-    """Draw cumulative distributions, as from `empirical_cdf` or `GapHistogram.cdf`; raises as `lines`."""
+    """Draw cumulative distributions, as from `empirical_cdf`; raises as `lines`."""
     _refuse_nothing(series)
     with _figure(path, width=6.4) as (figure, axes):
         for one, style in _styled(series):
