@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.paths import checked, parse, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, parse, with_values
 
 if TYPE_CHECKING:
     import pandas as pd
