@@ -12,7 +12,7 @@ from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep import evaluate
+from vllm_ext.simulation.sweep import pools
 
 FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "--jobs", "1", "--quiet"]
 
@@ -79,7 +79,7 @@ def test_failed_run_is_named_the_rest_is_judged_and_the_next_plan_runs_it_alone(
         latency = 10.0 if spec.engine.system == "sarathi" else 20.0
         return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
 
-    monkeypatch.setattr(evaluate, "simulate_point", point)
+    monkeypatch.setattr(pools, "simulate_point", point)
     arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1", *FAST]
     assert main(arguments) == 1
     shown = capsys.readouterr()
@@ -101,7 +101,7 @@ def test_policy_of_ones_own_is_one_more_candidate(
         latency = 10.0 if spec.engine.options.get("policies") else 20.0
         return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
 
-    monkeypatch.setattr(evaluate, "simulate_point", point)
+    monkeypatch.setattr(pools, "simulate_point", point)
     policy = f"{tmp_path / 'mine.py'}:Mine"
     path = trace(tmp_path / "mine.jsonl")
     capsys.readouterr()

@@ -125,7 +125,6 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> SimulationSpec:
 
 def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag alone, with a value other than the default."""
-    values = {str: None, int: "77", float: "0.25"}
     texts = {
         "hardware.model": "opt-6.7b",
         "hardware.device": "a40",
@@ -138,19 +137,18 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     }
     needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
-    for flag in spec_flags.flags():
-        section, _, field = flag.path.rpartition(".")
+    for path, names, described in spec_flags.flagged(SimulationSpec):
+        section, _, field = path.rpartition(".")
         old = before[section][field] if section else before[field]
-        for name in flag.names:
-            if flag.type is bool:
+        for name in names:
+            if described.annotation is bool:
                 given = [f"--no-{name.removeprefix('--')}" if old else name]
             else:
-                given = [name, texts.get(flag.path) or str(values[flag.type])]  # type: ignore[index]
-            extra = needs.get(flag.path, [])
-            after = printed(capsys, *given, *extra).model_dump()
+                given = [name, texts.get(path) or ("77" if "int" in str(described.annotation) else "0.25")]
+            after = printed(capsys, *given, *needs.get(path, [])).model_dump()
             new = after[section][field] if section else after[field]
             assert new != old, name
-            assert flag.type is bool or str(new) == given[1], name
+            assert described.annotation is bool or str(new) == given[1], name
 
 
 def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,12 +7,10 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.evaluate import Evaluate
-from vllm_ext.simulation.sweep.pools import run_point
+from vllm_ext.simulation.sweep.pools import Evaluate, run_point
 from vllm_ext.simulation.sweep.store import Outcome, versions
 
 LOCAL = "local"
@@ -77,9 +75,7 @@ class RayPool:
         self._places = min(cores, self._jobs or cores)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the cluster, or end it if it is our own; points under way are given up."""
         import ray
 
