@@ -18,7 +18,6 @@ import pytest
 
 from tests.extent import HANG_S
 from vllm_ext.cli.sweep import main
-from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
 from vllm_ext.simulation.sweep.store import NAME, PointStore
@@ -87,7 +86,7 @@ def test_grid_of_real_simulations_fills_its_folder(tmp_path: Path, capsys: pytes
     assert str(tmp_path) not in (tmp_path / "summary.json").read_text()
 
 
-def test_folder_alone_goes_on_and_prints_the_same_bytes(
+def test_folder_alone_goes_on_and_prints_the_same_bytes_and_further_values_run_alone(
     tmp_path: Path, runs: list[SimulationSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
@@ -96,22 +95,6 @@ def test_folder_alone_goes_on_and_prints_the_same_bytes(
         outputs.append((capsys.readouterr().out, (tmp_path / "summary.csv").read_bytes()))
     assert outputs[0] == outputs[1]
     assert len(runs) == 4
-
-
-def test_terminal_gets_the_table_and_how_to_ask_for_json(
-    tmp_path: Path, runs: list[SimulationSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main([*(flag for flag in GRID if flag != "--quiet"), "--dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    assert "upstream-fcfs" in shown.err
-    assert shown.out == f"{json_output.HINT}\n"
-    assert main(["--dir", str(tmp_path), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "summary.json").read_text())
-
-
-def test_further_values_of_an_axis_run_alone(tmp_path: Path, runs: list[SimulationSpec]) -> None:
-    main([*GRID, "--dir", str(tmp_path)])
     main([*GRID, "--dir", str(tmp_path), "--axis", "engine.watermark=0.0,0.1"])
     assert len(runs) == 8, "the points without a watermark were there"
 

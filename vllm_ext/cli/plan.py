@@ -7,16 +7,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_ext.cli import kept_runs, spec_flags
-from vllm_ext.observability import json_output
+from vllm_ext.observability import json_output, results
+from vllm_ext.observability.plots import Series, lines
 from vllm_ext.observability.provenance import result_path
-
-if TYPE_CHECKING:
-    from vllm_ext.observability.results import Result
-    from vllm_ext.simulation.plan import Objective, Row, Verdict
-    from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, Row, Verdict, compare, decide, with_own_policies
+from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
+from vllm_ext.simulation.sweep.pools import local_pool
+from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.workloads.build import build
 
 PROG = "vllm-ext plan"
 _SLO_COLUMNS = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s"}
@@ -38,11 +38,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, compare, decide, with_own_policies
-    from vllm_ext.simulation.sweep.pools import local_pool
-    from vllm_ext.simulation.sweep.store import PointStore
-
     base, own_rate = _base(args)
     if args.print_spec:
         print(base.model_dump_json(indent=1))
@@ -75,9 +70,6 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     """The run at the trace's own load, and that load in requests/s."""
-    from vllm_ext.simulation.spec import checked, with_values
-    from vllm_ext.simulation.workloads.build import build
-
     if args.systems is not None:
         raise spec_flags.UsageError(f"{spec_flags.SYSTEMS}: plan compares its own candidates; use `vllm-ext simulate`")
     if args.trace is not None:
@@ -129,14 +121,12 @@ def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
 
 
 def _table(rows: Sequence[Row], objective: Objective) -> str:
-    from vllm_ext.observability.results import format_table
-
     columns = {**(_SLO_COLUMNS if objective.with_slo else {}), **_COLUMNS}
     cells = []
     for row in rows:
         metrics = row.outcome.metrics or {}
         cells.append((row.load, row.rate_per_s, row.candidate.name, *(metrics.get(name) for name in columns.values())))
-    return format_table(("x load", "req/s", "candidate", *columns), cells)
+    return results.format_table(("x load", "req/s", "candidate", *columns), cells)
 
 
 def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
@@ -160,10 +150,7 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
 
 def _result(
     argv: Sequence[str], base: SimulationSpec, own_rate: float, rows: Sequence[Row], verdict: Verdict
-) -> Result:
-    from vllm_ext.observability.results import Result
-    from vllm_ext.simulation.plan import BASELINE
-
+) -> results.Result:
     metrics: dict[str, float] = {"own_rate_per_s": own_rate}
     baseline: dict[str, float] = {}
     for row in rows:
@@ -171,7 +158,7 @@ def _result(
         into, prefix = (baseline, "") if of_baseline else (metrics, f"{row.candidate.name}.")
         found = row.outcome.metrics or {}
         into |= {f"{prefix}load_{row.load:g}.{metric}": value for metric, value in found.items()}
-    return Result(
+    return results.Result(
         name="plan",
         command=spec_flags.command_line(PROG, argv),
         config={
@@ -194,8 +181,6 @@ def _result(
 
 
 def _draw(rows: Sequence[Row], objective: Objective, path: Path) -> None:
-    from vllm_ext.observability.plots import Series, lines
-
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row.outcome.metrics is not None:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_ext.cli import spec_flags
-from vllm_ext.observability import json_output
+from vllm_ext.observability import json_output, plots, results
+from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.provenance import result_path
-
-if TYPE_CHECKING:
-    from vllm_ext.observability.results import Result
-    from vllm_ext.simulation.run_data import RunData
-    from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation import export
+from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.perfetto import write_trace
+from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
 
 PROG = "vllm-ext simulate"
 SHOWN = (
@@ -77,9 +76,6 @@ def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         described = [spec.model_dump(mode="json") for spec in specs]
         print(json.dumps(described if len(specs) > 1 else described[0], indent=1))
         return 0
-    from vllm_ext.observability import results
-    from vllm_ext.simulation.metrics import summarise
-
     runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
     _write_files(args, runs)
     found = {system: summarise(run) for system, run in runs.items()}
@@ -90,8 +86,6 @@ def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
     """One description per system, checked; also checks the names of the files to write."""
-    from vllm_ext.simulation.spec import checked, with_values
-
     for option, (_, suffixes) in _FILES.items():
         path: Path | None = getattr(args, option)
         if path is not None and not path.name.endswith(suffixes):
@@ -108,8 +102,6 @@ def _run(spec: SimulationSpec, quiet: bool) -> RunData:
 
     if quiet:
         return simulate(spec)
-    from vllm_ext.observability.count_progress import CountProgress
-
     workload = spec.workload
     # Of conversations only the number of first turns is known beforehand.
     total = workload.num_requests if not workload.conversations else None
@@ -137,17 +129,15 @@ def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[st
     return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
-def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) -> Result:
+def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) -> results.Result:
     """One system: its metrics. Several: the first is the baseline, the others' metrics have their names in front."""
-    from vllm_ext.observability.results import Result
-
     first, *others = found
     metrics = dict(found[first])
     if others:
         metrics = {f"{system}.{name}": value for system in others for name, value in found[system].items()}
         ratios = ((f"{system}.{name}_ratio", _ratio(found, system, name)) for system in others for name in SHOWN)
         metrics |= {name: ratio for name, ratio in ratios if ratio is not None}
-    return Result(
+    return results.Result(
         name="simulate",
         command=spec_flags.command_line(PROG, argv),
         config={spec.engine.system: spec_flags.public(spec.model_dump(mode="json")) for spec in specs},
@@ -160,8 +150,6 @@ def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) 
 
 def table(found: Found, *, every: bool = False) -> str:
     """Return metrics as text, a line each; beside each further system its ratio to the first."""
-    from vllm_ext.observability.results import format_table
-
     first, *others = found
     known = {name for metrics in found.values() for name in metrics}
     names = [*(name for name in SHOWN if name in known), *(sorted(known - set(SHOWN)) if every else ())]
@@ -170,7 +158,7 @@ def table(found: Found, *, every: bool = False) -> str:
     for name in names:
         beside = (cell for system in others for cell in (found[system].get(name), _ratio(found, system, name)))
         rows.append([name, found[first].get(name), *beside])
-    return format_table(header, rows)
+    return results.format_table(header, rows)
 
 
 def _ratio(found: Found, system: str, name: str) -> float | None:
@@ -181,10 +169,6 @@ def _ratio(found: Found, system: str, name: str) -> float | None:
 
 def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
     """Write what was asked for; with several systems each has files of its own, but one figure shows all."""
-    from vllm_ext.observability import plots
-    from vllm_ext.simulation import export
-    from vllm_ext.simulation.perfetto import write_trace
-
     for system, run in runs.items():
         requests, series, trace = (_own_path(path, system, runs) for path in (args.requests, args.series, args.trace))
         if requests is not None:
@@ -193,8 +177,8 @@ def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
             export.write(export.series_frame(run), series)
         if trace is not None:
             kept = write_trace(run, trace)
-            if kept.dropped_events or kept.requests_without_lane:
-                print(f"--trace of {system} does not hold all: {dataclasses.asdict(kept)}", file=sys.stderr)
+            if kept["dropped_events"] or kept["requests_without_lane"]:
+                print(f"--trace of {system} does not hold all: {kept}", file=sys.stderr)
     if args.plot is not None:
         plots.over_time(export.state_panels(runs), args.plot)
     if args.cdf is not None:

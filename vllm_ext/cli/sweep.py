@@ -6,18 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
-from vllm_ext.observability import json_output
-
-if TYPE_CHECKING:
-    from vllm_ext.simulation.spec import SimulationSpec
-    from vllm_ext.simulation.sweep.grid import Ran, SweepSpec
-    from vllm_ext.simulation.sweep.pools import Pool
-    from vllm_ext.simulation.sweep.store import Outcome
-    from vllm_ext.simulation.sweep.summary import Row
+from vllm_ext.observability import json_output, results
+from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.observability.files import replaced
+from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
+from vllm_ext.simulation.sweep import grid, pools, summary
+from vllm_ext.simulation.sweep.capacity import CapacitySpec, expected_runs
+from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
@@ -31,10 +32,8 @@ def main(argv: Sequence[str]) -> int:
     return spec_flags.guarded(PROG, lambda: _main(args), again=_again(args.dir))
 
 
-def make_pool(args: argparse.Namespace) -> Pool:
+def make_pool(args: argparse.Namespace) -> pools.Pool:
     """Return the pool that the flags ask for."""
-    from vllm_ext.simulation.sweep import pools
-
     if args.ray is not None:
         from vllm_ext.cluster.ray_pool import RayPool
 
@@ -43,13 +42,6 @@ def make_pool(args: argparse.Namespace) -> Pool:
 
 
 def _main(args: argparse.Namespace) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.observability.count_progress import CountProgress
-    from vllm_ext.observability.files import replaced
-    from vllm_ext.simulation.sweep import grid, summary
-    from vllm_ext.simulation.sweep.capacity import expected_runs
-    from vllm_ext.simulation.sweep.store import PointStore
-
     sweep = _sweep(args)
     described = sweep.model_dump_json(indent=1, exclude_unset=True)
     if args.print_spec:
@@ -101,11 +93,8 @@ def _main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[Ran]) -> None:
+def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Ran]) -> None:
     """Draw the metric asked for; else the one of the first constraint in a capacity search, else the latency."""
-    from vllm_ext.simulation.constraint import Constraint
-    from vllm_ext.simulation.sweep import summary
-
     usual = summary.METRIC if sweep.capacity is None else Constraint.parse(sweep.constraints[0]).metric
     metric = args.metric or usual
     try:
@@ -117,14 +106,12 @@ def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[Ran]) -> Non
         print(f"no plot: no axis of numbers, or no run has the metric {metric}", file=sys.stderr)
 
 
-def _metrics(sweep: SweepSpec, rows: Sequence[Row], num_points: int) -> dict[str, float]:
-    from vllm_ext.simulation.sweep.summary import CAPACITY
-
+def _metrics(sweep: SweepSpec, rows: Sequence[summary.Row], num_points: int) -> dict[str, float]:
     metrics = {"points": float(num_points), "failed_points": float(sum(row.plain["failed"] for row in rows))}
     for row in rows:
-        if CAPACITY in row.plain:
+        if summary.CAPACITY in row.plain:
             named = ",".join(f"{path}={row.plain[path]}" for path in sweep.axes)
-            metrics[f"{named}.{CAPACITY}" if named else CAPACITY] = row.plain[CAPACITY]
+            metrics[f"{named}.{summary.CAPACITY}" if named else summary.CAPACITY] = row.plain[summary.CAPACITY]
     return metrics
 
 
@@ -134,8 +121,6 @@ def _again(folder: Path) -> str:
 
 def _sweep(args: argparse.Namespace) -> SweepSpec:
     """Return what to sweep: that of ``--sweep``, the flags, or the folder's if there are neither."""
-    from vllm_ext.simulation.spec import parse, with_values
-    from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
 
     def read(path: Path, flag: str) -> SweepSpec:
         return parse(SweepSpec, spec_flags.read_json(path, flag))
@@ -181,8 +166,6 @@ def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
     """The capacity search of the flags over that of the file."""
-    from vllm_ext.simulation.sweep.capacity import CapacitySpec
-
     found = spec_flags.given(args, _CAPACITY)
     if not args.capacity and before is None:
         if found:
@@ -193,8 +176,6 @@ def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[s
 
 
 def _parser() -> argparse.ArgumentParser:
-    from vllm_ext.simulation.sweep.capacity import CapacitySpec
-
     parser = spec_flags.Parser(
         prog=PROG,
         description="Run every combination of some settings, or search the capacity of each. Every run is kept in the "

@@ -20,60 +20,49 @@ from vllm_ext.simulation.run_data import Events, RunData, TimeSeries
 
 ENGINE, REQUESTS = 1, 2
 """Process ids."""
+MAX_LANES = 512
+"""Most requests shown at one time."""
 STATES = ("waiting", "prefill", "decode", "preempted")
 _ARGS = ("tier", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "predicted_tokens", "preemptions")
 
 TraceEvent = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceSummary:
-    """What a trace file holds."""
-
-    steps: int
-    """Slices of steps."""
-    requests: int
-    """Requests drawn."""
-    requests_without_lane: int
-    """Requests left out because all lanes were taken when they arrived."""
-    dropped_events: int
-    """Events that the run itself did not keep."""
-
-
-def write_trace(run: RunData, path: Path, *, max_lanes: int = 512) -> TraceSummary:
+def write_trace(run: RunData, path: Path) -> dict[str, int]:
     """Write a trace; equal runs give equal bytes.
 
     Args:
         run: A run that kept its events.
         path: Ends in ``.json`` or ``.json.gz``; the viewers read both.
-        max_lanes: Most requests shown at one time.
+
+    Returns:
+        What it holds: ``steps`` and ``requests`` drawn, ``requests_without_lane``, left out as all lanes were taken
+        when they arrived, and ``dropped_events``, which the run itself did not keep.
 
     Raises:
-        ValueError: the run kept no events, or the suffix or ``max_lanes`` is wrong; nothing is written.
+        ValueError: the run kept no events, or the suffix is wrong; nothing is written.
         OSError: the file cannot be written; one that was there before is as it was.
     """
     if run.events is None:
         raise ValueError(f"events of {run.label}: the run kept none; set record.events to the number to keep")
     if not path.name.endswith((".json", ".json.gz")):
         raise ValueError(f"path={path.name!r}: must end in .json or .json.gz")
-    if max_lanes < 1:
-        raise ValueError(f"max_lanes={max_lanes!r}: must be at least 1")
     spans = _spans(run.events, run.duration_s)
-    drawn = [(span, lane) for span, lane in zip(spans, _lanes(spans, max_lanes), strict=True) if lane]
-    summary = TraceSummary(
-        steps=len(run.events.steps),
-        requests=len(drawn),
-        requests_without_lane=len(spans) - len(drawn),
-        dropped_events=run.events.dropped,
-    )
+    drawn = [(span, lane) for span, lane in zip(spans, _lanes(spans, MAX_LANES), strict=True) if lane]
+    held = {
+        "steps": len(run.events.steps),
+        "requests": len(drawn),
+        "requests_without_lane": len(spans) - len(drawn),
+        "dropped_events": run.events.dropped,
+    }
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     with replaced(path) as file, packed(file, compress=path.name.endswith(".gz")) as out:
         out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         for index, event in enumerate(_trace_events(run, run.events, drawn)):
             out.write((",\n" if index else "").encode() + encode(event).encode())
-        notes = {"label": run.label, **{name: str(value) for name, value in vars(summary).items()}}
+        notes = {"label": run.label, **{name: str(value) for name, value in held.items()}}
         out.write(f'\n],"otherData":{encode(notes)}}}\n'.encode())
-    return summary
+    return held
 
 
 @dataclass(slots=True)

@@ -5,8 +5,6 @@ A wrong field, value, system or option is an error before anything is run; nothi
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -102,11 +100,6 @@ class SimulationSpec(BaseModel):
     exact: Annotated[bool, Flag()] = False
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
     Where there is a KV connector it always is."""
-
-    def digest(self) -> str:
-        """Return a checksum of the whole description; equal runs have equal digests."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)  # options in any order are the same options
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def engine_blocks(spec: SimulationSpec) -> int:

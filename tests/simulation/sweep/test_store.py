@@ -49,13 +49,14 @@ def test_two_processes_may_write_at_a_time(tmp_path: Path) -> None:
 def test_key_depends_on_every_field_and_on_versions_and_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1})
+    options = [{"seed": 1, "prediction": {"window": 5}}, {"prediction": {"window": 5}, "seed": 1}]
+    changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1}, *({"engine.options": order} for order in options))
     keys = {key(with_values(SPEC, change), tmp_path) for change in changes}
     for name in ("vllm-ext", "vllm", "sources"):
         changed = {**store_module.versions(), name: "other"}
         monkeypatch.setattr(store_module, "versions", lambda changed=changed: changed)
         keys.add(key(SPEC, tmp_path))
-    assert len(keys) == 6
+    assert len(keys) == 7, "the order of options does not matter"
 
 
 @pytest.mark.parametrize(
