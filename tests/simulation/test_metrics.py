@@ -69,6 +69,11 @@ def make_run(rows: Sequence[Row], *, series: TimeSeries | None = None, **counter
     )
 
 
+def spread(name: str, unit: str, **values: float) -> dict[str, float]:
+    """``ttft_mean_ms``, ``ttft_p50_ms``, ..."""
+    return {f"{name}_{part}_{unit}": value for part, value in values.items()}
+
+
 def test_every_metric_of_four_requests_worked_by_hand() -> None:
     rows = [
         # met: first token after 1 s (2 allowed), gaps 1 and 1 s (1.5 allowed); e2e 3 s, so 1 s/token
@@ -98,30 +103,15 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             "output_tokens": 7,
             "duration_s": 7,  # arrival at 0 to last token at 7
             "run_duration_s": 9,
-            "normalised_latency_mean_ms_per_token": (1 + 5 / 3 + 5) / 3 * 1000,
-            "normalised_latency_p50_ms_per_token": 5 / 3 * 1000,
-            "normalised_latency_p90_ms_per_token": (5 / 3 + 0.8 * 10 / 3) * 1000,
-            "normalised_latency_p99_ms_per_token": (5 / 3 + 0.98 * 10 / 3) * 1000,
-            "ttft_mean_ms": (1 + 1 + 5) / 3 * 1000,
-            "ttft_p50_ms": 1000,
-            "ttft_p90_ms": (1 + 0.8 * 4) * 1000,
-            "ttft_p99_ms": (1 + 0.98 * 4) * 1000,
-            "e2e_mean_ms": (3 + 5 + 5) / 3 * 1000,
-            "e2e_p50_ms": 5000,
-            "e2e_p90_ms": 5000,
-            "e2e_p99_ms": 5000,
-            "tpot_mean_ms": 1500,  # 2 s / 2 and 4 s / 2
-            "tpot_p99_ms": 1990,
-            "tbt_mean_ms": 1500,  # gaps 1, 1, 1, 3 s
-            "tbt_p50_ms": 1000,
-            "tbt_p90_ms": (1 + 0.7 * 2) * 1000,
-            "tbt_p99_ms": (1 + 0.97 * 2) * 1000,
-            "tbt_max_ms": 3000,
-            "scheduling_delay_mean_s": 1,  # 0, 0, 3 s
-            "scheduling_delay_p50_s": 0,
-            "scheduling_delay_p99_s": 0.98 * 3,
-            "waited_mean_s": 5 / 3,  # 0, 2, 3 s
-            "waited_p99_s": 2 + 0.98,
+            **spread("normalised_latency", "ms_per_token",
+                     mean=(1 + 5 / 3 + 5) / 3 * 1000, p50=5 / 3 * 1000,
+                     p90=(5 / 3 + 0.8 * 10 / 3) * 1000, p99=(5 / 3 + 0.98 * 10 / 3) * 1000),
+            **spread("ttft", "ms", mean=(1 + 1 + 5) / 3 * 1000, p50=1000, p90=4200, p99=4920),
+            **spread("e2e", "ms", mean=(3 + 5 + 5) / 3 * 1000, p50=5000, p90=5000, p99=5000),
+            **spread("tpot", "ms", mean=1500, p99=1990),  # 2 s / 2 and 4 s / 2
+            **spread("tbt", "ms", mean=1500, p50=1000, p90=2400, p99=2940, max=3000),  # gaps 1, 1, 1, 3 s
+            **spread("scheduling_delay", "s", mean=1, p50=0, p99=0.98 * 3),  # 0, 0, 3 s
+            **spread("waited", "s", mean=5 / 3, p99=2 + 0.98),  # 0, 2, 3 s
             "throughput_tokens_per_s": 7 / 7,
             "throughput_requests_per_s": 3 / 7,
             "goodput_requests_per_s": 2 / 7,
@@ -134,18 +124,15 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             "tier.gold.slo_attainment_fraction": 1 / 2,
             "tier.gold.goodput_requests_per_s": 1 / 7,
             "tier.gold.goodput_tokens_per_s": 3 / 7,
-            "tier.gold.normalised_latency_mean_ms_per_token": (1 + 5 / 3) / 2 * 1000,
-            "tier.gold.normalised_latency_p99_ms_per_token": (1 + 0.99 * 2 / 3) * 1000,
-            "tier.gold.ttft_mean_ms": 1000,
-            "tier.gold.ttft_p99_ms": 1000,
+            **spread("tier.gold.normalised_latency", "ms_per_token",
+                     mean=(1 + 5 / 3) / 2 * 1000, p99=(1 + 0.99 * 2 / 3) * 1000),
+            **spread("tier.gold.ttft", "ms", mean=1000, p99=1000),
             "tier.bronze.requests": 1,
             "tier.bronze.slo_attainment_fraction": 1 / 2,
             "tier.bronze.goodput_requests_per_s": 1 / 7,
             "tier.bronze.goodput_tokens_per_s": 1 / 7,
-            "tier.bronze.normalised_latency_mean_ms_per_token": 5000,
-            "tier.bronze.normalised_latency_p99_ms_per_token": 5000,
-            "tier.bronze.ttft_mean_ms": 5000,
-            "tier.bronze.ttft_p99_ms": 5000,
+            **spread("tier.bronze.normalised_latency", "ms_per_token", mean=5000, p99=5000),
+            **spread("tier.bronze.ttft", "ms", mean=5000, p99=5000),
             "predicted_requests": 2,
             "prediction_relative_error_mean_fraction": (0 + 1) / 2,
             "prediction_bucket_accuracy_fraction": 1,  # and no rank correlation: both lengths are 3
@@ -167,7 +154,7 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             "tokens_per_step": 20,
         },
         rel=1e-3,  # the width of a bin of gaps
-    )
+    )  # fmt: skip
 
 
 def test_what_later_turns_found_of_their_histories_worked_by_hand() -> None:

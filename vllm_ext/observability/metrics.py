@@ -175,7 +175,9 @@ class EngineFeed:
     def _export(self, rows: tuple[Row, ...], part: State, prefix: str = "") -> None:
         for row in rows:
             name, read = prefix + row.name, row.source
-            found = functools.reduce(operator.getitem, read.split("."), part) if isinstance(read, str) else read(part)
+            found: Any = (
+                functools.reduce(operator.getitem, read.split("."), part) if isinstance(read, str) else read(part)
+            )
             labels = (row.label,) if row.label else ()
             metric = _metric(row.kind, name, row.text, *labels)
             values = found if row.label else {"": found}
