@@ -13,41 +13,38 @@ from vllm_ext.simulation import export
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, GapHistogram, RequestTable, RunData
 from vllm_ext.simulation.run_data import TimeSeries as Series
 
+from .test_metrics import Row, make_run
+
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 
-def make_run(rows: int = 5) -> RunData:
-    """Row i arrives at i, waits 0.5 s, has its first token after 1 s, i + 1 tokens in 2 s; every fifth is aborted."""
-    table, series = RequestTable(), Series()
-    for i in range(rows):
-        aborted = i % 5 == 4
-        table.append(
-            {
-                **dict.fromkeys(FLOAT_COLUMNS, math.nan),
-                **dict.fromkeys(INT_COLUMNS, 1),
-                "req_id": f"r{i}",
-                "session_id": "s",
-                "tier": 'a, "quoted"',
-                "finish_reason": "abort" if aborted else "stop",
-                "output_tokens": 0 if aborted else i + 1,
-                "arrival_s": float(i),
-                "first_scheduled_s": math.nan if aborted else i + 0.5,
-                "first_token_s": math.nan if aborted else i + 1.0,
-                "finish_s": i + 2.0,
-                "slo_ttft_s": 0.75 if i == 1 else math.nan,
-                "waited_s": 0.1 + 0.2,
-            }
+def run_of(num_rows: int = 5) -> RunData:
+    """Row i arrives at i, waits 0.5 s, has i + 1 tokens from 1 s to 2 s after its arrival; every fifth is aborted."""
+    rows = [
+        Row(
+            arrival_s=i,
+            end_s=i + 2.0,
+            scheduled_s=math.nan if i % 5 == 4 else i + 0.5,
+            tokens_s=() if i % 5 == 4 else (*(i + 1.0,) * i, i + 2.0),
+            waited_s=0.1 + 0.2,
+            tier='a, "quoted"',
+            session_id="s",
+            slo_ttft_s=0.75 if i == 1 else math.nan,
         )
+        for i in range(num_rows)
+    ]
+    series = Series()
+    for i in range(num_rows):
         series.add(float(i), i, 2 * i, i / 10, 0.0, 0.0, 0, 0, 0, i)
-    return RunData(label="x", requests=table, gaps=GapHistogram(), series=series)
+    return make_run(rows, series=series)
 
 
 def test_a_row_per_request_has_derived_columns() -> None:
-    frame = export.requests_frame(make_run())
+    frame = export.requests_frame(run_of())
     derived = ["scheduling_delay_s", "ttft_s", "e2e_s", "normalised_latency_s_per_token", "slo_met"]
     assert list(frame.columns) == [*TEXT_COLUMNS, *INT_COLUMNS, *FLOAT_COLUMNS, *derived]
     assert frame["req_id"].tolist() == ["r0", "r1", "r2", "r3", "r4"]
-    assert frame["ttft_s"].tolist()[:4] == [1.0] * 4
+    assert frame["ttft_s"].tolist()[:4] == [2.0, 1.0, 1.0, 1.0]
     assert frame["scheduling_delay_s"].tolist()[:4] == [0.5] * 4
     assert frame["normalised_latency_s_per_token"].tolist()[:4] == [2 / (i + 1) for i in range(4)]
     assert frame["slo_met"].tolist() == [True, False, True, True, False]
@@ -56,7 +53,7 @@ def test_a_row_per_request_has_derived_columns() -> None:
 
 
 def test_time_series_has_units_in_the_names() -> None:
-    frame = export.series_frame(make_run())
+    frame = export.series_frame(run_of())
     assert frame[["time_s", "running_requests", "waiting_requests", "steps"]].to_numpy().tolist() == [
         [i, i, 2 * i, i] for i in range(5)
     ]
@@ -70,9 +67,9 @@ def test_table_reads_back_to_the_last_bit_and_equal_runs_give_equal_bytes(
 ) -> None:
     first, second = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
     for path in (first, second):
-        export.write(export.requests_frame(make_run(rows)), path)
+        export.write(export.requests_frame(run_of(rows)), path)
     read = pd.read_parquet(first) if suffix == ".parquet" else pd.read_csv(first)
-    expected = export.requests_frame(make_run(rows))
+    expected = export.requests_frame(run_of(rows))
     assert list(read.columns) == list(expected.columns)
     pd.testing.assert_frame_equal(read, expected, check_dtype=rows > 0, check_index_type=rows > 0, check_exact=True)
     assert first.read_bytes() == second.read_bytes()
@@ -92,7 +89,7 @@ def test_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "x.parquet").write_text("earlier")
     with pytest.raises(ImportError, match=rf"{says}: pip install 'vllm-ext\[bench\]'"):
-        export.write(export.requests_frame(make_run()), tmp_path / "x.parquet")
+        export.write(export.requests_frame(run_of()), tmp_path / "x.parquet")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.parquet", "earlier")]
 
 
