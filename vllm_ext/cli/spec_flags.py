@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vllm_ext.observability.results import Workload
+from vllm_ext.observability.results import Workload, without_folder
 from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 from vllm_ext.simulation.workloads.build import build
@@ -225,11 +225,7 @@ def public(value: Any) -> Any:
 
 def command_line(prog: str, argv: Sequence[str]) -> str:
     """Return the command to repeat a run; absolute paths are cut to their last part."""
-    cut = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        cut.append(f"{name}={Path(value).name}" if equals and value.startswith("/") else str(public(argument)))
-    return " ".join([prog, shlex.join(cut)]).strip()
+    return " ".join([prog, shlex.join(map(without_folder, argv))]).strip()
 
 
 def _slo(text: str) -> list[dict[str, Any]]:

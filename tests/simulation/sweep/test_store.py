@@ -135,14 +135,3 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     with pytest.raises(StoreError, match=NAME), PointStore(tmp_path):
         pytest.fail("a folder is no file")
-
-
-def test_second_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:
-    with (
-        PointStore(tmp_path).locked(),
-        pytest.raises(StoreError, match="another sweep is at work"),
-        PointStore(tmp_path).locked(),
-    ):
-        pytest.fail("two sweeps in one folder")
-    with PointStore(tmp_path).locked():
-        assert tmp_path.is_dir()
