@@ -1,11 +1,11 @@
 """Where points are run: in this process, or in others. A pool on a Ray cluster is in `vllm_ext.cluster.ray_pool`.
 
-All have one interface: a context manager with a number of places, and `submit`, which is called for as many points at a
-time as there are places.
+`Pool.submit` is called for as many points at a time as there are places.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 import multiprocessing
@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.store import Outcome
@@ -43,37 +42,27 @@ def run_point(evaluate: Evaluate, spec: SimulationSpec) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {error}")
 
 
-class Pool(Protocol):
-    """Runs points."""
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Runs points, within its context."""
 
-    @property
-    def places(self) -> int:
-        """How many points may be under way at a time; valid within the context."""
-        ...
-
-    def __enter__(self) -> Self:
-        """Start what is needed."""
-        ...
+    places: int
+    """How many points may be under way at a time; valid within the context."""
 
     def __exit__(self, *error: object) -> None:
         """End what was started; after an error (Ctrl-C, say) without waiting for points under way."""
-        ...
 
+    @abc.abstractmethod
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
         """Run a point. The future never holds an exception: a run that raised, or whose worker died, has failed."""
-        ...
 
 
-class InProcessPool(contextlib.AbstractContextManager["InProcessPool"]):
+class InProcessPool(Pool):
     """Runs one point after the other in this process; `submit` returns when it is done."""
 
     places = 1
 
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
         """Run a point, and return a future that is done."""
@@ -82,7 +71,7 @@ class InProcessPool(contextlib.AbstractContextManager["InProcessPool"]):
         return future
 
 
-class ProcessPool(contextlib.AbstractContextManager["ProcessPool"]):
+class ProcessPool(Pool):
     """Runs points in processes of their own, which are kept.
 
     They are forks of a server that has imported vLLM once, if they simulate, and runs nothing itself. Every worker is
