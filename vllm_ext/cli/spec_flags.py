@@ -10,15 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vllm_ext.observability.results import Workload, without_folder
 from vllm_ext.simulation.flag import Flag
-from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
-from vllm_ext.simulation.workloads.build import build
+
+if TYPE_CHECKING:  # not imported by commands that do not simulate
+    from vllm_ext.simulation.spec import SimulationSpec
 
 SYSTEMS = "--system"
 SPEC = "spec."
@@ -83,6 +84,8 @@ def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def add_arguments(parser: Parser) -> None:
     """Add the flags of a description; none of them has a default of its own."""
+    from vllm_ext.simulation.spec import SimulationSpec
+
     general = parser.add_argument_group("description of the run")
     general.add_argument("--spec", type=Path, metavar="FILE", help="JSON description, all fields of it optional")
     general.add_argument(
@@ -146,6 +149,8 @@ def base_spec(args: argparse.Namespace) -> SimulationSpec:
     Raises:
         UsageError: a file, flag or field is wrong.
     """
+    from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
+
     spec = SimulationSpec() if args.spec is None else parse(SimulationSpec, read_json(args.spec, "--spec"))
     return with_values(spec, changes(args))
 
@@ -201,6 +206,8 @@ def guarded(prog: str, run: Callable[[], int], *, again: str = "") -> int:
 
 def complain(prog: str, error: Exception) -> int:
     """Print one line, with the flag that sets the field in question, and return the exit status."""
+    from vllm_ext.simulation.spec import SimulationSpec
+
     named = {path: names[0] for path, names, _ in flagged(SimulationSpec)} | _OWN_NAMES
     flag = named.get(getattr(error, "field", ""))
     text = " ".join(str(error).split())
@@ -210,6 +217,8 @@ def complain(prog: str, error: Exception) -> int:
 
 def workload_of(spec: SimulationSpec) -> Workload:
     """Return name, size and checksum of a run's workload, for a result."""
+    from vllm_ext.simulation.workloads.build import build
+
     made = build(spec.workload)
     return Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256)
 
