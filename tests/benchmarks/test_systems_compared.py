@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep import evaluate
+from vllm_ext.simulation.sweep import pools
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_systems_of_a_scene_are_simulated_once_and_a_failed_run_is_named(
             raise ArithmeticError("not today")
         return {name: 10.0 + spec.workload.seed}
 
-    monkeypatch.setattr(evaluate, "simulate_point", point)
+    monkeypatch.setattr(pools, "simulate_point", point)
     with pytest.raises(SystemExit, match=r"instructions, no objectives, sarathi, seed 0: ArithmeticError: not today"):
         compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)
     found = compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)

@@ -40,13 +40,6 @@ def test_policy_is_simulated_beside_vllm_alone_and_its_file_is_in_the_result_wit
     assert result["metrics"]["fcfs.policy_fallbacks"] == 0
 
 
-def test_wrong_policy_is_one_line_with_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate.main([*CROWDED, "--policy", "none.py:Mine"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("vllm-ext simulate: --policy: engine.options.policies='none.py:Mine'")
-
-
 @pytest.mark.parametrize(("name", "says"), [("My_Policy", "lower case"), ("2fast", "lower case"), ("class", "module")])
 def test_name_that_cannot_be_one_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, says: str

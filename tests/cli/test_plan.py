@@ -12,7 +12,7 @@ from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
 from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep import evaluate
+from vllm_ext.simulation.sweep import pools
 
 FAST = ["--num-blocks", "200", "--max-model-len", "512", "--cost", "constant", "--jobs", "1", "--quiet"]
 
@@ -54,14 +54,17 @@ def test_plan_reports_every_candidate_at_every_load_and_one_recommendation(
     assert str(tmp_path) not in printed.out
 
 
-def test_plan_without_a_queue_says_that_nothing_helps_and_stays_with_the_defaults(
+def test_plan_without_a_queue_says_so_row_by_row_and_stays_with_the_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal, which gets the advice but no JSON."""
+    """On a terminal, which gets the rows as they come, the defaults at the own load first, the advice, but no JSON."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    path = trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)
-    assert main(["--trace", str(path), "--loads", "0.5,1", "--slo", "ttft=5,tbt=1", *FAST]) == 0
+    flags = [*(flag for flag in FAST if flag != "--quiet"), "--loads", "0.5,1", "--slo", "ttft=5,tbt=1"]
+    assert main(["--trace", str(trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)), *flags]) == 0
     printed = capsys.readouterr()
+    said = printed.err.splitlines()
+    assert said[1].startswith("1 x: vLLM default: ms/token ")
+    assert "1 x: alise: as vLLM default, nobody waited" in said
     assert "recommended: vLLM default" in printed.err
     assert "nothing helps at 0.5, 1 times your load" in printed.err
     assert printed.out == f"{json_output.HINT}\n"
@@ -79,7 +82,7 @@ def test_failed_run_is_named_the_rest_is_judged_and_the_next_plan_runs_it_alone(
         latency = 10.0 if spec.engine.system == "sarathi" else 20.0
         return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
 
-    monkeypatch.setattr(evaluate, "simulate_point", point)
+    monkeypatch.setattr(pools, "simulate_point", point)
     arguments = ["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1", *FAST]
     assert main(arguments) == 1
     shown = capsys.readouterr()
@@ -101,7 +104,7 @@ def test_policy_of_ones_own_is_one_more_candidate(
         latency = 10.0 if spec.engine.options.get("policies") else 20.0
         return {"requests": 30.0, "contended_steps": 1.0, "normalised_latency_mean_ms_per_token": latency}
 
-    monkeypatch.setattr(evaluate, "simulate_point", point)
+    monkeypatch.setattr(pools, "simulate_point", point)
     policy = f"{tmp_path / 'mine.py'}:Mine"
     path = trace(tmp_path / "mine.jsonl")
     capsys.readouterr()
@@ -112,16 +115,6 @@ def test_policy_of_ones_own_is_one_more_candidate(
     assert result["metrics"]["auto.load_1.normalised_latency_mean_ms_per_token"] == 20.0
 
 
-def test_rows_are_printed_as_they_come_the_defaults_at_the_own_load_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = trace(tmp_path / "mine.jsonl", requests=8, gap_s=30.0)
-    assert main(["--trace", str(path), "--loads", "0.5,1", *(flag for flag in FAST if flag != "--quiet")]) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[1].startswith("1 x: vLLM default: ms/token ")
-    assert "1 x: alise: as vLLM default, nobody waited" in said
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -129,8 +122,12 @@ def test_rows_are_printed_as_they_come_the_defaults_at_the_own_load_first(
         (["--loads", "0,1"], "--loads 0,1: must be numbers above 0"),
         (["--system", "alise"], "--system: plan compares its own candidates"),
         (["--device", "toaster"], "toaster"),
+        (
+            ["--loads", "1", "--max-time", "0.001", *FAST],
+            "no request ended under vLLM default at 1 x: --max-time 0.001 is too early",
+        ),
     ],
-    ids=["no-number", "zero-load", "system", "device"],
+    ids=["no-number", "zero-load", "system", "device", "nothing-ends"],
 )
 def test_wrong_flag_is_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
@@ -138,14 +135,7 @@ def test_wrong_flag_is_one_line_and_status_2(
     assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), *arguments]) == 2
     printed = capsys.readouterr().err
     assert problem in printed
-    assert len(printed.strip().splitlines()) == 1
-
-
-def test_run_in_which_nothing_ends_is_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--trace", str(trace(tmp_path / "mine.jsonl")), "--loads", "1", "--max-time", "0.001", *FAST]) == 2
-    assert "no request ended under vLLM default at 1 x: --max-time 0.001 is too early" in capsys.readouterr().err
+    assert len([line for line in printed.splitlines() if line.startswith("vllm-ext plan: ")]) == 1
 
 
 def test_trace_with_one_arrival_and_a_broken_line_are_refused_with_the_reason(

@@ -125,7 +125,6 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> SimulationSpec:
 
 def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag alone, with a value other than the default."""
-    values = {str: None, int: "77", float: "0.25"}
     texts = {
         "hardware.model": "opt-6.7b",
         "hardware.device": "a40",
@@ -138,30 +137,36 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     }
     needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
-    for flag in spec_flags.flags():
-        section, _, field = flag.path.rpartition(".")
+    for path, names, described in spec_flags.flagged(SimulationSpec):
+        section, _, field = path.rpartition(".")
         old = before[section][field] if section else before[field]
-        for name in flag.names:
-            if flag.type is bool:
+        for name in names:
+            if described.annotation is bool:
                 given = [f"--no-{name.removeprefix('--')}" if old else name]
             else:
-                given = [name, texts.get(flag.path) or str(values[flag.type])]  # type: ignore[index]
-            extra = needs.get(flag.path, [])
-            after = printed(capsys, *given, *extra).model_dump()
+                given = [name, texts.get(path) or ("77" if "int" in str(described.annotation) else "0.25")]
+            after = printed(capsys, *given, *needs.get(path, [])).model_dump()
             new = after[section][field] if section else after[field]
             assert new != old, name
-            assert flag.type is bool or str(new) == given[1], name
+            assert described.annotation is bool or str(new) == given[1], name
 
 
-def test_flags_win_over_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_win_over_the_file_and_may_set_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "spec.json"
-    file.write_text(json.dumps({"engine": {"max_num_seqs": 9, "watermark": 0.1}, "workload": {"rate_per_s": 5}}))
-    spec = printed(capsys, "--spec", str(file), "--max-num-seqs", "3", "--set", "workload.cv=1.0")
-    assert (spec.engine.max_num_seqs, spec.engine.watermark, spec.workload.rate_per_s) == (3, 0.1, 5)
+    file.write_text(json.dumps({"engine": {"system": "alise", "max_num_seqs": 9}, "workload": {"rate_per_s": 5}}))
+    option = "engine.options.ordering.age_limit_s=5"
+    spec = printed(capsys, "--spec", str(file), "--max-num-seqs", "3", "--set", "workload.cv=1.0", "--set", option)
+    assert (spec.engine.system, spec.engine.max_num_seqs, spec.workload.rate_per_s) == ("alise", 3, 5)
+    assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
 
 
-def test_printed_spec_describes_the_same_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_printed_spec_describes_the_same_run_and_what_is_no_json_is_named_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "spec.json"
+    file.write_text('{"engine":\n {]}')
+    assert main(["--spec", str(file)]) == 2
+    assert f"--spec {file}: line 2: not JSON" in capsys.readouterr().err
     spec = printed(capsys, *CROWDED, "--system", "alise", "--slo", "ttft=1,tbt=0.5")
     file.write_text(spec.model_dump_json())
     assert printed(capsys, "--spec", str(file)) == spec
@@ -173,11 +178,6 @@ def test_objectives_become_those_of_every_request(capsys: pytest.CaptureFixture[
     assert metrics["slo_ttft_attainment_fraction"] == 0
     assert metrics["slo_e2e_attainment_fraction"] == 1
     assert metrics["goodput_requests_per_s"] == 0
-
-
-def test_options_reach_the_system(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = printed(capsys, "--system", "alise", "--set", "engine.options.ordering.age_limit_s=5")
-    assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
 
 
 def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -211,6 +211,7 @@ def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str]
         (["--trace", "t.csv"], ["--trace", "t.csv", ".json.gz"]),
         (["--num-blocks", "4", "--num-requests", "3"], ["max_model_len=2048", "48 tokens"]),
         (["--num-request", "4"], ["--num-request"]),
+        (["--policy", "none.py:Mine"], ["--policy: engine.options.policies='none.py:Mine'"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
@@ -225,13 +226,6 @@ def test_what_is_wrong_is_one_line_that_names_it(
     assert (status, shown.out) == (2, "")
     assert len(shown.err.splitlines()) == 1
     assert [text for text in says if text not in shown.err] == []
-
-
-def test_file_that_is_no_json_is_named_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "spec.json"
-    file.write_text('{"engine":\n {]}')
-    assert main(["--spec", str(file)]) == 2
-    assert f"--spec {file}: line 2: not JSON" in capsys.readouterr().err
 
 
 def test_table_shows_a_dash_where_there_is_no_ratio() -> None:

@@ -18,9 +18,8 @@ import pytest
 
 from tests.extent import HANG_S
 from vllm_ext.cli.sweep import main
-from vllm_ext.observability import json_output
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep import evaluate
+from vllm_ext.simulation.sweep import pools
 from vllm_ext.simulation.sweep.store import NAME, PointStore
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "8", "--max-model-len", "64")
@@ -43,7 +42,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[SimulationSpec]:
         seen.append(spec)
         return latency(spec)
 
-    monkeypatch.setattr(evaluate, "simulate_point", counted)
+    monkeypatch.setattr(pools, "simulate_point", counted)
     return seen
 
 
@@ -54,7 +53,7 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 def points(folder: Path) -> list[tuple[str, ...]]:
     with contextlib.closing(sqlite3.connect(folder / NAME)) as rows:
-        return rows.execute("select * from points order by key").fetchall()
+        return rows.execute("select * from runs order by key").fetchall()
 
 
 def num_points(folder: Path) -> int:
@@ -87,7 +86,7 @@ def test_grid_of_real_simulations_fills_its_folder(tmp_path: Path, capsys: pytes
     assert str(tmp_path) not in (tmp_path / "summary.json").read_text()
 
 
-def test_folder_alone_goes_on_and_prints_the_same_bytes(
+def test_folder_alone_goes_on_and_prints_the_same_bytes_and_further_values_run_alone(
     tmp_path: Path, runs: list[SimulationSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
@@ -96,76 +95,33 @@ def test_folder_alone_goes_on_and_prints_the_same_bytes(
         outputs.append((capsys.readouterr().out, (tmp_path / "summary.csv").read_bytes()))
     assert outputs[0] == outputs[1]
     assert len(runs) == 4
-
-
-def test_terminal_gets_the_table_and_how_to_ask_for_json(
-    tmp_path: Path, runs: list[SimulationSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main([*(flag for flag in GRID if flag != "--quiet"), "--dir", str(tmp_path)]) == 0
-    shown = capsys.readouterr()
-    assert "upstream-fcfs" in shown.err
-    assert shown.out == f"{json_output.HINT}\n"
-    assert main(["--dir", str(tmp_path), "--quiet", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "summary.json").read_text())
-
-
-def test_further_values_of_an_axis_run_alone(tmp_path: Path, runs: list[SimulationSpec]) -> None:
-    main([*GRID, "--dir", str(tmp_path)])
     main([*GRID, "--dir", str(tmp_path), "--axis", "engine.watermark=0.0,0.1"])
     assert len(runs) == 8, "the points without a watermark were there"
 
 
-def test_killed_sweep_resumes_to_the_bytes_of_a_whole_one(tmp_path: Path) -> None:
-    """A process is killed outright after two points; a second one computes the other two."""
-    program = (
-        "import os, signal, sys\n"
-        "from vllm_ext.cli.sweep import main\n"
-        "from vllm_ext.simulation.sweep import evaluate\n"
-        "left = int(sys.argv[1])\n"
-        "def fake(spec):\n"
-        "    global left\n"
-        "    left -= 1\n"
-        "    if left < 0: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    print('ran', file=sys.stderr)\n"
-        "    return {'requests': 8.0, 'latency_ms': spec.workload.rate_per_s}\n"
-        "evaluate.simulate_point = fake\n"
-        "sys.exit(main(sys.argv[2:]))\n"
-    )
-
-    def swept(folder: str, allowed: int) -> tuple[int, int]:
-        command = [sys.executable, "-c", program, str(allowed), *GRID, "--dir", str(tmp_path / folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
-        return done.returncode, done.stderr.count("ran")
-
-    assert swept("cut", 2) == (-signal.SIGKILL, 2)
-    assert len(points(tmp_path / "cut")) == 2
-    assert swept("cut", 9) == (0, 2)
-    assert swept("whole", 9) == (0, 4)
-    assert points(tmp_path / "cut") == points(tmp_path / "whole")
-    assert (tmp_path / "cut" / "summary.csv").read_bytes() == (tmp_path / "whole" / "summary.csv").read_bytes()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
-def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: signal.Signals) -> None:
+def test_sweep_that_is_stopped_takes_its_workers_along_and_resumes_to_the_bytes_of_a_whole_one(
+    tmp_path: Path, number: signal.Signals, runs: list[SimulationSpec]
+) -> None:
     """Ctrl-C reaches the workers too, a kill the parent alone. A worker sleeps: nobody may wait for it."""
     (tmp_path / "sleepy.py").write_text(
         "import time\n"
         "def point(spec):\n"
         "    if spec.workload.rate_per_s == 5:\n"
         "        time.sleep(1000)\n"
-        "    return {'requests': 8.0}\n"
+        "    rate = spec.workload.rate_per_s\n"
+        "    return {'requests': 8.0, 'normalised_latency_mean_ms_per_token': 100 * rate / 3}\n"
     )
     script = tmp_path / "script.py"
     script.write_text(
         "import signal, sys\n"
         "import sleepy\n"
         "from vllm_ext.cli.sweep import main\n"
-        "from vllm_ext.simulation.sweep import evaluate\n"
+        "from vllm_ext.simulation.sweep import pools\n"
         "if __name__ == '__main__':\n"
         # a shell that started the tests in the background has Ctrl-C ignored by all its children
         "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "    evaluate.simulate_point = sleepy.point\n"
+        "    pools.simulate_point = sleepy.point\n"
         "    sys.exit(main(sys.argv[1:]))\n"
     )
     folder = tmp_path / "sweep"
@@ -185,6 +141,12 @@ def test_sweep_that_is_stopped_takes_its_workers_along(tmp_path: Path, number: s
     assert (f"--dir {folder}" in said) == (number is signal.SIGINT)
     assert "Traceback" not in said
     assert len(points(folder)) == 2
+    assert main(["--dir", str(folder), "--quiet"]) == 0
+    assert [spec.workload.rate_per_s for spec in runs] == [5]
+    whole = tmp_path / "whole"
+    assert main([*flags[: flags.index("--dir")], "--dir", str(whole), "--quiet"]) == 0
+    assert points(folder) == points(whole)
+    assert (folder / "summary.csv").read_bytes() == (whole / "summary.csv").read_bytes()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
@@ -238,7 +200,7 @@ def test_failed_point_is_named_and_the_others_are_kept(
             raise ArithmeticError("five is too many")
         return latency(spec)
 
-    monkeypatch.setattr(evaluate, "simulate_point", fails)
+    monkeypatch.setattr(pools, "simulate_point", fails)
     assert main([*GRID, "--dir", str(tmp_path)]) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out)["metrics"] == {"points": 4, "failed_points": 1}

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_ext.cluster import ray_pool
 from vllm_ext.cluster.ray_pool import RayPool
-from vllm_ext.simulation.sweep import driver
+from vllm_ext.simulation.sweep import grid
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, SweepSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore, versions
@@ -61,11 +61,11 @@ def test_local_cluster_gives_the_same_as_one_process_and_is_gone_afterwards(tmp_
     with RayPool(fakes.dies_at_two, jobs=2) as pool, PointStore(tmp_path / "ray") as store:
         assert pool.places == 2
         assert sorted(ray_processes()) == ["gcs_server", "raylet"]
-        outcomes = driver.run_grid(SWEEP, store, pool)
+        outcomes = grid.run(SWEEP, store, pool)
     assert ray_processes() == []
     assert signal.getsignal(signal.SIGTERM) == handler
     with InProcessPool(fakes.latency) as alone, PointStore(tmp_path / "one") as store:
-        expected = driver.run_grid(SWEEP, store, alone)
+        expected = grid.run(SWEEP, store, alone)
     assert outcomes[0::2] == expected[0::2]
     assert outcomes[1].outcome.failed
     assert "WorkerCrashed" in str(outcomes[1].outcome.error)

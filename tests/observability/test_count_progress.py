@@ -46,6 +46,14 @@ def test_number_of_parts_may_turn_out_to_be_another() -> None:
     ]
 
 
+def test_without_a_total_there_is_the_time_that_went_by() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = CountProgress(None, label="alise", unit="request", stream=stream, clock=clock)
+    clock.now_s += 40
+    progress.update(7)
+    assert stream.getvalue() == "alise: 7 requests, 40 s elapsed\n"
+
+
 def test_nothing_done_has_no_time_left_to_tell() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = CountProgress(4, label="x", unit="y", stream=stream, clock=clock)

@@ -5,6 +5,7 @@ The metrics live in the registry of the process; each test uses a model name of 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -12,32 +13,71 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.metrics import prometheus
 
-from vllm_ext.observability.metrics import EngineFeed, metrics
+from vllm_ext.kv.tally import REASONS
+from vllm_ext.observability.metrics import EngineFeed
 
 _numbers = itertools.count()
 
 
+TIER: dict[str, Any] = {
+    "bits": 8,
+    "store": "ahead",
+    "chunk_tokens": 64,
+    "chunk_bytes": 1000,
+    "num_workers": 1,
+    "host": {
+        "capacity_chunks": 10,
+        "capacity_bytes": 10_000,
+        "used_chunks": 4,
+        "used_bytes": 4000,
+        "writing_chunks": 1,
+        "reading_chunks": 2,
+        "pinned_chunks": 3,
+    },
+    "disk": None,
+    "idle_device_blocks": 7,
+    "placed_chunks": 9,
+    "stored_chunks": 8,
+    "loaded_chunks": 5,
+    "refused_chunks": 6,
+    "unsaved_chunks": 2,
+    "gone_chunks": dict.fromkeys(REASONS, 0) | {"room": 5},
+    "copied_bytes": {"store": 8000, "load": 5000},
+    "copy_jobs": {"store": 3, "load": 2},
+    "copy_s": {"store": 2.0, "load": 1.0},
+    "exposed_s": {"store": 0.5, "load": 0.25},
+    "quantise_s": {"store": 1.5, "load": 0.75},
+    "bytes_per_s": {"store": 4e9, "load": 5e9},
+    "conversations": {"running": 1, "kept": 2, "gone": 3, "pinned": 1, "expired": 4, "dropped": 5},
+}
+
+
+GAPS = {
+    "requests": 2,
+    "gaps": 3,
+    "tokens_kept": 64,
+    "tokens_loaded": 32,
+    "tokens_computed": 96,
+    "tokens_missing": 80,
+    "requests_by_gaps": {"1": 1, "2": 1},
+    "refused": {"cheaper": 4},
+}
+
+
 def state(**changes: Any) -> dict[str, Any]:
+    """A scheduler's state, as far as the feed reads it."""
     return {
+        **dict.fromkeys(("fallbacks", "stalls", "demotions", "late_predictions", "bad_hints", "lost_records"), 0),
+        **dict.fromkeys(("policy_s", "policy_steps", "steps", "oldest_wait_s"), 0),
+        **dict.fromkeys(("waits_compared", "wait_expected_s", "wait_actual_s", "wait_error_s"), 0),
         "system": "alise",
         "policies": "alise: x",
-        "running": 1,
         "waiting_by_level": {},
-        "oldest_wait_s": 0.0,
-        "runtime": {"coefficients": [0.0] * 5, "num_observations": 0, "mean_abs_relative_error": 0.0},
-        "preemptions": {"policy": 0, "memory": 0},
+        "runtime": {"mean_abs_relative_error": 0.0},
+        "preemptions": {},
         "refusals": {},
-        "fallbacks": 0,
-        "stalls": 0,
-        "demotions": 0,
-        "late_predictions": 0,
-        "bad_hints": 0,
-        "policy_steps": 0,
-        "policy_s": 0.0,
-        "steps": 0,
+        "fates": {},
         "records": [],
-        "next_record": 0,
-        "lost_records": 0,
         **changes,
     }
 
@@ -55,14 +95,16 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 class Feed:
-    def __init__(self, engine: int = 0, model: str | None = None) -> None:
+    """Reads what a feed of its own wrote, of the metrics whose names begin so."""
+
+    def __init__(self, prefix: str = "", engine: int = 0, model: str | None = None) -> None:
         self.model = model or f"model-{next(_numbers)}"
-        self.engine = str(engine)
+        self.prefix, self.engine = f"vllm_ext:{prefix}", str(engine)
         self.feed = EngineFeed(self.model, engine)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         labels = {"model_name": self.model, "engine": self.engine, **labels}
-        return REGISTRY.get_sample_value(f"vllm_ext:{name}", labels)
+        return REGISTRY.get_sample_value(self.prefix + name, labels)
 
 
 def test_totals_become_increments() -> None:
@@ -145,12 +187,11 @@ def test_lost_records_are_counted() -> None:
 
 
 def test_engines_are_kept_apart_and_share_the_metrics() -> None:
-    one = Feed(0)
-    two = Feed(1, one.model)
+    one = Feed()
+    two = Feed(engine=1, model=one.model)
     one.feed.update(state(steps=3))
     two.feed.update(state(steps=4))
     assert (one("steps_total"), two("steps_total")) == (3, 4)
-    assert metrics() is metrics()
 
 
 def test_metrics_survive_vllm_clearing_its_own() -> None:
@@ -159,3 +200,70 @@ def test_metrics_survive_vllm_clearing_its_own() -> None:
     prometheus.unregister_vllm_metrics()
     read.feed.update(state(steps=3))
     assert read("steps_total") == 3
+
+
+def test_sizes_of_the_tier_follow_the_state() -> None:
+    read = Feed("kv_tier_")
+    read.feed.update(state(kv_tier=TIER))
+    assert (read("capacity_bytes", tier="host"), read("used_bytes", tier="host")) == (10_000, 4000)
+    assert read("capacity_bytes", tier="disk") is None, "there is none"
+    names = ("capacity_chunks", "used_chunks", "writing_chunks", "reading_chunks", "pinned_chunks")
+    assert [read(name) for name in names] == [10, 4, 1, 2, 3]
+    assert [read("conversations", state=name) for name in ("running", "kept", "gone")] == [1, 2, 3]
+    assert (read("pinned_conversations"), read("idle_device_blocks")) == (1, 7)
+    assert read("copy_bytes_per_second", direction="load") == 5e9
+    read.feed.update(state(kv_tier={**TIER, "disk": {"used_chunks": 3, "used_bytes": 300, "capacity_bytes": 900}}))
+    assert (read("capacity_bytes", tier="disk"), read("used_bytes", tier="disk")) == (900, 300)
+
+
+def test_totals_of_the_tier_become_increments() -> None:
+    read = Feed("kv_tier_")
+    later = copy.deepcopy(TIER)
+    later.update(stored_chunks=18, loaded_chunks=15, refused_chunks=16, unsaved_chunks=3)
+    later["gone_chunks"].update(room=7, dropped=2)
+    later["exposed_s"].update(store=1.0)
+    later["conversations"].update(expired=9)
+    for tier in (TIER, TIER, later):
+        read.feed.update(state(kv_tier=tier))
+        assert read("stored_chunks_total") == tier["stored_chunks"]
+        assert read("loaded_chunks_total") == tier["loaded_chunks"]
+        assert read("refused_chunks_total") == tier["refused_chunks"]
+        assert read("unsaved_chunks_total") == tier["unsaved_chunks"]
+        assert {reason: read("gone_chunks_total", reason=reason) for reason in REASONS} == tier["gone_chunks"]
+        for direction in ("store", "load"):
+            assert read("copy_seconds_total", direction=direction) == tier["copy_s"][direction]
+            assert read("exposed_seconds_total", direction=direction) == tier["exposed_s"][direction]
+            assert read("quantise_seconds_total", direction=direction) == tier["quantise_s"][direction]
+        for name in ("expired", "dropped"):
+            assert read(f"{name}_conversations_total") == tier["conversations"][name]
+
+
+def test_what_becomes_of_preempted_requests_begins_at_zero() -> None:
+    read = Feed("kv_tier_")
+    read.feed.update(state(kv_tier=TIER))
+    assert [read("preemptions_total", fate=fate) for fate in ("keep", "swap", "recompute")] == [0, 0, 0]
+    waits = {"waits_compared": 2, "wait_expected_s": 3.0, "wait_actual_s": 5.0, "wait_error_s": 2.5}
+    read.feed.update(state(kv_tier=TIER, fates={"swap": 3}, **waits))
+    assert read("preemptions_total", fate="swap") == 3
+    assert read("waits_total") == 2
+    assert [read(f"wait_{name}_seconds_total") for name in ("expected", "actual", "error")] == [3.0, 5.0, 2.5]
+
+
+@pytest.mark.parametrize("name", ["stored_chunks_total", "waits_total", "used_chunks"])
+def test_without_a_tier_there_are_no_such_metrics(name: str) -> None:
+    read = Feed("kv_tier_")
+    read.feed.update(state(fates={"keep": 3}, waits_compared=4))
+    assert read(name) is None
+
+
+def test_totals_of_gaps_become_increments_and_there_are_none_where_gaps_are_not_crossed() -> None:
+    read = Feed("kv_gaps")
+    read.feed.update(state())
+    assert read("_total") is None
+    read.feed.update(state(kv_gaps=GAPS))
+    read.feed.update(state(kv_gaps={**GAPS, "requests_by_gaps": {"1": 4, "2": 1}, "tokens_loaded": 33}))
+    assert [read("_requests_total", gaps=gaps) for gaps in ("1", "2")] == [4, 1]
+    assert read("_total") == 3
+    assert [read("_tokens_total", source=source) for source in ("device", "host", "computed")] == [64, 33, 96]
+    assert [read("_computed_tokens_total", reason=reason) for reason in ("missing", "cheaper")] == [80, 16]
+    assert read("_refused_total", reason="cheaper") == 4

@@ -35,10 +35,6 @@ DRAWINGS: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         lambda path: plots.latency_vs_rate([ORCA], path, ylabel="TTFT (ms)", log_y=True, y_max=100),
         {"orca", "TTFT (ms)"},
     ),
-    "goodput": (
-        lambda path: plots.goodput_vs_load([VLLM], path),
-        {"vllm-2023", "offered load", "offered load (requests/s)", "goodput (requests/s)"},
-    ),
     "distribution": (
         lambda path: plots.cdf([plots.empirical_cdf("orca", [1.0, 2.0])], path, xlabel="TTFT (s)", log_x=True),
         {"orca", "TTFT (s)", "fraction"},
@@ -52,10 +48,6 @@ DRAWINGS: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "bars": (
         lambda path: plots.compare_with_paper(["Alpaca", "GPT"], [0.034, 0.1], [0.05, math.nan], path, ylabel="error"),
         {"Alpaca", "GPT", "paper", "ours", "error", "0.034", "0.05"},
-    ),
-    "memory": (
-        lambda path: plots.memory_per_system(["orca", "fcfs"], [0.25, 0.5], [0.5, 1.0], path),
-        {"orca", "fcfs", "mean", "highest", "KV cache used (%)", "25", "100"},
     ),
 }
 each_drawing = pytest.mark.parametrize(("draw", "expected"), DRAWINGS.values(), ids=DRAWINGS.keys())

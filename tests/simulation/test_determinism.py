@@ -14,7 +14,6 @@ from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.contract import Rank, RequestView, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.systems import System, register
 
 from .parts import SteadyCost, ask, busy_hour, make_engine, simulate
@@ -66,13 +65,6 @@ def test_no_wall_clock_reaches_a_decision(system: str, depth: int, request: pyte
     asked = request.getfixturevalue("mad_clock")
     assert digest(system, depth) == expected
     assert asked, "nobody looked at the clock: the test shows nothing"
-
-
-def test_options_in_another_order_describe_the_same_run() -> None:
-    one, other = ({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1})
-    digests_of = [SimulationSpec(engine=EngineSpec(options=options)).digest() for options in (one, other)]
-    assert digests_of[0] == digests_of[1]
-    assert SimulationSpec(engine=EngineSpec(options={"a": 2})).digest() not in digests_of
 
 
 # --- what policies are told -------------------------------------------------------------------------------------------

@@ -11,25 +11,6 @@ def line(arrival_s: float, *times: float, req_id: str = "r") -> RequestTimeline:
     return RequestTimeline(req_id=req_id, arrival_s=arrival_s, token_times_s=times)
 
 
-def test_summary_of_two_requests_worked_by_hand() -> None:
-    # a: ttft 1 s, e2e 3 s, 2 tokens -> 1.5 s/token, gap 2 s; b: ttft 1 s, e2e 4 s, 4 tokens -> 1 s/token, gaps 1 s
-    metrics = summarise([line(0.0, 1.0, 3.0), line(2.0, 3.0, 4.0, 5.0, 6.0)])
-    assert metrics["normalised_latency_mean_ms_per_token"] == pytest.approx(1250)
-    assert metrics["normalised_latency_p90_ms_per_token"] == pytest.approx(1450)
-    assert metrics["ttft_mean_ms"] == pytest.approx(1000)
-    assert metrics["e2e_mean_ms"] == pytest.approx(3500)
-    assert metrics["tbt_p50_ms"] == pytest.approx(1000)
-    assert metrics["tbt_p99_ms"] == pytest.approx(1970)
-    assert metrics["throughput_tokens_per_s"] == pytest.approx(6 / 6)
-    assert metrics["throughput_requests_per_s"] == pytest.approx(2 / 6)
-    assert (metrics["requests"], metrics["output_tokens"], metrics["duration_s"]) == (2, 6, 6)
-
-
-def test_normalised_latency_is_a_mean_over_requests_not_over_tokens() -> None:
-    metrics = summarise([line(0.0, 10.0), line(0.0, *[float(t) for t in range(1, 11)])])
-    assert metrics["normalised_latency_mean_ms_per_token"] == pytest.approx((10_000 + 1_000) / 2)
-
-
 def test_time_between_tokens_is_absent_when_no_request_has_a_second_token() -> None:
     assert not [key for key in summarise([line(0.0, 1.0)]) if key.startswith("tbt")]
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.perfetto import ENGINE, REQUESTS, TraceSummary, write_trace
+from vllm_ext.simulation import perfetto
+from vllm_ext.simulation.perfetto import ENGINE, REQUESTS, write_trace
 from vllm_ext.simulation.run_data import (
     FLOAT_COLUMNS,
     INT_COLUMNS,
@@ -55,8 +56,8 @@ def load(path: Path) -> Trace:
     return events
 
 
-def trace_of(run: RunData, tmp_path: Path, **options: Any) -> Trace:
-    write_trace(run, tmp_path / "trace.json", **options)
+def trace_of(run: RunData, tmp_path: Path) -> Trace:
+    write_trace(run, tmp_path / "trace.json")
     return load(tmp_path / "trace.json")
 
 
@@ -98,9 +99,13 @@ ONE_LIFE = [
 ]
 
 
-def test_a_request_is_one_slice_that_holds_a_slice_per_state(tmp_path: Path) -> None:
-    trace = trace_of(make_run(ONE_LIFE), tmp_path)
-    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in slices(trace, REQUESTS)] == [
+def test_a_request_is_one_slice_that_holds_a_slice_per_state_in_a_named_lane(tmp_path: Path) -> None:
+    run = make_run(ONE_LIFE, [StepEvent(0.0, 1.0, 1, 1, 0, ())])
+    columns = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), **dict.fromkeys(INT_COLUMNS, 7), **dict.fromkeys(TEXT_COLUMNS, "")}
+    run.requests.append({**columns, "req_id": "a", "tier": "gold"})
+    trace = trace_of(run, tmp_path)
+    found = slices(trace, REQUESTS)
+    assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found] == [
         ("a", 1.0, 6.0),
         ("waiting", 1.0, 1.0),
         ("prefill", 2.0, 0.5),
@@ -113,7 +118,13 @@ def test_a_request_is_one_slice_that_holds_a_slice_per_state(tmp_path: Path) -> 
         ("preempted", 4.0, "t"),
         ("stop", 7.0, "t"),
     ]
-    check_nesting(trace)
+    assert found[0]["args"] == {
+        "outcome": "stop", "tier": "gold", "prompt_tokens": 7, "cached_prompt_tokens": 7, "output_tokens": 7,
+        "predicted_tokens": 7, "preemptions": 7,
+    }  # fmt: skip
+    named = {(m["pid"], m["tid"]) for m in trace if m["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in trace if event["ph"] in "Xi"} == named
+    assert {m["args"]["name"] for m in trace if m["name"] == "process_name"} == {"engine: fcfs", "requests"}
 
 
 def test_steps_are_named_by_their_work_and_carry_it(tmp_path: Path) -> None:
@@ -147,18 +158,19 @@ def test_counters_follow_the_time_series(tmp_path: Path) -> None:
     ]
 
 
-def test_requests_that_do_not_overlap_share_a_lane(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_lanes", "lanes"), [(2, {"a": 1, "b": 2, "c": 1}), (1, {"a": 1, "c": 1})])
+def test_requests_that_do_not_overlap_share_a_lane_and_those_beyond_the_lanes_are_counted(
+    tmp_path: Path, max_lanes: int, lanes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perfetto, "MAX_LANES", max_lanes)
     events = [(0.0, "a", "waiting"), (1.0, "b", "waiting"), (2.0, "a", "stop"), (2.0, "c", "waiting")]
-    trace = trace_of(make_run([*events, (3.0, "b", "abort"), (4.0, "c", "length")]), tmp_path)
-    lane_of = {s["name"]: s["tid"] for s in slices(trace, REQUESTS) if s["name"] in "abc"}
-    assert lane_of == {"a": 1, "b": 2, "c": 1}
-
-
-def test_requests_beyond_the_lanes_are_counted_not_drawn(tmp_path: Path) -> None:
-    run = make_run([(0.0, "a", "waiting"), (1.0, "b", "waiting"), (2.0, "a", "stop"), (3.0, "b", "stop")], dropped=9)
-    summary = write_trace(run, tmp_path / "t.json", max_lanes=1)
-    assert summary == TraceSummary(steps=0, requests=1, requests_without_lane=1, dropped_events=9)
-    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["requests_without_lane"] == "1"
+    run = make_run([*events, (3.0, "b", "abort"), (4.0, "c", "length")], dropped=9)
+    summary = write_trace(run, tmp_path / "t.json")
+    left_out = 3 - len(lanes)
+    counts = {"steps": 0, "requests": len(lanes), "requests_without_lane": left_out, "dropped_events": 9}
+    assert summary == counts
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["requests_without_lane"] == str(left_out)
+    assert {s["name"]: s["tid"] for s in slices(load(tmp_path / "t.json"), REQUESTS) if s["name"] in "abc"} == lanes
 
 
 def test_a_request_that_did_not_end_lasts_to_the_end_of_what_was_kept(tmp_path: Path) -> None:
@@ -177,24 +189,6 @@ def test_a_request_refused_on_arrival_has_no_state(tmp_path: Path) -> None:
     check_nesting(trace)
 
 
-def test_what_the_table_knows_of_a_request_is_shown(tmp_path: Path) -> None:
-    run = make_run(ONE_LIFE)
-    columns = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), **dict.fromkeys(INT_COLUMNS, 7), **dict.fromkeys(TEXT_COLUMNS, "")}
-    run.requests.append({**columns, "req_id": "a", "tier": "gold"})
-    whole = slices(trace_of(run, tmp_path), REQUESTS)[0]
-    assert whole["args"] == {
-        "outcome": "stop", "tier": "gold", "prompt_tokens": 7, "cached_prompt_tokens": 7, "output_tokens": 7,
-        "predicted_tokens": 7, "preemptions": 7,
-    }  # fmt: skip
-
-
-def test_every_lane_has_a_name(tmp_path: Path) -> None:
-    trace = trace_of(make_run(ONE_LIFE, [StepEvent(0.0, 1.0, 1, 1, 0, ())]), tmp_path)
-    named = {(m["pid"], m["tid"]) for m in trace if m["name"] == "thread_name"}
-    assert {(event["pid"], event["tid"]) for event in trace if event["ph"] in "Xi"} == named
-    assert {m["args"]["name"] for m in trace if m["name"] == "process_name"} == {"engine: fcfs", "requests"}
-
-
 def test_compressed_traces_have_the_same_content_and_repeatable_bytes(tmp_path: Path) -> None:
     run = make_run(ONE_LIFE)
     for name in ("a.json", "a.json.gz", "b.json.gz"):
@@ -207,8 +201,6 @@ def test_runs_without_events_and_wrong_arguments_are_refused(tmp_path: Path) -> 
     run = make_run(ONE_LIFE)
     with pytest.raises(ValueError, match=r"path='x.txt'"):
         write_trace(run, tmp_path / "x.txt")
-    with pytest.raises(ValueError, match="max_lanes=0"):
-        write_trace(run, tmp_path / "x.json", max_lanes=0)
     run.events = None
     with pytest.raises(ValueError, match=r"record\.events"):
         write_trace(run, tmp_path / "x.json")

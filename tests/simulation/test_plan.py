@@ -9,22 +9,20 @@ import pytest
 
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.plan import (
-    ATTAINMENT,
     BASELINE,
     CANDIDATES,
-    LATENCY,
     Candidate,
     Objective,
     Row,
+    Verdict,
     compare,
     decide,
     only_orders,
 )
 from vllm_ext.simulation.run import simulate
-from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.paths import checked, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
 from vllm_ext.simulation.sweep.pools import InProcessPool
-from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 DEFAULT = Candidate(name=BASELINE, system="upstream-fcfs")
 OURS = Candidate(name="alise", system="alise", flags=("--scheduler-cls", "alise"))
@@ -32,72 +30,73 @@ OTHER = Candidate(name="tuned", system="upstream-fcfs")
 LOADS = (0.5, 1.0, 2.0)
 NO_SLO = Objective(with_slo=False)
 SLO = Objective(with_slo=True, min_attainment=0.9)
+Values = tuple[float | None, ...]
 
 
-def table(metric: str, **values: tuple[float, float, float]) -> dict[tuple[str, float], Mapping[str, float]]:
-    names = {"default": BASELINE}
-    return {
-        (names.get(name, name), load): {metric: value}
-        for name, row in values.items()
-        for load, value in zip(LOADS, row, strict=True)
-    }
+def judged(objective: Objective, default: Values, *others: tuple[Candidate, Values]) -> Verdict:
+    """The verdict on candidates whose metric has these values at `LOADS`; None is a run that failed."""
+    rows = [
+        Row(
+            candidate=candidate,
+            load=load,
+            rate_per_s=load,
+            outcome=Outcome(error="x") if values[place] is None else Outcome(metrics={objective.metric: values[place]}),
+        )
+        for place, load in enumerate(LOADS)
+        for candidate, values in ((DEFAULT, default), *others)
+    ]
+    verdict = decide(rows, objective)
+    assert verdict is not None
+    return verdict
 
 
 def test_lower_latency_wins_and_the_loads_without_gain_are_named() -> None:
-    measured = table(LATENCY, default=(40, 50, 400), alise=(40, 45, 100))
-    verdict = decide(measured, [DEFAULT, OURS], LOADS, NO_SLO)
-    assert verdict.choice is OURS
-    assert verdict.helps_at == (1.0, 2.0)
-    assert verdict.nothing_helps_at == (0.5,)
-    assert "+10 % less mean normalised latency at your load" in verdict.reason
-    assert "+75 %" in verdict.reason
-
-
-def test_defaults_stay_when_nothing_is_worthwhile() -> None:
-    measured = table(LATENCY, default=(40, 50, 60), alise=(39, 49, 58))
-    verdict = decide(measured, [DEFAULT, OURS], LOADS, NO_SLO)
-    assert verdict.choice is DEFAULT
-    assert verdict.helps_at == ()
-    assert verdict.nothing_helps_at == LOADS
-
-
-def test_gain_under_overload_does_not_excuse_a_loss_at_the_users_own_load() -> None:
-    measured = table(LATENCY, default=(40, 50, 400), alise=(40, 60, 100))
-    assert decide(measured, [DEFAULT, OURS], LOADS, NO_SLO).choice is DEFAULT
+    verdict = judged(NO_SLO, (40, 50, 400), (OURS, (40, 45, 100)))
+    assert (verdict.choice, verdict.helps_at, verdict.nothing_helps_at) == (OURS, (1.0, 2.0), (0.5,))
+    assert verdict.reason == "+10 % less mean normalised latency at your load; +75 % at 2 times your load"
 
 
 def test_with_slos_the_candidate_that_carries_the_highest_load_wins() -> None:
-    measured = table(ATTAINMENT, default=(1.0, 0.95, 0.2), alise=(1.0, 0.97, 0.5), tuned=(1.0, 0.94, 0.91))
-    verdict = decide(measured, [DEFAULT, OURS, OTHER], LOADS, SLO)
+    verdict = judged(SLO, (1.0, 0.95, 0.2), (OURS, (1.0, 0.97, 0.5)), (OTHER, (1.0, 0.94, 0.91)))
     assert verdict.choice is OTHER
     assert verdict.carried_load == {BASELINE: 1.0, "alise": 1.0, "tuned": 2.0}
     assert "SLOs hold up to 2 times your load (1 with the defaults)" in verdict.reason
 
 
+@pytest.mark.parametrize(
+    ("values", "nothing_helps_at"),
+    [((39, 49, 390), LOADS), ((40, 60, 100), (0.5, 1.0))],
+    ids=["nothing worthwhile", "a loss at the user's own load"],
+)
+def test_defaults_stay(values: Values, nothing_helps_at: tuple[float, ...]) -> None:
+    verdict = judged(NO_SLO, (40, 50, 400), (OURS, values))
+    assert (verdict.choice, verdict.helps_at, verdict.nothing_helps_at) == (DEFAULT, (), nothing_helps_at)
+    assert verdict.reason.startswith("no candidate improves on vLLM's defaults")
+
+
 def test_load_counts_as_carried_only_if_all_lighter_ones_are() -> None:
-    measured = table(ATTAINMENT, default=(0.5, 1.0, 1.0), alise=(1.0, 0.9, 0.89))
-    verdict = decide(measured, [DEFAULT, OURS], LOADS, Objective(with_slo=True, min_attainment=0.9))
+    verdict = judged(SLO, (0.5, 1.0, 1.0), (OURS, (1.0, 0.9, 0.89)))
     assert verdict.carried_load == {BASELINE: 0.0, "alise": 1.0}
 
 
 def test_first_of_equal_candidates_is_chosen_so_that_the_order_is_a_preference() -> None:
-    measured = table(LATENCY, default=(40, 50, 400), alise=(40, 40, 100), tuned=(40, 40, 100))
-    assert decide(measured, [DEFAULT, OURS, OTHER], LOADS, NO_SLO).choice is OURS
-    assert decide(measured, [DEFAULT, OTHER, OURS], LOADS, NO_SLO).choice is OTHER
+    equal = (40, 40, 100)
+    for one, other in ((OURS, OTHER), (OTHER, OURS)):
+        assert judged(NO_SLO, (40, 50, 400), (one, equal), (other, equal)).choice is one
 
 
-def test_table_without_the_baseline_is_refused() -> None:
-    with pytest.raises(ValueError, match="'vLLM default' must be among them"):
-        decide({}, [OURS], LOADS, NO_SLO)
+def test_what_failed_is_left_out() -> None:
+    """At the load 2 there is nothing to compare with, and what is known of tuned is not enough."""
+    verdict = judged(NO_SLO, (40, 50, None), (OURS, (40, 45, None)), (OTHER, (40, None, 1)))
+    assert (verdict.choice, verdict.helps_at, verdict.left_out) == (OURS, (1.0,), ("tuned",))
+    assert decide([], NO_SLO) is None
 
 
 SARATHI = Candidate(name="sarathi", system="sarathi")
 Ran = tuple[str, float | None]
 
 
-def compared(
-    folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]], loads: tuple[float, ...] = LOADS
-) -> tuple[list[Row], list[Ran]]:
+def compared(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]]) -> tuple[list[Row], list[Ran]]:
     """Compare three candidates at 10 requests/s with a plain function; return the rows as they came, and what ran."""
     ran: list[Ran] = []
     told: list[Row] = []
@@ -107,8 +106,8 @@ def compared(
         return evaluate(spec)
 
     with PointStore(folder) as store, InProcessPool(noted) as pool:
-        rows = compare(SimulationSpec(), 10.0, [OURS, SARATHI, DEFAULT], loads, store, pool, told.append)
-    assert sorted(map(str, rows)) == sorted(map(str, told))
+        rows = compare(SimulationSpec(), 10.0, [OURS, SARATHI, DEFAULT], LOADS, store, pool, told.append)
+    assert rows == sorted(told, key=lambda row: (row.load, [OURS, SARATHI, DEFAULT].index(row.candidate)))
     return told, ran
 
 
@@ -132,32 +131,6 @@ def test_own_load_and_the_defaults_run_first_and_what_only_orders_not_where_nobo
     assert (told[0].candidate.name, told[0].load) == (BASELINE, 1.0)
     (skipped,) = (row for row in told if row.skipped)
     assert (skipped.candidate, skipped.load, skipped.outcome.metrics) == (OURS, 0.5, {"contended_steps": 0.0})
-
-
-def test_failed_run_leaves_the_others_and_runs_again_next_time(tmp_path: Path) -> None:
-    def fails(spec: SimulationSpec) -> Mapping[str, float]:
-        if spec.engine.system == "alise":
-            raise ArithmeticError("not today")
-        return busy(spec)
-
-    told, _ = compared(tmp_path, fails, (1.0, 2.0))
-    assert [(row.candidate.name, row.outcome.error) for row in told if row.outcome.failed] == [
-        ("alise", "ArithmeticError: not today")
-    ] * 2
-    again, ran = compared(tmp_path, busy, (1.0, 2.0))
-    assert ran == [("alise", 10.0), ("alise", 20.0)]
-    assert not any(row.outcome.failed for row in again)
-
-
-def test_interrupted_comparison_goes_on(tmp_path: Path) -> None:
-    def stopped(spec: SimulationSpec) -> Mapping[str, float]:
-        if spec.engine.system == "sarathi":
-            raise KeyboardInterrupt
-        return busy(spec)
-
-    with pytest.raises(KeyboardInterrupt):
-        compared(tmp_path, stopped, (1.0,))
-    assert compared(tmp_path, busy, (1.0,))[1] == [("sarathi", 10.0)]
 
 
 @pytest.mark.parametrize(

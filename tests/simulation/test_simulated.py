@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import pandas as pd
 import pytest
 
 import vllm_ext
 from tests.extent import HANG_S
-from vllm_ext.simulation.export import export_requests
 
 SPEC = {
     "engine": {"system": "alise", "max_num_seqs": 2, "num_blocks": 9, "max_model_len": 64},
@@ -20,11 +17,10 @@ SPEC = {
 }
 
 
-def test_requests_are_the_rows_that_a_file_would_have(tmp_path: Path) -> None:
+def test_requests_are_those_of_the_metrics() -> None:
     found = vllm_ext.simulate(SPEC)
-    export_requests(found.run, tmp_path / "requests.parquet")
-    pd.testing.assert_frame_equal(found.requests, pd.read_parquet(tmp_path / "requests.parquet"), check_dtype=False)
     assert len(found.requests) == found.metrics["requests"] == 12
+    assert found.requests["ttft_s"].mean() * 1000 == pytest.approx(found.metrics["ttft_mean_ms"])
 
 
 def test_steps_add_up_to_the_runs_counters() -> None:

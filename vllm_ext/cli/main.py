@@ -28,34 +28,22 @@ class Command:
         return loaded
 
 
+_HELP = {
+    "demo": "serve a small model and show what vllm-ext does",
+    "doctor": "say whether this installation works, and if not, why",
+    "new-policy": "write a policy of your own to start from, and its test",
+    "patches": "list the hooks into vLLM and the verified versions",
+    "plan": "simulate every system on your trace and recommend one",
+    "predictor": "train, evaluate, inspect and move what length prediction learned",
+    "profile": "measure step times for the runtime model",
+    "repro": "measure figures and tables of papers again on the simulator",
+    "simulate": "serve a workload in virtual time",
+    "sweep": "run a grid of simulations, or search capacities",
+    "tiny-model": "write a small random model for trying out",
+    "validate": "compare the simulator with a recorded run of the real engine",
+}
 COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {
-        "demo": Command(target="vllm_ext.cli.demo:main", help="serve a small model and show what vllm-ext does"),
-        "doctor": Command(
-            target="vllm_ext.cli.doctor:main", help="say whether this installation works, and if not, why"
-        ),
-        "new-policy": Command(
-            target="vllm_ext.cli.new_policy:main", help="write a policy of your own to start from, and its test"
-        ),
-        "patches": Command(
-            target="vllm_ext.cli.patches:main", help="list the hooks into vLLM and the verified versions"
-        ),
-        "plan": Command(target="vllm_ext.cli.plan:main", help="simulate every system on your trace and recommend one"),
-        "predictor": Command(
-            target="vllm_ext.cli.predictor:main",
-            help="train, evaluate, inspect and move what length prediction learned",
-        ),
-        "profile": Command(target="vllm_ext.cli.profile:main", help="measure step times for the runtime model"),
-        "repro": Command(
-            target="vllm_ext.cli.repro:main", help="measure figures and tables of papers again on the simulator"
-        ),
-        "simulate": Command(target="vllm_ext.cli.simulate:main", help="serve a workload in virtual time"),
-        "sweep": Command(target="vllm_ext.cli.sweep:main", help="run a grid of simulations, or search capacities"),
-        "tiny-model": Command(target="vllm_ext.cli.tiny_model:main", help="write a small random model for trying out"),
-        "validate": Command(
-            target="vllm_ext.cli.validate:main", help="compare the simulator with a recorded run of the real engine"
-        ),
-    }
+    {name: Command(target=f"vllm_ext.cli.{name.replace('-', '_')}:main", help=text) for name, text in _HELP.items()}
 )
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import kept_runs, spec_flags
-from vllm_ext.observability import json_output
+from vllm_ext.observability import json_output, results
+from vllm_ext.observability.plots import Series, lines
 from vllm_ext.observability.provenance import result_path
-
-if TYPE_CHECKING:
-    from vllm_ext.simulation.plan import Candidate, Objective, Row, Verdict
-    from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, Row, Verdict, compare, decide, with_own_policies
+from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
+from vllm_ext.simulation.sweep.pools import local_pool
+from vllm_ext.simulation.sweep.store import PointStore
+from vllm_ext.simulation.workloads.build import build
 
 PROG = "vllm-ext plan"
-Table = Mapping[tuple[str, float], Mapping[str, float]]
-"""Candidate and load -> metrics; what failed is not there."""
 _SLO_COLUMNS = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s"}
 _COLUMNS = {
     "ms/token": "normalised_latency_mean_ms_per_token",
@@ -34,19 +33,11 @@ _COLUMNS = {
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, 1 if a run failed, 2 if a flag, a field or the trace is wrong, 130 after Ctrl-C."""
     args = _parser().parse_args(list(argv))
-    try:
-        return _plan(args, argv)
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted; what is done is kept, the same command goes on with the rest", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, ImportError) as error:
-        return spec_flags.complain(PROG, error)
+    again = "what is done is kept, the same command goes on with the rest"
+    return spec_flags.guarded(PROG, lambda: _plan(args, argv), again=again)
 
 
 def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, decide, with_own_policies
-
     base, own_rate = _base(args)
     if args.print_spec:
         print(base.model_dump_json(indent=1))
@@ -58,26 +49,20 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
         f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads",
         file=sys.stderr,
     )
-    rows = _rows(base, own_rate, candidates, loads, args)
-    table = {(r.candidate.name, r.load): r.outcome.metrics for r in rows if r.outcome.metrics is not None}
-    # A load without the defaults has nothing to compare with, and half a candidate is no candidate.
-    judged = [load for load in loads if (BASELINE, load) in table]
-    whole = [c for c in candidates if all((c.name, load) in table for load in judged)]
-    failed = len(rows) - len(table)
-    if not judged:
+    with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
+        rows = compare(base, own_rate, candidates, loads, store, pool, lambda row: _tell(row, base, quiet=args.quiet))
+    verdict = decide(rows, objective)
+    if verdict is None:
         print(f"{PROG}: {BASELINE} failed at every load, there is nothing to compare with", file=sys.stderr)
         return 1
-    verdict = decide(table, whole, judged, objective)
-    advice = _advice(verdict, base, own_rate)
     made = _result(argv, base, own_rate, rows, verdict)
     if args.plot is not None:
-        _draw(table, candidates, loads, own_rate, objective, args.plot)
-    results.emit(made, [_table(table, candidates, loads, own_rate, objective), "", advice], args.out, as_json=args.json)
-    if failed:
-        left_out = ", ".join(c.name for c in candidates if c not in whole) or "none"
+        _draw(rows, objective, args.plot)
+    results.emit(made, [_table(rows, objective), "", _advice(verdict, base, own_rate)], args.out, as_json=args.json)
+    if failed := sum(row.outcome.failed for row in rows):
         print(
-            f"{PROG}: {failed} runs failed; candidates left out of the advice: {left_out}. What is done is kept, the "
-            "same command tries the rest again",
+            f"{PROG}: {failed} runs failed; candidates left out of the advice: {', '.join(verdict.left_out) or 'none'}."
+            " What is done is kept, the same command tries the rest again",
             file=sys.stderr,
         )
     return 1 if failed else 0
@@ -85,15 +70,13 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     """The run at the trace's own load, and that load in requests/s."""
-    from vllm_ext.simulation.sweep.paths import checked, with_values
-    from vllm_ext.simulation.workloads.build import build
-
     if args.systems is not None:
         raise spec_flags.UsageError(f"{spec_flags.SYSTEMS}: plan compares its own candidates; use `vllm-ext simulate`")
     if args.trace is not None:
-        args.spec_workload_source = str(args.trace)
-        if args.spec_workload_arrivals is None:
-            args.spec_workload_arrivals = "recorded"
+        flags = vars(args)
+        flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
+        if flags[f"{spec_flags.SPEC}workload.arrivals"] is None:
+            flags[f"{spec_flags.SPEC}workload.arrivals"] = "recorded"
     spec = checked(spec_flags.base_spec(args))
     if spec.workload.arrivals in ("closed-loop", "at-once"):
         raise spec_flags.UsageError(
@@ -121,48 +104,29 @@ def _loads(text: str) -> tuple[float, ...]:
     return loads
 
 
-def _rows(
-    base: SimulationSpec,
-    own_rate: float,
-    candidates: Sequence[Candidate],
-    loads: Sequence[float],
-    args: argparse.Namespace,
-) -> list[Row]:
-    """Run all candidates at all loads, and say what comes."""
-    from vllm_ext.simulation.plan import compare
-    from vllm_ext.simulation.sweep.pools import local_pool
-    from vllm_ext.simulation.sweep.store import PointStore
-
-    def tell(row: Row) -> None:
-        where, metrics = f"{row.load:g} x: {row.candidate.name}", row.outcome.metrics
-        if metrics is None:
-            print(f"{PROG}: {where}: failed: {row.outcome.error}", file=sys.stderr, flush=True)
-        elif not metrics["requests"]:
-            raise spec_flags.UsageError(
-                f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
-                f"early, or all prompts exceed --max-model-len {base.engine.max_model_len}"
-            )
-        elif not args.quiet:
-            shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
-            said = "as vLLM default, nobody waited" if row.skipped else ", ".join(shown)
-            print(f"{where}: {said}", file=sys.stderr, flush=True)
-
-    with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-        return compare(base, own_rate, candidates, loads, store, pool, tell)
+def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
+    """Say what came of a run."""
+    where, metrics = f"{row.load:g} x: {row.candidate.name}", row.outcome.metrics
+    if metrics is None:
+        print(f"{PROG}: {where}: failed: {row.outcome.error}", file=sys.stderr, flush=True)
+    elif not metrics["requests"]:
+        raise spec_flags.UsageError(
+            f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
+            f"early, or all prompts exceed --max-model-len {base.engine.max_model_len}"
+        )
+    elif not quiet:
+        shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
+        said = "as vLLM default, nobody waited" if row.skipped else ", ".join(shown)
+        print(f"{where}: {said}", file=sys.stderr, flush=True)
 
 
-def _table(
-    table: Table, candidates: Sequence[Candidate], loads: Sequence[float], own_rate: float, objective: Objective
-) -> str:
-    from vllm_ext.observability.results import format_table
-
+def _table(rows: Sequence[Row], objective: Objective) -> str:
     columns = {**(_SLO_COLUMNS if objective.with_slo else {}), **_COLUMNS}
-    rows = []
-    for load in loads:
-        for candidate in candidates:
-            metrics = table.get((candidate.name, load), {})
-            rows.append((load, load * own_rate, candidate.name, *(metrics.get(name) for name in columns.values())))
-    return format_table(("x load", "req/s", "candidate", *columns), rows)
+    cells = []
+    for row in rows:
+        metrics = row.outcome.metrics or {}
+        cells.append((row.load, row.rate_per_s, row.candidate.name, *(metrics.get(name) for name in columns.values())))
+    return results.format_table(("x load", "req/s", "candidate", *columns), cells)
 
 
 def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
@@ -185,26 +149,16 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
 
 
 def _result(
-    argv: Sequence[str],
-    base: SimulationSpec,
-    own_rate: float,
-    rows: Sequence[Row],
-    verdict: Verdict,
-) -> Any:
-    from vllm_ext.observability.results import Result, Workload
-    from vllm_ext.simulation.plan import BASELINE
-    from vllm_ext.simulation.workloads.build import build
-
-    workload = build(base.workload)
+    argv: Sequence[str], base: SimulationSpec, own_rate: float, rows: Sequence[Row], verdict: Verdict
+) -> results.Result:
     metrics: dict[str, float] = {"own_rate_per_s": own_rate}
     baseline: dict[str, float] = {}
     for row in rows:
-        for metric, value in (row.outcome.metrics or {}).items():
-            if row.candidate.name == BASELINE:
-                baseline[f"load_{row.load:g}.{metric}"] = value
-            else:
-                metrics[f"{row.candidate.name}.load_{row.load:g}.{metric}"] = value
-    return Result(
+        of_baseline = row.candidate.name == BASELINE
+        into, prefix = (baseline, "") if of_baseline else (metrics, f"{row.candidate.name}.")
+        found = row.outcome.metrics or {}
+        into |= {f"{prefix}load_{row.load:g}.{metric}": value for metric, value in found.items()}
+    return results.Result(
         name="plan",
         command=spec_flags.command_line(PROG, argv),
         config={
@@ -220,34 +174,25 @@ def _result(
             "carried_load": dict(verdict.carried_load),
         },
         seed=base.workload.seed,
-        workload=Workload(name=workload.name, rows=workload.rows, sha256=workload.sha256),
+        workload=spec_flags.workload_of(base),
         metrics=metrics,
         baselines={BASELINE: baseline},
     )
 
 
-def _draw(
-    table: Table,
-    candidates: Sequence[Candidate],
-    loads: Sequence[float],
-    own_rate: float,
-    objective: Objective,
-    path: Path,
-) -> None:
-    from vllm_ext.observability.plots import Series, lines
-
-    series = []
-    for candidate in candidates:
-        there = [load for load in loads if (candidate.name, load) in table]
-        y = [table[candidate.name, load][objective.metric] for load in there]
-        series.append(Series(label=candidate.name, x=[load * own_rate for load in there], y=y))
+def _draw(rows: Sequence[Row], objective: Objective, path: Path) -> None:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.outcome.metrics is not None:
+            value = row.outcome.metrics[objective.metric]
+            points.setdefault(row.candidate.name, []).append((row.rate_per_s, value))
+    series = [Series(label=name, x=[x for x, _ in found], y=[y for _, y in found]) for name, found in points.items()]
     ylabel = "share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)"
     limit = objective.min_attainment if objective.with_slo else None
     lines(series, path, xlabel="request rate (requests/s)", ylabel=ylabel, limit=limit, log_y=not objective.with_slo)
 
 
 def _parser() -> argparse.ArgumentParser:
-
     parser = spec_flags.Parser(
         prog=PROG,
         description=(

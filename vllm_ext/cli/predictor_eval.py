@@ -152,16 +152,16 @@ def _apart(args: argparse.Namespace, train: DataSet, test: DataSet) -> tuple[Exa
 
 def _embedded(pair: tuple[Examples, Examples], encoder: Encoder, quiet: bool) -> tuple[Examples, Examples]:
     """Embed both, with a bar on a terminal."""
-    from vllm_ext.observability.progress import BarProgress
+    from vllm_ext.observability.count_progress import CountProgress
     from vllm_ext.prediction.evaluation.compare import embedded
 
     train, test = pair
     total = len(train) + len(test)
     if quiet or not sys.stderr.isatty():
         return embedded(train, encoder), embedded(test, encoder)
-    with BarProgress(total_requests=total, label="embedding prompts") as bar:
-        train = embedded(train, encoder, on_progress=lambda done: bar.update(0.0, done))
-        return train, embedded(test, encoder, on_progress=lambda done: bar.update(0.0, len(train) + done))
+    with CountProgress(total, label="embedding", unit="prompt") as bar:
+        train = embedded(train, encoder, on_progress=bar.update)
+        return train, embedded(test, encoder, on_progress=lambda done: bar.update(len(train) + done))
 
 
 def _latency(comparison: Comparison, test: Examples, encoder: Encoder) -> dict[str, float]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from vllm_ext.cli import spec_flags
-from vllm_ext.observability import json_output
+from vllm_ext.observability import json_output, plots, results
+from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.provenance import result_path
-
-if TYPE_CHECKING:
-    from vllm_ext.observability.results import Result
-    from vllm_ext.simulation.requests import Workload
-    from vllm_ext.simulation.run_data import RunData
-    from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation import export
+from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.perfetto import write_trace
+from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
 
 PROG = "vllm-ext simulate"
 SHOWN = (
@@ -50,53 +49,44 @@ SHOWN = (
 """Metrics of the printed table, as far as the run has them; the JSON has all."""
 TRACE_EVENTS = 1_000_000
 """Events kept for a trace where the description does not say."""
-_OUTPUTS = {
-    "requests": (".csv", ".csv.gz", ".parquet"),
-    "series": (".csv", ".csv.gz", ".parquet"),
-    "trace": (".json", ".json.gz"),
-    "plot": (".png", ".svg"),
-    "cdf": (".png", ".svg"),
+_TABLES = (".csv", ".csv.gz", ".parquet")
+_FIGURES = (".png", ".svg")
+_FILES = {
+    "requests": ("a row per request", _TABLES),
+    "series": ("running, waiting, KV used ... over time", _TABLES),
+    "trace": ("a trace for ui.perfetto.dev", (".json", ".json.gz")),
+    "plot": ("running, waiting and KV used over time", _FIGURES),
+    "cdf": ("distribution of the normalised latency", _FIGURES),
 }
 """Files that may be asked for, and how their names may end."""
-_DOUBLE = (".csv.gz", ".json.gz")
+
+Found = Mapping[str, Mapping[str, float]]
+"""Metrics of each system."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, or 2 if a flag, a field or a file is wrong."""
     args = _parser().parse_args(argv)
-    try:
-        specs = _specs(args)
-        if args.print_spec:
-            print(json.dumps([s.model_dump(mode="json") for s in specs] if len(specs) > 1 else
-                             specs[0].model_dump(mode="json"), indent=1))  # fmt: skip
-            return 0
-        runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
-        _write_files(args, runs)
-        _emit(args, argv, specs, runs)
-    except (ValueError, OSError, ImportError) as error:
-        return spec_flags.complain(PROG, error)
+    return spec_flags.guarded(PROG, lambda: _main(args, argv))
+
+
+def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    specs = _specs(args)
+    if args.print_spec:
+        described = [spec.model_dump(mode="json") for spec in specs]
+        print(json.dumps(described if len(specs) > 1 else described[0], indent=1))
+        return 0
+    runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
+    _write_files(args, runs)
+    found = {system: summarise(run) for system, run in runs.items()}
+    tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
+    results.emit(_result(argv, specs, found), tables, args.out, as_json=args.json)
     return 0
-
-
-def run_one(spec: SimulationSpec, progress: Any) -> RunData:
-    """Simulate; vLLM is imported here."""
-    from vllm_ext.simulation.run import simulate
-
-    return simulate(spec, progress=progress)
-
-
-def describe(spec: SimulationSpec) -> Workload:
-    """Return the workload, for its name, size and checksum."""
-    from vllm_ext.simulation.workloads.build import build
-
-    return build(spec.workload)
 
 
 def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
     """One description per system, checked; also checks the names of the files to write."""
-    from vllm_ext.simulation.sweep.paths import checked, with_values
-
-    for option, suffixes in _OUTPUTS.items():
+    for option, (_, suffixes) in _FILES.items():
         path: Path | None = getattr(args, option)
         if path is not None and not path.name.endswith(suffixes):
             raise spec_flags.UsageError(f"--{option} {path}: must end in {', '.join(suffixes)}")
@@ -107,35 +97,24 @@ def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
 
 
 def _run(spec: SimulationSpec, quiet: bool) -> RunData:
-    """Simulate with a bar on stderr; what depends on the wall clock goes there too."""
-    if quiet:
-        return run_one(spec, None)
-    from vllm_ext.observability.progress import BarProgress
+    """Simulate with a bar on stderr; what depends on the wall clock goes there too. vLLM is imported here."""
+    from vllm_ext.simulation.run import simulate
 
+    if quiet:
+        return simulate(spec)
     workload = spec.workload
     # Of conversations only the number of first turns is known beforehand.
     total = workload.num_requests if not workload.conversations else None
-    limit = spec.max_time_s or (workload.duration_s if not total else None)
-    with BarProgress(total_requests=total or None, total_time_s=limit, label=spec.engine.system) as bar:
-        run = run_one(spec, bar.update)
+    limit_s = spec.max_time_s or (workload.duration_s if not total else None)
+    unit = "request" if limit_s is None else "simulated second"
+    with CountProgress(total if limit_s is None else math.ceil(limit_s), label=spec.engine.system, unit=unit) as bar:
+        run = simulate(spec, progress=lambda now_s, ended: bar.update(ended if limit_s is None else int(now_s)))
     speed = f", {run.duration_s / run.wall_s:.0f} times real time" if run.wall_s > 0 else ""
     print(f"{spec.engine.system}: {run.duration_s:.1f} s simulated in {run.wall_s:.1f} s{speed}", file=sys.stderr)
     return run
 
 
-def _emit(
-    args: argparse.Namespace, argv: Sequence[str], specs: Sequence[SimulationSpec], runs: Mapping[str, RunData]
-) -> None:
-    from vllm_ext.observability import results
-    from vllm_ext.simulation.metrics import summarise
-
-    found = {system: summarise(run) for system, run in runs.items()}
-    result = _result(argv, specs, found)
-    tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
-    results.emit(result, tables, args.out, as_json=args.json)
-
-
-def _why_no_difference(specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> list[str]:
+def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[str]:
     """Say that no order of requests could matter, and from which load on one would; nothing where somebody waited.
 
     At the rate that is named, the seats or the KV blocks would be taken on average, if requests stayed no longer than
@@ -150,95 +129,73 @@ def _why_no_difference(specs: Sequence[SimulationSpec], found: Mapping[str, Mapp
     return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
-def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Mapping[str, Mapping[str, float]]) -> Result:
+def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) -> results.Result:
     """One system: its metrics. Several: the first is the baseline, the others' metrics have their names in front."""
-    from vllm_ext.observability.results import Result, Workload
-
     first, *others = found
-    workload = describe(specs[0])
     metrics = dict(found[first])
     if others:
         metrics = {f"{system}.{name}": value for system in others for name, value in found[system].items()}
-        metrics |= {
-            f"{system}.{name}_ratio": ratio
-            for system in others
-            for name in SHOWN
-            if (ratio := _ratio(found[system].get(name), found[first].get(name))) is not None
-        }
-    return Result(
+        ratios = ((f"{system}.{name}_ratio", _ratio(found, system, name)) for system in others for name in SHOWN)
+        metrics |= {name: ratio for name, ratio in ratios if ratio is not None}
+    return results.Result(
         name="simulate",
         command=spec_flags.command_line(PROG, argv),
         config={spec.engine.system: spec_flags.public(spec.model_dump(mode="json")) for spec in specs},
         seed=specs[0].workload.seed,
-        workload=Workload(name=Path(workload.name).name, rows=workload.rows, sha256=workload.sha256),
+        workload=spec_flags.workload_of(specs[0]),
         metrics=metrics,
         baselines={first: found[first]} if others else {},
     )
 
 
-def table(found: Mapping[str, Mapping[str, float]], *, every: bool = False) -> str:
+def table(found: Found, *, every: bool = False) -> str:
     """Return metrics as text, a line each; beside each further system its ratio to the first."""
-    from vllm_ext.observability.results import format_table
-
     first, *others = found
     known = {name for metrics in found.values() for name in metrics}
     names = [*(name for name in SHOWN if name in known), *(sorted(known - set(SHOWN)) if every else ())]
     header = ["metric", first, *(cell for system in others for cell in (system, f"/ {first}"))]
-    rows: list[list[object]] = []
+    rows = []
     for name in names:
-        base = found[first].get(name)
-        row: list[object] = [name, base]
-        for system in others:
-            row += [found[system].get(name), _ratio(found[system].get(name), base)]
-        rows.append(row)
-    return format_table(header, rows)
+        beside = (cell for system in others for cell in (found[system].get(name), _ratio(found, system, name)))
+        rows.append([name, found[first].get(name), *beside])
+    return results.format_table(header, rows)
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
+def _ratio(found: Found, system: str, name: str) -> float | None:
+    """A metric of a system in that of the first one."""
+    value, base = found[system].get(name), next(iter(found.values())).get(name)
     return value / base if value is not None and base else None
 
 
 def _write_files(args: argparse.Namespace, runs: Mapping[str, RunData]) -> None:
-    """Write what was asked for; with several systems each has files of its own, but one plot shows all."""
-    from vllm_ext.observability import plots
-    from vllm_ext.simulation.export import export_requests, export_series, state_panels
-    from vllm_ext.simulation.perfetto import write_trace
-
+    """Write what was asked for; with several systems each has files of its own, but one figure shows all."""
     for system, run in runs.items():
-        for write, path in ((export_requests, args.requests), (export_series, args.series)):
-            if path is not None:
-                write(run, _own_path(path, system, runs))
-        if args.trace is not None:
-            kept = write_trace(run, _own_path(args.trace, system, runs))
-            if kept.dropped_events or kept.requests_without_lane:
-                left_out = dataclasses.asdict(kept)
-                print(f"--trace of {system} does not hold all: {left_out}", file=sys.stderr)
-    labelled = {system: dataclasses.replace(run, label=system) for system, run in runs.items()}
+        requests, series, trace = (_own_path(path, system, runs) for path in (args.requests, args.series, args.trace))
+        if requests is not None:
+            export.write(export.requests_frame(run), requests)
+        if series is not None:
+            export.write(export.series_frame(run), series)
+        if trace is not None:
+            kept = write_trace(run, trace)
+            if kept["dropped_events"] or kept["requests_without_lane"]:
+                print(f"--trace of {system} does not hold all: {kept}", file=sys.stderr)
     if args.plot is not None:
-        plots.over_time(state_panels(list(labelled.values())), args.plot)
+        plots.over_time(export.state_panels(runs), args.plot)
     if args.cdf is not None:
-        _plot_cdf(labelled, args.cdf)
+        curves = []
+        for system, run in runs.items():
+            latency_s = export.requests_frame(run).loc[run.finished(), "normalised_latency_s_per_token"]
+            with contextlib.suppress(ValueError):  # nothing finished under this system
+                curves.append(plots.empirical_cdf(system, latency_s * 1000))
+        plots.cdf(curves, args.cdf, xlabel="normalised latency (ms/token)", log_x=True)
 
 
-def _own_path(path: Path, system: str, runs: Mapping[str, RunData]) -> Path:
+def _own_path(path: Path | None, system: str, runs: Mapping[str, RunData]) -> Path | None:
     """``requests.csv.gz`` -> ``requests.alise.csv.gz`` if there are several systems."""
-    if len(runs) == 1:
+    if path is None or len(runs) == 1:
         return path
-    suffix = next((suffix for suffix in _DOUBLE if path.name.endswith(suffix)), path.suffix)
+    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     return path.with_name(f"{path.name.removesuffix(suffix)}.{system}{suffix}")
-
-
-def _plot_cdf(runs: Mapping[str, RunData], path: Path) -> None:
-    from vllm_ext.observability import plots
-
-    series = []
-    for system, run in runs.items():
-        done, table = run.finished(), run.requests
-        tokens = table.ints("output_tokens")[done]
-        latency_ms = (table.floats("finish_s") - table.floats("arrival_s"))[done] * 1000 / tokens.clip(min=1)
-        with contextlib.suppress(ValueError):  # nothing finished under this system
-            series.append(plots.empirical_cdf(system, latency_ms.tolist()))
-    plots.cdf(series, path, xlabel="normalised latency (ms/token)", log_x=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -251,14 +208,8 @@ def _parser() -> argparse.ArgumentParser:
     spec_flags.add_arguments(parser)
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
     output.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
-    for name, what in (
-        ("requests", "a row per request"),
-        ("series", "running, waiting, KV used ... over time"),
-        ("trace", "a trace for ui.perfetto.dev"),
-        ("plot", "running, waiting and KV used over time"),
-        ("cdf", "distribution of the normalised latency"),
-    ):
-        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"{what} ({', '.join(_OUTPUTS[name])})")
+    for name, (what, suffixes) in _FILES.items():
+        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"{what} ({', '.join(suffixes)})")
     output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
     json_output.add_argument(output)
     output.add_argument("--quiet", action="store_true", help="no progress and no table")

@@ -1,91 +1,31 @@
-"""Flags that describe a simulation, shared by `vllm-ext simulate` and `vllm-ext sweep`."""
+"""What the commands that simulate share: flags that describe a run, checked paths, and how errors are told."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
+from vllm_ext.observability.results import Workload, without_folder
+from vllm_ext.simulation.flag import Flag
+
+if TYPE_CHECKING:  # not imported by commands that do not simulate
     from vllm_ext.simulation.spec import SimulationSpec
 
 SYSTEMS = "--system"
-POLICY = "--policy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecFlag:
-    """A flag and the field it sets."""
-
-    names: tuple[str, ...]
-    """As typed; the first is the one in messages."""
-    path: str
-    """Dotted path of the field."""
-    type: Callable[[str], Any]
-    """Turns the text into a value; ``bool`` stands for a pair ``--x`` / ``--no-x`` without a text."""
-    metavar: str
-    help: str
-
-    @property
-    def dest(self) -> str:
-        """Name of the attribute in the parsed arguments."""
-        return "spec_" + self.path.replace(".", "_")
-
-    @property
-    def group(self) -> str:
-        """Section of the description, under which ``--help`` lists the flag."""
-        return self.path.rpartition(".")[0] or "run"
-
-
-@functools.cache
-def flags() -> tuple[SpecFlag, ...]:
-    """Return a flag for every field of the description that is marked with `Flag`."""
-    from vllm_ext.simulation.spec import SimulationSpec
-
-    return tuple(flags_of(SimulationSpec, ""))
-
-
-def flags_of(model: type[BaseModel], prefix: str) -> Iterator[SpecFlag]:
-    """Yield a flag for every field of a model, and of those within it, that is marked with `Flag`."""
-    from vllm_ext.simulation.flag import Flag
-
-    for name, field in model.model_fields.items():
-        if hasattr(field.annotation, "model_fields"):
-            yield from flags_of(cast("type[BaseModel]", field.annotation), f"{prefix}{name}.")
-        for flag in (mark for mark in field.metadata if isinstance(mark, Flag)):
-            kind, choices = _kind(field.annotation)
-            default = "" if field.default is None or kind is bool else f" (default: {field.default})"
-            yield SpecFlag(
-                names=tuple(flag.names.split()) or (f"--{name.replace('_', '-')}",),
-                path=f"{prefix}{name}",
-                type=kind,
-                metavar=choices or ("N" if kind is int else "X" if kind is float else "NAME"),
-                help=(_first_sentence(field.description or "") + default).replace("%", "%%"),
-            )
-
-
-def _kind(annotation: Any) -> tuple[Callable[[str], Any], str]:
-    """The type of a value that is not None, and the allowed texts if there are only some."""
-    inner = next((arg for arg in get_args(annotation) if arg is not NoneType), annotation)
-    if isinstance(inner, str):  # of a Literal
-        return str, f"{{{','.join(get_args(annotation))}}}"
-    return inner, ""
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"\.(?:\s|$)", " ".join(text.replace("``", "").split()), maxsplit=1)[0]
-
-
+SPEC = "spec."
+"""In front of the dotted paths under which flags that set fields stand in the parsed arguments."""
+_OWN_NAMES = {"engine.system": SYSTEMS, "workload.tiers": "--slo", "engine.options.policies": "--policy"}
+"""Fields whose flags are more than the text of a value."""
 _SLO_NAMES = ("ttft", "tbt", "e2e")
 
 
@@ -104,8 +44,48 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def flagged(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
+    """Yield path, names and field of each flag: of the fields of a model, and within it, marked with `Flag`."""
+    for name, field in model.model_fields.items():
+        inner: Any = field.annotation
+        if hasattr(inner, "model_fields"):
+            yield from flagged(inner, f"{prefix}{name}.")
+        for flag in (mark for mark in field.metadata if isinstance(mark, Flag)):
+            yield f"{prefix}{name}", flag.names.split() or [f"--{name.replace('_', '-')}"], field
+
+
+def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, model: type[BaseModel], prefix: str) -> None:
+    """Add the flags of a model, the nested ones in groups; None stands for one that is not given (see `given`)."""
+    groups: dict[str, Any] = {}
+    for path, names, field in flagged(model):
+        name = path.rpartition(".")[0]
+        if name not in groups and isinstance(parser, Parser):
+            groups[name] = parser.add_argument_group(name or "run")
+        kind: Any = next((arg for arg in get_args(field.annotation) if arg is not NoneType), field.annotation)
+        options: dict[str, Any] = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+        if isinstance(kind, str):  # of a Literal
+            options = {"type": str, "metavar": f"{{{','.join(get_args(field.annotation))}}}"}
+        elif kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        text = re.split(r"\.(?:\s|$)", " ".join((field.description or "").replace("``", "").split()), maxsplit=1)[0]
+        default = "" if field.default is None or kind is bool else f" (default: {field.default})"
+        options |= {"dest": prefix + path, "default": None, "help": (text + default).replace("%", "%%")}
+        groups.get(name, parser).add_argument(*names, **options)
+
+
+def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """Return what the flags under a prefix set: dotted path -> value."""
+    return {
+        dest.removeprefix(prefix): value
+        for dest, value in vars(args).items()
+        if dest.startswith(prefix) and value is not None
+    }
+
+
+def add_arguments(parser: Parser) -> None:
     """Add the flags of a description; none of them has a default of its own."""
+    from vllm_ext.simulation.spec import SimulationSpec
+
     general = parser.add_argument_group("description of the run")
     general.add_argument("--spec", type=Path, metavar="FILE", help="JSON description, all fields of it optional")
     general.add_argument(
@@ -124,42 +104,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
     )
     general.add_argument(
-        POLICY,
+        "--policy",
         "--ext-policy",
+        dest=f"{SPEC}engine.options.policies",
         action="append",
-        default=[],
         metavar="FILE.py:CLASS",
         help="a policy of your own, which takes its axis of every system but vLLM alone; repeatable",
     )
     general.add_argument(
         "--slo",
+        dest=f"{SPEC}workload.tiers",
+        type=_slo,
         metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
     )
-    groups = {name: parser.add_argument_group(name) for name in dict.fromkeys(flag.group for flag in flags())}
-    for flag in flags():
-        add_flag(groups[flag.group], flag)
+    add_flags(parser, SimulationSpec, SPEC)
 
 
-def add_flag(group: argparse._ArgumentGroup, flag: SpecFlag) -> None:
-    """Add a flag; None stands for one that is not given."""
-    options: dict[str, Any] = {"type": flag.type, "metavar": flag.metavar}
-    if flag.type is bool:
-        options = {"action": argparse.BooleanOptionalAction}
-    group.add_argument(*flag.names, dest=flag.dest, default=None, help=flag.help, **options)
-
-
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the flags set: dotted path -> value.
+def changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the flags and ``--set`` change: dotted path -> value.
 
     Raises:
-        UsageError: ``--set`` or ``--slo`` cannot be read, or a field is set twice.
+        UsageError: ``--set`` cannot be read, or a field is set twice.
     """
-    values = {flag.path: value for flag in flags() if (value := getattr(args, flag.dest)) is not None}
+    values = given(args, SPEC)
+    policies = values.pop("engine.options.policies", None)
     if "cost.file" in values:
         values.setdefault("cost.kind", "fitted")
-    if args.slo is not None:
-        values["workload.tiers"] = [{"name": "all", **_slo(args.slo)}]
     for text in args.set:
         path, equals, value = text.partition("=")
         if not equals or not path:
@@ -167,8 +138,8 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
         if path in values:
             raise UsageError(f"--set {text}: {path} is set by another flag already")
         values[path] = json_or_text(value)
-    if args.policy:  # after --set, which may bring other options
-        values["engine.options.policies"] = args.policy
+    if policies:  # after --set, which may bring other options
+        values["engine.options.policies"] = policies
     return values
 
 
@@ -178,11 +149,10 @@ def base_spec(args: argparse.Namespace) -> SimulationSpec:
     Raises:
         UsageError: a file, flag or field is wrong.
     """
-    from vllm_ext.simulation.spec import SimulationSpec
-    from vllm_ext.simulation.sweep import paths
+    from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 
-    spec = SimulationSpec() if args.spec is None else paths.parse(SimulationSpec, read_json(args.spec, "--spec"))
-    return paths.with_values(spec, given(args))
+    spec = SimulationSpec() if args.spec is None else parse(SimulationSpec, read_json(args.spec, "--spec"))
+    return with_values(spec, changes(args))
 
 
 def systems_of(args: argparse.Namespace, spec: SimulationSpec) -> list[str]:
@@ -221,17 +191,36 @@ def json_or_text(text: str) -> Any:
         return text
 
 
+def guarded(prog: str, run: Callable[[], int], *, again: str = "") -> int:
+    """Run a command; 2 and one line where a flag, a field or a file is wrong, 130 and how to go on after Ctrl-C."""
+    try:
+        return run()
+    except (ValueError, OSError, ImportError) as error:
+        return complain(prog, error)
+    except KeyboardInterrupt:
+        if not again:
+            raise
+        print(f"\n{prog}: interrupted; {again}", file=sys.stderr)
+        return 130
+
+
 def complain(prog: str, error: Exception) -> int:
     """Print one line, with the flag that sets the field in question, and return the exit status."""
-    named = {flag.path: flag.names[0] for flag in flags()} | {
-        "engine.system": SYSTEMS,
-        "workload.tiers": "--slo",
-        "engine.options.policies": POLICY,
-    }
+    from vllm_ext.simulation.spec import SimulationSpec
+
+    named = {path: names[0] for path, names, _ in flagged(SimulationSpec)} | _OWN_NAMES
     flag = named.get(getattr(error, "field", ""))
     text = " ".join(str(error).split())
     print(f"{prog}: {f'{flag}: ' if flag else ''}{text}", file=sys.stderr)
     return 2
+
+
+def workload_of(spec: SimulationSpec) -> Workload:
+    """Return name, size and checksum of a run's workload, for a result."""
+    from vllm_ext.simulation.workloads.build import build
+
+    made = build(spec.workload)
+    return Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256)
 
 
 def public(value: Any) -> Any:
@@ -245,23 +234,20 @@ def public(value: Any) -> Any:
 
 def command_line(prog: str, argv: Sequence[str]) -> str:
     """Return the command to repeat a run; absolute paths are cut to their last part."""
-    cut = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        cut.append(f"{name}={Path(value).name}" if equals and value.startswith("/") else str(public(argument)))
-    return " ".join([prog, shlex.join(cut)]).strip()
+    return " ".join([prog, shlex.join(map(without_folder, argv))]).strip()
 
 
-def _slo(text: str) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+def _slo(text: str) -> list[dict[str, Any]]:
+    """The objectives of ``--slo`` as one class of service that all requests belong to."""
+    tier: dict[str, Any] = {"name": "all"}
     for part in text.split(","):
         name, _, value = part.partition("=")
         try:
             seconds = float(value)
         except ValueError:
             seconds = 0.0
-        if name.strip() not in _SLO_NAMES or not seconds > 0 or name.strip() in found:
+        if name.strip() not in _SLO_NAMES or not seconds > 0 or name.strip() in tier:
             allowed = f"must be {'=S, '.join(_SLO_NAMES)}=S, each at most once, with seconds above 0"
-            raise UsageError(f"--slo {text}: {allowed}")
-        found[name.strip()] = {"base_s": seconds}
-    return found
+            raise argparse.ArgumentTypeError(f"{text}: {allowed}")
+        tier[name.strip()] = {"base_s": seconds}
+    return [tier]

@@ -6,103 +6,99 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_ext.cli import simulate, spec_flags
+from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
-from vllm_ext.observability import json_output
-
-if TYPE_CHECKING:
-    from vllm_ext.observability.count_progress import CountProgress
-    from vllm_ext.observability.results import Result
-    from vllm_ext.simulation.constraint import Constraint
-    from vllm_ext.simulation.requests import Workload as Described
-    from vllm_ext.simulation.spec import SimulationSpec
-    from vllm_ext.simulation.sweep.driver import Ran, Searched
-    from vllm_ext.simulation.sweep.grid import SweepSpec
-    from vllm_ext.simulation.sweep.pools import Pool
-    from vllm_ext.simulation.sweep.store import Outcome
+from vllm_ext.observability import json_output, results
+from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.observability.files import replaced
+from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
+from vllm_ext.simulation.sweep import grid, pools, summary
+from vllm_ext.simulation.sweep.capacity import CapacitySpec, expected_runs
+from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
 """In the sweep's folder: what is swept, so that ``--dir`` alone goes on with it."""
+_CAPACITY = "capacity."
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, 1 if a run failed, 2 if a flag, a field or a file is wrong, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
-    try:
-        sweep = _sweep(args)
-        if args.print_spec:
-            print(sweep.model_dump_json(indent=1, exclude_unset=True))
-            return 0
-        return _run(args, sweep)
-    except (ValueError, OSError, ImportError) as error:
-        return spec_flags.complain(PROG, error)
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted; {_again(args.dir)}", file=sys.stderr)
-        return 130
+    return spec_flags.guarded(PROG, lambda: _main(args), again=_again(args.dir))
 
 
-def make_pool(args: argparse.Namespace) -> Pool:
+def make_pool(args: argparse.Namespace) -> pools.Pool:
     """Return the pool that the flags ask for."""
     if args.ray is not None:
         from vllm_ext.cluster.ray_pool import RayPool
-        from vllm_ext.simulation.sweep.evaluate import simulate_point
 
-        return RayPool(simulate_point, address=args.ray, jobs=args.jobs)
-    from vllm_ext.simulation.sweep.pools import local_pool
-
-    return local_pool(1 if args.jobs is None else args.jobs)
+        return RayPool(pools.simulate_point, address=args.ray, jobs=args.jobs)
+    return pools.local_pool(1 if args.jobs is None else args.jobs)
 
 
-def _run(args: argparse.Namespace, sweep: SweepSpec) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.observability.count_progress import CountProgress
-    from vllm_ext.observability.files import replaced
-    from vllm_ext.simulation.constraint import Constraint
-    from vllm_ext.simulation.sweep import driver, summary
-    from vllm_ext.simulation.sweep.grid import expand
-    from vllm_ext.simulation.sweep.store import PointStore
+def _main(args: argparse.Namespace) -> int:
+    sweep = _sweep(args)
+    described = sweep.model_dump_json(indent=1, exclude_unset=True)
+    if args.print_spec:
+        print(described)
+        return 0
+    num_points = len(grid.expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
+    workload = spec_flags.workload_of(sweep.base)
+    expected = num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
+    progress = CountProgress(expected, label="sweep", unit="run", quiet=args.quiet)
+    counts = {True: 0, False: 0}  # whether a run was there already, which does not count for the time left
 
-    constraints = [Constraint.parse(text) for text in sweep.constraints]
-    num_points = len(expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
-    workload = simulate.describe(sweep.base)
+    def count(spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:  # noqa: ARG001 - what a sweep tells
+        counts[reused] += 1
+        progress.update(counts[False], total=expected - counts[True])
+
     store = PointStore(args.dir)
     with store.locked(), store:
         with replaced(args.dir / DESCRIPTION) as file:
-            file.write(sweep.model_dump_json(indent=1, exclude_unset=True).encode() + b"\n")
-        expected = _expected_runs(sweep, num_points)
-        progress = CountProgress(expected, label="sweep", unit="run", quiet=args.quiet)
+            file.write(described.encode() + b"\n")
         with make_pool(args) as pool, progress:
-            counts = _Counts(expected, progress)
-            run = driver.run_grid if sweep.capacity is None else driver.run_capacity
-            outcomes: Any = run(sweep, store, pool, counts.update)
-        is_grid = sweep.capacity is None
-        rows = summary.grid_rows(outcomes, constraints) if is_grid else summary.capacity_rows(outcomes)
+            ran = grid.run(sweep, store, pool, count)
+        rows = summary.rows_of(sweep, ran)
         summary.write_csv(rows, args.dir / "summary.csv")
-        _plot(args, outcomes, constraints, is_grid)
-        result = _result(args.dir, sweep, rows, workload, num_points)
+        _plot(args, sweep, ran)
+        # The same for a sweep that was interrupted as for one that was not: its command names the description kept.
+        command = ["--sweep", f"{args.dir.name}/{DESCRIPTION}", "--dir", args.dir.name]
+        merged = [{key: value for key, value in (row.plain | row.metrics).items() if value is not None} for row in rows]
+        result = results.Result(
+            name="sweep",
+            command=spec_flags.command_line(PROG, command),
+            config={
+                "sweep": spec_flags.public(sweep.model_dump(mode="json")),
+                "rows": spec_flags.public(merged),
+            },
+            seed=sweep.base.workload.seed,
+            workload=workload,
+            metrics=_metrics(sweep, rows, num_points),
+        )
         tables = [] if args.quiet else [summary.table(rows)]
         results.emit(result, tables, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
-        print(f"{counts.computed} runs computed, {counts.reused} found in {args.dir}", file=sys.stderr)
-    return _report_failures(args.dir, outcomes)
+        print(f"{counts[False]} runs computed, {counts[True]} found in {args.dir}", file=sys.stderr)
+    failed = [one for one in ran if one.outcome.failed]
+    for one in failed:
+        error = " ".join(str(one.outcome.error).split())
+        print(f"{PROG}: failed: {dict(one.point.values)}: {error}", file=sys.stderr)
+    if failed:
+        print(f"{PROG}: {len(failed)} failed; {_again(args.dir)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
-def _plot(
-    args: argparse.Namespace,
-    outcomes: Sequence[Ran] | Sequence[Searched],
-    constraints: Sequence[Constraint],
-    grid: bool,
-) -> None:
+def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Ran]) -> None:
     """Draw the metric asked for; else the one of the first constraint in a capacity search, else the latency."""
-    from vllm_ext.simulation.sweep import summary
-
-    metric = args.metric or (summary.METRIC if grid else constraints[0].metric)
-    path = args.plot or args.dir / "plot.png"
+    usual = summary.METRIC if sweep.capacity is None else Constraint.parse(sweep.constraints[0]).metric
+    metric = args.metric or usual
     try:
-        drawn = summary.plot(outcomes, constraints, metric, path)
+        drawn = summary.plot(sweep, ran, metric, args.plot or args.dir / "plot.png")
     except ImportError as error:
         print(f"no plot: {error}; pip install 'vllm-ext[bench]'", file=sys.stderr)
         return
@@ -110,91 +106,38 @@ def _plot(
         print(f"no plot: no axis of numbers, or no run has the metric {metric}", file=sys.stderr)
 
 
-def _result(
-    folder: Path, sweep: SweepSpec, rows: Sequence[dict[str, Any]], workload: Described, num_points: int
-) -> Result:
-    """The same for a sweep that was interrupted as for one that was not: its command names the description kept."""
-    from vllm_ext.observability.results import Result, Workload
-    from vllm_ext.simulation.sweep.summary import CAPACITY
-
-    metrics = {"points": float(num_points), "failed_points": float(sum(row["failed"] for row in rows))}
+def _metrics(sweep: SweepSpec, rows: Sequence[summary.Row], num_points: int) -> dict[str, float]:
+    metrics = {"points": float(num_points), "failed_points": float(sum(row.plain["failed"] for row in rows))}
     for row in rows:
-        if CAPACITY in row:
-            named = ",".join(f"{path}={row[path]}" for path in sweep.axes)
-            metrics[f"{named}.{CAPACITY}" if named else CAPACITY] = row[CAPACITY]
-    return Result(
-        name="sweep",
-        command=spec_flags.command_line(PROG, ["--sweep", f"{folder.name}/{DESCRIPTION}", "--dir", folder.name]),
-        config={
-            "sweep": spec_flags.public(sweep.model_dump(mode="json")),
-            "rows": spec_flags.public(
-                [{key: value for key, value in row.items() if value is not None} for row in rows]
-            ),
-        },
-        seed=sweep.base.workload.seed,
-        workload=Workload(name=Path(workload.name).name, rows=workload.rows, sha256=workload.sha256),
-        metrics=metrics,
-    )
-
-
-def _report_failures(folder: Path, outcomes: Sequence[Ran] | Sequence[Searched]) -> int:
-    """Say what failed; return the exit status."""
-    errors = [(one.point.values, error) for one in outcomes if (error := _error(one)) is not None]
-    for values, error in errors:
-        print(f"{PROG}: failed: {dict(values)}: {' '.join(error.split())}", file=sys.stderr)
-    if errors:
-        print(f"{PROG}: {len(errors)} failed; {_again(folder)}", file=sys.stderr)
-    return 1 if errors else 0
-
-
-def _error(one: Ran | Searched) -> str | None:
-    from vllm_ext.simulation.sweep.driver import Ran
-
-    return one.outcome.error if isinstance(one, Ran) else one.error
+        if summary.CAPACITY in row.plain:
+            named = ",".join(f"{path}={row.plain[path]}" for path in sweep.axes)
+            metrics[f"{named}.{summary.CAPACITY}" if named else summary.CAPACITY] = row.plain[summary.CAPACITY]
+    return metrics
 
 
 def _again(folder: Path) -> str:
     return f"what is done is kept, `{PROG} --dir {folder}` goes on with the rest"
 
 
-def _expected_runs(sweep: SweepSpec, num_points: int) -> int:
-    from vllm_ext.simulation.sweep.capacity import expected_runs
-
-    return num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
-
-
-class _Counts:
-    """Runs computed and found, told to a progress line; what was there already does not count for the time left."""
-
-    def __init__(self, expected: int, progress: CountProgress) -> None:
-        self.computed = self.reused = 0
-        self._expected = expected
-        self._progress = progress
-
-    def update(self, spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:  # noqa: ARG002 - what a sweep tells
-        self.reused += reused
-        self.computed += not reused
-        self._progress.update(self.computed, total=self._expected - self.reused)
-
-
 def _sweep(args: argparse.Namespace) -> SweepSpec:
     """Return what to sweep: that of ``--sweep``, the flags, or the folder's if there are neither."""
-    from vllm_ext.simulation.sweep import paths
-    from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
 
-    flags = spec_flags.given(args)
+    def read(path: Path, flag: str) -> SweepSpec:
+        return parse(SweepSpec, spec_flags.read_json(path, flag))
+
+    flags = spec_flags.changes(args)
     described = args.spec or args.sweep or args.systems or args.axis or args.repeats or args.constraint or args.capacity
     if not described and not flags and (kept := args.dir / DESCRIPTION).is_file():
-        return paths.parse(SweepSpec, spec_flags.read_json(kept, "--dir"))
+        return read(kept, "--dir")
     if args.sweep is not None and args.spec is not None:
         raise UsageError(f"--spec {args.spec}: must not be used with --sweep, which has a base of its own")
-    start = SweepSpec() if args.sweep is None else paths.parse(SweepSpec, spec_flags.read_json(args.sweep, "--sweep"))
-    base = spec_flags.base_spec(args) if args.sweep is None else paths.with_values(start.base, flags)
+    start = SweepSpec() if args.sweep is None else read(args.sweep, "--sweep")
+    base = spec_flags.base_spec(args) if args.sweep is None else with_values(start.base, flags)
     axes = {**start.axes, **_axes(args.axis)}
     if args.systems is not None:
         systems = spec_flags.systems_of(args, base)
         if len(systems) == 1:
-            base = paths.with_values(base, {SYSTEM: systems[0]})
+            base = with_values(base, {SYSTEM: systems[0]})
         else:
             axes = {SYSTEM: systems, **{path: values for path, values in axes.items() if path != SYSTEM}}
     data = start.model_dump(mode="json", exclude_unset=True)
@@ -203,8 +146,8 @@ def _sweep(args: argparse.Namespace) -> SweepSpec:
         data["repeats"] = args.repeats
     if args.constraint:
         data["constraints"] = args.constraint
-    data |= _capacity(args, data)
-    sweep = paths.parse(SweepSpec, data)
+    data |= _capacity(args, data.get("capacity"))
+    sweep = parse(SweepSpec, data)
     if not sweep.axes and sweep.capacity is None and sweep.repeats == 1:
         raise UsageError("nothing to sweep: give --axis PATH=A,B, several systems, --repeats or --capacity")
     return sweep
@@ -221,20 +164,15 @@ def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
     return axes
 
 
-def _capacity(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
     """The capacity search of the flags over that of the file."""
-    given = [(flag, value) for flag in _capacity_flags() if (value := getattr(args, flag.dest)) is not None]
-    found = {flag.path: value for flag, value in given}
-    before = data.get("capacity")
-    if found and not args.capacity and before is None:
-        raise UsageError(f"{given[0][0].names[0]}: needs --capacity")
-    return {"capacity": {**(before or {}), **found}} if args.capacity or before is not None else {}
-
-
-def _capacity_flags() -> list[spec_flags.SpecFlag]:
-    from vllm_ext.simulation.sweep.capacity import CapacitySpec
-
-    return list(spec_flags.flags_of(CapacitySpec, ""))
+    found = spec_flags.given(args, _CAPACITY)
+    if not args.capacity and before is None:
+        if found:
+            flags = spec_flags.flagged(CapacitySpec)
+            raise UsageError(f"{next(names[0] for path, names, _ in flags if path in found)}: needs --capacity")
+        return {}
+    return {"capacity": {**(before or {}), **found}}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -253,8 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     search = parser.add_argument_group("capacity: the highest rate at which all constraints hold")
     search.add_argument("--capacity", action="store_true", help="search it for every combination")
-    for flag in _capacity_flags():
-        spec_flags.add_flag(search, flag)
+    spec_flags.add_flags(search, CapacitySpec, _CAPACITY)
     where = parser.add_argument_group("where it runs, and what is written")
     where.add_argument(
         "--dir", type=Path, required=True, help="folder of the runs, summary.csv, summary.json, plot.png"

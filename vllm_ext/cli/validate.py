@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ext.cli import spec_flags
+from vllm_ext.observability import plots, results
 from vllm_ext.observability.provenance import result_path
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.validation import Report
 
+PROG = "vllm-ext validate"
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a replay decided otherwise than the recorded run, 2 if the recording can't be used."""
     args = _parser().parse_args(list(argv))
-    from vllm_ext.observability import results
     from vllm_ext.simulation import validation as reports
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
@@ -26,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         runs = reports.load(args.recording, args.system)
         fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
         report = reports.make_report(runs, fit_on, replays=not args.no_replay)
-        command = results.command(argv, "validate").replace("python", "vllm-ext", 1)
+        command = spec_flags.command_line(PROG, argv)
         result = reports.make_result(report, args.recording, args.fit_on, name="validate", command=command)
         if args.save_cost is not None:
             report.validations[0].fit.cost.save(args.save_cost)
@@ -34,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
             _plot(report, args.plot)
         results.emit(result, [reports.make_table(report)], args.out)
     except (OSError, ValueError) as error:
-        print(f"vllm-ext validate: {error}", file=sys.stderr)
+        print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     for divergence in report.divergences():
         print(f"the replay differs: {divergence}", file=sys.stderr)
@@ -43,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="vllm-ext validate",
+        prog=PROG,
         description=(
             "Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and report how "
             "far prediction and measurement differ. A recording is written by benchmarks/engine_compare.py --record."
@@ -67,8 +70,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plot(report: Report, path: Path) -> None:
-    from vllm_ext.observability import plots
-
     series = []
     for one in report.validations:
         for label, observed in (("measured", one.measured), ("predicted", one.predicted)):

@@ -7,19 +7,17 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.evaluate import Evaluate
-from vllm_ext.simulation.sweep.pools import run_point
+from vllm_ext.simulation.sweep.pools import Evaluate, Pool, run_point
 from vllm_ext.simulation.sweep.store import Outcome, versions
 
 LOCAL = "local"
 """Address that stands for a cluster of this machine alone, which lives as long as the pool."""
 
 
-class RayPool:
+class RayPool(Pool):
     """Runs a point per core of a Ray cluster.
 
     All machines need the same versions of vllm-ext and vLLM, which is checked, and the files that the points name,
@@ -42,15 +40,10 @@ class RayPool:
         self._evaluate = evaluate
         self._address = address
         self._jobs = jobs
-        self._places = 0
+        self.places = 0
         self._started = False
         self._sigterm: Any = None
         self._run: Any = None
-
-    @property
-    def places(self) -> int:
-        """How many points may be under way at a time: ``jobs``, or the cluster's cores; 0 before the context begins."""
-        return self._places
 
     def __enter__(self) -> Self:
         """Start or join the cluster.
@@ -74,12 +67,10 @@ class RayPool:
         self._run = ray.remote(num_cpus=1, max_retries=0)(_run_if_same_versions)
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         cores = max(1, int(resources.get("CPU", 1)))
-        self._places = min(cores, self._jobs or cores)
+        self.places = min(cores, self._jobs or cores)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave the cluster, or end it if it is our own; points under way are given up."""
         import ray
 

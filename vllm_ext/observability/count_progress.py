@@ -7,19 +7,21 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO, final
 
-from vllm_ext.observability.progress import QUIET_S
+QUIET_S = 30.0
+"""Wall-clock time between two lines where stderr is no terminal, in seconds."""
 
 
 @final
 class CountProgress:
     """A bar with the time that is left. A context manager: the bar ends with the block.
 
-    Where the stream is no terminal, or tqdm is missing, it prints a line every 30 s instead.
+    Where the stream is no terminal, or tqdm is missing, it prints a line every 30 s instead, so that short runs print
+    nothing and logs stay readable.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         *,
         label: str,
         unit: str,
@@ -30,7 +32,7 @@ class CountProgress:
         """Start.
 
         Args:
-            total: Parts there are, as far as is known; at least 1.
+            total: Parts there are, as far as is known, at least 1; None: not known.
             label: What is done, in front of the bar.
             unit: What a part is called, in the singular.
             quiet: Print nothing at all.
@@ -40,7 +42,7 @@ class CountProgress:
         Raises:
             ValueError: ``total`` is below 1.
         """
-        if total < 1:
+        if total is not None and total < 1:
             raise ValueError(f"total={total!r}: must be at least 1")
         self._total, self._label, self._unit, self._quiet = total, label, unit, quiet
         self._stream = stream if stream is not None else sys.stderr
@@ -57,7 +59,8 @@ class CountProgress:
 
     def update(self, done: int, note: str = "", *, total: int | None = None) -> None:
         """Note how many parts are done in all, something to print beside them, and how many there turn out to be."""
-        self._total = max(self._total if total is None else total, done)
+        total = total or self._total
+        self._total = None if total is None else max(total, done)
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.set_postfix_str(note, refresh=False)
@@ -67,8 +70,11 @@ class CountProgress:
         if self._quiet or done < 1 or now_s - self._told_s < QUIET_S:
             return
         self._told_s = now_s
-        left_s = (now_s - self._started_s) * (self._total - done) / done
-        parts = [f"{done} of {self._total} {self._unit}s", *([note] if note else []), f"at most {left_s:.0f} s left"]
+        elapsed_s = now_s - self._started_s
+        parts = [f"{done} {self._unit}s", *([note] if note else []), f"{elapsed_s:.0f} s elapsed"]
+        if self._total is not None:
+            parts[0] = f"{done} of {self._total} {self._unit}s"
+            parts[-1] = f"at most {elapsed_s * (self._total - done) / done:.0f} s left"
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
 
     def _open_bar(self) -> Any:

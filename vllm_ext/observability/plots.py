@@ -117,19 +117,8 @@ def latency_vs_rate(
     lines(series, path, xlabel="request rate (requests/s)", ylabel=ylabel, **options)
 
 
-def goodput_vs_load(
-    series: Sequence[Series], path: Path, *, ylabel: str = "goodput (requests/s)", **options: Any
-) -> None:
-    """Draw goodput against offered load, with the line on which every request meets its objectives; see `lines`."""
-    _refuse_nothing(series)
-    loads = sorted({float(x) for one in series for x in one.x})
-    if ylabel == "goodput (requests/s)":
-        series = [*series, Series(label="offered load", x=loads, y=loads)]
-    lines(series, path, xlabel="offered load (requests/s)", ylabel=ylabel, **options)
-
-
 def cdf(series: Sequence[Series], path: Path, *, xlabel: str, title: str = "", log_x: bool = False) -> None:
-    """Draw cumulative distributions, as from `empirical_cdf` or `GapHistogram.cdf`; raises as `lines`."""
+    """Draw cumulative distributions, as from `empirical_cdf`; raises as `lines`."""
     _refuse_nothing(series)
     with _figure(path, width=6.4) as (figure, axes):
         for one, style in _styled(series):
@@ -203,14 +192,6 @@ def compare_with_paper(
 ) -> None:
     """Draw what a paper reports beside what we found; raises as `bars`."""
     bars(items, {"paper": paper, "ours": ours}, path, ylabel=ylabel, title=title)
-
-
-def memory_per_system(
-    systems: Sequence[str], mean: Sequence[float], highest: Sequence[float], path: Path, *, title: str = ""
-) -> None:
-    """Draw mean and highest share of the KV cache in use, as fractions, per system; raises as `bars`."""
-    percent = {"mean": [100 * value for value in mean], "highest": [100 * value for value in highest]}
-    bars(systems, percent, path, ylabel="KV cache used (%)", title=title)
 
 
 def _number(value: float) -> str:

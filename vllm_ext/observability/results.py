@@ -180,7 +180,15 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 def command(argv: Sequence[str], script: str) -> str:
     """The command line to repeat a run; absolute paths are cut to their last part."""
-    return shlex.join(["python", script, *(_without_folder(argument) for argument in argv)])
+    return shlex.join(["python", script, *(without_folder(argument) for argument in argv)])
+
+
+def without_folder(argument: str) -> str:
+    """Return an argument of a command line; an absolute path is cut to its last part, also behind ``--option=``."""
+    option, equals, value = argument.partition("=")
+    if equals and value.startswith("/"):
+        return f"{option}={Path(value).name}"
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def versions() -> dict[str, str]:
@@ -212,13 +220,6 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _without_folder(argument: str) -> str:
-    option, equals, value = argument.partition("=")
-    if equals and value.startswith("/"):
-        return f"{option}={Path(value).name}"
-    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _refuse_absolute_paths(value: object, where: str) -> None:

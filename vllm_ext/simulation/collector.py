@@ -26,32 +26,22 @@ _STEPS_FORGOTTEN = 4096
 
 
 class Live:
-    """A request that has not ended yet."""
-
-    __slots__ = (
-        "cached_tokens",
-        "first_scheduled_s",
-        "first_token_s",
-        "last_token_s",
-        "max_gap_s",
-        "num_tokens",
-        "predicted_tokens",
-        "preemptions",
-        "request",
-        "token_times",
-        "waited_s",
-        "waiting_since_s",
-    )
+    """A request that has not ended yet; its attributes have the names of the columns of its row."""
 
     def __init__(self, request: SimRequest, predicted_tokens: int, token_times: array[float] | None) -> None:
+        slo = request.slo
         self.request = request
-        self.predicted_tokens = predicted_tokens
         self.token_times = token_times
-        self.first_scheduled_s = self.first_token_s = self.last_token_s = math.nan
-        self.max_gap_s = math.nan
-        self.num_tokens = self.cached_tokens = self.preemptions = 0
-        self.waited_s = 0.0
+        self.req_id, self.session_id, self.tier = request.req_id, request.session_id or "", request.tier
+        self.prompt_tokens, self.true_output_tokens = request.prompt_tokens, request.output_tokens
+        self.predicted_tokens, self.priority = predicted_tokens, request.priority
+        self.num_tokens = self.cached_prompt_tokens = self.preemptions = 0
+        self.arrival_s, self.waited_s = request.arrival_s, 0.0
         self.waiting_since_s: float | None = request.arrival_s
+        self.first_scheduled_s = self.first_token_s = self.last_token_s = self.max_gap_s = math.nan
+        self.slo_ttft_s, self.slo_tbt_s, self.slo_e2e_s = (
+            math.nan if bound is None else bound for bound in (slo.ttft_s, slo.tbt_s, slo.e2e_s)
+        )
 
 
 class Collector:
@@ -136,11 +126,8 @@ class Collector:
         self.device_busy_s += end_s - start_s
         if self.events is not None:
             preempted, self._preempted = tuple(self._preempted), []
-            step = StepEvent(start_s, end_s, shape.num_requests, shape.num_prefill_tokens, shape.num_decodes, preempted)
-            if len(self.events.steps) < self.events.limit:
-                self.events.steps.append(step)
-            else:
-                self.events.dropped += 1
+            computed = shape.num_requests, shape.num_prefill_tokens, shape.num_decodes
+            self.events.keep(self.events.steps, StepEvent(start_s, end_s, *computed, preempted))
 
     def delivered(self, outputs: Sequence[EngineCoreOutput], now_s: float, hidden: int = 0) -> list[tuple[Live, str]]:
         """Tokens reached their clients; return the requests that ended with them, and why.
@@ -213,38 +200,13 @@ class Collector:
 
     def ended(self, live: Live, reason: str, now_s: float) -> None:
         """A request left the server; write its row."""
-        request = live.request
-        del self.live[request.req_id]
-        self._resumed.discard(request.req_id)
+        del self.live[live.req_id]
+        self._resumed.discard(live.req_id)
         if live.waiting_since_s is not None:
             live.waited_s += now_s - live.waiting_since_s
-        self._note(now_s, request.req_id, reason)
-        slo = request.slo
-        self.table.append(
-            {
-                "req_id": request.req_id,
-                "session_id": request.session_id or "",
-                "tier": request.tier,
-                "finish_reason": reason,
-                "prompt_tokens": request.prompt_tokens,
-                "cached_prompt_tokens": live.cached_tokens,
-                "output_tokens": live.num_tokens,
-                "true_output_tokens": request.output_tokens,
-                "predicted_tokens": live.predicted_tokens,
-                "preemptions": live.preemptions,
-                "priority": request.priority,
-                "arrival_s": request.arrival_s,
-                "first_scheduled_s": live.first_scheduled_s,
-                "first_token_s": live.first_token_s,
-                "finish_s": now_s,
-                "max_gap_s": live.max_gap_s,
-                "waited_s": live.waited_s,
-                "slo_ttft_s": _or_nan(slo.ttft_s),
-                "slo_tbt_s": _or_nan(slo.tbt_s),
-                "slo_e2e_s": _or_nan(slo.e2e_s),
-            },
-            live.token_times,
-        )
+        self._note(now_s, live.req_id, reason)
+        ended = {"output_tokens": live.num_tokens, "finish_reason": reason, "finish_s": now_s}
+        self.table.append(vars(live) | ended, live.token_times)
 
     def passed(self, now_s: float) -> None:
         """Time went by until ``now_s`` with the scheduler's state as it is now."""
@@ -289,7 +251,7 @@ class Collector:
             return
         if live.first_scheduled_s != live.first_scheduled_s:
             live.first_scheduled_s = now_s
-            live.cached_tokens = min(num_computed_tokens, live.request.prompt_tokens)
+            live.cached_prompt_tokens = min(num_computed_tokens, live.prompt_tokens)
         if live.waiting_since_s is not None:
             live.waited_s += now_s - live.waiting_since_s
             live.waiting_since_s = None
@@ -304,13 +266,5 @@ class Collector:
                 self._note(now_s, output.request_id, "decode")
 
     def _note(self, time_s: float, req_id: str, state: str) -> None:
-        if self.events is None:
-            return
-        if len(self.events.requests) < self.events.limit:
-            self.events.requests.append(RequestEvent(time_s, req_id, state))
-        else:
-            self.events.dropped += 1
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+        if self.events is not None:
+            self.events.keep(self.events.requests, RequestEvent(time_s, req_id, state))

@@ -9,14 +9,13 @@ many of those looks better than the server is; see that there are none, or that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.latency import spread, summarise_columns
-from vllm_ext.simulation.run_data import RequestTable, RunData, TimeSeries
+from vllm_ext.simulation.run_data import RequestTable, RunData
 
 __all__ = ["BUCKET_TOKENS", "Constraint", "met_objectives", "summarise"]
 
@@ -48,21 +47,24 @@ def summarise(run: RunData) -> dict[str, float]:
 
 
 def _latencies(run: RunData, finished: NDArray[np.bool_]) -> dict[str, float]:
-    table = run.requests
-    arrival_s = table.floats("arrival_s")[finished]
+    def floats(name: str) -> NDArray[np.float64]:
+        return run.requests.floats(name)[finished]
+
+    def ints(name: str) -> NDArray[np.int64]:
+        return run.requests.ints(name)[finished]
+
+    arrival_s, prompt_tokens = floats("arrival_s"), ints("prompt_tokens").sum()
     metrics = summarise_columns(
         arrival_s=arrival_s,
-        first_token_s=table.floats("first_token_s")[finished],
-        finish_s=table.floats("finish_s")[finished],
-        output_tokens=table.ints("output_tokens")[finished],
+        first_token_s=floats("first_token_s"),
+        finish_s=floats("finish_s"),
+        output_tokens=ints("output_tokens"),
     )
-    delay_s = table.floats("first_scheduled_s")[finished] - arrival_s
-    metrics.update(spread("scheduling_delay", delay_s, "s", ("mean", "p50", "p99")))
-    metrics.update(spread("waited", table.floats("waited_s")[finished], "s", ("mean", "p99")))
-    prompt_tokens = table.ints("prompt_tokens")[finished].sum()
+    metrics.update(spread("scheduling_delay", floats("first_scheduled_s") - arrival_s, "s", ("mean", "p50", "p99")))
+    metrics.update(spread("waited", floats("waited_s"), "s", ("mean", "p99")))
     metrics["prompt_tokens"] = float(prompt_tokens)
-    metrics["cached_prompt_tokens_fraction"] = float(table.ints("cached_prompt_tokens")[finished].sum() / prompt_tokens)
-    metrics["preempted_requests_fraction"] = float((table.ints("preemptions")[finished] > 0).mean())
+    metrics["cached_prompt_tokens_fraction"] = float(ints("cached_prompt_tokens").sum() / prompt_tokens)
+    metrics["preempted_requests_fraction"] = float((ints("preemptions") > 0).mean())
     if run.gaps.count:
         metrics["tbt_mean_ms"] = run.gaps.mean_s * _MS
         for percent in (50, 90, 99):
@@ -90,38 +92,30 @@ def met_objectives(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str
 
 def _objectives(table: RequestTable, finished: NDArray[np.bool_], span_s: float) -> dict[str, float]:
     met = met_objectives(table, finished)
-    output_tokens = table.ints("output_tokens")
-    metrics = _goodput("", met["all"], output_tokens, span_s)
+    output_tokens, arrival_s = table.ints("output_tokens"), table.floats("arrival_s")
+    normalised_ms = (table.floats("finish_s") - arrival_s) * _MS / np.maximum(output_tokens, 1)
+    ttft_ms = (table.floats("first_token_s") - arrival_s) * _MS
+    metrics = {}
     for name in ("ttft", "tbt", "e2e"):
         asked = ~np.isnan(table.floats(f"slo_{name}_s"))
         if asked.any():
             metrics[f"slo_{name}_attainment_fraction"] = float(met[name][asked].mean())
-    normalised_ms = (table.floats("finish_s") - table.floats("arrival_s")) * _MS / np.maximum(output_tokens, 1)
-    ttft_ms = (table.floats("first_token_s") - table.floats("arrival_s")) * _MS
-    for tier, rows in _rows_of(table.texts("tier")).items():
-        prefix, ended_well = f"tier.{tier}.", rows[finished[rows]]
-        metrics[f"{prefix}requests"] = float(len(ended_well))
-        metrics.update(_goodput(prefix, met["all"][rows], output_tokens[rows], span_s))
-        if len(ended_well):
+    of_tier = np.array(table.texts("tier"))
+    groups = {f"tier.{tier}.": of_tier == tier for tier in sorted(set(of_tier) - {""})}
+    for prefix, rows in {"": np.ones_like(finished), **groups}.items():
+        good = met["all"] & rows
+        metrics[f"{prefix}slo_attainment_fraction"] = float(good[rows].mean())
+        metrics[f"{prefix}goodput_requests_per_s"] = float(good.sum()) / span_s if span_s > 0 else 0.0
+        metrics[f"{prefix}goodput_tokens_per_s"] = float(output_tokens[good].sum()) / span_s if span_s > 0 else 0.0
+        if not prefix:
+            continue
+        ended_well = rows & finished
+        metrics[f"{prefix}requests"] = float(ended_well.sum())
+        if ended_well.any():
             which = ("mean", "p99")
             metrics.update(spread(f"{prefix}normalised_latency", normalised_ms[ended_well], "ms_per_token", which))
             metrics.update(spread(f"{prefix}ttft", ttft_ms[ended_well], "ms", which))
     return metrics
-
-
-def _goodput(prefix: str, met: NDArray[np.bool_], output_tokens: NDArray[np.int64], span_s: float) -> dict[str, float]:
-    return {
-        f"{prefix}slo_attainment_fraction": float(met.mean()),
-        f"{prefix}goodput_requests_per_s": float(met.sum()) / span_s if span_s > 0 else 0.0,
-        f"{prefix}goodput_tokens_per_s": float(output_tokens[met].sum()) / span_s if span_s > 0 else 0.0,
-    }
-
-
-def _rows_of(tiers: Sequence[str]) -> dict[str, NDArray[np.intp]]:
-    """Rows of each named tier, in the order of the names."""
-    names = sorted(set(tiers))
-    code_of_row = np.array(list(map({name: code for code, name in enumerate(names)}.__getitem__, tiers)))
-    return {name: np.flatnonzero(code_of_row == code) for code, name in enumerate(names) if name}
 
 
 def _prediction(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, float]:
@@ -149,13 +143,13 @@ def _histories(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, fl
 
     Each turn's prompt begins with the turn before and its answer, or where the context is full with a part of them.
     """
-    columns = [table.ints(name) for name in ("prompt_tokens", "output_tokens", "cached_prompt_tokens")]
-    arrivals, sessions = table.floats("arrival_s"), table.texts("session_id")
+    columns = [table.ints(name).tolist() for name in ("prompt_tokens", "output_tokens", "cached_prompt_tokens")]
+    sessions = table.texts("session_id")
     said: dict[str, int] = {}
     history = found = 0
-    for row in np.argsort(arrivals, kind="stable"):
+    for row in np.argsort(table.floats("arrival_s"), kind="stable"):
         if (session := sessions[row]) and finished[row]:
-            prompt, output, cached = (int(column[row]) for column in columns)
+            prompt, output, cached = (column[row] for column in columns)
             before = min(said.get(session, 0), prompt)
             history += before
             found += min(cached, before)
@@ -173,17 +167,18 @@ def _server(run: RunData) -> dict[str, float]:
     """The server's state over the whole run. What the run integrated exactly goes before what its samples say."""
     series, counters, duration_s = run.series, run.counters, run.duration_s
     metrics = {"run_duration_s": duration_s}
-    for column, unit in (("running", "requests"), ("waiting", "requests"), ("kv_used", "fraction")):
-        sampled = f"{column}_{unit}" if unit == "fraction" else column
-        if len(series):
-            mean, highest = _over_time(series, sampled, duration_s)
-            metrics[f"mean_{column}_{unit}"] = counters.get(f"mean_{column}_{unit}", mean)
-            metrics[f"max_{column}_{unit}"] = counters.get(f"max_{column}_{unit}", highest)
-    if len(series) and series.column("tier_used_fraction").any():
-        mean, highest = _over_time(series, "tier_used_fraction", duration_s)
-        metrics.update(mean_tier_used_fraction=mean, max_tier_used_fraction=highest)
     if len(series):
-        metrics["transfer_bytes"] = counters.get("transfer_bytes", float(series.column("transfer_bytes").max()))
+        names = {"running": "running_requests", "waiting": "waiting_requests", "kv_used_fraction": "kv_used_fraction"}
+        if series.column("tier_used_fraction").any():
+            names["tier_used_fraction"] = "tier_used_fraction"
+        time_s = series.column("time_s")
+        weights = np.diff(time_s, append=max(duration_s, float(time_s[-1])))  # each sample stands until the next one
+        for column, name in names.items():
+            values = series.column(column)
+            mean = np.average(values, weights=weights) if weights.sum() > 0 else values.mean()
+            metrics |= {f"mean_{name}": float(mean), f"max_{name}": float(values.max())}
+        metrics["transfer_bytes"] = float(series.column("transfer_bytes").max())
+        metrics |= {name: counters[name] for name in metrics.keys() & counters.keys()}
     if duration_s > 0 and "steps" in counters:
         metrics["steps_per_s"] = counters["steps"] / duration_s
     if duration_s > 0 and "device_busy_s" in counters:
@@ -191,11 +186,3 @@ def _server(run: RunData) -> dict[str, float]:
     if counters.get("steps") and {"prefill_tokens", "decode_tokens"} <= counters.keys():
         metrics["tokens_per_step"] = (counters["prefill_tokens"] + counters["decode_tokens"]) / counters["steps"]
     return metrics
-
-
-def _over_time(series: TimeSeries, name: str, end_s: float) -> tuple[float, float]:
-    """Mean over time, each sample standing until the next one, and maximum."""
-    time_s, values = series.column("time_s"), series.column(name)
-    weights = np.diff(time_s, append=max(end_s, float(time_s[-1])))
-    mean = np.average(values, weights=weights) if weights.sum() > 0 else values.mean()
-    return float(mean), float(values.max())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext import config, systems
-from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.spec import UPSTREAM, SimulationSpec, checked, with_values
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM
-from vllm_ext.simulation.sweep.paths import UPSTREAM, checked, with_values
 from vllm_ext.simulation.sweep.points import Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -80,6 +79,8 @@ class Row:
 
     candidate: Candidate
     load: float
+    rate_per_s: float
+    """The load in requests/s."""
     outcome: Outcome
     skipped: bool = False
     """Whether it was not run, as the outcome is that of vLLM's defaults: nobody waited, so no order mattered."""
@@ -97,8 +98,7 @@ def with_own_policies(base: SimulationSpec) -> tuple[SimulationSpec, tuple[Candi
         engine={"options.policies": named},
         flags=("--policy", ",".join(named)),
     )
-    engine = base.engine.model_copy(update={"options": options})
-    return base.model_copy(update={"engine": engine}), (*CANDIDATES, own)
+    return with_values(base, {"engine.options": options}), (*CANDIDATES, own)
 
 
 def compare(
@@ -121,32 +121,40 @@ def compare(
         pool: Where they run; entered.
         on_row: Told of every row as it comes.
 
+    Returns:
+        By load, increasing, and the order of the candidates.
+
     Raises:
         SpecError: a candidate is not allowed with these settings; nothing was run.
     """
 
+    def at(candidate: Candidate, load: float) -> SimulationSpec:
+        changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: load * own_rate}
+        changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
+        return checked(with_values(base, changes))
+
     def row(candidate: Candidate, load: float, own: SimulationSpec, default: SimulationSpec) -> Plan[Row]:
+        skipped = False
         if own != default and only_orders(own):
             outcome = yield default
-            if outcome.metrics is not None and not outcome.metrics["contended_steps"]:
-                return told(Row(candidate=candidate, load=load, outcome=outcome, skipped=True))
-        return told(Row(candidate=candidate, load=load, outcome=(yield own)))
-
-    def told(made: Row) -> Row:
+            skipped = outcome.metrics is not None and not outcome.metrics["contended_steps"]
+        if not skipped:
+            outcome = yield own
+        made = Row(candidate=candidate, load=load, rate_per_s=load * own_rate, outcome=outcome, skipped=skipped)
         on_row(made)
         return made
 
-    baseline = next(c for c in candidates if c.name == BASELINE)
-    others = [c for c in candidates if c is not baseline]
+    (baseline,) = (c for c in candidates if c.name == BASELINE)
     plans = []
     for load in sorted(loads, key=lambda load: (load != own_load(loads), load)):
-        default, *rest = (_at(base, candidate, load * own_rate) for candidate in (baseline, *others))
-        plans.append(row(baseline, load, default, default))
-        plans.extend(row(candidate, load, own, default) for candidate, own in zip(others, rest, strict=True))
-    return run_plans(plans, store, pool)
+        default = at(baseline, load)
+        ordered = sorted(candidates, key=lambda c: c is not baseline)  # the others in their order
+        plans += [row(candidate, load, at(candidate, load), default) for candidate in ordered]
+    order = [candidate.name for candidate in candidates]
+    return sorted(run_plans(plans, store, pool), key=lambda row: (row.load, order.index(row.candidate.name)))
 
 
-def own_load(loads: Sequence[float]) -> float:
+def own_load(loads: Iterable[float]) -> float:
     """Return the load that is nearest to the trace's own."""
     return min(loads, key=lambda load: abs(load - 1.0))
 
@@ -158,12 +166,6 @@ def only_orders(spec: SimulationSpec) -> bool:
         return False
     policies = systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
     return policies.budget.is_vllms and not policies.gates
-
-
-def _at(base: SimulationSpec, candidate: Candidate, rate_per_s: float) -> SimulationSpec:
-    changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: rate_per_s}
-    changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
-    return checked(with_values(base, changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +187,6 @@ class Objective:
             return ours[ATTAINMENT] - base[ATTAINMENT]
         return 1 - ours[LATENCY] / base[LATENCY] if base[LATENCY] > 0 else 0.0
 
-    def carried(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the SLOs hold well enough; without SLOs every load is carried somehow."""
-        return not self.with_slo or metrics[ATTAINMENT] >= self.min_attainment
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -202,90 +200,65 @@ class Verdict:
     """Loads at which no candidate beats vLLM's defaults by more than `WORTHWHILE`."""
     carried_load: Mapping[str, float]
     """Candidate -> highest simulated load up to which its SLOs held; 0 if at none. Empty without SLOs."""
+    left_out: tuple[str, ...]
+    """Candidates that failed at a load."""
 
 
-def decide(
-    table: Mapping[tuple[str, float], Mapping[str, float]],
-    candidates: Sequence[Candidate],
-    loads: Sequence[float],
-    objective: Objective,
-) -> Verdict:
-    """Choose a candidate.
+def decide(rows: Sequence[Row], objective: Objective) -> Verdict | None:
+    """Choose a candidate; None if vLLM's defaults failed at every load, so that there is nothing to compare with.
 
     With SLOs the one that carries the highest load wins; among equals, and without SLOs, the one that improves most on
     vLLM's defaults, summed over loads up to the trace's own rate twice as heavily as beyond. A candidate that makes the
     trace's own load worse by more than `WORTHWHILE` is out, and the defaults stay unless something is worthwhile.
+    A load at which the defaults failed is not judged, nor is a candidate that failed at one that is.
 
     Args:
-        table: (candidate, load) -> metrics of `metrics.summarise`.
-        candidates: In order of preference among equals; one of them is called `BASELINE`.
-        loads: Multiples of the trace's rate, increasing.
+        rows: By load, increasing; candidates in order of preference among equals.
         objective: What counts.
-
-    Raises:
-        ValueError: the baseline is not among the candidates.
     """
-    if BASELINE not in {c.name for c in candidates}:
-        raise ValueError(f"candidates: {BASELINE!r} must be among them, to be compared with")
+    found = {(r.candidate.name, r.load): r.outcome.metrics for r in rows if r.outcome.metrics is not None}
+    loads = [load for name, load in found if name == BASELINE]
+    if not loads:
+        return None
+    known = {row.candidate.name: row.candidate for row in rows}
+    names = [name for name in known if all((name, load) in found for load in loads)]
     gains = {
-        (c.name, load): objective.improvement(table[c.name, load], table[BASELINE, load])
-        for c in candidates
-        for load in loads
+        name: {load: objective.improvement(found[name, load], found[BASELINE, load]) for load in loads}
+        for name in names
     }
-    carried = {c.name: _carried_load(table, c.name, loads, objective) for c in candidates} if objective.with_slo else {}
+
+    def holds(name: str, load: float) -> bool:
+        return found[name, load][ATTAINMENT] >= objective.min_attainment
+
+    carried = {
+        name: max((load for load in loads if all(holds(name, lower) for lower in loads if lower <= load)), default=0.0)
+        for name in (names if objective.with_slo else ())
+    }
     own = own_load(loads)
-    eligible = [c for c in candidates if gains[c.name, own] >= -WORTHWHILE]
 
-    def score(candidate: Candidate) -> tuple[float, float]:
-        weighted = sum(gains[candidate.name, load] * (2 if load <= 1 else 1) for load in loads)
-        return (carried.get(candidate.name, 0.0), round(weighted, 9))
+    def score(name: str) -> tuple[float, float]:
+        weighted = sum(gain * (2 if load <= 1 else 1) for load, gain in gains[name].items())
+        return (carried.get(name, 0.0), round(weighted, 9))
 
-    best = max(eligible, key=score)  # max keeps the first among equals
-    helps_at = tuple(load for load in loads if gains[best.name, load] > WORTHWHILE)
-    more_load = carried.get(best.name, 0.0) > carried.get(BASELINE, 0.0)
-    if best.name != BASELINE and not helps_at and not more_load:
-        best = next(c for c in candidates if c.name == BASELINE)
-        helps_at = ()
-    nothing = tuple(load for load in loads if max(gains[c.name, load] for c in candidates) <= WORTHWHILE)
+    best = max((name for name in names if gains[name][own] >= -WORTHWHILE), key=score)  # the first among equals
+    helps_at = tuple(load for load, gain in gains[best].items() if gain > WORTHWHILE)
+    if not helps_at and carried.get(best, 0.0) <= carried.get(BASELINE, 0.0):
+        best = BASELINE
+    reason = "no candidate improves on vLLM's defaults by more than 5 % at any simulated load without costing at yours"
+    if best != BASELINE:
+        unit = "more requests meet their SLOs" if objective.with_slo else "less mean normalised latency"
+        parts = [f"{100 * gains[best][own]:+.0f} % {unit} at your load"]
+        if helps_at:
+            peak = max(helps_at, key=gains[best].__getitem__)
+            parts.append(f"{100 * gains[best][peak]:+.0f} % at {peak:g} times your load")
+        if carried:
+            parts.append(f"SLOs hold up to {carried[best]:g} times your load ({carried[BASELINE]:g} with the defaults)")
+        reason = "; ".join(parts)
     return Verdict(
-        choice=best,
-        reason=_reason(best, gains, carried, own, helps_at, objective),
+        choice=known[best],
+        reason=reason,
         helps_at=helps_at,
-        nothing_helps_at=nothing,
+        nothing_helps_at=tuple(load for load in loads if max(gain[load] for gain in gains.values()) <= WORTHWHILE),
         carried_load=carried,
+        left_out=tuple(name for name in known if name not in names),
     )
-
-
-def _carried_load(
-    table: Mapping[tuple[str, float], Mapping[str, float]], name: str, loads: Sequence[float], objective: Objective
-) -> float:
-    highest = 0.0
-    for load in loads:
-        if not objective.carried(table[name, load]):
-            break
-        highest = load
-    return highest
-
-
-def _reason(
-    best: Candidate,
-    gains: Mapping[tuple[str, float], float],
-    carried: Mapping[str, float],
-    own: float,
-    helps_at: Sequence[float],
-    objective: Objective,
-) -> str:
-    if best.name == BASELINE:
-        return (
-            "no candidate improves on vLLM's defaults by more than 5 % at any simulated load without costing at yours"
-        )
-    unit = "more requests meet their SLOs" if objective.with_slo else "less mean normalised latency"
-    parts = [f"{100 * gains[best.name, own]:+.0f} % {unit} at your load"]
-    if helps_at:
-        peak = max(helps_at, key=lambda load: gains[best.name, load])
-        parts.append(f"{100 * gains[best.name, peak]:+.0f} % at {peak:g} times your load")
-    if carried:
-        parts.append(
-            f"SLOs hold up to {carried[best.name]:g} times your load ({carried[BASELINE]:g} with the defaults)"
-        )
-    return "; ".join(parts)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,9 +45,11 @@ class RequestTable:
     """One row per request that ended, in the order of their ends. Times are seconds from the start of the run."""
 
     def __init__(self) -> None:
-        self._floats = {name: array("d") for name in FLOAT_COLUMNS}
-        self._ints = {name: array("q") for name in INT_COLUMNS}
-        self._texts: dict[str, list[str]] = {name: [] for name in TEXT_COLUMNS}
+        self._columns: dict[str, Any] = {
+            **{name: [] for name in TEXT_COLUMNS},
+            **{name: array("q") for name in INT_COLUMNS},
+            **{name: array("d") for name in FLOAT_COLUMNS},
+        }
         self.token_times: list[array[float] | None] = []
         """Per row: the time of every token, or None where the run was not told to keep them."""
 
@@ -55,41 +57,28 @@ class RequestTable:
         return len(self.token_times)
 
     def append(self, values: Mapping[str, Any], token_times: array[float] | None = None) -> None:
-        """Add a row; all columns must be given."""
-        for name, column in self._floats.items():
+        """Add a row; all columns must be given, anything else is left out."""
+        for name, column in self._columns.items():
             column.append(values[name])
-        for name, whole in self._ints.items():
-            whole.append(values[name])
-        for name, texts in self._texts.items():
-            texts.append(values[name])
         self.token_times.append(token_times)
 
     def floats(self, name: str) -> NDArray[np.float64]:
         """Return a copy of a float column, shape [rows]."""
-        return np.array(self._floats[name], dtype=np.float64)
+        return np.array(self._columns[name], dtype=np.float64)
 
     def ints(self, name: str) -> NDArray[np.int64]:
         """Return a copy of an integer column, shape [rows]."""
-        return np.array(self._ints[name], dtype=np.int64)
+        return np.array(self._columns[name], dtype=np.int64)
 
     def texts(self, name: str) -> list[str]:
         """Return a text column."""
-        return self._texts[name]
-
-    def slice(self, start: int, stop: int) -> dict[str, list[Any]]:
-        """Return the rows ``start <= row < stop`` by column, in the order of `rows`."""
-        columns: dict[str, list[Any]] = {name: texts[start:stop] for name, texts in self._texts.items()}
-        columns.update((name, whole[start:stop].tolist()) for name, whole in self._ints.items())
-        columns.update((name, column[start:stop].tolist()) for name, column in self._floats.items())
-        return columns
+        found: list[str] = self._columns[name]
+        return found
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield rows as dictionaries with the columns in order: text, whole numbers, floats."""
-        for index in range(len(self)):
-            row: dict[str, Any] = {name: column[index] for name, column in self._texts.items()}
-            row.update((name, column[index]) for name, column in self._ints.items())
-            row.update((name, column[index]) for name, column in self._floats.items())
-            yield row
+        for values in zip(*self._columns.values(), strict=True):
+            yield dict(zip(self._columns, values, strict=True))
 
 
 class GapHistogram:
@@ -141,22 +130,11 @@ class GapHistogram:
         low, high = (self._at(cumulative, min(rank, self.count - 1)) for rank in (below, below + 1))
         return low + (high - low) * (position - below)
 
-    def cdf(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return gaps in seconds, increasing, and the fraction of all gaps up to each; one point per used bin."""
-        used = np.flatnonzero(self._counts)
-        cumulative = np.cumsum(self._counts)
-        gaps_s = np.array([self._upper_s(int(index)) for index in used], dtype=np.float64)
-        return gaps_s, cumulative[used] / max(self.count, 1)
-
     def _at(self, cumulative: NDArray[np.int64], rank: int) -> float:
+        index = int(np.searchsorted(cumulative, rank, side="right"))
         if rank == 0:
             return self.min_s
-        if rank == self.count - 1:
-            return self.max_s
-        return self._upper_s(int(np.searchsorted(cumulative, rank, side="right")))
-
-    def _upper_s(self, index: int) -> float:
-        if index == _BINS - 1:
+        if rank == self.count - 1 or index == _BINS - 1:
             return self.max_s
         return max(self.min_s, min(_SMALLEST_S * math.exp(_GROWTH * index), self.max_s))
 
@@ -207,8 +185,7 @@ class TimeSeries:
         self._columns = {name: array("d", self.column(name)[kept].tobytes()) for name in SERIES}
 
 
-@dataclass(slots=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """One step, for traces."""
 
     start_s: float
@@ -220,8 +197,7 @@ class StepEvent:
     preempted: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class RequestEvent:
+class RequestEvent(NamedTuple):
     """A change of a request's state, for traces."""
 
     time_s: float
@@ -239,6 +215,13 @@ class Events:
     steps: list[StepEvent] = field(default_factory=list)
     requests: list[RequestEvent] = field(default_factory=list)
     dropped: int = 0
+
+    def keep(self, entries: list[Any], entry: NamedTuple) -> None:
+        """Add an entry to one of the lists, or count it."""
+        if len(entries) < self.limit:
+            entries.append(entry)
+        else:
+            self.dropped += 1
 
 
 @dataclass(kw_only=True)
@@ -262,5 +245,4 @@ class RunData:
 
     def finished(self) -> NDArray[np.bool_]:
         """Return a mask over requests: True where the request ended by itself or at its bound, shape [rows]."""
-        reasons: Sequence[str] = self.requests.texts("finish_reason")
-        return np.array([reason in ("stop", "length") for reason in reasons], dtype=np.bool_)
+        return np.isin(np.array(self.requests.texts("finish_reason"), dtype=np.str_), ("stop", "length"))

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_ext.simulation import export
+from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.paths import checked, parse, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, parse, with_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,16 +30,12 @@ class Simulated:
     @functools.cached_property
     def metrics(self) -> dict[str, float]:
         """Flat metrics, units in the names; those of ``vllm-ext simulate``."""
-        from vllm_ext.simulation.metrics import summarise
-
         return summarise(self.run)
 
     @functools.cached_property
     def requests(self) -> pd.DataFrame:
         """A row per request that ended, with the columns of ``vllm-ext simulate --requests``."""
-        from vllm_ext.simulation.export import requests_frame
-
-        return requests_frame(self.run)
+        return export.requests_frame(self.run)
 
     @functools.cached_property
     def steps(self) -> pd.DataFrame:
@@ -46,12 +43,10 @@ class Simulated:
 
         Warns where the run had more steps than ``record.events``, and has the first ones then.
         """
-        from vllm_ext.simulation.export import steps_frame
-
         events = self.run.events
         if events is not None and events.dropped:
             warnings.warn(f"only the first {events.limit} steps are there; raise record.events", stacklevel=2)
-        return steps_frame(self.run)
+        return export.steps_frame(self.run)
 
 
 def simulate(

@@ -1,16 +1,24 @@
-"""What a simulation run is described by: plain data that can be written to JSON, hashed and sent to another process."""
+"""What a simulation run is described by: plain data that can be written to JSON, hashed and sent to another process.
+
+A wrong field, value, system or option is an error before anything is run; nothing here imports vLLM.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_ext import config, systems
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, num_kv_blocks
 from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
+"""vLLM's own schedulers, which take no options of vllm_ext, and its names of their policies."""
 
 
 class KvOffloadSpec(BaseModel):
@@ -92,11 +100,6 @@ class SimulationSpec(BaseModel):
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
     Where there is a KV connector it always is."""
 
-    def digest(self) -> str:
-        """Return a checksum of the whole description; equal runs have equal digests."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)  # options in any order are the same options
-        return hashlib.sha256(text.encode()).hexdigest()
-
 
 def engine_blocks(spec: SimulationSpec) -> int:
     """Return the KV blocks of an engine: those it is given, else what the memory holds beside weights and activations.
@@ -112,3 +115,89 @@ def engine_blocks(spec: SimulationSpec) -> int:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
     )
+
+
+class SpecError(ValueError):
+    """A field of a description is unknown or has a value that is not allowed: dotted path, value, and what is."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(field, value, allowed)
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}: {self.allowed}"
+
+
+def with_values(spec: SimulationSpec, values: Mapping[str, Any]) -> SimulationSpec:
+    """Return the description with other values at dotted paths; they are checked together, at the end.
+
+    Raises:
+        SpecError: an unknown path, or a value that is not allowed there.
+    """
+    # What was not set stays so: defaults may depend on other fields, as the rate's does on the kind of arrivals.
+    data = spec.model_dump(mode="json", exclude_unset=True)
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        inner = data
+        for depth, name in enumerate(parents, start=1):
+            if inner.get(name) is None:
+                inner[name] = {}
+            inner = inner[name]
+            if not isinstance(inner, dict):
+                raise SpecError(path, value, f"{'.'.join(parents[:depth])} is {inner!r} and has no fields of its own")
+        inner[last] = value
+    return parse(SimulationSpec, data)
+
+
+def parse(model: type[_Model], data: object) -> _Model:
+    """Build a description from plain data.
+
+    Raises:
+        SpecError: the first thing that is wrong, with what is allowed.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or model.__name__
+        message = first["msg"].removeprefix("Value error, ")
+        allowed = message[:1].lower() + message[1:]
+        if first["type"] == "extra_forbidden":
+            allowed = _unknown(model, field)
+        raise SpecError(field, first["input"], allowed) from error
+
+
+def _unknown(model: type[BaseModel], field: str) -> str:
+    """What to say of a field that is not there: which there are, where the path leads through plain models."""
+    *parents, _ = field.split(".")
+    known: Any = model().model_dump()
+    for name in parents:
+        known = known.get(name) if isinstance(known, dict) else None
+    where = f"the fields of {'.'.join(parents)}" if parents else "the fields"
+    return f"unknown field; {where} are {', '.join(known)}" if known else "unknown field"
+
+
+def checked(spec: SimulationSpec) -> SimulationSpec:
+    """Return a description whose system and options are known to fit each other.
+
+    Options are dropped for vLLM's own schedulers, so that one description serves all systems of a comparison.
+
+    Raises:
+        SpecError: the system is unknown, or refuses an option.
+    """
+    engine = spec.engine
+    if engine.system in UPSTREAM:
+        return spec.model_copy(update={"engine": engine.model_copy(update={"options": {}})})
+    try:
+        systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+    except config.ConfigError as error:
+        field, allowed = f"engine.options.{error.field}", error.allowed
+        if error.field == "system":
+            field = "engine.system"
+            if not all(part in systems.known() for part in engine.system.split("+")):
+                known = ", ".join((*UPSTREAM, *systems.known()))
+                allowed = f"must be one of {known}, or several of the latter joined by +"
+        raise SpecError(field, error.value, allowed) from error
+    return spec

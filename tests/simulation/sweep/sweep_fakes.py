@@ -34,13 +34,6 @@ def dies_at_two(spec: SimulationSpec) -> dict[str, float]:
     return latency(spec)
 
 
-def interrupted_at_three(spec: SimulationSpec) -> dict[str, float]:
-    """As `latency`, but Ctrl-C is pressed at 3 requests per second."""
-    if spec.workload.rate_per_s == 3.0:
-        raise KeyboardInterrupt
-    return latency(spec)
-
-
 def process_id(spec: SimulationSpec) -> dict[str, float]:
     """The process that ran it."""
     return {"pid": float(os.getpid())}

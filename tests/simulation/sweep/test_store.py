@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.spec import SimulationSpec, with_values
 from vllm_ext.simulation.sweep import store as store_module
-from vllm_ext.simulation.sweep.paths import with_values
 from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore, StoreError
 
 SPEC = SimulationSpec()
@@ -23,30 +22,19 @@ def key(spec: SimulationSpec, folder: Path) -> str:
     return PointStore(folder).key(spec)
 
 
-def stored(folder: Path, points: int = 1) -> Path:
+def stored(folder: Path) -> Path:
     with PointStore(folder) as store:
-        for seed in range(points):
-            spec = with_values(SPEC, {"workload.seed": seed})
-            store.save(store.key(spec), spec, DONE)
+        store.save(store.key(SPEC), SPEC, DONE)
     return folder / NAME
 
 
 def test_outcome_is_found_again_with_what_was_run(tmp_path: Path) -> None:
     file = stored(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [NAME]
     with PointStore(tmp_path) as store:
         assert store.load(store.key(SPEC)) == Outcome(metrics=DONE)
-    (row,) = sqlite3.connect(file).execute("select spec from points").fetchall()
+    (row,) = sqlite3.connect(file).execute("select spec from runs").fetchall()
     assert SimulationSpec.model_validate_json(row[0]) == SPEC
-
-
-def test_unknown_point_is_not_there(tmp_path: Path) -> None:
-    with PointStore(tmp_path / "none") as store:
-        assert store.load(store.key(SPEC)) is None
-
-
-def test_store_is_one_file_after_use(tmp_path: Path) -> None:
-    stored(tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [NAME]
 
 
 def test_two_processes_may_write_at_a_time(tmp_path: Path) -> None:
@@ -61,13 +49,14 @@ def test_two_processes_may_write_at_a_time(tmp_path: Path) -> None:
 def test_key_depends_on_every_field_and_on_versions_and_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1})
+    options = [{"seed": 1, "prediction": {"window": 5}}, {"prediction": {"window": 5}, "seed": 1}]
+    changes = ({}, {"workload.seed": 1}, {"engine.watermark": 0.1}, *({"engine.options": order} for order in options))
     keys = {key(with_values(SPEC, change), tmp_path) for change in changes}
     for name in ("vllm-ext", "vllm", "sources"):
         changed = {**store_module.versions(), name: "other"}
         monkeypatch.setattr(store_module, "versions", lambda changed=changed: changed)
         keys.add(key(SPEC, tmp_path))
-    assert len(keys) == 6
+    assert len(keys) == 7, "the order of options does not matter"
 
 
 @pytest.mark.parametrize(
@@ -135,30 +124,6 @@ def test_damaged_file_is_reported_set_aside_and_made_anew(
         assert store.load(store.key(SPEC)) == Outcome(metrics=DONE)
 
 
-def test_points_that_can_be_read_of_a_damaged_file_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The last page of many is overwritten: the points before it are whole."""
-    file = stored(tmp_path, points=40)
-    raw = bytearray(file.read_bytes())
-    raw[-4096:] = b"\xff" * 4096
-    file.write_bytes(raw)
-    with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
-        found = [store.load(store.key(with_values(SPEC, {"workload.seed": seed}))) for seed in range(40)]
-    kept = sum(outcome is not None for outcome in found)
-    assert 20 < kept < 40
-    assert f"{kept} points could still be read" in caplog.text
-
-
-def test_row_whose_checksum_is_wrong_is_reported_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = stored(tmp_path)
-    raw = file.read_bytes()
-    assert raw.count(b"1.5") == 1
-    file.write_bytes(raw.replace(b"1.5", b"2.5"))
-    with caplog.at_level(logging.WARNING), PointStore(tmp_path) as store:
-        assert store.load(store.key(SPEC)) is None
-    assert f"the point {key(SPEC, tmp_path)} is damaged" in caplog.text
-    assert sqlite3.connect(file).execute("select count(*) from points").fetchone() == (0,)
-
-
 def test_metric_that_is_no_number_is_never_stored(tmp_path: Path) -> None:
     with PointStore(tmp_path) as store:
         with pytest.raises(ValueError, match="JSON compliant"):
@@ -170,14 +135,3 @@ def test_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
     with pytest.raises(StoreError, match=NAME), PointStore(tmp_path):
         pytest.fail("a folder is no file")
-
-
-def test_second_sweep_in_the_folder_is_refused(tmp_path: Path) -> None:
-    with (
-        PointStore(tmp_path).locked(),
-        pytest.raises(StoreError, match="another sweep is at work"),
-        PointStore(tmp_path).locked(),
-    ):
-        pytest.fail("two sweeps in one folder")
-    with PointStore(tmp_path).locked():
-        assert tmp_path.is_dir()

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -99,17 +99,6 @@ class Capacity:
         above = (t.rate_per_s for t in self.trials if t.rate_per_s > self.upper.rate_per_s and not t.violated)
         return tuple(sorted(above))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "found": self.found.value,
-            "rate_per_s": self.rate_per_s,
-            "lower": _plain(self.lower),
-            "upper": _plain(self.upper),
-            "met_above_per_s": list(self.met_above),
-            "trials": [{"rate_per_s": t.rate_per_s, "violated": list(t.violated)} for t in self.trials],
-        }
-
 
 def search(
     settings: CapacitySpec, start_per_s: float, violated: Callable[[Metrics], Sequence[str]]
@@ -168,9 +157,3 @@ def expected_runs(settings: CapacitySpec) -> int:
 
 def _rounded(rate: float) -> float:
     return float(f"{rate:.{_DIGITS}g}")
-
-
-def _plain(trial: Trial | None) -> dict[str, Any] | None:
-    if trial is None:
-        return None
-    return {"rate_per_s": trial.rate_per_s, "metrics": dict(trial.metrics), "violated": list(trial.violated)}

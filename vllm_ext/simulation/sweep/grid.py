@@ -1,17 +1,20 @@
-"""A sweep, as data: a base description, the fields that vary, and the order of the points."""
+"""Sweeps: every point of a grid, or the capacity of every combination of its values."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.capacity import CapacitySpec
-from vllm_ext.simulation.sweep.paths import SpecError, checked, with_values
+from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.spec import SimulationSpec, SpecError, checked, with_values
+from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Metrics, search
+from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
+from vllm_ext.simulation.sweep.pools import Pool
+from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 RATE = "workload.rate_per_s"
 SEED = "workload.seed"
@@ -44,7 +47,18 @@ class Point:
     repeat: int
     """Counted from 0."""
     spec: SimulationSpec
-    """What is run."""
+    """What is run; of a capacity search, with the rate that is tried first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A point and what came of it."""
+
+    point: Point
+    outcome: Outcome
+    """Of the run; of a capacity search, of its last run."""
+    capacity: Capacity | None = None
+    """What was searched; None if a run failed."""
 
 
 def expand(sweep: SweepSpec) -> list[Point]:
@@ -53,8 +67,9 @@ def expand(sweep: SweepSpec) -> list[Point]:
     Raises:
         SpecError: an axis is unknown, empty, names a value twice, or clashes with the repeats or the capacity search;
             or a combination is not allowed. The message names the path, the value and what is allowed.
+        ValueError: a constraint cannot be read.
     """
-    _check_axes(sweep)
+    _check(sweep)
     points = []
     for combination in itertools.product(*sweep.axes.values()):
         values = dict(zip(sweep.axes, combination, strict=True))
@@ -65,7 +80,34 @@ def expand(sweep: SweepSpec) -> list[Point]:
     return points
 
 
-def _check_axes(sweep: SweepSpec) -> None:
+def run(sweep: SweepSpec, store: PointStore, pool: Pool, on_point: OnPoint | None = None) -> list[Ran]:
+    """Run every point that is not stored yet, or search the capacity of every one; searches run side by side.
+
+    Returns:
+        The points in the order of `expand`, failed ones included.
+
+    Raises:
+        SpecError: the sweep is not allowed, or a search's arrivals do not follow a rate; nothing was run.
+        ValueError: a constraint cannot be read, or names a metric that the runs do not have.
+    """
+    constraints = [Constraint.parse(text) for text in sweep.constraints]
+    points = expand(sweep)
+    if sweep.capacity is None:
+        return run_plans([_run(point) for point in points], store, pool, on_point)
+    for point in points:
+        if (arrivals := point.spec.workload.arrivals) in ("closed-loop", "at-once"):
+            allowed = "a capacity search varies workload.rate_per_s, which these arrivals do not follow"
+            raise SpecError("workload.arrivals", arrivals, allowed)
+
+    def violated(metrics: Metrics) -> list[str]:
+        return [str(constraint) for constraint in constraints if not constraint.meets(metrics)]
+
+    return run_plans([_search(sweep.capacity, point, violated) for point in points], store, pool, on_point)
+
+
+def _check(sweep: SweepSpec) -> None:
+    for text in sweep.constraints:
+        Constraint.parse(text)
     for path, values in sweep.axes.items():
         if not values:
             raise SpecError(path, list(values), "an axis needs at least one value")
@@ -73,12 +115,29 @@ def _check_axes(sweep: SweepSpec) -> None:
             raise SpecError(path, twice[0], "is given twice; name every value once")
         for value in values:
             with_values(sweep.base, {path: value})
-    nested = [(a, b) for a, b in itertools.permutations(sweep.axes, 2) if b.startswith(f"{a}.")]
-    for outer, inner in nested:
-        raise SpecError(inner, list(sweep.axes[inner]), f"lies within the axis {outer}; use one of the two")
+        if outer := [other for other in sweep.axes if path.startswith(f"{other}.")]:
+            raise SpecError(path, list(values), f"lies within the axis {outer[0]}; use one of the two")
     if SEED in sweep.axes and sweep.repeats > 1:
         raise SpecError("repeats", sweep.repeats, f"must be 1 where {SEED} is an axis")
     if sweep.capacity is not None and RATE in sweep.axes:
         raise SpecError(RATE, list(sweep.axes[RATE]), "can't be an axis of a capacity search, which varies it itself")
     if sweep.capacity is not None and not sweep.constraints:
         raise SpecError("constraints", [], "a capacity search needs at least one, such as tbt_p99_ms<=100")
+
+
+def _run(point: Point) -> Plan[Ran]:
+    return Ran(point=point, outcome=(yield point.spec))
+
+
+def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], list[str]]) -> Plan[Ran]:
+    """Turn rates into descriptions and outcomes into metrics, until the search or a run ends."""
+    rates = search(settings, point.spec.workload.rate_per_s or 1.0, violated)
+    rate = next(rates)
+    while True:
+        outcome = yield checked(with_values(point.spec, {RATE: rate}))
+        if outcome.metrics is None:
+            return Ran(point=point, outcome=Outcome(error=f"at {rate:g} requests/s: {outcome.error}"))
+        try:
+            rate = rates.send(outcome.metrics)
+        except StopIteration as stop:
+            return Ran(point=point, outcome=outcome, capacity=stop.value)

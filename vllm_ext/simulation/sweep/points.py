@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import Pool
@@ -38,65 +38,49 @@ def run_plans(plans: Sequence[Plan[T]], store: PointStore, pool: Pool, on_point:
     Returns:
         What the plans returned, in their order.
     """
-    work = _Work(plans, store, on_point)
-    running: dict[Future[Outcome], tuple[str, SimulationSpec]] = {}
-    while work.queue or running:
-        while work.queue and len(running) < pool.places:
-            _, key, spec = heapq.heappop(work.queue)
-            running[pool.submit(spec)] = (key, spec)
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
-            work.finish(*running.pop(future), future.result())
-    return [work.results[index] for index in range(len(plans))]
+    results: dict[int, T] = {}
+    asked: dict[str, tuple[SimulationSpec, list[int]]] = {}  # by key: what is not there yet, and the plans that wait
+    queue: list[tuple[int, str]] = []  # heap of points that no worker has yet: plan that asked first, key
+    failed: dict[str, Outcome] = {}
+    tell = on_point or (lambda *_: None)
 
-
-class _Work(Generic[T]):
-    """How far the plans are."""
-
-    def __init__(self, plans: Sequence[Plan[T]], store: PointStore, on_point: OnPoint | None) -> None:
-        self.results: dict[int, T] = {}
-        self.queue: list[tuple[int, str, SimulationSpec]] = []
-        """Heap of points that no worker has yet: number of the plan that asked first, key, description."""
-        self._plans = plans
-        self._store = store
-        self._on_point = on_point
-        self._waiting: dict[str, list[int]] = {}
-        """Key of a point -> plans that asked for it."""
-        self._failed: dict[str, Outcome] = {}
-        for index in range(len(plans)):
-            self._advance(index, None)
-
-    def finish(self, key: str, spec: SimulationSpec, outcome: Outcome) -> None:
-        """Keep an outcome and let the plans that asked for it go on."""
-        if outcome.metrics is None:
-            self._failed[key] = outcome
-        else:
-            self._store.save(key, spec, outcome.metrics)
-        for place, index in enumerate(self._waiting.pop(key)):
-            self._tell(spec, outcome, place > 0)
-            self._advance(index, outcome)
-
-    def _advance(self, index: int, outcome: Outcome | None) -> None:
-        """Let a plan go on until it wants a run that is not there, or ends."""
+    def advance(index: int, outcome: Any) -> None:
+        """Let a plan go on, at first with None, until it wants a run that is not there, or ends."""
         while True:
             try:
-                spec = next(self._plans[index]) if outcome is None else self._plans[index].send(outcome)
+                spec = plans[index].send(outcome)
             except StopIteration as stop:
-                self.results[index] = stop.value
+                results[index] = stop.value
                 return
-            key = self._store.key(spec)
-            if key in self._waiting:
-                self._waiting[key].append(index)
+            key = store.key(spec)
+            if key in asked:
+                asked[key][1].append(index)
                 return
-            outcome = self._failed.get(key) or self._store.load(key)
+            outcome = failed.get(key) or store.load(key)
             if outcome is None:
-                self._waiting[key] = [index]
-                heapq.heappush(self.queue, (index, key, spec))
+                asked[key] = spec, [index]
+                heapq.heappush(queue, (index, key))
                 return
-            self._tell(spec, outcome, True)
+            tell(spec, outcome, True)
 
-    def _tell(self, spec: SimulationSpec, outcome: Outcome, reused: bool) -> None:
-        if self._on_point is not None:
-            self._on_point(spec, outcome, reused)
+    for index in range(len(plans)):
+        advance(index, None)
+    running: dict[Future[Outcome], str] = {}
+    while queue or running:
+        while queue and len(running) < pool.places:
+            _, key = heapq.heappop(queue)
+            running[pool.submit(asked[key][0])] = key
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            key, outcome = running.pop(future), future.result()
+            spec, waiting = asked.pop(key)
+            if outcome.metrics is None:
+                failed[key] = outcome
+            else:
+                store.save(key, spec, outcome.metrics)
+            for place, index in enumerate(waiting):
+                tell(spec, outcome, place > 0)
+                advance(index, outcome)
+    return [results[index] for index in range(len(plans))]
 
 
 def _single(spec: SimulationSpec) -> Plan[Outcome]:

@@ -1,51 +1,37 @@
 """Where points are run: in this process, or in others. A pool on a Ray cluster is in `vllm_ext.cluster.ray_pool`.
 
-All have one interface: a context manager with a number of places, and `submit`, which is called for as many points at a
-time as there are places.
+`Pool.submit` is called for as many points at a time as there are places.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
 import threading
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
 
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep import evaluate as evaluation
-from vllm_ext.simulation.sweep.evaluate import Evaluate
 from vllm_ext.simulation.sweep.store import Outcome
 
-_PRELOADED = "vllm_ext.simulation.sweep.preload"
+Evaluate = Callable[[SimulationSpec], Mapping[str, float]]
+"""Runs a point and returns its metrics. Importable by name, as it is sent to other processes."""
 
 
-class Pool(Protocol):
-    """Runs points."""
+def simulate_point(spec: SimulationSpec) -> dict[str, float]:
+    """Simulate a point and reduce it to metrics; whatever `simulate` raises comes through.
 
-    @property
-    def places(self) -> int:
-        """How many points may be under way at a time; valid within the context."""
-        ...
+    vLLM is imported here: this is called in workers, or where there is but one process.
+    """
+    from vllm_ext.simulation.metrics import summarise
+    from vllm_ext.simulation.run import simulate
 
-    def __enter__(self) -> Self:
-        """Start what is needed."""
-        ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End what was started; after an error (Ctrl-C, say) without waiting for points under way."""
-        ...
-
-    def submit(self, spec: SimulationSpec) -> Future[Outcome]:
-        """Run a point. The future never holds an exception: a run that raised, or whose worker died, has failed."""
-        ...
+    return {name: value for name, value in summarise(simulate(spec)).items() if math.isfinite(value)}
 
 
 def run_point(evaluate: Evaluate, spec: SimulationSpec) -> Outcome:
@@ -56,21 +42,27 @@ def run_point(evaluate: Evaluate, spec: SimulationSpec) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {error}")
 
 
-class InProcessPool:
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Runs points, within its context."""
+
+    places: int
+    """How many points may be under way at a time; valid within the context."""
+
+    def __exit__(self, *error: object) -> None:
+        """End what was started; after an error (Ctrl-C, say) without waiting for points under way."""
+
+    @abc.abstractmethod
+    def submit(self, spec: SimulationSpec) -> Future[Outcome]:
+        """Run a point. The future never holds an exception: a run that raised, or whose worker died, has failed."""
+
+
+class InProcessPool(Pool):
     """Runs one point after the other in this process; `submit` returns when it is done."""
 
     places = 1
 
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
         """Run a point, and return a future that is done."""
@@ -79,21 +71,12 @@ class InProcessPool:
         return future
 
 
-@dataclass
-class _Worker:
-    """A process, and whether it has a point."""
-
-    executor: ProcessPoolExecutor
-    pid: int
-    busy: bool = False
-
-
-class ProcessPool:
+class ProcessPool(Pool):
     """Runs points in processes of their own, which are kept.
 
     They are forks of a server that has imported vLLM once, if they simulate, and runs nothing itself. Every worker is
-    an executor of one process: when it dies, killed for lack of memory say, it takes its own point along and no other,
-    and is replaced.
+    an executor of one process: when it dies, killed for lack of memory say, it takes its own point along and no other.
+    A thread of this process waits for each point under way.
     """
 
     def __init__(self, evaluate: Evaluate, jobs: int) -> None:
@@ -104,64 +87,45 @@ class ProcessPool:
         """
         if jobs < 1:
             raise ValueError(f"jobs={jobs!r}: must be at least 1")
+        self.places = jobs
         self._evaluate = evaluate
-        self._jobs = jobs
-        self._workers: list[_Worker] = []
-        self._lock = threading.Lock()  # futures call back from the executors' threads
+        self._threads = ThreadPoolExecutor(jobs)
+        self._workers: dict[int, ProcessPoolExecutor] = {}
+        """By the id of the process."""
+        self._free: list[int] = []
 
-    @property
-    def places(self) -> int:
-        """How many points may be under way at a time: ``jobs``."""
-        return self._jobs
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker in list(self._workers):
-            if worker.busy:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-            worker.executor.shutdown(wait=True, cancel_futures=True)
-        self._workers.clear()
+    def __exit__(self, *error: object) -> None:
+        for pid in self._workers.keys() - set(self._free):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers.values():
+            worker.shutdown()
 
     def submit(self, spec: SimulationSpec) -> Future[Outcome]:
-        """Run a point in a process that is free, or in a new one; a worker that dies costs its point only."""
-        worker = self._free_worker()
-        result: Future[Outcome] = Future()
+        """Run a point in a process that is free, or in a new one."""
+        return self._threads.submit(self._run, self._free.pop() if self._free else self._start(), spec)
 
-        def settle(done: Future[Outcome]) -> None:
-            error = done.exception()
-            with self._lock:
-                worker.busy = False
-                if error is not None:
-                    self._workers.remove(worker)
-            if error is None:
-                result.set_result(done.result())
-            elif isinstance(error, BrokenProcessPool):
-                result.set_result(Outcome(error="WorkerDied: its process ended abruptly; was memory short?"))
-            else:  # the description, or what came back, cannot be sent between processes
-                result.set_result(Outcome(error=f"{type(error).__name__}: {error}"))
+    def _run(self, pid: int, spec: SimulationSpec) -> Outcome:
+        try:
+            outcome = self._workers[pid].submit(run_point, self._evaluate, spec).result()
+        except BrokenProcessPool:
+            del self._workers[pid]
+            return Outcome(error="WorkerDied: its process ended abruptly; was memory short?")
+        except Exception as error:  # noqa: BLE001 - the description, or what came back, can't be sent: shown as the outcome
+            outcome = Outcome(error=f"{type(error).__name__}: {error}")
+        self._free.append(pid)
+        return outcome
 
-        worker.executor.submit(run_point, self._evaluate, spec).add_done_callback(settle)
-        return result
-
-    def _free_worker(self) -> _Worker:
-        with self._lock:
-            worker = next((worker for worker in self._workers if not worker.busy), None)
-            if worker is not None:
-                worker.busy = True
-                return worker
+    def _start(self) -> int:
         context = multiprocessing.get_context("forkserver")
         # Any other function may need anything, or nothing.
-        context.set_forkserver_preload([_PRELOADED] if self._evaluate.__module__ == evaluation.__name__ else [])
-        executor = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_worker)
-        worker = _Worker(executor=executor, pid=executor.submit(os.getpid).result(), busy=True)
-        with self._lock:
-            self._workers.append(worker)
-        return worker
+        preloaded = ["vllm_ext.simulation.sweep.preload"] if self._evaluate.__module__ == __name__ else []
+        context.set_forkserver_preload(preloaded)
+        worker = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_worker)
+        pid = worker.submit(os.getpid).result()
+        self._workers[pid] = worker
+        return pid
 
 
 def local_pool(jobs: int) -> Pool:
@@ -170,8 +134,7 @@ def local_pool(jobs: int) -> Pool:
     Raises:
         ValueError: ``jobs`` is below 1.
     """
-    simulate = evaluation.simulate_point
-    return InProcessPool(simulate) if jobs == 1 else ProcessPool(simulate, jobs)
+    return InProcessPool(simulate_point) if jobs == 1 else ProcessPool(simulate_point, jobs)
 
 
 def _prepare_worker() -> None:

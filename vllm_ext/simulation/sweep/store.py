@@ -28,7 +28,6 @@ from vllm_ext.simulation.sweep.sources import module_files, source_digest, with_
 logger = logging.getLogger(__name__)
 
 NAME = "points.sqlite3"
-_TABLE = "create table if not exists points (key text primary key, spec text, metrics text, sha256 text)"
 _BUSY_S = 60.0
 _FILES = {
     "file": (".",),
@@ -77,11 +76,10 @@ class PointStore:
         """Use a folder; it is made when the store is opened."""
         self.path = folder / NAME
         self._versions = versions()
-        self._checksums: dict[tuple[str, int, int], str] = {}
         self._rows: sqlite3.Connection | None = None
 
     def __enter__(self) -> Self:
-        """Open the file. A damaged one is reported and set aside; rows that are whole go over into a new one.
+        """Open the file. A damaged one is reported and set aside, and its points are computed again.
 
         Raises:
             OSError: the folder or the file cannot be made, or read.
@@ -89,17 +87,13 @@ class PointStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._rows = _opened(self.path)
+        except sqlite3.OperationalError as error:  # no rights, no space, locked: nothing is wrong with it
+            raise StoreError(f"{self.path}: cannot be opened: {error}") from error
         except sqlite3.DatabaseError as damage:
-            if isinstance(damage, sqlite3.OperationalError):  # no rights, no space, locked: nothing is wrong with it
-                raise StoreError(f"{self.path}: cannot be opened: {damage}") from damage
-            kept = list(_whole_rows(self.path))
             for suffix in ("-wal", "-shm"):
                 self.path.with_name(NAME + suffix).unlink(missing_ok=True)
-            instead = f"{len(kept)} points could still be read, the rest is computed again"
-            set_aside(self.path, damage, what=f"{self.path}", instead=instead, logger=logger)
+            set_aside(self.path, damage, what=f"{self.path}", instead="its points are computed again", logger=logger)
             self._rows = _opened(self.path)
-            with self._rows:
-                self._rows.executemany("insert or replace into points values (?, ?, ?, ?)", kept)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -129,21 +123,14 @@ class PointStore:
     def key(self, spec: SimulationSpec) -> str:
         """Return the key of a point."""
         description = spec.model_dump(mode="json")
-        files = {str(file): self._checksum(file) for file in sorted(set(_files(description)))}
+        files = {str(file): _checksum(file) for file in sorted(set(_files(description)))}
         decisive = {"versions": self._versions, "spec": description, "files": files}
         return hashlib.sha256(_canonical(decisive).encode()).hexdigest()[:40]
 
     def load(self, key: str) -> Outcome | None:
-        """Return a stored outcome; None if there is none. A row whose checksum is wrong is reported and removed."""
-        row = self._open.execute("select * from points where key = ?", (key,)).fetchone()
-        if row is None:
-            return None
-        if not _is_whole(row):
-            logger.warning("%s: the point %s is damaged; removed, computed again", self.path, key)
-            with self._open as rows:
-                rows.execute("delete from points where key = ?", (key,))
-            return None
-        return Outcome(metrics=json.loads(row[2]))
+        """Return a stored outcome; None if there is none."""
+        row = self._open.execute("select metrics from runs where key = ?", (key,)).fetchone()
+        return None if row is None else Outcome(metrics=json.loads(row[0]))
 
     def save(self, key: str, spec: SimulationSpec, metrics: Mapping[str, float]) -> None:
         """Store the metrics of a finished point.
@@ -152,10 +139,10 @@ class PointStore:
             OSError: the file cannot be written.
             ValueError: a metric is not finite.
         """
-        content = (key, _canonical(spec.model_dump(mode="json")), _canonical(metrics))
+        row = (key, _canonical(spec.model_dump(mode="json")), _canonical(metrics))
         try:
             with self._open as rows:
-                rows.execute("insert or replace into points values (?, ?, ?, ?)", (*content, _sha256(content)))
+                rows.execute("insert or replace into runs values (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise StoreError(f"{self.path}: cannot be written: {error}") from error
 
@@ -165,14 +152,6 @@ class PointStore:
             raise RuntimeError(f"{self.path}: must be used within its context, `with store:`")
         return self._rows
 
-    def _checksum(self, path: Path) -> str:
-        """SHA-256 of a file, computed once while its size and time stay."""
-        state = path.stat()
-        known = (str(path), state.st_size, state.st_mtime_ns)
-        if known not in self._checksums:
-            self._checksums[known] = sha256_of(path)
-        return self._checksums[known]
-
 
 def _opened(path: Path) -> sqlite3.Connection:
     """Open or make the file; raises sqlite3.DatabaseError if it is damaged."""
@@ -181,24 +160,21 @@ def _opened(path: Path) -> sqlite3.Connection:
         rows.execute("pragma journal_mode=wal")
         if (found := rows.execute("pragma quick_check(1)").fetchone()[0]) != "ok":
             raise sqlite3.DatabaseError(found)
-        rows.execute(_TABLE)
-        if len(rows.execute("pragma table_info(points)").fetchall()) != 4:
-            raise sqlite3.DatabaseError("its table is another program's")
+        rows.execute("create table if not exists runs (key text primary key, spec text, metrics text)")
     except BaseException:
         rows.close()
         raise
     return rows
 
 
-def _whole_rows(path: Path) -> Iterator[tuple[str, ...]]:
-    """Yield what can still be read of a damaged file, up to the first page that can't."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as rows:
-        rows.text_factory = lambda raw: raw.decode(errors="replace")
-        yield from filter(_is_whole, rows.execute("select * from points"))
+def _checksum(path: Path) -> str:
+    state = path.stat()
+    return _sha256(path, state.st_size, state.st_mtime_ns)
 
 
-def _is_whole(row: tuple[Any, ...]) -> bool:
-    return len(row) == 4 and all(isinstance(cell, str) for cell in row) and row[3] == _sha256(row[:3])
+@functools.cache
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:  # noqa: ARG001 - computed anew when one of them changes
+    return sha256_of(path)
 
 
 def _files(value: Any, name: str = "") -> Iterator[Path]:
@@ -217,10 +193,6 @@ def _files(value: Any, name: str = "") -> Iterator[Path]:
         for inside in _FILES.get(name, ()):
             if (path := Path(value) / inside).is_file():
                 yield path
-
-
-def _sha256(content: tuple[str, ...]) -> str:
-    return hashlib.sha256("\0".join(content).encode()).hexdigest()
 
 
 def _canonical(content: Mapping[str, Any]) -> str:
