@@ -22,7 +22,7 @@ import engine_rows
 import numpy as np
 from engine_workload import FIRST_ORDINARY_TOKEN, BenchRequest
 
-from vllm_ext.datasets.rows import Dataset, WorkloadRow
+from vllm_ext.datasets import Dataset, WorkloadRow
 from vllm_ext.simulation.length_shapes import Lengths, LengthShape, UniformLengths
 
 _SPREAD = 0.25

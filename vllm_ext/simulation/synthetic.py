@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_ext.datasets.rows import Dataset, WorkloadRow
+from vllm_ext.datasets import Dataset, WorkloadRow
 from vllm_ext.simulation.length_shapes import (
     AtMost,
     FixedLength,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from vllm_ext.datasets.rows import DatasetError
+from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import arrivals
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.workloads.generated import GeneratedWorkload

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext import datasets
-from vllm_ext.datasets.rows import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
+from vllm_ext.datasets import HASH_BLOCK_TOKENS, DatasetError, WorkloadRow
 from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.workloads.randomness import Purpose, draws, generator
 from vllm_ext.simulation.workloads.sessions import Exchange, Fitting, PresetSource, RecordedSource, Session
@@ -61,10 +61,11 @@ def _recorded(
     where = {field: frozenset(values) for field, values in spec.where.items()}
     if spec.conversations:
         _refuse(spec, _OF_CONVERSATIONS, "conversations, which are in the sharegpt format")
-        conversations = datasets.load_conversations(path, where)
-        long_enough = (turns for turns in conversations.turns if len(turns) >= spec.min_turns)
+        dataset = datasets.load(path, "sharegpt", where)
+        conversations = ((row, *row.later) for row in dataset.rows)
+        long_enough = (turns for turns in conversations if len(turns) >= spec.min_turns)
         made = (_conversation(turns[: spec.max_turns], fitting, count) for turns in long_enough)
-        return conversations.name, conversations.sha256, [session for session in made if session is not None]
+        return dataset.name, dataset.sha256, [session for session in made if session is not None]
     _refuse(spec, _TURNS, "a file; turns are counted with conversations=true")
     dataset = datasets.load(path, spec.format, where, outputs_only=spec.prompts_from is not None)
     other_prompts: Iterator[int] | None = None

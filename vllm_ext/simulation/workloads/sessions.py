@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_ext.datasets.rows import HASH_BLOCK_TOKENS
+from vllm_ext.datasets import HASH_BLOCK_TOKENS
 from vllm_ext.simulation.synthetic import Preset
 from vllm_ext.simulation.workloads.expectations import choices
 from vllm_ext.simulation.workloads.randomness import Purpose, draws, generator
