@@ -1,4 +1,4 @@
-"""Readers of workload files and the synthetic workloads."""
+"""Readers of workload files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vllm_ext import datasets
 from vllm_ext.datasets import DatasetError, WorkloadRow
-from vllm_ext.simulation import synthetic
 
 CONVERSATION = {
     "id": "c1",
@@ -177,20 +175,3 @@ def test_unreadable_file_is_an_error_naming_it(tmp_path: Path, content: bytes | 
         path.write_bytes(content)
     with pytest.raises(DatasetError, match=r"u.jsonl: cannot be read"):
         datasets.load(path)
-
-
-def test_synthetic_workload_repeats_for_a_seed_and_has_the_stated_quantiles() -> None:
-    made = synthetic.generate("sharegpt-like", rows=4000, seed=3)
-    again = synthetic.generate("sharegpt-like", rows=4000, seed=3)
-    shape = synthetic.PRESETS["sharegpt-like"].output
-    outputs = [row.output_tokens or 0 for row in made.rows]
-    assert made == again
-    assert made.sha256 != synthetic.generate("sharegpt-like", rows=4000, seed=4).sha256
-    assert np.median(outputs) == pytest.approx(shape.median, rel=0.05)
-    assert np.percentile(outputs, 90) == pytest.approx(shape.p90, rel=0.05)
-    assert min(outputs) >= 1
-
-
-def test_unknown_synthetic_preset_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="alpaca-like, sharegpt-like"):
-        synthetic.generate("made-up", rows=1, seed=0)

@@ -1,33 +1,130 @@
 """Workloads of our own making, for runs that have no data file: lengths distributed like those of public data sets.
 
 The rows have lengths only, no text. Prompt and output lengths are independent of each other, which those of real
-traffic are not quite. What each preset was fitted to stands in its ``source``.
+traffic are not quite. What each preset was fitted to stands in its ``source``; where that is a mean, the median is the
+one whose lengths have it once they are cut.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ext.datasets import Dataset, WorkloadRow
-from vllm_ext.simulation.length_shapes import (
-    AtMost,
-    FixedLength,
-    Lengths,
-    LengthShape,
-    Turns,
-    UniformLengths,
-    with_mean,
-)
 
+_CHUNK = 1024
+"""Conversations drawn at once: a part of what a seed means."""
 _K = 1024
-_SHAREGPT_PROMPT_SPREAD, _SHAREGPT_OUTPUT_SPREAD = 155 / 17, 485 / 232
-_ALPACA_PROMPT_SPREAD, _ALPACA_OUTPUT_SPREAD = 28 / 15, 149 / 48
+_P90_IN_SIGMAS = 1.2815515655446004
+"""90th percentile of the standard normal distribution."""
 _FIXED = re.compile(r"fixed:([1-9]\d{0,8}):([1-9]\d{0,8})")
+
+
+class Lengths(ABC):
+    """A distribution of lengths in tokens."""
+
+    @abstractmethod
+    def unrounded(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Draw lengths before they are rounded and cut."""
+
+    def draw(self, rng: np.random.Generator, count: int, max_tokens: int) -> list[int]:
+        """Draw whole lengths between 1 and ``max_tokens``."""
+        lengths: list[int] = np.clip(np.rint(self.unrounded(rng, count)), 1, max_tokens).astype(np.int64).tolist()
+        return lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthShape(Lengths):
+    """Log-normal lengths by their median and 90th percentile, in tokens."""
+
+    median: float
+    p90: float
+
+    def unrounded(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Draw lengths before they are rounded and cut."""
+        sigma = np.log(self.p90 / self.median) / _P90_IN_SIGMAS
+        return np.exp(rng.normal(np.log(self.median), sigma, size=count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformLengths(Lengths):
+    """Lengths equally likely from ``low`` to ``high``, both included, in tokens."""
+
+    low: int
+    high: int
+
+    def unrounded(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Draw lengths before they are cut."""
+        return rng.integers(self.low, self.high + 1, size=count).astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedLength(Lengths):
+    """Always the same length, in tokens; the generator is not touched."""
+
+    tokens: int
+
+    def unrounded(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:  # noqa: ARG002 - as any shape's
+        """Return equal lengths."""
+        return np.full(count, self.tokens, dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtMost(Lengths):
+    """Lengths of another distribution, cut to ``tokens`` where the preset cuts later."""
+
+    lengths: Lengths
+    tokens: int
+
+    def unrounded(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Draw lengths before they are rounded."""
+        return np.minimum(self.lengths.unrounded(rng, count), self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Number of turns of a conversation: 1 + a negative binomial number, geometric where ``shape`` is 1."""
+
+    mean: float
+    """Mean number of turns, greater than 1."""
+    shape: float = 1.0
+    """Below 1: more conversations of one turn and more very long ones than a geometric distribution has."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Draw numbers of turns, at least 1."""
+        further = self.mean - 1
+        turns: list[int] = (1 + rng.negative_binomial(self.shape, self.shape / (self.shape + further), count)).tolist()
+        return turns
+
+    def mean_of_at_least(self, least: int, most: int | None = None) -> float:
+        """Return the mean number of turns of the conversations that have at least ``least``, cut after ``most``."""
+        probabilities = self._probabilities()
+        below, below_total = 0.0, 0.0
+        for turns, probability in itertools.islice(probabilities, least - 1):
+            below += probability
+            below_total += probability * turns
+        if most is None:
+            return (self.mean - below_total) / (1 - below)
+        short, total = below, 0.0
+        for turns, probability in itertools.islice(probabilities, most - least):
+            short += probability
+            total += probability * turns
+        return (total + (1 - short) * most) / (1 - below)
+
+    def _probabilities(self) -> Iterator[tuple[int, float]]:
+        first, ratio = self.shape / (self.shape + self.mean - 1), (self.mean - 1) / (self.shape + self.mean - 1)
+        probability = first**self.shape
+        for further in itertools.count():
+            yield 1 + further, probability
+            probability *= ratio * (self.shape + further) / (1 + further)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +160,16 @@ class Preset:
             prompts = [max(1, min(p, total - o)) for p, o in zip(prompts, outputs, strict=True)]
         return prompts, outputs
 
+    def sessions(
+        self, lengths_rng: np.random.Generator, turns_rng: np.random.Generator
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Yield prompt and output lengths of a session's turns, without end."""
+        while True:
+            turns = [1] * _CHUNK if self.turns is None else self.turns.draw(turns_rng, _CHUNK)
+            pairs = zip(*self.draw(lengths_rng, sum(turns)), strict=True)
+            for count in turns:
+                yield list(itertools.islice(pairs, count))
+
 
 PRESETS = {
     "alpaca-like": Preset(
@@ -78,14 +185,14 @@ PRESETS = {
         source="median and P90 of first exchanges of public ShareGPT conversations, in words times 4/3",
     ),
     "alpaca-vllm": Preset(
-        prompt=with_mean(19.31, spread=_ALPACA_PROMPT_SPREAD, max_tokens=1024),
-        output=with_mean(58.45, spread=_ALPACA_OUTPUT_SPREAD, max_tokens=1024),
+        prompt=LengthShape(median=17.150441057887136, p90=32.01415664138932),
+        output=LengthShape(median=39.57069687918219, p90=122.83403822912803),
         max_tokens=1024,
         source="means of vLLM (SOSP'23), figure 11, which gives no dispersion: P90 over median as in alpaca-like",
     ),
     "sharegpt-vllm": Preset(
-        prompt=with_mean(161.31, spread=_SHAREGPT_PROMPT_SPREAD, max_tokens=2048),
-        output=with_mean(337.99, spread=_SHAREGPT_OUTPUT_SPREAD, max_tokens=2048),
+        prompt=LengthShape(median=43.98746677034766, p90=401.0621970237581),
+        output=LengthShape(median=286.51691095644003, p90=598.9685423011786),
         max_tokens=2048,
         source="means of vLLM (SOSP'23), figure 11, which gives no dispersion: P90 over median as in sharegpt-like",
     ),
@@ -140,8 +247,8 @@ PRESETS = {
 
 CONVERSATIONS = {
     "pensieve-sharegpt": Preset(
-        prompt=with_mean(37.77, spread=_SHAREGPT_PROMPT_SPREAD, max_tokens=4096),
-        output=with_mean(204.58, spread=_SHAREGPT_OUTPUT_SPREAD, max_tokens=4096),
+        prompt=LengthShape(median=8.652202214898091, p90=78.887726077012),
+        output=LengthShape(median=173.36748451241368, p90=362.4277154677614),
         max_tokens=4096,
         turns=Turns(mean=5.56, shape=0.434),
         think_s=60.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.workloads.build import build
-from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-
-def workload(**fields: Any) -> Workload:
-    return build(WorkloadSpec.model_validate(fields))
+from .parts import requests, serve, workload
 
 
 def chat(folder: Path, *turns: tuple[int, int]) -> str:
@@ -38,15 +34,6 @@ def two_turns(folder: Path, **fields: Any) -> tuple[Workload, SimRequest]:
     return load, next(load.start())
 
 
-def run(load: Workload, latency_s: float = 2.0) -> list[SimRequest]:
-    waiting, served = deque(load.start()), []
-    while waiting:
-        request = waiting.popleft()
-        served.append(request)
-        waiting.extend(load.after(request, request.arrival_s + latency_s, [7] * request.output_tokens))
-    return served
-
-
 def test_next_turn_is_the_history_as_it_was_generated_and_what_the_user_adds(tmp_path: Path) -> None:
     load, first = two_turns(tmp_path)
     output = [11, 12, 13, 2]
@@ -61,13 +48,10 @@ def test_next_turn_is_the_history_as_it_was_generated_and_what_the_user_adds(tmp
     assert list(load.after(second, 200.0, [7])) == [], "the last turn"
 
 
-def test_how_many_requests_there_will_be_depends_on_the_run(tmp_path: Path) -> None:
-    assert two_turns(tmp_path)[0].expected_requests is None
-
-
-def test_after_depends_on_its_arguments_only(tmp_path: Path) -> None:
+def test_after_depends_on_its_arguments_only_and_how_many_there_are_on_the_run(tmp_path: Path) -> None:
     load, first = two_turns(tmp_path)
     assert list(load.after(first, 5.0, [9])) == list(load.after(first, 5.0, [9]))
+    assert load.expected_requests is None
 
 
 @pytest.mark.parametrize(("max_model_len", "turns"), [(44, 2), (43, 1)])
@@ -104,22 +88,18 @@ def test_no_turn_begins_after_the_end(tmp_path: Path) -> None:
     assert len(list(load.after(first, 69.9, [7]))) == 1
 
 
-def test_prompts_of_conversations_differ_from_the_first_token_on() -> None:
-    load = workload(source="pensieve-sharegpt", num_requests=500, min_turns=2)
-    firsts = [(r.token_ids or ())[0] for r in load.start()]
-    assert len(set(firsts)) == 500
-
-
-def test_conversation_of_one_turn_shares_nothing_and_carries_no_ids() -> None:
-    requests = list(workload(source="pensieve-sharegpt", num_requests=500).start())
-    alone = [r for r in requests if r.session_id is None]
+def test_prompts_of_conversations_differ_from_the_first_token_on_and_single_turns_carry_no_ids() -> None:
+    made = requests(source="pensieve-sharegpt", num_requests=500)
+    alone = [r for r in made if r.session_id is None]
     assert 0.25 < len(alone) / 500 < 0.45, "1 - P(at least 2 turns) = 0.35"
     assert all(r.token_ids is None for r in alone)
+    firsts = [r.token_ids[0] for r in made if r.token_ids is not None]
+    assert len(set(firsts)) == len(firsts) == 500 - len(alone)
 
 
 def test_pensieve_conversations_have_its_turns_lengths_and_reaction_times() -> None:
     """Table 3.2: 5.56 turns, 37.77 tokens in and 204.58 out per turn; section 3.6.4: 36 % have 5 turns or more."""
-    served = run(workload(source="pensieve-sharegpt", num_requests=2500))
+    served = serve(workload(source="pensieve-sharegpt", num_requests=2500))
     by_number: dict[str, list[SimRequest]] = {}
     for request in served:
         by_number.setdefault(request.req_id.split(".")[0], []).append(request)
@@ -138,54 +118,50 @@ def test_pensieve_conversations_have_its_turns_lengths_and_reaction_times() -> N
     assert gaps.mean() == pytest.approx(60, rel=0.03)
 
 
-def test_long_conversations_only_and_a_rate_that_counts_all_turns() -> None:
-    """12.2 turns on average once those below 5 are left out."""
-    fields: dict[str, Any] = {"source": "pensieve-sharegpt", "min_turns": 5, "rate_per_s": 2, "num_requests": 600}
-    by_session, by_request = (workload(**fields, rate_counts=counts) for counts in ("sessions", "requests"))
-    slow, fast = list(by_request.start())[-1].arrival_s, list(by_session.start())[-1].arrival_s
-    assert len(run(by_session)) / 600 == pytest.approx(slow / fast, rel=0.05)
-    assert slow / fast == pytest.approx(12.23, rel=0.01)
+@pytest.mark.parametrize(
+    ("bound", "mean", "fewest", "most"),
+    [({"min_turns": 5}, 12.23, 5, 1000), ({"max_turns": 4}, 2.596, 1, 4)],
+    ids=["long ones", "cut"],
+)
+def test_a_rate_that_counts_all_turns_counts_those_that_are_left(
+    bound: dict[str, int], mean: float, fewest: int, most: int
+) -> None:
+    fields: dict[str, Any] = {"source": "pensieve-sharegpt", "rate_per_s": 2, "num_requests": 1000, **bound}
+    slow, fast = (requests(**fields, rate_counts=counts)[-1].arrival_s for counts in ("requests", "sessions"))
+    turns = Counter(r.req_id.split(".")[0] for r in serve(workload(**fields)))
+    assert slow / fast == pytest.approx(mean, rel=0.01)
+    assert turns.total() / 1000 == pytest.approx(mean, rel=0.05)
+    assert fewest <= min(turns.values()) <= max(turns.values()) <= most
 
 
 def test_client_of_a_closed_loop_finishes_its_conversation_before_the_next() -> None:
-    served = run(workload(source="pensieve-sharegpt", arrivals="closed-loop", num_requests=20, think_s=1))
+    served = serve(workload(source="pensieve-sharegpt", arrivals="closed-loop", num_requests=20, think_s=1))
     sessions = [r.req_id.split(".")[0] for r in served]
     assert sessions == sorted(sessions, key=lambda s: int(s[1:]))
     assert len(set(sessions)) == 20
 
 
-def test_recorded_conversations_need_a_think_time(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"think_s=None: must be given for recorded conversations"):
-        workload(source=chat(tmp_path, (8, 8)), conversations=True)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conversations": True}, r"think_s=None: must be given for recorded conversations"),
+        ({"conversations": True, "think_s": 1, "min_turns": 4}, r"no row is left after the filters on lengths and tu"),
+        ({"min_turns": 2}, r"min_turns=2: must be left out; .* conversations=true"),
+        ({"max_turns": 2}, r"max_turns=2: must be left out; .* conversations=true"),
+        ({"conversations": True, "format": "jsonl"}, r"format='jsonl': must be left out; .* sharegpt format"),
+    ],
+)
+def test_recorded_conversations_that_cannot_be_served_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        workload(source=chat(tmp_path, (8, 8), (8, 8), (8, 8)), **fields)
 
 
-def test_min_turns_filters_recorded_conversations(tmp_path: Path) -> None:
-    source = chat(tmp_path, (8, 8), (8, 8))
-    assert workload(source=source, conversations=True, think_s=1, min_turns=2).rows == 1
-    with pytest.raises(ValueError, match=r"no row is left after the filters on lengths and turns"):
-        workload(source=source, conversations=True, think_s=1, min_turns=3)
-    with pytest.raises(ValueError, match=r"min_turns=2: must be left out; .* conversations=true"):
-        workload(source=source, min_turns=2)
-
-
-def test_max_turns_ends_recorded_conversations(tmp_path: Path) -> None:
-    source = chat(tmp_path, (8, 8), (8, 8), (8, 8))
-    served = run(workload(source=source, conversations=True, think_s=1, min_turns=3, max_turns=2 + 1))
-    assert len(served) == 3
-    assert len(run(workload(source=source, conversations=True, think_s=1, max_turns=2))) == 2
-    with pytest.raises(ValueError, match=r"max_turns=2: must be at least min_turns=3"):
-        workload(source=source, conversations=True, think_s=1, min_turns=3, max_turns=2)
-    with pytest.raises(ValueError, match=r"max_turns=2: must be left out; .* conversations=true"):
-        workload(source=source, max_turns=2)
-
-
-def test_a_rate_that_counts_all_turns_counts_those_that_are_left() -> None:
-    fields: dict[str, Any] = {"source": "pensieve-sharegpt", "max_turns": 4, "rate_per_s": 2, "num_requests": 1500}
-    by_session, by_request = (workload(**fields, rate_counts=counts) for counts in ("sessions", "requests"))
-    slow, fast = list(by_request.start())[-1].arrival_s, list(by_session.start())[-1].arrival_s
-    served = run(by_session)
-    assert len(served) / 1500 == pytest.approx(slow / fast, rel=0.03)
-    assert max(Counter(r.req_id.split(".")[0] for r in served).values()) == 4
+@pytest.mark.parametrize(("bounds", "turns"), [({}, 3), ({"min_turns": 3, "max_turns": 3}, 3), ({"max_turns": 2}, 2)])
+def test_max_turns_ends_recorded_conversations(tmp_path: Path, bounds: dict[str, int], turns: int) -> None:
+    load = workload(source=chat(tmp_path, (8, 8), (8, 8), (8, 8)), conversations=True, think_s=1, **bounds)
+    assert (load.rows, len(serve(load))) == (1, turns)
 
 
 def test_text_of_a_turn_is_what_the_user_adds(tmp_path: Path) -> None:
@@ -213,7 +189,7 @@ def test_no_turn_exceeds_the_context_and_histories_grow_from_what_was_sent(
         seed=seed,
     )
     last: dict[str, SimRequest] = {}
-    for request in run(load):
+    for request in serve(load):
         assert request.prompt_tokens + min(request.output_tokens, request.max_tokens) <= context
         assert request.token_ids is None or len(request.token_ids) == request.prompt_tokens
         if request.session_id is not None:

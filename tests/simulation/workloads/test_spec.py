@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
+from .parts import workload
 
 FULL: dict[str, Any] = {
     "mix": [
@@ -44,10 +47,6 @@ def test_arrivals_without_a_rate_have_none_unless_given_and_survive_json(arrival
     assert WorkloadSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_recorded_arrivals_take_a_rate_to_stretch_to() -> None:
-    assert WorkloadSpec(arrivals="recorded", rate_per_s=3.0).rate_per_s == 3.0
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -71,7 +70,15 @@ def test_recorded_arrivals_take_a_rate_to_stretch_to() -> None:
         ({"arrivals": "recorded", "sample": "with-replacement"}, r"arrivals='recorded': needs sample='file-order'"),
         ({"tiers": [{"name": "a"}, {"name": "a"}]}, r"tiers: names must differ"),
         ({"tiers": [{"name": "a", "share": 0}]}, r"share must be greater than 0"),
+        ({"min_turns": 3, "max_turns": 2}, r"max_turns=2: must be at least min_turns=3"),
+        ({"max_model_len": 30, "system_prompt_tokens": 29}, r"system_prompt_tokens=29: must leave at least 2"),
         ({"sorce": "alpaca-like"}, r"sorce\n.*not permitted"),
+        ({"mix": [{"weight": 0}]}, r"mix.0.weight\n.*greater than 0"),
+        ({"tiers": [{"name": ""}]}, r"tiers.0.name\n.*at least 1 character"),
+        ({"tiers": [{"name": "a", "ttft": {}}]}, r"base_s, per_prompt_token_s, bucket_s: one of them must be greater"),
+        ({"tiers": [{"name": "a", "e2e": {"bucket_s": [0.1, 0]}}]}, r"bucket_s: one of them must be greater than 0"),
+        ({"tiers": [{"name": "a", "tbt": {"base_s": 1, "low": 2}}]}, r"low=2.0: must be at most high=1.0"),
+        ({"tiers": [{"name": "a", "tbt": {"base_s": -1}}]}, r"tiers.0.tbt.base_s\n.*greater than or equal to 0"),
     ],
 )
 def test_senseless_description_is_refused_naming_the_field(fields: dict[str, Any], message: str) -> None:
@@ -79,14 +86,23 @@ def test_senseless_description_is_refused_naming_the_field(fields: dict[str, Any
         WorkloadSpec.model_validate(fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"base_s": 1, "low": 2, "high": 1}, {"bucket_s": [0.1, 0]}, {"base_s": -1}])
-def test_objective_must_be_positive_and_its_bounds_in_order(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        SloTarget.model_validate(fields)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"num_requests=None, duration_s=None: one must be given; fixed:10:20 has no end"),
+        ({"arrivals": "at-once", "duration_s": 1}, r"num_requests=None: must be given for arrivals='at-once'"),
+        ({"source": "no-such"}, r"source='no-such': must be a file, or one of the presets alpaca-like, .*fixed:PROMPT"),
+        ({"sample": "with-replacement", "num_requests": 1}, r"sample='with-replacement': must be left out; .*a preset"),
+        ({"min_turns": 2, "num_requests": 1}, r"min_turns=2: must be left out; .* a preset without conversations"),
+        ({"max_prompt_tokens": 9, "num_requests": 1}, r"'fixed:10:20': 100000 requests in a row were left out; widen"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_naming_the_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        workload(**fields)
 
 
-def test_parts_and_tiers_have_positive_weights_and_names() -> None:
-    with pytest.raises(ValidationError, match="weight"):
-        MixPart(weight=0)
-    with pytest.raises(ValidationError, match="name"):
-        TierSpec(name="")
+def test_changed_copy_is_checked_when_it_is_built() -> None:
+    spec = WorkloadSpec(source="fixed:1:1", num_requests=1).model_copy(update={"rate_per_s": 0.0})
+    with pytest.raises(ValidationError, match=r"rate_per_s\n"):
+        build(spec)

@@ -11,10 +11,9 @@ from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import arrivals
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.workloads.generated import GeneratedWorkload
-from vllm_ext.simulation.workloads.randomness import Purpose, sequence
-from vllm_ext.simulation.workloads.reading import read
-from vllm_ext.simulation.workloads.sessions import Fitting, MixedSource, RecordedSource, Source
-from vllm_ext.simulation.workloads.spec import SourceSpec, WorkloadSpec
+from vllm_ext.simulation.workloads.randomness import Purpose, generator
+from vllm_ext.simulation.workloads.sources import Source, read
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 Times = Callable[[], Iterator[float]]
 
@@ -30,99 +29,54 @@ def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
         ValueError: (DatasetError and pydantic's ValidationError included) a field does not fit the others, a file is
             unreadable or malformed, or it has fewer rows than requests are wanted.
     """
-    spec = WorkloadSpec.model_validate(spec.model_dump())
-    if spec.max_model_len is None and max_model_len is not None:
-        spec = WorkloadSpec.model_validate(spec.model_dump() | {"max_model_len": max_model_len})
-    source = _source(spec)
-    _check_end(spec, source)
+    context = max_model_len if spec.max_model_len is None else spec.max_model_len
+    spec = WorkloadSpec.model_validate(spec.model_dump() | {"max_model_len": context})
+    source = read(spec)
+    limit = min((bound for bound in (spec.num_requests, source.size) if bound is not None), default=None)
+    if limit is None and spec.duration_s is None:
+        raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
+    if limit is None and spec.arrivals == "at-once":
+        raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
+    think_s = source.think_s if spec.think_s is None else spec.think_s
     times = _times(spec, source)
+    if think_s is None and source.conversations:
+        raise ValueError("think_s=None: must be given for recorded conversations, in seconds; Pensieve: 60")
     _check_supply(spec, source, times)
-    return GeneratedWorkload(spec, source, times, _limit(spec, source), _think_s(spec, source))
-
-
-def _source(spec: WorkloadSpec) -> Source:
-    if not spec.mix:
-        source: Source = read(spec, _fitting(spec, spec), seed=spec.seed, part=0)
-        next(source.sessions())  # filters that leave nothing are to be noticed before the run
-        return source
-    parts: list[Source] = []
-    for index, part in enumerate(spec.mix):
-        source = read(part, _fitting(spec, part), seed=spec.seed, part=index)
-        if source.size is not None:
-            raise ValueError(f"sample={part.sample!r} of {source.name} in mix: must be 'with-replacement'")
-        next(source.sessions())
-        parts.append(source)
-    return MixedSource(parts, [part.weight for part in spec.mix], [part.tier for part in spec.mix], spec.seed)
-
-
-def _fitting(spec: WorkloadSpec, source: SourceSpec) -> Fitting:
-    context = None if spec.max_model_len is None else spec.max_model_len - spec.system_prompt_tokens
-    if context is not None and context < 2:
-        raise ValueError(
-            f"system_prompt_tokens={spec.system_prompt_tokens}: must leave at least 2 tokens of "
-            f"max_model_len={spec.max_model_len}"
-        )
-    return Fitting(
-        spec=source,
-        context_tokens=context,
-        cut=spec.over_context == "cut",
-        most_output_tokens=spec.max_tokens if isinstance(spec.max_tokens, int) else None,
-    )
+    return GeneratedWorkload(spec, source, times, limit, think_s or 0.0)
 
 
 def _times(spec: WorkloadSpec, source: Source) -> Times | None:
-    rate, seed = spec.rate_per_s, sequence(spec.seed, Purpose.ARRIVALS)
+    """Return what begins the arrival process anew; None for a closed loop."""
     if spec.arrivals == "closed-loop":
         return None
     if spec.arrivals == "at-once":
         return lambda: itertools.repeat(0.0)
     if spec.arrivals == "recorded":
-        recorded = _recorded_times(source, rate)
+        recorded = _recorded_times(source, spec.rate_per_s)
         return lambda: iter(recorded)
-    if rate is None:
-        raise ValueError(f"rate_per_s=None: must be given for arrivals={spec.arrivals!r}")
-    if spec.rate_counts == "requests":
-        rate /= source.mean_turns
-    cv = spec.cv if spec.arrivals == "gamma" else 1.0
-    return lambda: arrivals.stream(rate_per_s=rate, seed=seed, cv=cv)
+    assert spec.rate_per_s is not None, "the description was checked"
+    rate_per_s = spec.rate_per_s / (source.mean_turns if spec.rate_counts == "requests" else 1.0)
+    return lambda: arrivals.stream(generator(spec.seed, Purpose.ARRIVALS), rate_per_s=rate_per_s, cv=spec.cv)
 
 
 def _recorded_times(source: Source, rate_per_s: float | None) -> list[float]:
-    """Recorded times from the first arrival on; stretched to a rate, if one is wanted."""
-    found = source.arrival_times_s if isinstance(source, RecordedSource) else [None]
-    known = [time_s for time_s in found if time_s is not None]
-    if len(known) < len(found):
+    """Recorded times from the first arrival on; stretched to a mean rate over the gaps, if one is wanted."""
+    known = [time_s for time_s in source.arrivals_s if time_s is not None]
+    if len(known) < len(source.arrivals_s):
         raise ValueError(f"arrivals='recorded': {source.name} has no arrival time for every request")
     times = np.array(known) - known[0]
-    if (late := np.flatnonzero(np.diff(times) < 0)).size:
+    gaps = np.diff(times)
+    if (late := np.flatnonzero(gaps < 0)).size:
         raise DatasetError(
-            f"{source.name}: usable row {late[0] + 2}: arrives {-np.diff(times)[late[0]]:g} s before the row above it; "
+            f"{source.name}: usable row {late[0] + 2}: arrives {-gaps[late[0]]:g} s before the row above it; "
             f"sort the file by time"
         )
-    if rate_per_s is not None and len(times) > 1:
-        times = arrivals.rescaled(times, rate_per_s=rate_per_s)
-    return [float(time_s) for time_s in times]
-
-
-def _think_s(spec: WorkloadSpec, source: Source) -> float | None:
-    think_s = spec.think_s if spec.think_s is not None else source.think_s
-    if think_s is None and source.conversations:
-        raise ValueError("think_s=None: must be given for recorded conversations, in seconds; Pensieve: 60")
-    return think_s
-
-
-def _limit(spec: WorkloadSpec, source: Source) -> int | None:
-    bounds = [bound for bound in (spec.num_requests, source.size) if bound is not None]
-    return min(bounds, default=None)
-
-
-def _check_end(spec: WorkloadSpec, source: Source) -> None:
-    if _limit(spec, source) is not None:
-        return
-    if spec.duration_s is None:
-        raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
-    if spec.arrivals == "at-once":
-        raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
+    if rate_per_s is not None and gaps.size:
+        if times[-1] == 0:
+            raise ValueError(f"rate_per_s={rate_per_s}: must be left out; all requests of {source.name} arrive at once")
+        times *= gaps.size / rate_per_s / times[-1]
+    found: list[float] = times.tolist()
+    return found
 
 
 def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> None:
@@ -132,9 +86,8 @@ def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> No
     remedy = f"{source.name} has {source.size} usable rows; ask for less, or set sample='with-replacement'"
     if (spec.num_requests or 0) > source.size:
         raise ValueError(f"num_requests={spec.num_requests}: too many, {remedy}")
-    if times is None or spec.arrivals == "recorded" or spec.num_requests is not None:
+    if times is None or spec.arrivals == "recorded" or spec.num_requests is not None or spec.duration_s is None:
         return
-    if spec.duration_s is not None:
-        first_missing = next(itertools.islice(times(), source.size, None))
-        if first_missing < spec.duration_s:
-            raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
+    first_missing = next(itertools.islice(times(), source.size, None))
+    if first_missing < spec.duration_s:
+        raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from numpy.random import Generator
+
+from vllm_ext.hints import MAX_OSL, SLO_KEYS
+from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo
-from vllm_ext.simulation.workloads import announcing, token_ids
-from vllm_ext.simulation.workloads.expectations import slo
-from vllm_ext.simulation.workloads.plans import Plan, Planner, Turn
-from vllm_ext.simulation.workloads.sessions import Source
-from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.simulation.workloads import token_ids
+from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
+from vllm_ext.simulation.workloads.sources import Session, Source
+from vllm_ext.simulation.workloads.spec import TierSpec, WorkloadSpec
 
 NO_BOUND = 1 << 30
 """``max_tokens`` where the client sets none and the context is not known: the server's context is the bound."""
-_PLAN, _TURN = "plan", "turn"
+_MS = 1000.0
+
+
+class Draws(NamedTuple):
+    """What is random about one request, whatever the server does."""
+
+    think: float
+    """Time from the end of the client's last request, over its mean; unused where there was none."""
+    error: float
+    """Standard normal number behind the announced length."""
+    slo: tuple[float, float, float]
+    """Choose TTFT, TBT and E2E between their bounds: uniform in [0, 1), as is ``abort``."""
+    abort: float
+    """Decides whether the client disconnects ..."""
+    abort_time: float
+    """... and when, over the mean time."""
+
+
+class Plan(NamedTuple):
+    """Everything about a session but its times, drawn when it begins: nothing the server does changes a draw."""
+
+    number: int
+    """Sessions are counted from 0, in the order in which they begin."""
+    session: Session
+    tier: TierSpec | None
+    draws: tuple[Draws, ...]
+    """Of each turn."""
 
 
 class GeneratedWorkload:
@@ -38,45 +69,28 @@ class GeneratedWorkload:
         source: Source,
         arrival_times: Callable[[], Iterator[float]] | None,
         limit: int | None,
-        think_s: float | None,
+        think_s: float,
     ) -> None:
+        self.name, self.rows, self.sha256 = source.name, source.rows, source.sha256
         self._spec = spec
         self._source = source
         self._arrival_times = arrival_times
         self._limit = limit
         self._think_s = think_s
-        self._sigma = announcing.sigma_of(spec.announce_error)
+        self._sigma = sigma_of(spec.announce_error)
         self._system_prompt = token_ids.system_prompt(spec.system_prompt_tokens)
-        self._expected: int | None = None
+        self._context = spec.max_model_len or NO_BOUND
+        self._end_s = math.inf if spec.duration_s is None else spec.duration_s
         self._queue: Iterator[Plan] = iter(())
 
-    @property
-    def name(self) -> str:
-        """File or preset, for reports."""
-        return self._source.name
-
-    @property
-    def rows(self) -> int:
-        """Sessions in the underlying files, after filters; 0 if there are presets only."""
-        return self._source.rows
-
-    @property
-    def sha256(self) -> str:
-        """Checksum of the file, or of what describes the preset and its seed."""
-        return self._source.sha256
-
-    @property
+    @cached_property
     def expected_requests(self) -> int | None:
         """How many requests a run will see; None if that depends on the run: turns may be left out, clients wait."""
         if self._limit == 0:
             return 0
         if self._source.conversations or (self._arrival_times is None and self._spec.duration_s is not None):
             return None
-        if self._arrival_times is None:
-            return self._limit
-        if self._expected is None:
-            self._expected = sum(1 for _ in self._times(self._arrival_times))
-        return self._expected
+        return self._limit if self._arrival_times is None else sum(1 for _ in self._times(self._arrival_times))
 
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
@@ -93,58 +107,67 @@ class GeneratedWorkload:
         A conversation ends early where its client has disconnected, where a turn was refused or gave no token, and,
         with ``over_context="drop"``, where the next turn would exceed the context.
         """
-        plan: Plan = request.meta[_PLAN]
-        following = self._next_turn(request, plan, finished_s, output_ids)
-        if following is None and self._arrival_times is None:
-            following = self._next_session(finished_s)
+        following = self._next_turn(request, finished_s, output_ids)
+        if following is None and finished_s < self._end_s and (plan := next(self._queue, None)) is not None:
+            arrival_s = finished_s + self._thought_s(plan, 0)
+            following = self._opening(plan, arrival_s) if arrival_s < self._end_s else None
         return () if following is None else (following,)
-
-    def _plans(self) -> Iterator[Plan]:
-        planner = Planner(self._spec, self._think_s)
-        sessions = itertools.islice(self._source.sessions(), self._limit)
-        return itertools.starmap(planner.plan, enumerate(sessions))
 
     def _times(self, arrival_times: Callable[[], Iterator[float]]) -> Iterator[float]:
         times = itertools.islice(arrival_times(), self._limit)
-        if (end_s := self._spec.duration_s) is None:
-            return times
-        return itertools.takewhile(lambda time_s: time_s < end_s, times)
+        return itertools.takewhile(lambda time_s: time_s < self._end_s, times)
 
-    def _too_late(self, arrival_s: float) -> bool:
-        return self._spec.duration_s is not None and arrival_s >= self._spec.duration_s
+    def _plans(self) -> Iterator[Plan]:
+        seed, tiers = self._spec.seed, self._spec.tiers
+        by_name = {tier.name: tier for tier in tiers}
 
-    def _next_session(self, finished_s: float) -> SimRequest | None:
-        if self._too_late(finished_s):
-            return None
-        plan = next(self._queue, None)
-        if plan is None:
-            return None
-        arrival_s = finished_s + plan.turns[0].think_s
-        return None if self._too_late(arrival_s) else self._opening(plan, arrival_s)
+        def stream(purpose: Purpose, draw: Callable[..., Any] = Generator.random) -> Iterator[float]:
+            return draws(generator(seed, purpose), draw)
+
+        # A stream for each kind of draw: switching one on shifts no other.
+        drawn = map(
+            Draws,
+            stream(Purpose.THINK, Generator.exponential),
+            stream(Purpose.ANNOUNCE, Generator.normal),
+            zip(*map(stream, (Purpose.SLO_TTFT, Purpose.SLO_TBT, Purpose.SLO_E2E)), strict=True),
+            stream(Purpose.ABORT),
+            stream(Purpose.ABORT_TIME, Generator.exponential),
+        )
+        chosen = (
+            choices([tier.share for tier in tiers], generator(seed, Purpose.TIER)) if tiers else itertools.repeat(0)
+        )
+        sessions = itertools.islice(self._source.sessions(), self._limit)
+        for number, (session, index) in enumerate(zip(sessions, chosen, strict=False)):
+            tier = (by_name[session.tier] if session.tier else tiers[index]) if tiers else None
+            yield Plan(number, session, tier, tuple(itertools.islice(drawn, len(session.turns))))
+
+    def _thought_s(self, plan: Plan, turn: int) -> float:
+        return self._think_s * (1.0 if self._spec.think == "constant" else plan.draws[turn].think)
 
     def _opening(self, plan: Plan, arrival_s: float) -> SimRequest:
-        first = plan.turns[0].exchange
+        session = plan.session
+        first = session.turns[0]
         ids: list[int] | None = None
-        if plan.session.hash_ids is not None:
-            ids = token_ids.of_blocks(plan.session.hash_ids, first.prompt_tokens, plan.session.hash_block_tokens)
-        elif self._system_prompt or len(plan.turns) > 1:
+        if session.hash_ids is not None:
+            ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
+        elif self._system_prompt or len(session.turns) > 1:
             ids = token_ids.opening(plan.number, first.prompt_tokens)
-        if ids is not None and self._system_prompt:
+        if ids is not None:
             ids = self._system_prompt + ids
-        return self._request(plan, 0, arrival_s, len(self._system_prompt) + first.prompt_tokens, ids)
+        return self._request(plan, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
 
-    def _next_turn(
-        self, request: SimRequest, plan: Plan, finished_s: float, output_ids: Sequence[int]
-    ) -> SimRequest | None:
-        turn = request.meta[_TURN] + 1
-        if turn == len(plan.turns) or not output_ids or _gave_up(request, finished_s) or request.token_ids is None:
+    def _next_turn(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> SimRequest | None:
+        plan: Plan = request.meta["plan"]
+        turn = request.meta["turn"] + 1
+        gone = request.abort_after_s is not None and finished_s >= request.arrival_s + request.abort_after_s
+        if turn == len(plan.draws) or gone or not output_ids or request.token_ids is None:
             return None
-        arrival_s = finished_s + plan.turns[turn].think_s
-        if self._too_late(arrival_s):
+        arrival_s = finished_s + self._thought_s(plan, turn)
+        if arrival_s >= self._end_s:
             return None
-        wanted = plan.turns[turn].exchange
+        wanted = plan.session.turns[turn]
         history = [*request.token_ids, *output_ids]
-        excess = len(history) + wanted.prompt_tokens + self._served(wanted.output_tokens) - self._context()
+        excess = len(history) + wanted.prompt_tokens + self._spec.served(wanted.output_tokens) - self._context
         if excess > 0:
             kept = len(self._system_prompt)
             if self._spec.over_context == "drop" or excess > len(history) - kept:
@@ -154,55 +177,62 @@ class GeneratedWorkload:
         return self._request(plan, turn, arrival_s, len(ids), ids)
 
     def _request(
-        self, plan: Plan, index: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
+        self, plan: Plan, turn: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
     ) -> SimRequest:
-        turn: Turn = plan.turns[index]
-        several = len(plan.turns) > 1
-        tier = plan.tier
-        max_tokens = self._max_tokens(prompt_tokens, turn.exchange.output_tokens)
-        expected = NO_SLO if tier is None else slo(tier, prompt_tokens, turn.factors)
+        spec, tier, drawn = self._spec, plan.tier, plan.draws[turn]
+        several = len(plan.draws) > 1
+        output_tokens = plan.session.turns[turn].output_tokens
+        max_tokens = max(1, self._context - prompt_tokens)
+        if spec.max_tokens != "cap":
+            max_tokens = min(max_tokens, output_tokens if spec.max_tokens == "exact" else spec.max_tokens)
+        slo = NO_SLO if tier is None else tier.slo(prompt_tokens, drawn.slo)
+        gives_up = drawn.abort < spec.abort_share
         return SimRequest(
-            req_id=f"r{plan.number}.{index}" if several else f"r{plan.number}",
+            req_id=f"r{plan.number}.{turn}" if several else f"r{plan.number}",
             arrival_s=arrival_s,
             prompt_tokens=prompt_tokens,
-            output_tokens=turn.exchange.output_tokens,
+            output_tokens=output_tokens,
             max_tokens=max_tokens,
             token_ids=ids,
-            extra_args=self._extra_args(min(turn.exchange.output_tokens, max_tokens), turn.error, expected),
+            extra_args=self._said(min(output_tokens, max_tokens), drawn.error, slo) or None,
             priority=0 if tier is None else tier.priority,
             session_id=f"s{plan.number}" if several else None,
-            slo=expected,
+            slo=slo,
             tier="" if tier is None else tier.name,
-            abort_after_s=turn.abort_after_s,
-            patience_s=self._spec.patience_s,
-            prompt=turn.exchange.text,
-            meta={_PLAN: plan, _TURN: index},
+            abort_after_s=drawn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
+            patience_s=spec.patience_s,
+            prompt=plan.session.turns[turn].text,
+            meta={"plan": plan, "turn": turn},
         )
 
-    def _extra_args(self, true_tokens: int, error: float, expected: Slo) -> dict[str, Any] | None:
+    def _said(self, true_tokens: int, error: float, slo: Slo) -> dict[str, Any]:
+        """Return what the client announces, or what lies where only oracles read."""
         said: dict[str, Any] = {}
         if self._spec.announce == "hidden":
-            said.update(announcing.hidden(true_tokens))
+            said[HIDDEN_LENGTH_KEY] = true_tokens
         elif self._spec.announce == "hint":
-            said.update(announcing.hint(true_tokens, self._sigma, error))
+            said["osl"] = min(MAX_OSL, max(1, round(true_tokens * math.exp(self._sigma * error))))
         if self._spec.announce_slo:
-            said.update(announcing.objectives(expected))
-        return said or None
-
-    def _max_tokens(self, prompt_tokens: int, output_tokens: int) -> int:
-        room = max(1, self._context() - prompt_tokens)
-        policy = self._spec.max_tokens
-        if policy == "cap":
-            return room
-        return min(room, output_tokens if policy == "exact" else policy)
-
-    def _served(self, output_tokens: int) -> int:
-        """Most tokens that the client's constant bound lets through."""
-        return min(output_tokens, self._spec.max_tokens) if isinstance(self._spec.max_tokens, int) else output_tokens
-
-    def _context(self) -> int:
-        return self._spec.max_model_len or NO_BOUND
+            wanted = zip(SLO_KEYS, (slo.ttft_s, slo.tbt_s, slo.e2e_s), strict=True)
+            said |= {key: seconds * _MS for key, seconds in wanted if seconds is not None}
+        return said
 
 
-def _gave_up(request: SimRequest, finished_s: float) -> bool:
-    return request.abort_after_s is not None and finished_s >= request.arrival_s + request.abort_after_s
+def mean_error(sigma: float) -> float:
+    """Return ``E|exp(sigma Z) - 1|`` of a standard normal Z.
+
+    The parts above and below 1 are ``exp(sigma^2 / 2) Phi(sigma) - 1/2`` and ``1/2 - exp(sigma^2 / 2) Phi(-sigma)``;
+    their sum is ``exp(sigma^2 / 2) erf(sigma / sqrt(2))``.
+    """
+    return math.exp(sigma**2 / 2) * math.erf(sigma / math.sqrt(2))
+
+
+def sigma_of(error: float) -> float:
+    """Return the sigma whose `mean_error` is ``error``, a finite number of at least 0."""
+    low, high = 0.0, 1.0
+    while mean_error(high) < error:
+        high *= 2
+    for _ in range(100):  # mean_error grows with sigma
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_error(middle) < error else (low, middle)
+    return high

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ext.simulation.flag import Flag
+from vllm_ext.slo import Slo
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Arrivals = Literal["poisson", "gamma", "recorded", "closed-loop", "at-once"]
@@ -96,6 +97,14 @@ class SloTarget(BaseModel):
             raise ValueError("base_s, per_prompt_token_s, bucket_s: one of them must be greater than 0")
         return self
 
+    def seconds(self, prompt_tokens: int, uniform: float) -> float:
+        """Return the objective of a request; ``uniform`` in [0, 1) chooses the factor."""
+        buckets = -(-prompt_tokens // self.bucket_tokens)
+        value = self.base_s + self.per_prompt_token_s * buckets * self.bucket_tokens
+        if table := self.bucket_s:
+            value += table[min(buckets, len(table)) - 1] * max(1.0, buckets / len(table))
+        return value * (self.low + (self.high - self.low) * uniform)
+
 
 class TierSpec(BaseModel):
     """A class of service: who belongs to it, and what they expect."""
@@ -114,10 +123,11 @@ class TierSpec(BaseModel):
     e2e: SloTarget | None = None
     """Arrival to last token."""
 
-    @property
-    def has_objectives(self) -> bool:
-        """Whether its requests expect anything."""
-        return (self.ttft, self.tbt, self.e2e) != (None, None, None)
+    def slo(self, prompt_tokens: int, uniforms: tuple[float, float, float]) -> Slo:
+        """Return the objectives of a request; a number in [0, 1) chooses the factor of each."""
+        targets = zip((self.ttft, self.tbt, self.e2e), uniforms, strict=True)
+        seconds = [None if target is None else target.seconds(prompt_tokens, uniform) for target, uniform in targets]
+        return Slo(**dict(zip(("ttft_s", "tbt_s", "e2e_s"), seconds, strict=True)))
 
 
 class WorkloadSpec(SourceSpec):
@@ -190,6 +200,11 @@ class WorkloadSpec(SourceSpec):
             raise ValueError(f"{given[0]}={getattr(self, given[0])!r}: must be set in each part of mix, not beside it")
         if isinstance(self.max_tokens, int) and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1, 'cap' or 'exact'")
+        if self.max_model_len is not None and self.max_model_len - self.system_prompt_tokens < 2:
+            raise ValueError(
+                f"system_prompt_tokens={self.system_prompt_tokens}: must leave at least 2 tokens of "
+                f"max_model_len={self.max_model_len}"
+            )
         if self.announce_error and self.announce != "hint":
             raise ValueError(f"announce_error={self.announce_error}: needs announce='hint', found {self.announce!r}")
         if (self.abort_share > 0) != (self.abort_mean_s is not None):
@@ -198,6 +213,10 @@ class WorkloadSpec(SourceSpec):
             )
         self._check_tiers()
         return self
+
+    def served(self, output_tokens: int) -> int:
+        """Return how much of an output a constant bound of the client lets through."""
+        return min(output_tokens, self.max_tokens) if isinstance(self.max_tokens, int) else output_tokens
 
     def _check_arrivals(self) -> None:
         kind, rate = self.arrivals, self.rate_per_s
@@ -220,7 +239,7 @@ class WorkloadSpec(SourceSpec):
             raise ValueError(f"tiers: names must differ, found {names}")
         if self.tiers and not any(tier.share for tier in self.tiers):
             raise ValueError("tiers: share must be greater than 0 for at least one of them")
-        if self.announce_slo and not any(tier.has_objectives for tier in self.tiers):
+        if self.announce_slo and not any(tier.ttft or tier.tbt or tier.e2e for tier in self.tiers):
             raise ValueError("announce_slo=True: needs tiers, one of them with an objective (ttft, tbt or e2e)")
         for part in self.mix:
             if part.tier is not None and part.tier not in names:
