@@ -4,18 +4,7 @@ Every reader returns rows in file order and never guesses: a bad row is an error
 field. Lengths in tokens stay unknown where a file has only text; whoever runs the workload counts them with the
 tokenizer it serves with.
 
-| format | file | a row |
-|---|---|---|
-| sharegpt | JSON array or JSON lines of {id, conversations: [{from, value}]} | the turns that are answered |
-| alpaca | JSON array or JSON lines of {instruction, input, output} | instruction, blank line, input |
-| jsonl | JSON lines of {prompt or prompt_tokens, output or output_tokens, timestamp?} | as it stands |
-| mooncake | JSON lines of {timestamp (ms), input_length, output_length, hash_ids?} | with the ids of shared prefixes |
-| burstgpt | CSV: Timestamp, Request tokens, Response tokens | failed requests (0 tokens) are skipped and counted |
-| azure | CSV: TIMESTAMP, ContextTokens, GeneratedTokens | as burstgpt |
-| lengths | CSV: num_prefill_tokens, num_decode_tokens | as burstgpt, without arrival times |
-| lmsys | CSV: index, output_token_length, model | output length only |
-
-Any of them may be gzipped.
+`_FORMATS` lists the formats; docs/simulator-workloads.md says what their files hold. Any of them may be gzipped.
 """
 
 from __future__ import annotations
