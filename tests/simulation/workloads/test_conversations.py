@@ -35,14 +35,15 @@ def two_turns(folder: Path, **fields: Any) -> tuple[Workload, SimRequest]:
 
 
 def test_next_turn_is_the_history_as_it_was_generated_and_what_the_user_adds(tmp_path: Path) -> None:
-    load, first = two_turns(tmp_path)
+    load, first = two_turns(tmp_path, keep_text=True)
     output = [11, 12, 13, 2]
     (second,) = load.after(first, 100.0, output)
     assert (first.prompt_tokens, first.output_tokens) == (8, 12)
     assert (second.arrival_s, second.prompt_tokens, second.output_tokens) == (130.0, 8 + 4 + 16, 4)
-    assert list(second.token_ids or ())[:12] == [*(first.token_ids or ()), *output]
-    assert len(second.token_ids or ()) == 28
-    assert min(list(second.token_ids or ())[12:]) >= 100
+    ids = list(second.token_ids or ())
+    assert (len(ids), ids[:12]) == (28, [*(first.token_ids or ()), *output])
+    assert min(ids[12:]) >= 100
+    assert [len((r.prompt or "").split()) for r in (first, second)] == [6, 12], "the text is what the user adds"
     assert first.session_id == second.session_id is not None
     assert first.req_id != second.req_id
     assert list(load.after(second, 200.0, [7])) == [], "the last turn"
@@ -54,13 +55,31 @@ def test_after_depends_on_its_arguments_only_and_how_many_there_are_on_the_run(t
     assert load.expected_requests is None
 
 
-@pytest.mark.parametrize(("max_model_len", "turns"), [(44, 2), (43, 1)])
-def test_conversation_ends_where_the_next_turn_would_exceed_the_context(
-    tmp_path: Path, max_model_len: int, turns: int
+@pytest.mark.parametrize(
+    ("fields", "finished_s", "generated", "goes_on"),
+    [
+        ({}, 1.0, 2, True),
+        ({}, 1.0, 0, False),
+        ({"max_model_len": 44}, 1.0, 16, True),
+        ({"max_model_len": 43}, 1.0, 16, False),
+        ({"duration_s": 100, "num_requests": 1}, 69.9, 1, True),
+        ({"duration_s": 100, "num_requests": 1}, 70.0, 1, False),
+    ],
+    ids=["goes on", "failed", "8 + 16 + 16 added + 4 to come fit", "exceeds the context", "in time", "too late"],
+)
+def test_conversation_ends_early_where_its_next_turn_cannot_begin(
+    tmp_path: Path, fields: dict[str, Any], finished_s: float, generated: int, goes_on: bool
 ) -> None:
-    load, first = two_turns(tmp_path, max_model_len=max_model_len)
-    following = list(load.after(first, 1.0, [7] * 16))
-    assert len(following) == turns - 1, "8 prompt, 16 generated, 16 added, 4 to come: 44"
+    load, first = two_turns(tmp_path, **fields)
+    assert len(list(load.after(first, finished_s, [7] * generated))) == goes_on
+
+
+def test_conversation_ends_with_its_client(tmp_path: Path) -> None:
+    load, first = two_turns(tmp_path, abort_share=1, abort_mean_s=10)
+    assert first.abort_after_s is not None
+    gone_s = first.arrival_s + first.abort_after_s
+    assert list(load.after(first, gone_s, [7, 7])) == []
+    assert len(list(load.after(first, gone_s - 1e-3, [7, 7]))) == 1
 
 
 def test_cut_history_loses_its_oldest_tokens_but_keeps_the_system_prompt(tmp_path: Path) -> None:
@@ -71,21 +90,6 @@ def test_cut_history_loses_its_oldest_tokens_but_keeps_the_system_prompt(tmp_pat
     assert ids[:10] == list(first.token_ids or ())[:10]
     assert ids[10:14] == list(first.token_ids or ())[14:18]
     assert ids[14:30] == list(range(500, 516))
-
-
-def test_conversation_ends_with_its_client_or_with_a_failed_turn(tmp_path: Path) -> None:
-    load, first = two_turns(tmp_path, abort_share=1, abort_mean_s=10)
-    assert first.abort_after_s is not None
-    gone_s = first.arrival_s + first.abort_after_s
-    assert list(load.after(first, gone_s, [7, 7])) == []
-    assert list(load.after(first, gone_s - 1e-3, [])) == []
-    assert len(list(load.after(first, gone_s - 1e-3, [7, 7]))) == 1
-
-
-def test_no_turn_begins_after_the_end(tmp_path: Path) -> None:
-    load, first = two_turns(tmp_path, duration_s=100, num_requests=1)
-    assert list(load.after(first, 70.0, [7])) == []
-    assert len(list(load.after(first, 69.9, [7]))) == 1
 
 
 def test_prompts_of_conversations_differ_from_the_first_token_on_and_single_turns_carry_no_ids() -> None:
@@ -162,12 +166,6 @@ def test_recorded_conversations_that_cannot_be_served_are_refused(
 def test_max_turns_ends_recorded_conversations(tmp_path: Path, bounds: dict[str, int], turns: int) -> None:
     load = workload(source=chat(tmp_path, (8, 8), (8, 8), (8, 8)), conversations=True, think_s=1, **bounds)
     assert (load.rows, len(serve(load))) == (1, turns)
-
-
-def test_text_of_a_turn_is_what_the_user_adds(tmp_path: Path) -> None:
-    load, first = two_turns(tmp_path, keep_text=True)
-    (second,) = load.after(first, 1.0, [7])
-    assert (len((first.prompt or "").split()), len((second.prompt or "").split())) == (6, 12)
 
 
 @settings(max_examples=40)

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 from .parts import counts, jsonl, lengths, requests, workload
-
-LMSYS = "index,output_token_length,predicted_length,latency,model\n0,40,0,0.1,vicuna-13b\n1,72,0,0.1,llama\n"
 
 
 def mooncake(folder: Path) -> str:
@@ -39,18 +36,15 @@ def test_every_preset_can_be_served(preset: str) -> None:
     assert all(r.prompt_tokens >= 1 and r.output_tokens >= 1 for r in load.start())
 
 
-def test_checksum_of_a_preset_changes_with_its_seed() -> None:
-    checksums = {workload(source="alpaca-vllm", num_requests=1, seed=seed).sha256 for seed in (0, 1)}
-    assert len(checksums) == 2
-
-
-def test_file_is_served_in_order_with_its_name_rows_and_checksum(tmp_path: Path) -> None:
+def test_file_is_served_in_order_with_its_name_rows_and_checksum_and_a_preset_with_one_of_its_seed(
+    tmp_path: Path,
+) -> None:
     source = counts(tmp_path, (1, 2), (3, 4))
     load = workload(source=source)
-    assert [(r.prompt_tokens, r.output_tokens) for r in load.start()] == [(1, 2), (3, 4)]
+    assert [(r.prompt_tokens, r.output_tokens, r.token_ids) for r in load.start()] == [(1, 2, None), (3, 4, None)]
     assert (load.name, load.rows, load.expected_requests) == ("rows.jsonl", 2, 2)
     assert load.sha256 == hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    assert all(r.token_ids is None for r in load.start()), "requests that share nothing carry no ids"
+    assert workload(num_requests=1, seed=0).sha256 != workload(num_requests=1, seed=1).sha256
 
 
 def test_drawing_without_replacement_takes_each_row_once_in_an_order_of_the_seed(tmp_path: Path) -> None:
@@ -67,30 +61,30 @@ def test_drawing_with_replacement_repeats_rows_evenly(tmp_path: Path) -> None:
     assert found[1, 1] / 4000 == pytest.approx(0.5, abs=0.04)
 
 
-def test_lengths_are_scaled_then_cut_then_filtered(tmp_path: Path) -> None:
-    source = counts(tmp_path, (10, 10), (20, 20), (30, 30), (1, 1))
-    assert lengths(source=source, scale_prompt=0.5, scale_output=2) == [(5, 20), (10, 40), (15, 60), (1, 2)]
-    assert lengths(source=source, cap_prompt_tokens=15, cap_output_tokens=25, min_prompt_tokens=15) == [
-        (15, 20),
-        (15, 25),
-    ]
-    assert lengths(source=source, max_output_tokens=10) == [(10, 10), (1, 1)]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"scale_prompt": 0.5, "scale_output": 2}, [(5, 20), (10, 40), (2, 180)]),
+        ({"cap_prompt_tokens": 15, "cap_output_tokens": 25, "min_prompt_tokens": 10}, [(10, 10), (15, 20)]),
+        ({"max_output_tokens": 10}, [(10, 10)]),
+        ({"max_model_len": 30}, [(10, 10)]),
+        ({"max_model_len": 30, "over_context": "cut"}, [(10, 10), (10, 20), (1, 29)]),
+        ({"max_model_len": 30, "max_tokens": 10}, [(10, 10), (20, 20), (5, 90)]),
+    ],
+    ids=["scaled", "cut, then filtered", "filtered", "out of context", "cut to context", "10 are served"],
+)
+def test_lengths_are_scaled_then_cut_then_filtered_then_fitted_into_the_context(
+    tmp_path: Path, fields: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    assert lengths(source=counts(tmp_path, (10, 10), (20, 20), (5, 90)), **fields) == expected
 
 
-def test_context_leaves_out_what_does_not_fit_or_cuts_its_prompt(tmp_path: Path) -> None:
-    source = counts(tmp_path, (10, 10), (20, 20), (5, 90))
-    assert lengths(source=source, max_model_len=30) == [(10, 10)]
-    assert lengths(source=source, max_model_len=30, over_context="cut") == [(10, 10), (10, 20), (1, 29)]
-    assert lengths(source=source, max_model_len=30, max_tokens=10) == [(10, 10), (20, 20), (5, 90)], "10 are served"
-
-
-def test_context_of_the_engine_is_used_where_the_description_leaves_it_open(tmp_path: Path) -> None:
-    spec = WorkloadSpec(source=counts(tmp_path, (10, 10), (20, 20)))
-    assert [r.max_tokens for r in build(spec, max_model_len=30).start()] == [20]
-    assert [r.max_tokens for r in build(spec.model_copy(update={"max_model_len": 64}), max_model_len=30).start()] == [
-        54,
-        44,
-    ]
+@pytest.mark.parametrize(("own", "expected"), [(None, [20]), (64, [54, 44])])
+def test_context_of_the_engine_is_used_where_the_description_leaves_it_open(
+    tmp_path: Path, own: int | None, expected: list[int]
+) -> None:
+    spec = WorkloadSpec(source=counts(tmp_path, (10, 10), (20, 20)), max_model_len=own)
+    assert [r.max_tokens for r in build(spec, max_model_len=30).start()] == expected
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("cap", 990), ("exact", 20), (2048, 990), (64, 64)])
@@ -99,53 +93,51 @@ def test_max_tokens_is_the_clients_bound_and_never_beyond_the_context(policy: An
     assert next(load.start()).max_tokens == expected
 
 
-def test_nothing_left_after_the_filters_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"rows.jsonl: no row is left after the filters"):
-        workload(source=counts(tmp_path, (1, 1)), min_prompt_tokens=2)
-
-
-def test_texts_are_counted_as_four_thirds_of_their_words_and_kept_if_asked(tmp_path: Path) -> None:
-    source = jsonl(tmp_path, {"prompt": "one two three", "output": "a b c d e f"})
-    assert lengths(source=source) == [(4, 8)]
-    assert [r.prompt for r in requests(source=source) + requests(source=source, keep_text=True)] == [
-        None,
-        "one two three",
-    ]
-
-
-def test_texts_are_counted_by_a_tokenizer_if_one_is_named(tmp_path: Path) -> None:
-    source = jsonl(tmp_path, {"prompt": "a b", "output": "a a a"})
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+def test_texts_are_counted_as_four_thirds_of_their_words_or_by_a_tokenizer_and_kept_if_asked(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "a b a", "output": "a a a a a a"})
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert lengths(source=source, tokenizer=str(tmp_path)) == [(2, 3)]
-    with pytest.raises(ValueError, match=r"tokenizer='nowhere': must be a folder with a tokenizer.json"):
-        workload(source=source, tokenizer="nowhere")
+    assert lengths(source=source) == [(4, 8)]
+    assert lengths(source=source, tokenizer=str(tmp_path)) == [(3, 6)]
+    kept = requests(source=source) + requests(source=source, keep_text=True)
+    assert [r.prompt for r in kept] == [None, "a b a"]
 
 
 def test_output_lengths_without_prompts_borrow_them_from_a_preset_or_a_file(tmp_path: Path) -> None:
-    (tmp_path / "lmsys.csv").write_text(LMSYS)
-    source = str(tmp_path / "lmsys.csv")
-    assert lengths(source=source, prompts_from="fixed:33:1") == [(33, 40), (33, 72)]
-    assert {p for p, _ in lengths(source=source, prompts_from=counts(tmp_path, (5, 1), (6, 1)))} <= {5, 6}
-    assert lengths(source=source, prompts_from="fixed:33:1", where={"model": ["llama"]}) == [(33, 72)]
-    with pytest.raises(DatasetError, match=r"lmsys.csv: .* has no prompts; prompts_from must say"):
-        workload(source=source)
-    with pytest.raises(ValueError, match=r"prompts_from='alpaca-like': must be left out, rows.jsonl has prompts"):
-        workload(source=counts(tmp_path, (5, 1)), prompts_from="alpaca-like")
+    source = tmp_path / "lmsys.csv"
+    source.write_text("index,output_token_length,model\n0,40,vicuna\n1,72,llama\n")
+    borrowed = {"source": str(source), "prompts_from": "fixed:33:1"}
+    assert lengths(**borrowed) == [(33, 40), (33, 72)]
+    assert lengths(**borrowed, where={"model": ["llama"]}) == [(33, 72)]
+    borrowed["prompts_from"] = counts(tmp_path, (5, 1), (6, 1))
+    assert {p for p, _ in lengths(**borrowed, sample="with-replacement", num_requests=50)} <= {5, 6}
 
 
-def test_requests_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path) -> None:
-    first, second, third = workload(source=mooncake(tmp_path), arrivals="recorded").start()
-    assert [r.arrival_s for r in (first, second, third)] == [0.0, 0.5, 2.5]
-    assert [len(r.token_ids or ()) for r in (first, second, third)] == [1200, 1536, 100]
-    assert common(first, second) == 2 * 512
-    assert common(first, third) == 0
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_prompt_tokens": 2}, r"rows.jsonl: no row is left after the filters"),
+        ({"tokenizer": "nowhere"}, r"tokenizer='nowhere': must be a folder with a tokenizer.json"),
+        ({"prompts_from": "alpaca-like"}, r"prompts_from='alpaca-like': must be left out, rows.jsonl has prompts"),
+        ({"mix": [{}]}, r"sample='file-order' of rows.jsonl in mix: must be 'with-replacement'"),
+    ],
+)
+def test_file_that_cannot_be_served_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    source = {"source": counts(tmp_path, (1, 1))}
+    with pytest.raises(ValueError, match=message):
+        workload(**({"mix": [source], "num_requests": 1} if "mix" in fields else source | fields))
 
 
-def test_shared_blocks_shrink_with_the_prompts(tmp_path: Path) -> None:
-    first, second, _ = workload(source=mooncake(tmp_path), scale_prompt=0.25).start()
-    assert (first.prompt_tokens, second.prompt_tokens, common(first, second)) == (300, 384, 2 * 128)
+@pytest.mark.parametrize(
+    ("scale", "prompts", "shared"), [(1.0, [1200, 1536, 100], 2 * 512), (0.25, [300, 384, 25], 2 * 128)]
+)
+def test_requests_share_the_tokens_of_their_leading_hash_ids_which_shrink_with_the_prompts(
+    tmp_path: Path, scale: float, prompts: list[int], shared: int
+) -> None:
+    first, second, third = requests(source=mooncake(tmp_path), scale_prompt=scale)
+    assert [len(r.token_ids or ()) for r in (first, second, third)] == prompts
+    assert (common(first, second), common(first, third)) == (shared, 0)
 
 
 def test_system_prompt_comes_first_for_all_and_counts(tmp_path: Path) -> None:
@@ -172,11 +164,6 @@ def test_mix_takes_each_part_by_its_weight_and_puts_it_into_its_tier(tmp_path: P
     assert all((r.prompt_tokens == 9000) == (r.tier == "long") for r in load.start())
     assert load.name == "35% fixed:9000:50 + 65% rows.jsonl"
     assert (load.rows, load.expected_requests) == (2, 4000)
-
-
-def test_part_of_a_mix_must_not_run_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample='file-order' of rows.jsonl in mix: must be 'with-replacement'"):
-        workload(mix=[{"source": counts(tmp_path, (1, 1))}], num_requests=1)
 
 
 def test_parts_of_a_mix_draw_from_streams_of_their_own() -> None:

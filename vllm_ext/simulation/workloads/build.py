@@ -1,21 +1,33 @@
-"""From the description of a workload to the workload."""
+"""From the description of a workload to the workload: who sends requests, when, and with which history."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from vllm_ext.datasets import DatasetError
+from vllm_ext.hints import MAX_OSL, SLO_KEYS
+from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation import arrivals
-from vllm_ext.simulation.requests import Workload
-from vllm_ext.simulation.workloads.generated import GeneratedWorkload
-from vllm_ext.simulation.workloads.randomness import Purpose, generator
-from vllm_ext.simulation.workloads.sources import Source, read
-from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo, Workload
+from vllm_ext.simulation.workloads import token_ids
+from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
+from vllm_ext.simulation.workloads.sources import Session, Source, read
+from vllm_ext.simulation.workloads.spec import TierSpec, WorkloadSpec
+
+NO_BOUND = 1 << 30
+"""``max_tokens`` where the client sets none and the context is not known: the server's context is the bound."""
+_MS = 1000.0
 
 Times = Callable[[], Iterator[float]]
+"""Begins an arrival process anew: increasing times in seconds."""
 
 
 def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
@@ -91,3 +103,208 @@ def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> No
     first_missing = next(itertools.islice(times(), source.size, None))
     if first_missing < spec.duration_s:
         raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
+
+
+class Draws(NamedTuple):
+    """What is random about one request, whatever the server does."""
+
+    think: float
+    """Time from the end of the client's last request, over its mean; unused where there was none."""
+    error: float
+    """Standard normal number behind the announced length."""
+    slo: tuple[float, float, float]
+    """Choose TTFT, TBT and E2E between their bounds: uniform in [0, 1), as is ``abort``."""
+    abort: float
+    """Decides whether the client disconnects ..."""
+    abort_time: float
+    """... and when, over the mean time."""
+
+
+class Plan(NamedTuple):
+    """Everything about a session but its times, drawn when it begins: nothing the server does changes a draw."""
+
+    number: int
+    """Sessions are counted from 0, in the order in which they begin."""
+    session: Session
+    tier: TierSpec | None
+    draws: tuple[Draws, ...]
+    """Of each turn."""
+
+
+@dataclass(eq=False)
+class GeneratedWorkload:
+    """Requests of a source, at the times of an arrival process.
+
+    Open loop: `after` depends on its arguments only. Closed loop: whoever ends first takes the next session, so that
+    one run at a time can use a workload; `start` begins anew.
+    """
+
+    spec: WorkloadSpec
+    source: Source
+    arrival_times: Times | None
+    limit: int | None
+    """How many sessions begin; None: no limit."""
+    think_s: float
+    """Mean think time, in seconds."""
+
+    def __post_init__(self) -> None:
+        self.name, self.rows, self.sha256 = self.source.name, self.source.rows, self.source.sha256
+        self._sigma = sigma_of(self.spec.announce_error)
+        self._system_prompt = token_ids.system_prompt(self.spec.system_prompt_tokens)
+        self._context = self.spec.max_model_len or NO_BOUND
+        self._end_s = math.inf if self.spec.duration_s is None else self.spec.duration_s
+        self._queue: Iterator[Plan] = iter(())
+
+    @cached_property
+    def expected_requests(self) -> int | None:
+        """How many requests a run will see; None if that depends on the run: turns may be left out, clients wait."""
+        if self.limit == 0:
+            return 0
+        if self.source.conversations or (self.arrival_times is None and self.spec.duration_s is not None):
+            return None
+        return self.limit if self.arrival_times is None else sum(1 for _ in self._times(self.arrival_times))
+
+    def start(self) -> Iterator[SimRequest]:
+        """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
+        plans = self._plans()
+        if self.arrival_times is not None:
+            times = self._times(self.arrival_times)
+            return (self._opening(plan, arrival_s) for arrival_s, plan in zip(times, plans, strict=False))
+        self._queue = plans
+        return (self._opening(plan, 0.0) for plan in itertools.islice(plans, self.spec.clients))
+
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+        """Return the conversation's next turn; else, in a closed loop, the client's next session.
+
+        A conversation ends early where its client has disconnected, where a turn was refused or gave no token, and,
+        with ``over_context="drop"``, where the next turn would exceed the context.
+        """
+        following = self._next_turn(request, finished_s, output_ids)
+        if following is None and finished_s < self._end_s and (plan := next(self._queue, None)) is not None:
+            arrival_s = finished_s + self._thought_s(plan, 0)
+            following = self._opening(plan, arrival_s) if arrival_s < self._end_s else None
+        return () if following is None else (following,)
+
+    def _times(self, arrival_times: Callable[[], Iterator[float]]) -> Iterator[float]:
+        times = itertools.islice(arrival_times(), self.limit)
+        return itertools.takewhile(lambda time_s: time_s < self._end_s, times)
+
+    def _plans(self) -> Iterator[Plan]:
+        seed, tiers = self.spec.seed, self.spec.tiers
+        by_name = {tier.name: tier for tier in tiers}
+
+        def stream(purpose: Purpose, draw: Callable[..., Any] = Generator.random) -> Iterator[float]:
+            return draws(generator(seed, purpose), draw)
+
+        # A stream for each kind of draw: switching one on shifts no other.
+        drawn = map(
+            Draws,
+            stream(Purpose.THINK, Generator.exponential),
+            stream(Purpose.ANNOUNCE, Generator.normal),
+            zip(*map(stream, (Purpose.SLO_TTFT, Purpose.SLO_TBT, Purpose.SLO_E2E)), strict=True),
+            stream(Purpose.ABORT),
+            stream(Purpose.ABORT_TIME, Generator.exponential),
+        )
+        chosen = (
+            choices([tier.share for tier in tiers], generator(seed, Purpose.TIER)) if tiers else itertools.repeat(0)
+        )
+        sessions = itertools.islice(self.source.sessions(), self.limit)
+        for number, (session, index) in enumerate(zip(sessions, chosen, strict=False)):
+            tier = (by_name[session.tier] if session.tier else tiers[index]) if tiers else None
+            yield Plan(number, session, tier, tuple(itertools.islice(drawn, len(session.turns))))
+
+    def _thought_s(self, plan: Plan, turn: int) -> float:
+        return self.think_s * (1.0 if self.spec.think == "constant" else plan.draws[turn].think)
+
+    def _opening(self, plan: Plan, arrival_s: float) -> SimRequest:
+        session = plan.session
+        first = session.turns[0]
+        ids: list[int] | None = None
+        if session.hash_ids is not None:
+            ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
+        elif self._system_prompt or len(session.turns) > 1:
+            ids = token_ids.opening(plan.number, first.prompt_tokens)
+        if ids is not None:
+            ids = self._system_prompt + ids
+        return self._request(plan, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
+
+    def _next_turn(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> SimRequest | None:
+        plan: Plan = request.meta["plan"]
+        turn = request.meta["turn"] + 1
+        gone = request.abort_after_s is not None and finished_s >= request.arrival_s + request.abort_after_s
+        if turn == len(plan.draws) or gone or not output_ids or request.token_ids is None:
+            return None
+        arrival_s = finished_s + self._thought_s(plan, turn)
+        if arrival_s >= self._end_s:
+            return None
+        wanted = plan.session.turns[turn]
+        history = [*request.token_ids, *output_ids]
+        excess = len(history) + wanted.prompt_tokens + self.spec.served(wanted.output_tokens) - self._context
+        if excess > 0:
+            kept = len(self._system_prompt)
+            if self.spec.over_context == "drop" or excess > len(history) - kept:
+                return None
+            del history[kept : kept + excess]
+        ids = history + token_ids.added(plan.number, turn, wanted.prompt_tokens)
+        return self._request(plan, turn, arrival_s, len(ids), ids)
+
+    def _request(
+        self, plan: Plan, turn: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
+    ) -> SimRequest:
+        spec, tier, drawn = self.spec, plan.tier, plan.draws[turn]
+        several = len(plan.draws) > 1
+        output_tokens = plan.session.turns[turn].output_tokens
+        max_tokens = max(1, self._context - prompt_tokens)
+        if spec.max_tokens != "cap":
+            max_tokens = min(max_tokens, output_tokens if spec.max_tokens == "exact" else spec.max_tokens)
+        slo = NO_SLO if tier is None else tier.slo(prompt_tokens, drawn.slo)
+        gives_up = drawn.abort < spec.abort_share
+        return SimRequest(
+            req_id=f"r{plan.number}.{turn}" if several else f"r{plan.number}",
+            arrival_s=arrival_s,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            max_tokens=max_tokens,
+            token_ids=ids,
+            extra_args=self._said(min(output_tokens, max_tokens), drawn.error, slo) or None,
+            priority=0 if tier is None else tier.priority,
+            session_id=f"s{plan.number}" if several else None,
+            slo=slo,
+            tier="" if tier is None else tier.name,
+            abort_after_s=drawn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
+            patience_s=spec.patience_s,
+            prompt=plan.session.turns[turn].text,
+            meta={"plan": plan, "turn": turn},
+        )
+
+    def _said(self, true_tokens: int, error: float, slo: Slo) -> dict[str, Any]:
+        """Return what the client announces, or what lies where only oracles read."""
+        said: dict[str, Any] = {}
+        if self.spec.announce == "hidden":
+            said[HIDDEN_LENGTH_KEY] = true_tokens
+        elif self.spec.announce == "hint":
+            said["osl"] = min(MAX_OSL, max(1, round(true_tokens * math.exp(self._sigma * error))))
+        if self.spec.announce_slo:
+            wanted = zip(SLO_KEYS, (slo.ttft_s, slo.tbt_s, slo.e2e_s), strict=True)
+            said |= {key: seconds * _MS for key, seconds in wanted if seconds is not None}
+        return said
+
+
+def mean_error(sigma: float) -> float:
+    """Return ``E|exp(sigma Z) - 1|`` of a standard normal Z.
+
+    The parts above and below 1 are ``exp(sigma^2 / 2) Phi(sigma) - 1/2`` and ``1/2 - exp(sigma^2 / 2) Phi(-sigma)``;
+    their sum is ``exp(sigma^2 / 2) erf(sigma / sqrt(2))``.
+    """
+    return math.exp(sigma**2 / 2) * math.erf(sigma / math.sqrt(2))
+
+
+def sigma_of(error: float) -> float:
+    """Return the sigma whose `mean_error` is ``error``, a finite number of at least 0."""
+    low, high = 0.0, 1.0
+    while mean_error(high) < error:
+        high *= 2
+    for _ in range(100):  # mean_error grows with sigma
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_error(middle) < error else (low, middle)
+    return high
