@@ -69,11 +69,6 @@ class Requests:
         """How many there are."""
         return len(self.requests)
 
-    @property
-    def expected_requests(self) -> int | None:
-        """How many there are."""
-        return len(self.requests)
-
     def start(self) -> Iterator[SimRequest]:
         """Yield them by arrival."""
         return iter(self.requests)

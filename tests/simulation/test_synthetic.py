@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -18,53 +20,42 @@ def drawn(name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(prompts), np.array(outputs)
 
 
+def p50(lengths: np.ndarray) -> float:
+    return float(np.percentile(lengths, 50))
+
+
+def p90(lengths: np.ndarray) -> float:
+    return float(np.percentile(lengths, 90))
+
+
 @pytest.mark.parametrize(
-    ("name", "prompt", "output"),
+    ("name", "statistic", "prompt", "output", "within"),
     [
-        ("openchat-sharegpt4", (1730, 5696), (415, 834)),
-        ("arxiv-summarization", (7059, 12985), (208, 371)),
-        ("sharegpt-o1-like", (209, 839), (1954, 3872)),
-        ("distribution-1", (2064, 3690), (3072, 3891)),
-        ("distribution-2", (4096, 4915), (4096, 4915)),
-        ("distribution-3", (3072, 3891), (2064, 3690)),
+        ("openchat-sharegpt4", p50, 1730, 415, 0.02),
+        ("openchat-sharegpt4", p90, 5696, 834, 0.02),
+        ("arxiv-summarization", p50, 7059, 208, 0.02),
+        ("arxiv-summarization", p90, 12985, 371, 0.02),
+        ("sharegpt-o1-like", p50, 209, 1954, 0.02),
+        ("sharegpt-o1-like", p90, 839, 3872, 0.02),
+        ("sharegpt-o1-like", np.mean, 381, 2160, 0.05),
+        ("sharegpt-vllm", np.mean, 161.31, 337.99, 0.015),
+        ("alpaca-vllm", np.mean, 19.31, 58.45, 0.015),
+        ("pensieve-sharegpt", np.mean, 37.77, 204.58, 0.015),
+        ("distribution-1", np.min, 32, 2048, 0),
+        ("distribution-1", p50, 2064, 3072, 0.02),
+        ("distribution-1", np.max, 4096, 4096, 0),
+        ("distribution-2", np.min, 3072, 3072, 0),
+        ("distribution-2", np.max, 5120, 5120, 0),
+        ("distribution-3", np.min, 2048, 32, 0),
+        ("distribution-3", np.max, 4096, 4096, 0),
+        ("fixed:300:40", np.min, 300, 40, 0),
+        ("fixed:300:40", np.max, 300, 40, 0),
     ],
 )
-def test_medians_and_90th_percentiles_are_the_published_ones_within_2_percent(
-    name: str, prompt: tuple[int, int], output: tuple[int, int]
+def test_lengths_have_the_published_statistics(
+    name: str, statistic: Callable[[np.ndarray], float], prompt: float, output: float, within: float
 ) -> None:
-    prompts, outputs = drawn(name)
-    assert np.percentile(prompts, [50, 90]) == pytest.approx(prompt, rel=0.02)
-    assert np.percentile(outputs, [50, 90]) == pytest.approx(output, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "output", "within"),
-    [
-        ("sharegpt-vllm", 161.31, 337.99, 0.015),
-        ("alpaca-vllm", 19.31, 58.45, 0.015),
-        ("pensieve-sharegpt", 37.77, 204.58, 0.015),
-        ("sharegpt-o1-like", 381, 2160, 0.05),
-    ],
-)
-def test_means_are_the_published_ones(name: str, prompt: float, output: float, within: float) -> None:
-    prompts, outputs = drawn(name)
-    assert (prompts.mean(), outputs.mean()) == pytest.approx((prompt, output), rel=within)
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "output"),
-    [
-        ("distribution-1", (32, 4096), (2048, 4096)),
-        ("distribution-2", (3072, 5120), (3072, 5120)),
-        ("distribution-3", (2048, 4096), (32, 4096)),
-        ("fixed:300:40", (300, 300), (40, 40)),
-    ],
-)
-def test_lengths_lie_in_their_range_and_reach_its_ends(
-    name: str, prompt: tuple[int, int], output: tuple[int, int]
-) -> None:
-    for lengths, (low, high) in zip(drawn(name), (prompt, output), strict=True):
-        assert (lengths.min(), lengths.max()) == (low, high)
+    assert [statistic(lengths) for lengths in drawn(name)] == pytest.approx([prompt, output], rel=within)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,6 @@ class RecordedWorkload:
         self._requests.sort(key=lambda request: request.arrival_s)  # stable: equal moments keep the recorded order
         self.rows = len(self._requests)
 
-    @property
-    def expected_requests(self) -> int | None:
-        """How many requests there are."""
-        return self.rows
-
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests by arrival."""
         return iter(self._requests)

@@ -57,11 +57,6 @@ class Workload(Protocol):
     sha256: str
     """Checksum of the underlying data."""
 
-    @property
-    def expected_requests(self) -> int | None:
-        """How many requests a run will see, for progress bars; None if that depends on the run."""
-        ...
-
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
         ...

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from vllm_ext.simulation.requests import SimRequest, Workload
 
@@ -49,10 +47,9 @@ def test_next_turn_is_the_history_as_it_was_generated_and_what_the_user_adds(tmp
     assert list(load.after(second, 200.0, [7])) == [], "the last turn"
 
 
-def test_after_depends_on_its_arguments_only_and_how_many_there_are_on_the_run(tmp_path: Path) -> None:
+def test_after_depends_on_its_arguments_only(tmp_path: Path) -> None:
     load, first = two_turns(tmp_path)
     assert list(load.after(first, 5.0, [9])) == list(load.after(first, 5.0, [9]))
-    assert load.expected_requests is None
 
 
 @pytest.mark.parametrize(
@@ -92,34 +89,16 @@ def test_cut_history_loses_its_oldest_tokens_but_keeps_the_system_prompt(tmp_pat
     assert ids[14:30] == list(range(500, 516))
 
 
-def test_prompts_of_conversations_differ_from_the_first_token_on_and_single_turns_carry_no_ids() -> None:
-    made = requests(source="pensieve-sharegpt", num_requests=500)
-    alone = [r for r in made if r.session_id is None]
-    assert 0.25 < len(alone) / 500 < 0.45, "1 - P(at least 2 turns) = 0.35"
-    assert all(r.token_ids is None for r in alone)
-    firsts = [r.token_ids[0] for r in made if r.token_ids is not None]
-    assert len(set(firsts)) == len(firsts) == 500 - len(alone)
-
-
-def test_pensieve_conversations_have_its_turns_lengths_and_reaction_times() -> None:
-    """Table 3.2: 5.56 turns, 37.77 tokens in and 204.58 out per turn; section 3.6.4: 36 % have 5 turns or more."""
-    served = serve(workload(source="pensieve-sharegpt", num_requests=2500))
+def test_pensieve_clients_react_after_a_minute_on_average_and_add_what_is_in_its_table() -> None:
+    """Table 3.2: 37.77 tokens per turn; section 3.6.4: reaction times are exponential."""
     by_number: dict[str, list[SimRequest]] = {}
-    for request in served:
+    for request in serve(workload(source="pensieve-sharegpt", num_requests=2500)):
         by_number.setdefault(request.req_id.split(".")[0], []).append(request)
-    turns = np.array([len(requests) for requests in by_number.values()])
-    outputs = np.array([r.output_tokens for r in served])
-    gaps = np.concatenate([np.diff([r.arrival_s for r in c]) - 2.0 for c in by_number.values()])
-    added = [
-        later.prompt_tokens - earlier.prompt_tokens - earlier.output_tokens
-        for c in by_number.values()
-        for earlier, later in itertools.pairwise(c)
-    ]
-    assert turns.mean() == pytest.approx(5.56, rel=0.06)
-    assert (turns >= 5).mean() == pytest.approx(0.36, abs=0.02)
-    assert outputs.mean() == pytest.approx(204.58, rel=0.03)
+    pairs = [pair for turns in by_number.values() for pair in itertools.pairwise(turns)]
+    gaps = np.array([later.arrival_s - earlier.arrival_s - 2.0 for earlier, later in pairs])
+    added = [later.prompt_tokens - earlier.prompt_tokens - earlier.output_tokens for earlier, later in pairs]
+    assert (gaps.mean(), gaps.std()) == pytest.approx((60, 60), rel=0.03)
     assert np.mean(added) == pytest.approx(37.77, rel=0.1)
-    assert gaps.mean() == pytest.approx(60, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +115,6 @@ def test_a_rate_that_counts_all_turns_counts_those_that_are_left(
     assert slow / fast == pytest.approx(mean, rel=0.01)
     assert turns.total() / 1000 == pytest.approx(mean, rel=0.05)
     assert fewest <= min(turns.values()) <= max(turns.values()) <= most
-
-
-def test_client_of_a_closed_loop_finishes_its_conversation_before_the_next() -> None:
-    served = serve(workload(source="pensieve-sharegpt", arrivals="closed-loop", num_requests=20, think_s=1))
-    sessions = [r.req_id.split(".")[0] for r in served]
-    assert sessions == sorted(sessions, key=lambda s: int(s[1:]))
-    assert len(set(sessions)) == 20
 
 
 @pytest.mark.parametrize(
@@ -166,32 +138,3 @@ def test_recorded_conversations_that_cannot_be_served_are_refused(
 def test_max_turns_ends_recorded_conversations(tmp_path: Path, bounds: dict[str, int], turns: int) -> None:
     load = workload(source=chat(tmp_path, (8, 8), (8, 8), (8, 8)), conversations=True, think_s=1, **bounds)
     assert (load.rows, len(serve(load))) == (1, turns)
-
-
-@settings(max_examples=40)
-@given(
-    context=st.integers(64, 2048),
-    over=st.sampled_from(["drop", "cut"]),
-    system=st.integers(0, 32),
-    seed=st.integers(0, 50),
-)
-def test_no_turn_exceeds_the_context_and_histories_grow_from_what_was_sent(
-    context: int, over: str, system: int, seed: int
-) -> None:
-    load = workload(
-        source="pensieve-sharegpt",
-        num_requests=8,
-        max_model_len=context,
-        over_context=over,
-        system_prompt_tokens=system,
-        seed=seed,
-    )
-    last: dict[str, SimRequest] = {}
-    for request in serve(load):
-        assert request.prompt_tokens + min(request.output_tokens, request.max_tokens) <= context
-        assert request.token_ids is None or len(request.token_ids) == request.prompt_tokens
-        if request.session_id is not None:
-            before = last.get(request.session_id)
-            if before is not None and over == "drop":
-                assert list(request.token_ids or ())[: before.prompt_tokens] == list(before.token_ids or ())
-            last[request.session_id] = request

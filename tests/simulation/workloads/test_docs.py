@@ -22,10 +22,12 @@ def test_every_preset_and_format_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_examples_can_be_built(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_survive_json_and_can_be_built(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.jsonl").write_text(
         "".join(f'{{"prompt_tokens": 3, "output_tokens": 4, "timestamp": {t}}}\n' for t in (1, 2))
     )
-    load = build(WorkloadSpec.model_validate_json(example), max_model_len=32768)
+    spec = WorkloadSpec.model_validate_json(example)
+    assert WorkloadSpec.model_validate_json(spec.model_dump_json()) == spec
+    load = build(spec, max_model_len=32768)
     assert next(load.start()).arrival_s >= 0

@@ -12,33 +12,6 @@ from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 from .parts import workload
 
-FULL: dict[str, Any] = {
-    "mix": [
-        {"source": "arxiv-summarization", "weight": 0.35, "tier": "offline", "max_prompt_tokens": 9000},
-        {"source": "rows.jsonl", "weight": 0.65, "sample": "with-replacement", "where": {"src": ["a", "b"]}},
-    ],
-    "arrivals": "gamma",
-    "rate_per_s": 8.0,
-    "cv": 2.5,
-    "num_requests": 20_000,
-    "max_tokens": "exact",
-    "announce": "hint",
-    "announce_error": 0.092,
-    "announce_slo": True,
-    "tiers": [
-        {"name": "offline", "share": 0, "e2e": {"base_s": 60}},
-        {"name": "chat", "ttft": {"bucket_tokens": 512, "bucket_s": [0.1, 0.2], "low": 0.5, "high": 1.5}},
-    ],
-    "abort_share": 0.1,
-    "abort_mean_s": 20,
-    "seed": 3,
-}
-
-
-def test_full_description_survives_json() -> None:
-    spec = WorkloadSpec(**FULL)
-    assert WorkloadSpec.model_validate_json(spec.model_dump_json()) == spec
-
 
 @pytest.mark.parametrize("arrivals", ["recorded", "closed-loop", "at-once"])
 def test_arrivals_without_a_rate_have_none_unless_given_and_survive_json(arrivals: str) -> None:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,17 +43,17 @@ def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
     context = max_model_len if spec.max_model_len is None else spec.max_model_len
     spec = WorkloadSpec.model_validate(spec.model_dump() | {"max_model_len": context})
     source = read(spec)
-    limit = min((bound for bound in (spec.num_requests, source.size) if bound is not None), default=None)
-    if limit is None and spec.duration_s is None:
-        raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
-    if limit is None and spec.arrivals == "at-once":
-        raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
+    if spec.num_requests is None and source.size is None:
+        if spec.duration_s is None:
+            raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
+        if spec.arrivals == "at-once":
+            raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
     think_s = source.think_s if spec.think_s is None else spec.think_s
     times = _times(spec, source)
-    if think_s is None and source.conversations:
+    if think_s is None and any(part.conversations for part in spec.mix or (spec,)):
         raise ValueError("think_s=None: must be given for recorded conversations, in seconds; Pensieve: 60")
     _check_supply(spec, source, times)
-    return GeneratedWorkload(spec, source, times, limit, think_s or 0.0)
+    return GeneratedWorkload(spec, source, times, think_s or 0.0)
 
 
 def _times(spec: WorkloadSpec, source: Source) -> Times | None:
@@ -142,8 +141,6 @@ class GeneratedWorkload:
     spec: WorkloadSpec
     source: Source
     arrival_times: Times | None
-    limit: int | None
-    """How many sessions begin; None: no limit."""
     think_s: float
     """Mean think time, in seconds."""
 
@@ -155,23 +152,14 @@ class GeneratedWorkload:
         self._end_s = math.inf if self.spec.duration_s is None else self.spec.duration_s
         self._queue: Iterator[Plan] = iter(())
 
-    @cached_property
-    def expected_requests(self) -> int | None:
-        """How many requests a run will see; None if that depends on the run: turns may be left out, clients wait."""
-        if self.limit == 0:
-            return 0
-        if self.source.conversations or (self.arrival_times is None and self.spec.duration_s is not None):
-            return None
-        return self.limit if self.arrival_times is None else sum(1 for _ in self._times(self.arrival_times))
-
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
         plans = self._plans()
-        if self.arrival_times is not None:
-            times = self._times(self.arrival_times)
-            return (self._opening(plan, arrival_s) for arrival_s, plan in zip(times, plans, strict=False))
-        self._queue = plans
-        return (self._opening(plan, 0.0) for plan in itertools.islice(plans, self.spec.clients))
+        if self.arrival_times is None:
+            self._queue = plans
+            return (self._opening(0.0, plan) for plan in itertools.islice(plans, self.spec.clients))
+        times = itertools.takewhile(lambda time_s: time_s < self._end_s, self.arrival_times())
+        return itertools.starmap(self._opening, zip(times, plans, strict=False))
 
     def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
         """Return the conversation's next turn; else, in a closed loop, the client's next session.
@@ -182,12 +170,8 @@ class GeneratedWorkload:
         following = self._next_turn(request, finished_s, output_ids)
         if following is None and finished_s < self._end_s and (plan := next(self._queue, None)) is not None:
             arrival_s = finished_s + self._thought_s(plan, 0)
-            following = self._opening(plan, arrival_s) if arrival_s < self._end_s else None
+            following = self._opening(arrival_s, plan) if arrival_s < self._end_s else None
         return () if following is None else (following,)
-
-    def _times(self, arrival_times: Callable[[], Iterator[float]]) -> Iterator[float]:
-        times = itertools.islice(arrival_times(), self.limit)
-        return itertools.takewhile(lambda time_s: time_s < self._end_s, times)
 
     def _plans(self) -> Iterator[Plan]:
         seed, tiers = self.spec.seed, self.spec.tiers
@@ -208,7 +192,7 @@ class GeneratedWorkload:
         chosen = (
             choices([tier.share for tier in tiers], generator(seed, Purpose.TIER)) if tiers else itertools.repeat(0)
         )
-        sessions = itertools.islice(self.source.sessions(), self.limit)
+        sessions = itertools.islice(self.source.sessions(), self.spec.num_requests)
         for number, (session, index) in enumerate(zip(sessions, chosen, strict=False)):
             tier = (by_name[session.tier] if session.tier else tiers[index]) if tiers else None
             yield Plan(number, session, tier, tuple(itertools.islice(drawn, len(session.turns))))
@@ -216,7 +200,7 @@ class GeneratedWorkload:
     def _thought_s(self, plan: Plan, turn: int) -> float:
         return self.think_s * (1.0 if self.spec.think == "constant" else plan.draws[turn].think)
 
-    def _opening(self, plan: Plan, arrival_s: float) -> SimRequest:
+    def _opening(self, arrival_s: float, plan: Plan) -> SimRequest:
         session = plan.session
         first = session.turns[0]
         ids: list[int] | None = None

@@ -65,8 +65,6 @@ class Source:
     """Expected turns of a session."""
     think_s: float | None = None
     """Mean think time that belongs to the data, in seconds."""
-    conversations: bool
-    """Whether sessions may have several turns."""
     arrivals_s: Sequence[float | None] = (None,)
     """Recorded arrivals in file order."""
     sessions: Callable[[], Iterator[Session]]
@@ -105,7 +103,6 @@ def _mixed(workload: WorkloadSpec, parts: Sequence[Source]) -> Source:
         sha256=hashlib.sha256("".join(f"{p.sha256} {w / total!r}\n" for w, p in pairs).encode()).hexdigest(),
         rows=sum(part.rows for part in parts),
         mean_turns=sum(w * p.mean_turns for w, p in pairs) / total,
-        conversations=any(part.conversations for part in parts),
         think_s=next((part.think_s for part in parts if part.think_s is not None), None),
         sessions=sessions,
     )
@@ -132,7 +129,6 @@ def _preset(workload: WorkloadSpec, spec: SourceSpec, part: int, preset: synthet
         name=spec.source,
         sha256=hashlib.sha256(f"{spec.source} {preset!r} seed {workload.seed}".encode()).hexdigest(),
         mean_turns=1.0 if preset.turns is None else preset.turns.mean_of_at_least(spec.min_turns, spec.max_turns),
-        conversations=preset.turns is not None,
         think_s=preset.think_s,
         sessions=sessions,
     )
@@ -188,7 +184,6 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         rows=rows,
         size=None if spec.sample == "with-replacement" else rows,
         mean_turns=sum(len(session.turns) for session in found) / rows,
-        conversations=spec.conversations,
         arrivals_s=[session.arrival_s for session in found],
         sessions=lambda: (found[index] for index in order()),
     )
