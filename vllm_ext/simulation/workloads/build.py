@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator
@@ -18,13 +18,23 @@ from vllm_ext.simulation import arrivals
 from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo, Workload
 from vllm_ext.simulation.workloads import token_ids
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
-from vllm_ext.simulation.workloads.sources import Session, Source, read
-from vllm_ext.simulation.workloads.spec import TierSpec, WorkloadSpec
+from vllm_ext.simulation.workloads.sources import Session, Source, Turn, read
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 NO_BOUND = 1 << 30
 """``max_tokens`` where the client sets none and the context is not known: the server's context is the bound."""
 _MS = 1000.0
 
+_RANDOM: tuple[tuple[Purpose, Callable[..., Any]], ...] = (
+    (Purpose.THINK, Generator.exponential),
+    (Purpose.ANNOUNCE, Generator.normal),
+    (Purpose.SLO_TTFT, Generator.random),
+    (Purpose.SLO_TBT, Generator.random),
+    (Purpose.SLO_E2E, Generator.random),
+    (Purpose.ABORT, Generator.random),
+    (Purpose.ABORT_TIME, Generator.exponential),
+)
+"""Streams of a turn's random fields, in their order; each has its own, so that using one shifts no other."""
 Times = Callable[[], Iterator[float]]
 """Begins an arrival process anew: increasing times in seconds."""
 
@@ -104,32 +114,6 @@ def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> No
         raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
 
 
-class Draws(NamedTuple):
-    """What is random about one request, whatever the server does."""
-
-    think: float
-    """Time from the end of the client's last request, over its mean; unused where there was none."""
-    error: float
-    """Standard normal number behind the announced length."""
-    slo: tuple[float, float, float]
-    """Choose TTFT, TBT and E2E between their bounds: uniform in [0, 1), as is ``abort``."""
-    abort: float
-    """Decides whether the client disconnects ..."""
-    abort_time: float
-    """... and when, over the mean time."""
-
-
-class Plan(NamedTuple):
-    """Everything about a session but its times, drawn when it begins: nothing the server does changes a draw."""
-
-    number: int
-    """Sessions are counted from 0, in the order in which they begin."""
-    session: Session
-    tier: TierSpec | None
-    draws: tuple[Draws, ...]
-    """Of each turn."""
-
-
 @dataclass(eq=False)
 class GeneratedWorkload:
     """Requests of a source, at the times of an arrival process.
@@ -147,19 +131,20 @@ class GeneratedWorkload:
     def __post_init__(self) -> None:
         self.name, self.rows, self.sha256 = self.source.name, self.source.rows, self.source.sha256
         self._sigma = sigma_of(self.spec.announce_error)
+        self._tiers = {tier.name: tier for tier in self.spec.tiers}
         self._system_prompt = token_ids.system_prompt(self.spec.system_prompt_tokens)
         self._context = self.spec.max_model_len or NO_BOUND
         self._end_s = math.inf if self.spec.duration_s is None else self.spec.duration_s
-        self._queue: Iterator[Plan] = iter(())
+        self._queue: Iterator[Session] = iter(())
 
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
-        plans = self._plans()
+        sessions = self._sessions()
         if self.arrival_times is None:
-            self._queue = plans
-            return (self._opening(0.0, plan) for plan in itertools.islice(plans, self.spec.clients))
+            self._queue = sessions
+            return (self._opening(0.0, session) for session in itertools.islice(sessions, self.spec.clients))
         times = itertools.takewhile(lambda time_s: time_s < self._end_s, self.arrival_times())
-        return itertools.starmap(self._opening, zip(times, plans, strict=False))
+        return itertools.starmap(self._opening, zip(times, sessions, strict=False))
 
     def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
         """Return the conversation's next turn; else, in a closed loop, the client's next session.
@@ -168,60 +153,47 @@ class GeneratedWorkload:
         with ``over_context="drop"``, where the next turn would exceed the context.
         """
         following = self._next_turn(request, finished_s, output_ids)
-        if following is None and finished_s < self._end_s and (plan := next(self._queue, None)) is not None:
-            arrival_s = finished_s + self._thought_s(plan, 0)
-            following = self._opening(arrival_s, plan) if arrival_s < self._end_s else None
+        if following is None and finished_s < self._end_s and (session := next(self._queue, None)) is not None:
+            arrival_s = finished_s + self._thought_s(session.turns[0])
+            following = self._opening(arrival_s, session) if arrival_s < self._end_s else None
         return () if following is None else (following,)
 
-    def _plans(self) -> Iterator[Plan]:
+    def _sessions(self) -> Iterator[Session]:
         seed, tiers = self.spec.seed, self.spec.tiers
-        by_name = {tier.name: tier for tier in tiers}
-
-        def stream(purpose: Purpose, draw: Callable[..., Any] = Generator.random) -> Iterator[float]:
-            return draws(generator(seed, purpose), draw)
-
-        # A stream for each kind of draw: switching one on shifts no other.
-        drawn = map(
-            Draws,
-            stream(Purpose.THINK, Generator.exponential),
-            stream(Purpose.ANNOUNCE, Generator.normal),
-            zip(*map(stream, (Purpose.SLO_TTFT, Purpose.SLO_TBT, Purpose.SLO_E2E)), strict=True),
-            stream(Purpose.ABORT),
-            stream(Purpose.ABORT_TIME, Generator.exponential),
-        )
-        chosen = (
-            choices([tier.share for tier in tiers], generator(seed, Purpose.TIER)) if tiers else itertools.repeat(0)
-        )
+        random = zip(*(draws(generator(seed, purpose), draw) for purpose, draw in _RANDOM), strict=True)
+        chosen: Iterator[str | None] = itertools.repeat(None)
+        if tiers:
+            indices = choices([tier.share for tier in tiers], generator(seed, Purpose.TIER))
+            chosen = (tiers[index].name for index in indices)
         sessions = itertools.islice(self.source.sessions(), self.spec.num_requests)
-        for number, (session, index) in enumerate(zip(sessions, chosen, strict=False)):
-            tier = (by_name[session.tier] if session.tier else tiers[index]) if tiers else None
-            yield Plan(number, session, tier, tuple(itertools.islice(drawn, len(session.turns))))
+        for number, (session, tier) in enumerate(zip(sessions, chosen, strict=False)):
+            turns = tuple(Turn._make((*turn[:3], *drawn)) for turn, drawn in zip(session.turns, random, strict=False))
+            yield session._replace(turns=turns, tier=session.tier or tier, number=number)
 
-    def _thought_s(self, plan: Plan, turn: int) -> float:
-        return self.think_s * (1.0 if self.spec.think == "constant" else plan.draws[turn].think)
+    def _thought_s(self, turn: Turn) -> float:
+        return self.think_s * (1.0 if self.spec.think == "constant" else turn.think)
 
-    def _opening(self, arrival_s: float, plan: Plan) -> SimRequest:
-        session = plan.session
+    def _opening(self, arrival_s: float, session: Session) -> SimRequest:
         first = session.turns[0]
         ids: list[int] | None = None
         if session.hash_ids is not None:
             ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
         elif self._system_prompt or len(session.turns) > 1:
-            ids = token_ids.opening(plan.number, first.prompt_tokens)
+            ids = token_ids.opening(session.number, first.prompt_tokens)
         if ids is not None:
             ids = self._system_prompt + ids
-        return self._request(plan, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
+        return self._request(session, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
 
     def _next_turn(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> SimRequest | None:
-        plan: Plan = request.meta["plan"]
+        session: Session = request.meta["session"]
         turn = request.meta["turn"] + 1
         gone = request.abort_after_s is not None and finished_s >= request.arrival_s + request.abort_after_s
-        if turn == len(plan.draws) or gone or not output_ids or request.token_ids is None:
+        if turn == len(session.turns) or gone or not output_ids or request.token_ids is None:
             return None
-        arrival_s = finished_s + self._thought_s(plan, turn)
+        wanted = session.turns[turn]
+        arrival_s = finished_s + self._thought_s(wanted)
         if arrival_s >= self._end_s:
             return None
-        wanted = plan.session.turns[turn]
         history = [*request.token_ids, *output_ids]
         excess = len(history) + wanted.prompt_tokens + self.spec.served(wanted.output_tokens) - self._context
         if excess > 0:
@@ -229,36 +201,36 @@ class GeneratedWorkload:
             if self.spec.over_context == "drop" or excess > len(history) - kept:
                 return None
             del history[kept : kept + excess]
-        ids = history + token_ids.added(plan.number, turn, wanted.prompt_tokens)
-        return self._request(plan, turn, arrival_s, len(ids), ids)
+        ids = history + token_ids.added(session.number, turn, wanted.prompt_tokens)
+        return self._request(session, turn, arrival_s, len(ids), ids)
 
     def _request(
-        self, plan: Plan, turn: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
+        self, session: Session, number: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
     ) -> SimRequest:
-        spec, tier, drawn = self.spec, plan.tier, plan.draws[turn]
-        several = len(plan.draws) > 1
-        output_tokens = plan.session.turns[turn].output_tokens
+        spec, turn = self.spec, session.turns[number]
+        several = len(session.turns) > 1
+        tier = None if session.tier is None else self._tiers[session.tier]
         max_tokens = max(1, self._context - prompt_tokens)
         if spec.max_tokens != "cap":
-            max_tokens = min(max_tokens, output_tokens if spec.max_tokens == "exact" else spec.max_tokens)
-        slo = NO_SLO if tier is None else tier.slo(prompt_tokens, drawn.slo)
-        gives_up = drawn.abort < spec.abort_share
+            max_tokens = min(max_tokens, turn.output_tokens if spec.max_tokens == "exact" else spec.max_tokens)
+        slo = NO_SLO if tier is None else tier.slo(prompt_tokens, (turn.ttft, turn.tbt, turn.e2e))
+        gives_up = turn.abort < spec.abort_share
         return SimRequest(
-            req_id=f"r{plan.number}.{turn}" if several else f"r{plan.number}",
+            req_id=f"r{session.number}.{number}" if several else f"r{session.number}",
             arrival_s=arrival_s,
             prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
+            output_tokens=turn.output_tokens,
             max_tokens=max_tokens,
             token_ids=ids,
-            extra_args=self._said(min(output_tokens, max_tokens), drawn.error, slo) or None,
+            extra_args=self._said(min(turn.output_tokens, max_tokens), turn.error, slo) or None,
             priority=0 if tier is None else tier.priority,
-            session_id=f"s{plan.number}" if several else None,
+            session_id=f"s{session.number}" if several else None,
             slo=slo,
-            tier="" if tier is None else tier.name,
-            abort_after_s=drawn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
+            tier=session.tier or "",
+            abort_after_s=turn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
             patience_s=spec.patience_s,
-            prompt=plan.session.turns[turn].text,
-            meta={"plan": plan, "turn": turn},
+            prompt=turn.text,
+            meta={"session": session, "turn": number},
         )
 
     def _said(self, true_tokens: int, error: float, slo: Slo) -> dict[str, Any]:

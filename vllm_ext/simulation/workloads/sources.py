@@ -26,19 +26,34 @@ _TURNS = ("min_turns", "max_turns")
 TokenCounter = Callable[[str], int]
 
 
-class Exchange(NamedTuple):
-    """A prompt, or what a turn adds to the history, and its answer."""
+class Turn(NamedTuple):
+    """A prompt, or what a turn adds to the history, its answer, and what is random about the request.
+
+    That is drawn by the workload when the session begins: nothing the server does changes a draw.
+    """
 
     prompt_tokens: int
     output_tokens: int
     text: str | None = None
     """Prompt text, where the workload keeps it."""
+    think: float = 0.0
+    """Time from the end of the client's last request, over its mean; unused where there was none."""
+    error: float = 0.0
+    """Standard normal number behind the announced length."""
+    ttft: float = 0.0
+    tbt: float = 0.0
+    e2e: float = 0.0
+    """Choose the objectives between their bounds: uniform in [0, 1), as is ``abort``."""
+    abort: float = 0.0
+    """Decides whether the client disconnects ..."""
+    abort_time: float = 0.0
+    """... and when, over the mean time."""
 
 
 class Session(NamedTuple):
     """What one client sends, be it a single request or a conversation."""
 
-    turns: tuple[Exchange, ...]
+    turns: tuple[Turn, ...]
     """At least one; each waits for the one before."""
     arrival_s: float | None = None
     """Recorded arrival on the file's clock."""
@@ -46,7 +61,9 @@ class Session(NamedTuple):
     """Of the first prompt: one id per block of ``hash_block_tokens``."""
     hash_block_tokens: int = HASH_BLOCK_TOKENS
     tier: str | None = None
-    """Name of the tier that the client belongs to; None: to be drawn."""
+    """Name of the tier that the client belongs to; None: to be drawn by the workload."""
+    number: int = 0
+    """Sessions of a workload are counted from 0, in the order in which they begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +135,7 @@ def _preset(workload: WorkloadSpec, spec: SourceSpec, part: int, preset: synthet
         for lengths in preset.sessions(*(generator(workload.seed, Purpose.LENGTHS, part, kind) for kind in (0, 1))):
             if fitted := _fitted(workload, spec, lengths):
                 refused = 0
-                yield Session(tuple(Exchange(*pair) for pair in fitted))
+                yield Session(tuple(Turn(*pair) for pair in fitted))
             elif (refused := refused + 1) == _MOST_REFUSALS:
                 raise ValueError(
                     f"source={spec.source!r}: {refused} requests in a row were left out; widen "
@@ -163,7 +180,7 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         ]
         if fitted := _fitted(workload, spec, lengths):
             texts = [turn.prompt if spec.keep_text else None for turn in turns]
-            sent = tuple(Exchange(*pair, text) for pair, text in zip(fitted, texts, strict=False))
+            sent = tuple(Turn(*pair, text) for pair, text in zip(fitted, texts, strict=False))
             block_tokens = math.ceil(HASH_BLOCK_TOKENS * spec.scale_prompt)
             found.append(Session(sent, row.arrival_s, row.hash_ids, block_tokens))
     rows = len(found)
