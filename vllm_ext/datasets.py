@@ -152,7 +152,7 @@ class _Entry:
 
     def seconds(self, field: str, unit: str) -> float:
         value = self.get(field)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             if type(value) in ((str,) if self.is_csv else (int, float)):
                 seconds = _SECONDS[unit](value)
                 if math.isfinite(seconds):

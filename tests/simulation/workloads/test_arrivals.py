@@ -1,4 +1,4 @@
-"""When requests reach the server, and how many there are."""
+"""When requests reach the server, how many there are, and what holds of every workload."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import arrivals
+from vllm_ext.simulation.requests import SimRequest
 
 from .parts import jsonl, requests, serve, workload
 
@@ -119,10 +122,61 @@ def test_file_that_would_run_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_requests() -> None:
-    load = workload(source="sharegpt-vllm", rate_per_s=10, num_requests=40_000)
+    load = workload(source="sharegpt-vllm", rate_per_s=10, num_requests=15_000)
     tracemalloc.start()
     try:
-        sizes = [tracemalloc.get_traced_memory()[0] for i, _ in enumerate(load.start()) if i in (5000, 39_999)]
+        sizes = [tracemalloc.get_traced_memory()[0] for i, _ in enumerate(load.start()) if i in (3000, 14_999)]
     finally:
         tracemalloc.stop()
-    assert sizes[1] < sizes[0] + 50_000, "less than a byte per request"
+    assert sizes[1] < sizes[0] + 50_000, "a few bytes per request at most"
+
+
+KINDS = st.sampled_from(
+    [{}, {"arrivals": "gamma", "cv": 2.0}, {"arrivals": "at-once"}]
+    + [{"arrivals": "closed-loop", "clients": clients} for clients in (1, 2, 5)]
+)
+FIELDS = st.fixed_dictionaries(
+    {
+        "source": st.sampled_from(["pensieve-sharegpt", "alpaca-like", "fixed:10:20"]),
+        "num_requests": st.integers(0, 12),
+        "think_s": st.sampled_from([0.0, 0.5, 60.0]),
+        "system_prompt_tokens": st.integers(0, 32),
+        "over_context": st.sampled_from(["drop", "cut"]),
+        "seed": st.integers(0, 50),
+    },
+    optional={"max_model_len": st.integers(64, 2048), "duration_s": st.sampled_from([5.0, 40.0])},
+)
+
+
+@settings(max_examples=150)
+@given(fields=FIELDS, kind=KINDS, latency_s=st.sampled_from([0.25, 1.0, 4.0]))
+def test_laws_of_every_workload(fields: dict[str, Any], kind: dict[str, Any], latency_s: float) -> None:
+    load = workload(**fields, **kind)
+    next(load.start(), None)  # a run that is broken off leaves nothing behind
+    served = serve(load, latency_s)
+    assert served == serve(load, latency_s)
+    sessions: dict[str, list[SimRequest]] = {}
+    for request in served:
+        sessions.setdefault(request.req_id.split(".")[0], []).append(request)
+    assert len({r.req_id for r in served}) == len(served)
+    assert len(sessions) == fields["num_requests"] or (
+        len(sessions) < fields["num_requests"] and "duration_s" in fields
+    )
+    if kind.get("clients") is not None:
+        assert all(
+            sum(s.arrival_s <= r.arrival_s < s.arrival_s + latency_s for s in served) <= kind["clients"] for r in served
+        )
+    firsts = [turns[0].token_ids[0] for turns in sessions.values() if turns[0].token_ids]
+    assert len(set(firsts)) == len(firsts) or fields["system_prompt_tokens"]
+    for turns in sessions.values():
+        for number, r in enumerate(turns):
+            assert r.arrival_s < fields.get("duration_s", float("inf"))
+            assert min(r.prompt_tokens, r.output_tokens, r.max_tokens) >= 1
+            assert r.prompt_tokens + min(r.output_tokens, r.max_tokens) <= fields.get("max_model_len", float("inf"))
+            assert len(r.token_ids or ()) in (0, r.prompt_tokens)
+            if number:
+                before = turns[number - 1]
+                assert r.arrival_s >= before.arrival_s + latency_s
+                assert r.session_id == before.session_id is not None
+                if fields["over_context"] == "drop":
+                    assert list(r.token_ids or ())[: before.prompt_tokens] == list(before.token_ids or ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -37,11 +36,7 @@ def test_sigma_is_the_inverse_of_the_mean_error(error: float) -> None:
     assert mean_error(sigma_of(error)) == pytest.approx(error, abs=1e-9)
 
 
-def test_mean_error_of_sigma_one_worked_by_hand() -> None:
-    assert mean_error(1.0) == pytest.approx(math.exp(0.5) * 0.6826894921370859)
-
-
-@pytest.mark.parametrize("error", [0.034, 0.092, 0.3, 1.0])
+@pytest.mark.parametrize("error", [0.034, 0.3, 1.0])
 def test_announced_lengths_are_off_by_the_stated_share_and_the_true_length_is_kept(error: float) -> None:
     made = requests(source="fixed:10:4000", num_requests=20_000, announce="hint", announce_error=error)
     announced = np.array([(r.extra_args or {})["osl"] for r in made])
