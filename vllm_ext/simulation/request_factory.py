@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -14,8 +15,6 @@ from vllm_ext.simulation.harness import BlockHasher
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.workloads import token_ids
-
-_CACHED_PARAMS = 4096
 
 
 class TooLong(ValueError):
@@ -39,7 +38,6 @@ class RequestFactory:
         self._hasher = hasher
         self._reveal = reveal_lengths
         self._make: type[Request] = CohortRequest if can_hide else Request
-        self._params: dict[int, SamplingParams] = {}
         self._count = 0
 
     def __call__(self, request: SimRequest) -> Request:
@@ -60,6 +58,7 @@ class RequestFactory:
                 f"prompt_tokens={request.prompt_tokens} of {request.req_id}: must be below the model's context of "
                 f"{self._max_model_len} tokens"
             )
+        max_tokens = min(request.max_tokens, room)
         self._count += 1
         extra_args = request.extra_args
         if self._reveal:
@@ -67,7 +66,7 @@ class RequestFactory:
         return self._make(
             request_id=request.req_id,
             prompt_token_ids=self._ids(request),
-            sampling_params=self._sampling_params(min(request.max_tokens, room), extra_args),
+            sampling_params=_sampling_params(max_tokens, extra_args) if extra_args else _shared_params(max_tokens),
             pooling_params=None,
             arrival_time=request.arrival_s,
             priority=request.priority,
@@ -85,15 +84,12 @@ class RequestFactory:
             )
         return list(request.token_ids)
 
-    def _sampling_params(self, max_tokens: int, extra_args: Mapping[str, Any] | None) -> SamplingParams:
-        if extra_args is None and max_tokens in self._params:
-            return self._params[max_tokens]
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=0.0, extra_args=None if extra_args is None else dict(extra_args)
-        )
-        params.update_from_generation_config({}, EOS_TOKEN_ID)
-        if extra_args is None:
-            if len(self._params) >= _CACHED_PARAMS:
-                self._params.clear()
-            self._params[max_tokens] = params
-        return params
+
+def _sampling_params(max_tokens: int, extra_args: Mapping[str, Any] | None = None) -> SamplingParams:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra_args and dict(extra_args))
+    params.update_from_generation_config({}, EOS_TOKEN_ID)
+    return params
+
+
+_shared_params = lru_cache(maxsize=4096)(_sampling_params)
+"""For requests that send nothing of their own, so that a million of them share a few."""

@@ -96,13 +96,6 @@ def test_closed_loop_clients_send_when_their_last_request_ended_and_they_have_th
     assert len({r.req_id for r in served}) == 5
 
 
-def test_closed_loop_think_times_are_exponential() -> None:
-    served = serve(workload(arrivals="closed-loop", think_s=4, num_requests=4000), latency_s=1)
-    thought = np.diff([r.arrival_s for r in served]) - 1
-    assert thought.mean() == pytest.approx(4, rel=0.05)
-    assert thought.std() == pytest.approx(4, rel=0.08)
-
-
 def test_closed_loop_client_comes_back_after_an_aborted_request_and_stops_at_the_end() -> None:
     load = workload(arrivals="closed-loop", think="constant", duration_s=6, abort_share=1, abort_mean_s=1)
     request = next(load.start())
