@@ -22,8 +22,8 @@ import engine_rows
 import numpy as np
 from engine_workload import FIRST_ORDINARY_TOKEN, BenchRequest
 
-from vllm_ext.datasets.rows import Dataset, WorkloadRow
-from vllm_ext.simulation.length_shapes import Lengths, LengthShape, UniformLengths
+from vllm_ext.datasets import Dataset, WorkloadRow
+from vllm_ext.simulation.synthetic import Lengths, LengthShape, UniformLengths
 
 _SPREAD = 0.25
 """Standard deviation of the logarithm of a request's own factor."""

@@ -40,7 +40,7 @@ import prediction_results as results
 import prediction_worth as worth
 from prediction_data import MADE_UP, PAIRS, QUICK, SOURCES, Cache, Part, load
 
-from vllm_ext.datasets.rows import DatasetError
+from vllm_ext.datasets import DatasetError
 from vllm_ext.observability.provenance import result_path
 from vllm_ext.observability.results import add_arguments, command, emit
 from vllm_ext.prediction.encoder import Encoder

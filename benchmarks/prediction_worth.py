@@ -31,7 +31,6 @@ from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import simulate_parts
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
-from vllm_ext.simulation.workloads.announcing import HINT_KEY, with_hidden_length
 
 PAIRS = (
     ("alpaca", "alpaca"),
@@ -67,11 +66,6 @@ class Requests:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
-        return len(self.requests)
-
-    @property
-    def expected_requests(self) -> int | None:
         """How many there are."""
         return len(self.requests)
 
@@ -195,14 +189,14 @@ def serve(
     found = {}
     for name, tokens in said.items():
         hinted = [
-            replace(request, extra_args={HINT_KEY: int(tokens[row])}) for request, row in zip(timed, drawn, strict=True)
+            replace(request, extra_args={"osl": int(tokens[row])}) for request, row in zip(timed, drawn, strict=True)
         ]
         found[name] = _run(SYSTEM, hinted)[NORMALISED]
     worth = Worth(
         pair=pair,
         rate_per_s=rate,
         fcfs_ms=fcfs_ms,
-        oracle_ms=_run(ORACLE, [with_hidden_length(request) for request in timed])[NORMALISED],
+        oracle_ms=_run(ORACLE, timed)[NORMALISED],
         by_predictor=found,
         taus=dict(taus),
     )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vllm_ext.datasets.rows import DatasetError, WorkloadRow
+from vllm_ext.datasets import DatasetError, WorkloadRow
 from vllm_ext.prediction import decoder_file, seeding, store_files
 from vllm_ext.prediction.folder import DECODER, STORE
 from vllm_ext.prediction.prompt_text import PromptText

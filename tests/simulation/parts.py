@@ -63,7 +63,6 @@ class ListWorkload:
     name: str = "list"
     rows: int = 0
     sha256: str = ""
-    expected_requests: int | None = None
 
     def start(self) -> Iterator[SimRequest]:
         return iter(self.requests)

@@ -10,25 +10,21 @@ from vllm_ext.simulation.spec import RecordSpec
 from .parts import SteadyCost, ask, simulate
 
 
-def test_future_peak_is_that_of_past_futures_equations() -> None:
+@pytest.mark.parametrize(("block_size", "peak"), [(1, 34), (5, 34 + 2 * 2)])
+def test_future_peak_is_that_of_past_futures_equations(block_size: int, peak: int) -> None:
     """Two run: 10 tokens held and 6 to come, 20 held and 2 to come.
 
-    When the second ends, after 2 steps, both hold 10 + 20 + 2 * 2 = 34; when the first ends it holds 16.
+    When the second ends, after 2 steps, both hold 10 + 20 + 2 * 2 = 34; when the first ends it holds 16. Blocks are
+    rounded up by half a block on average.
     """
-    backlog = Backlog(num_tokens=100, block_size=1)
+    backlog = Backlog(num_tokens=100, block_size=block_size)
     backlog.step(0.30, 2, [(10, 6), (20, 2)])
     assert backlog.counters() == {
         "backlog_steps": 1.0,
         "backlog_decode_tokens": 2.0,
         "backlog_kv_used_fraction": pytest.approx(0.30),
-        "backlog_future_kv_fraction": pytest.approx(0.34),
+        "backlog_future_kv_fraction": pytest.approx(peak / 100),
     }
-
-
-def test_blocks_are_rounded_up_by_half_a_block_on_average() -> None:
-    backlog = Backlog(num_tokens=100, block_size=5)
-    backlog.step(0.0, 2, [(10, 6), (20, 2)])
-    assert backlog.counters()["backlog_future_kv_fraction"] == pytest.approx((34 + 2 * 2) / 100)
 
 
 def test_memory_is_averaged_over_steps_and_the_future_over_every_tenth() -> None:
@@ -52,8 +48,6 @@ def test_run_counts_the_steps_that_left_somebody_waiting() -> None:
 
 
 def test_without_a_queue_there_are_no_means_and_unasked_no_counters() -> None:
-    data, _ = simulate([ask("a")], record=RecordSpec(backlog=True))
-    assert data.counters["backlog_steps"] == 0
-    assert "backlog_kv_used_fraction" not in data.counters
-    plain, _ = simulate([ask("a")])
-    assert not [name for name in plain.counters if name.startswith("backlog")]
+    for record, counters in ((RecordSpec(backlog=True), {"backlog_steps", "backlog_decode_tokens"}), (None, set())):
+        data, _ = simulate([ask("a")], record=record)
+        assert {name for name in data.counters if name.startswith("backlog")} == counters

@@ -33,11 +33,6 @@ def test_other_texts_are_refused_with_an_example(text: str) -> None:
         Constraint.parse(text)
 
 
-def test_unknown_comparison_is_refused() -> None:
-    with pytest.raises(ValueError, match="op='=='"):
-        Constraint(metric="x", op="==", limit=1.0)
-
-
 @pytest.mark.parametrize(("op", "below", "at", "above"), [
     ("<", True, False, False), ("<=", True, True, False), (">", False, False, True), (">=", False, True, True),
 ])  # fmt: skip
@@ -46,11 +41,8 @@ def test_bounds_are_judged_at_and_around_the_limit(op: str, below: bool, at: boo
     assert [constraint.meets({"x": value}) for value in (1.0, 2.0, 3.0)] == [below, at, above]
 
 
-def test_a_run_in_which_nothing_finished_keeps_to_no_bound() -> None:
+def test_a_run_in_which_nothing_finished_keeps_to_no_bound_and_a_misspelt_metric_is_an_error() -> None:
     assert not Constraint.parse("tbt_p99_ms<=100").meets({"requests": 0.0})
-
-
-def test_a_misspelt_metric_is_an_error_that_names_those_near() -> None:
     with pytest.raises(ValueError, match="ttft_p99_ms"):
         Constraint.parse("ttft_p99_s<1").meets({"requests": 3.0, "ttft_p99_ms": 5.0})
 

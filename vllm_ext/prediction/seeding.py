@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext import datasets
-from vllm_ext.datasets.rows import Dataset, DatasetError, WorkloadRow
+from vllm_ext.datasets import Dataset, DatasetError, WorkloadRow
 from vllm_ext.prediction import decoder_file, store_files
 from vllm_ext.prediction.decoder import Decoder
 from vllm_ext.prediction.folder import DECODER, STORE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -15,22 +16,14 @@ _SYNTAX = re.compile(r"\s*([A-Za-z_][^<>=\s]*)\s*(<=|>=|<|>)\s*([^<>=\s]+)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A bound on a metric."""
+    """A bound on a metric: ``metric op limit``, as `parse` reads it."""
 
     metric: str
     """Key in the metrics; its unit is part of it."""
-
     op: str
-    """One of ``<=``, ``>=``, ``<``, ``>``: metric op limit."""
-
+    """One of ``<=``, ``>=``, ``<``, ``>``."""
     limit: float
     """In the metric's unit; finite."""
-
-    def __post_init__(self) -> None:
-        if self.op not in _COMPARE:
-            raise ValueError(f"op={self.op!r} of the constraint on {self.metric}: must be one of {', '.join(_COMPARE)}")
-        if not math.isfinite(self.limit):
-            raise ValueError(f"limit={self.limit!r} of the constraint on {self.metric}: must be a finite number")
 
     @classmethod
     def parse(cls, text: str) -> Constraint:
@@ -40,15 +33,13 @@ class Constraint:
             ValueError: the text is none.
         """
         match = _SYNTAX.fullmatch(text)
-        try:
-            if match is None:
-                raise ValueError("no comparison")
-            return cls(metric=match[1], op=match[2], limit=float(match[3]))
-        except ValueError as error:
-            raise ValueError(
-                f"constraint={text!r}: must be a metric, one of {', '.join(_COMPARE)}, and a finite number, "
-                "as in 'tbt_p99_ms<=100'"
-            ) from error
+        with contextlib.suppress(ValueError):
+            if match is not None and math.isfinite(limit := float(match[3])):
+                return cls(metric=match[1], op=match[2], limit=limit)
+        raise ValueError(
+            f"constraint={text!r}: must be a metric, one of {', '.join(_COMPARE)}, and a finite number, "
+            "as in 'tbt_p99_ms<=100'"
+        )
 
     def meets(self, metrics: Mapping[str, float]) -> bool:
         """Whether the metrics of a run keep to the bound; those of a run in which nothing finished never do.

@@ -50,25 +50,12 @@ class SimRequest:
 class Workload(Protocol):
     """A source of requests. Deterministic: two iterations give the same requests."""
 
-    @property
-    def name(self) -> str:
-        """File or preset, for reports."""
-        ...
-
-    @property
-    def rows(self) -> int:
-        """Rows of the underlying data."""
-        ...
-
-    @property
-    def sha256(self) -> str:
-        """Checksum of the underlying data."""
-        ...
-
-    @property
-    def expected_requests(self) -> int | None:
-        """How many requests a run will see, for progress bars; None if that depends on the run."""
-        ...
+    name: str
+    """File or preset, for reports."""
+    rows: int
+    """Rows of the underlying data."""
+    sha256: str
+    """Checksum of the underlying data."""
 
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.datasets.rows import DatasetError
+from vllm_ext.datasets import DatasetError
 from vllm_ext.prediction.evaluation import rows
 from vllm_ext.prediction.evaluation.rows import EvaluationError, LocalTokenizer
 

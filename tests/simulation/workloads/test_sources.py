@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,39 +10,18 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import synthetic
-from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-LMSYS = "index,output_token_length,predicted_length,latency,model\n0,40,0,0.1,vicuna-13b\n1,72,0,0.1,llama\n"
-
-
-def workload(**fields: Any) -> Workload:
-    return build(WorkloadSpec.model_validate(fields))
-
-
-def lengths(**fields: Any) -> list[tuple[int, int]]:
-    return [(r.prompt_tokens, r.output_tokens) for r in workload(**fields).start()]
-
-
-def rows(folder: Path, *pairs: tuple[int, int]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt_tokens": p, "output_tokens": o}) + "\n" for p, o in pairs))
-    return str(path)
+from .parts import counts, jsonl, lengths, requests, workload
 
 
 def mooncake(folder: Path) -> str:
-    path = folder / "mooncake.jsonl"
+    fields = ("timestamp", "input_length", "hash_ids")
     entries = [(0, 1200, [0, 1, 2]), (500, 1536, [0, 1, 3]), (2500, 100, [9])]
-    path.write_text(
-        "".join(
-            json.dumps({"timestamp": t, "input_length": n, "output_length": 5, "hash_ids": ids}) + "\n"
-            for t, n, ids in entries
-        )
-    )
-    return str(path)
+    return jsonl(folder, *(dict(zip(fields, entry, strict=True)) | {"output_length": 5} for entry in entries))
 
 
 def common(one: SimRequest, other: SimRequest) -> int:
@@ -58,22 +36,21 @@ def test_every_preset_can_be_served(preset: str) -> None:
     assert all(r.prompt_tokens >= 1 and r.output_tokens >= 1 for r in load.start())
 
 
-def test_checksum_of_a_preset_changes_with_its_seed() -> None:
-    checksums = {workload(source="alpaca-vllm", num_requests=1, seed=seed).sha256 for seed in (0, 1)}
-    assert len(checksums) == 2
-
-
-def test_file_is_served_in_order_with_its_name_rows_and_checksum(tmp_path: Path) -> None:
-    source = rows(tmp_path, (1, 2), (3, 4))
+def test_file_is_served_in_order_with_its_name_rows_and_checksum_and_a_preset_with_one_of_its_seed(
+    tmp_path: Path,
+) -> None:
+    source = counts(tmp_path, (1, 2), (3, 4))
     load = workload(source=source)
-    assert [(r.prompt_tokens, r.output_tokens) for r in load.start()] == [(1, 2), (3, 4)]
-    assert (load.name, load.rows, load.expected_requests) == ("rows.jsonl", 2, 2)
+    assert [(r.prompt_tokens, r.output_tokens, r.token_ids) for r in load.start()] == [(1, 2, None), (3, 4, None)]
+    assert (load.name, load.rows) == ("rows.jsonl", 2)
     assert load.sha256 == hashlib.sha256(Path(source).read_bytes()).hexdigest()
-    assert all(r.token_ids is None for r in load.start()), "requests that share nothing carry no ids"
+    one, other = (workload(source="alpaca-like", num_requests=5, seed=seed) for seed in (0, 1))
+    assert one.sha256 != other.sha256
+    assert list(one.start()) != list(other.start())
 
 
 def test_drawing_without_replacement_takes_each_row_once_in_an_order_of_the_seed(tmp_path: Path) -> None:
-    source = rows(tmp_path, *((i, 1) for i in range(1, 101)))
+    source = counts(tmp_path, *((i, 1) for i in range(1, 101)))
     drawn = [lengths(source=source, sample="without-replacement", seed=seed) for seed in (0, 0, 1)]
     assert sorted(drawn[0]) == lengths(source=source)
     assert drawn[0] == drawn[1] != drawn[2]
@@ -81,35 +58,35 @@ def test_drawing_without_replacement_takes_each_row_once_in_an_order_of_the_seed
 
 
 def test_drawing_with_replacement_repeats_rows_evenly(tmp_path: Path) -> None:
-    source = rows(tmp_path, (1, 1), (2, 1))
-    counts = Counter(lengths(source=source, sample="with-replacement", num_requests=4000))
-    assert counts[1, 1] / 4000 == pytest.approx(0.5, abs=0.04)
+    source = counts(tmp_path, (1, 1), (2, 1))
+    found = Counter(lengths(source=source, sample="with-replacement", num_requests=4000))
+    assert found[1, 1] / 4000 == pytest.approx(0.5, abs=0.04)
 
 
-def test_lengths_are_scaled_then_cut_then_filtered(tmp_path: Path) -> None:
-    source = rows(tmp_path, (10, 10), (20, 20), (30, 30), (1, 1))
-    assert lengths(source=source, scale_prompt=0.5, scale_output=2) == [(5, 20), (10, 40), (15, 60), (1, 2)]
-    assert lengths(source=source, cap_prompt_tokens=15, cap_output_tokens=25, min_prompt_tokens=15) == [
-        (15, 20),
-        (15, 25),
-    ]
-    assert lengths(source=source, max_output_tokens=10) == [(10, 10), (1, 1)]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"scale_prompt": 0.5, "scale_output": 2}, [(5, 20), (10, 40), (2, 180)]),
+        ({"cap_prompt_tokens": 15, "cap_output_tokens": 25, "min_prompt_tokens": 10}, [(10, 10), (15, 20)]),
+        ({"max_output_tokens": 10}, [(10, 10)]),
+        ({"max_model_len": 30}, [(10, 10)]),
+        ({"max_model_len": 30, "over_context": "cut"}, [(10, 10), (10, 20), (1, 29)]),
+        ({"max_model_len": 30, "max_tokens": 10}, [(10, 10), (20, 20), (5, 90)]),
+    ],
+    ids=["scaled", "cut, then filtered", "filtered", "out of context", "cut to context", "10 are served"],
+)
+def test_lengths_are_scaled_then_cut_then_filtered_then_fitted_into_the_context(
+    tmp_path: Path, fields: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    assert lengths(source=counts(tmp_path, (10, 10), (20, 20), (5, 90)), **fields) == expected
 
 
-def test_context_leaves_out_what_does_not_fit_or_cuts_its_prompt(tmp_path: Path) -> None:
-    source = rows(tmp_path, (10, 10), (20, 20), (5, 90))
-    assert lengths(source=source, max_model_len=30) == [(10, 10)]
-    assert lengths(source=source, max_model_len=30, over_context="cut") == [(10, 10), (10, 20), (1, 29)]
-    assert lengths(source=source, max_model_len=30, max_tokens=10) == [(10, 10), (20, 20), (5, 90)], "10 are served"
-
-
-def test_context_of_the_engine_is_used_where_the_description_leaves_it_open(tmp_path: Path) -> None:
-    spec = WorkloadSpec(source=rows(tmp_path, (10, 10), (20, 20)))
-    assert [r.max_tokens for r in build(spec, max_model_len=30).start()] == [20]
-    assert [r.max_tokens for r in build(spec.model_copy(update={"max_model_len": 64}), max_model_len=30).start()] == [
-        54,
-        44,
-    ]
+@pytest.mark.parametrize(("own", "expected"), [(None, [20]), (64, [54, 44])])
+def test_context_of_the_engine_is_used_where_the_description_leaves_it_open(
+    tmp_path: Path, own: int | None, expected: list[int]
+) -> None:
+    spec = WorkloadSpec(source=counts(tmp_path, (10, 10), (20, 20)), max_model_len=own)
+    assert [r.max_tokens for r in build(spec, max_model_len=30).start()] == expected
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("cap", 990), ("exact", 20), (2048, 990), (64, 64)])
@@ -118,61 +95,51 @@ def test_max_tokens_is_the_clients_bound_and_never_beyond_the_context(policy: An
     assert next(load.start()).max_tokens == expected
 
 
-def test_nothing_left_after_the_filters_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"rows.jsonl: no row is left after the filters"):
-        workload(source=rows(tmp_path, (1, 1)), min_prompt_tokens=2)
-
-
-def test_malformed_and_empty_files_are_errors_naming_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"prompt_tokens": 1, "output_tokens": 1}\n{"prompt_tokens": 1,\n')
-    with pytest.raises(DatasetError, match=r"bad.jsonl: line 2: not JSON"):
-        workload(source=str(tmp_path / "bad.jsonl"))
-    (tmp_path / "empty.csv").write_text("num_prefill_tokens,num_decode_tokens\n")
-    with pytest.raises(DatasetError, match=r"empty.csv: no usable row"):
-        workload(source=str(tmp_path / "empty.csv"))
-
-
-def test_texts_are_counted_as_four_thirds_of_their_words_and_kept_if_asked(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "one two three", "output": "a b c d e f"}) + "\n")
-    source = str(tmp_path / "t.jsonl")
-    assert lengths(source=source) == [(4, 8)]
-    assert next(workload(source=source).start()).prompt is None
-    assert next(workload(source=source, keep_text=True).start()).prompt == "one two three"
-
-
-def test_texts_are_counted_by_a_tokenizer_if_one_is_named(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a b", "output": "a a a"}) + "\n")
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+def test_texts_are_counted_as_four_thirds_of_their_words_or_by_a_tokenizer_and_kept_if_asked(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt": "a b a", "output": "a a a a a a"})
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert lengths(source=str(tmp_path / "t.jsonl"), tokenizer=str(tmp_path)) == [(2, 3)]
-    with pytest.raises(ValueError, match=r"tokenizer='nowhere': must be a folder with a tokenizer.json"):
-        workload(source=str(tmp_path / "t.jsonl"), tokenizer="nowhere")
+    assert lengths(source=source) == [(4, 8)]
+    assert lengths(source=source, tokenizer=str(tmp_path)) == [(3, 6)]
+    kept = requests(source=source) + requests(source=source, keep_text=True)
+    assert [r.prompt for r in kept] == [None, "a b a"]
 
 
 def test_output_lengths_without_prompts_borrow_them_from_a_preset_or_a_file(tmp_path: Path) -> None:
-    (tmp_path / "lmsys.csv").write_text(LMSYS)
-    source = str(tmp_path / "lmsys.csv")
-    assert lengths(source=source, prompts_from="fixed:33:1") == [(33, 40), (33, 72)]
-    assert {p for p, _ in lengths(source=source, prompts_from=rows(tmp_path, (5, 1), (6, 1)))} <= {5, 6}
-    assert lengths(source=source, prompts_from="fixed:33:1", where={"model": ["llama"]}) == [(33, 72)]
-    with pytest.raises(DatasetError, match=r"lmsys.csv: .* has no prompts; prompts_from must say"):
-        workload(source=source)
-    with pytest.raises(ValueError, match=r"prompts_from='alpaca-like': must be left out, rows.jsonl has prompts"):
-        workload(source=rows(tmp_path, (5, 1)), prompts_from="alpaca-like")
+    source = tmp_path / "lmsys.csv"
+    source.write_text("index,output_token_length,model\n0,40,vicuna\n1,72,llama\n")
+    borrowed = {"source": str(source), "prompts_from": "fixed:33:1"}
+    assert lengths(**borrowed) == [(33, 40), (33, 72)]
+    assert lengths(**borrowed, where={"model": ["llama"]}) == [(33, 72)]
+    borrowed["prompts_from"] = counts(tmp_path, (5, 1), (6, 1))
+    assert {p for p, _ in lengths(**borrowed, sample="with-replacement", num_requests=50)} <= {5, 6}
 
 
-def test_requests_share_the_tokens_of_their_leading_hash_ids(tmp_path: Path) -> None:
-    first, second, third = workload(source=mooncake(tmp_path), arrivals="recorded").start()
-    assert [r.arrival_s for r in (first, second, third)] == [0.0, 0.5, 2.5]
-    assert [len(r.token_ids or ()) for r in (first, second, third)] == [1200, 1536, 100]
-    assert common(first, second) == 2 * 512
-    assert common(first, third) == 0
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_prompt_tokens": 2}, r"rows.jsonl: no row is left after the filters"),
+        ({"tokenizer": "nowhere"}, r"tokenizer='nowhere': must be a folder with a tokenizer.json"),
+        ({"prompts_from": "alpaca-like"}, r"prompts_from='alpaca-like': must be left out, rows.jsonl has prompts"),
+        ({"mix": [{}]}, r"sample='file-order' of rows.jsonl in mix: must be 'with-replacement'"),
+    ],
+)
+def test_file_that_cannot_be_served_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    source = {"source": counts(tmp_path, (1, 1))}
+    with pytest.raises(ValueError, match=message):
+        workload(**({"mix": [source], "num_requests": 1} if "mix" in fields else source | fields))
 
 
-def test_shared_blocks_shrink_with_the_prompts(tmp_path: Path) -> None:
-    first, second, _ = workload(source=mooncake(tmp_path), scale_prompt=0.25).start()
-    assert (first.prompt_tokens, second.prompt_tokens, common(first, second)) == (300, 384, 2 * 128)
+@pytest.mark.parametrize(
+    ("scale", "prompts", "shared"), [(1.0, [1200, 1536, 100], 2 * 512), (0.25, [300, 384, 25], 2 * 128)]
+)
+def test_requests_share_the_tokens_of_their_leading_hash_ids_which_shrink_with_the_prompts(
+    tmp_path: Path, scale: float, prompts: list[int], shared: int
+) -> None:
+    first, second, third = requests(source=mooncake(tmp_path), scale_prompt=scale)
+    assert [len(r.token_ids or ()) for r in (first, second, third)] == prompts
+    assert (common(first, second), common(first, third)) == (shared, 0)
 
 
 def test_system_prompt_comes_first_for_all_and_counts(tmp_path: Path) -> None:
@@ -185,7 +152,7 @@ def test_system_prompt_comes_first_for_all_and_counts(tmp_path: Path) -> None:
 
 
 def test_mix_takes_each_part_by_its_weight_and_puts_it_into_its_tier(tmp_path: Path) -> None:
-    source = rows(tmp_path, (1, 1), (2, 1))
+    source = counts(tmp_path, (1, 1), (2, 1))
     load = workload(
         mix=[
             {"source": "fixed:9000:50", "weight": 35, "tier": "long"},
@@ -194,16 +161,11 @@ def test_mix_takes_each_part_by_its_weight_and_puts_it_into_its_tier(tmp_path: P
         tiers=[{"name": "long"}, {"name": "short"}],
         num_requests=4000,
     )
-    counts = Counter(r.tier for r in load.start())
-    assert counts["long"] / 4000 == pytest.approx(0.35, abs=0.02)
+    found = Counter(r.tier for r in load.start())
+    assert found["long"] / 4000 == pytest.approx(0.35, abs=0.02)
     assert all((r.prompt_tokens == 9000) == (r.tier == "long") for r in load.start())
     assert load.name == "35% fixed:9000:50 + 65% rows.jsonl"
-    assert (load.rows, load.expected_requests) == (2, 4000)
-
-
-def test_part_of_a_mix_must_not_run_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample='file-order' of rows.jsonl in mix: must be 'with-replacement'"):
-        workload(mix=[{"source": rows(tmp_path, (1, 1))}], num_requests=1)
+    assert load.rows == 2
 
 
 def test_parts_of_a_mix_draw_from_streams_of_their_own() -> None:
@@ -212,25 +174,3 @@ def test_parts_of_a_mix_draw_from_streams_of_their_own() -> None:
     for request in load.start():
         parts[request.output_tokens <= 5].append(request.prompt_tokens)
     assert parts[True][:10] != parts[False][:10]
-
-
-@pytest.mark.parametrize(
-    "added",
-    [
-        {"announce": "hint", "announce_error": 0.3},
-        {"abort_share": 0.5, "abort_mean_s": 3},
-        {"tiers": [{"name": "a", "ttft": {"base_s": 1, "low": 0.5}}, {"name": "b"}]},
-        {"think_s": 5},
-        {"system_prompt_tokens": 7},
-    ],
-    ids=["announcements", "aborts", "tiers", "think times", "system prompt"],
-)
-def test_drawing_something_more_shifts_no_arrival_and_no_length(added: dict[str, Any]) -> None:
-    base: dict[str, Any] = {"source": "sharegpt-like", "num_requests": 2500}
-    extra = added.get("system_prompt_tokens", 0)
-
-    def told(requests: Any) -> list[tuple[float, int, int]]:
-        return [(r.arrival_s, r.prompt_tokens, r.output_tokens) for r in requests]
-
-    expected = [(t, p + extra, o) for t, p, o in told(workload(**base).start())]
-    assert told(workload(**base, **added).start()) == expected

@@ -1,40 +1,40 @@
-"""The description of a workload: what it accepts, refuses and survives."""
+"""The description of a workload: what it accepts, refuses and survives, and that its page says what is there."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
+from vllm_ext import datasets
+from vllm_ext.simulation import synthetic
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-FULL: dict[str, Any] = {
-    "mix": [
-        {"source": "arxiv-summarization", "weight": 0.35, "tier": "offline", "max_prompt_tokens": 9000},
-        {"source": "rows.jsonl", "weight": 0.65, "sample": "with-replacement", "where": {"src": ["a", "b"]}},
-    ],
-    "arrivals": "gamma",
-    "rate_per_s": 8.0,
-    "cv": 2.5,
-    "num_requests": 20_000,
-    "max_tokens": "exact",
-    "announce": "hint",
-    "announce_error": 0.092,
-    "announce_slo": True,
-    "tiers": [
-        {"name": "offline", "share": 0, "e2e": {"base_s": 60}},
-        {"name": "chat", "ttft": {"bucket_tokens": 512, "bucket_s": [0.1, 0.2], "low": 0.5, "high": 1.5}},
-    ],
-    "abort_share": 0.1,
-    "abort_mean_s": 20,
-    "seed": 3,
-}
+from .parts import workload
+
+PAGE = (Path(__file__).parents[3] / "docs" / "simulator-workloads.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_full_description_survives_json() -> None:
-    spec = WorkloadSpec(**FULL)
+def test_every_preset_and_format_is_on_the_page() -> None:
+    listed = set(re.findall(r"^\| `([^`]+)`", PAGE, re.MULTILINE))
+    assert {*synthetic.PRESETS, *synthetic.CONVERSATIONS, *datasets.FORMATS} - {"auto"} <= listed
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_examples_survive_json_and_can_be_built(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text(
+        "".join(f'{{"prompt_tokens": 3, "output_tokens": 4, "timestamp": {t}}}\n' for t in (1, 2))
+    )
+    spec = WorkloadSpec.model_validate_json(example)
     assert WorkloadSpec.model_validate_json(spec.model_dump_json()) == spec
+    load = build(spec, max_model_len=32768)
+    assert next(load.start()).arrival_s >= 0
 
 
 @pytest.mark.parametrize("arrivals", ["recorded", "closed-loop", "at-once"])
@@ -42,10 +42,6 @@ def test_arrivals_without_a_rate_have_none_unless_given_and_survive_json(arrival
     spec = WorkloadSpec.model_validate({"arrivals": arrivals})
     assert spec.rate_per_s is None
     assert WorkloadSpec.model_validate_json(spec.model_dump_json()) == spec
-
-
-def test_recorded_arrivals_take_a_rate_to_stretch_to() -> None:
-    assert WorkloadSpec(arrivals="recorded", rate_per_s=3.0).rate_per_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +67,15 @@ def test_recorded_arrivals_take_a_rate_to_stretch_to() -> None:
         ({"arrivals": "recorded", "sample": "with-replacement"}, r"arrivals='recorded': needs sample='file-order'"),
         ({"tiers": [{"name": "a"}, {"name": "a"}]}, r"tiers: names must differ"),
         ({"tiers": [{"name": "a", "share": 0}]}, r"share must be greater than 0"),
+        ({"min_turns": 3, "max_turns": 2}, r"max_turns=2: must be at least min_turns=3"),
+        ({"max_model_len": 30, "system_prompt_tokens": 29}, r"system_prompt_tokens=29: must leave at least 2"),
         ({"sorce": "alpaca-like"}, r"sorce\n.*not permitted"),
+        ({"mix": [{"weight": 0}]}, r"mix.0.weight\n.*greater than 0"),
+        ({"tiers": [{"name": ""}]}, r"tiers.0.name\n.*at least 1 character"),
+        ({"tiers": [{"name": "a", "ttft": {}}]}, r"base_s, per_prompt_token_s, bucket_s: one of them must be greater"),
+        ({"tiers": [{"name": "a", "e2e": {"bucket_s": [0.1, 0]}}]}, r"bucket_s: one of them must be greater than 0"),
+        ({"tiers": [{"name": "a", "tbt": {"base_s": 1, "low": 2}}]}, r"low=2.0: must be at most high=1.0"),
+        ({"tiers": [{"name": "a", "tbt": {"base_s": -1}}]}, r"tiers.0.tbt.base_s\n.*greater than or equal to 0"),
     ],
 )
 def test_senseless_description_is_refused_naming_the_field(fields: dict[str, Any], message: str) -> None:
@@ -79,14 +83,23 @@ def test_senseless_description_is_refused_naming_the_field(fields: dict[str, Any
         WorkloadSpec.model_validate(fields)
 
 
-@pytest.mark.parametrize("fields", [{}, {"base_s": 1, "low": 2, "high": 1}, {"bucket_s": [0.1, 0]}, {"base_s": -1}])
-def test_objective_must_be_positive_and_its_bounds_in_order(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        SloTarget.model_validate(fields)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, r"num_requests=None, duration_s=None: one must be given; fixed:10:20 has no end"),
+        ({"arrivals": "at-once", "duration_s": 1}, r"num_requests=None: must be given for arrivals='at-once'"),
+        ({"source": "no-such"}, r"source='no-such': must be a file, or one of the presets alpaca-like, .*fixed:PROMPT"),
+        ({"sample": "with-replacement", "num_requests": 1}, r"sample='with-replacement': must be left out; .*a preset"),
+        ({"min_turns": 2, "num_requests": 1}, r"min_turns=2: must be left out; .* a preset without conversations"),
+        ({"max_prompt_tokens": 9, "num_requests": 1}, r"'fixed:10:20': 100000 requests in a row were left out; widen"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_naming_the_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        workload(**fields)
 
 
-def test_parts_and_tiers_have_positive_weights_and_names() -> None:
-    with pytest.raises(ValidationError, match="weight"):
-        MixPart(weight=0)
-    with pytest.raises(ValidationError, match="name"):
-        TierSpec(name="")
+def test_changed_copy_is_checked_when_it_is_built() -> None:
+    spec = WorkloadSpec(source="fixed:1:1", num_requests=1).model_copy(update={"rate_per_s": 0.0})
+    with pytest.raises(ValidationError, match=r"rate_per_s\n"):
+        build(spec)

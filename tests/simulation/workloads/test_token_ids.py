@@ -20,8 +20,8 @@ def test_first_3996_openings_differ_in_their_first_token_and_later_ones_in_the_s
 
 @given(number=st.integers(0, 10**9), count=st.integers(1, 40_000))
 def test_ids_lie_in_their_range_and_have_the_wanted_length(number: int, count: int) -> None:
-    made = (token_ids.opening(number, count), token_ids.added(number, 3, count), token_ids.system_prompt(count))
-    for ids in made:
+    numbered = [make(number, count) for make in (token_ids.opening, token_ids.alone)]
+    for ids in (*numbered, token_ids.added(number, 3, count), token_ids.system_prompt(count)):
         assert len(ids) == count
         assert min(ids) >= 100
         assert max(ids) < 4096
@@ -46,6 +46,6 @@ def test_partial_last_block_begins_like_the_whole_one() -> None:
     assert token_ids.of_blocks([5, 7], 11, BLOCK) == token_ids.of_blocks([5, 7, 9], 24, BLOCK)[:11]
 
 
-def test_blocks_differ_from_conversations_and_from_the_system_prompt() -> None:
-    made = {tuple(ids[3:]) for ids in (token_ids.opening(1, 16), token_ids.of_blocks([1], 16, 16))}
-    assert len(made | {tuple(token_ids.system_prompt(16)[3:])}) == 3
+def test_what_is_numbered_alike_differs_by_its_kind_and_from_the_system_prompt() -> None:
+    numbered = (token_ids.opening(1, 16), token_ids.alone(1, 16), token_ids.of_blocks([1], 16, 16))
+    assert len({tuple(ids[3:]) for ids in (*numbered, token_ids.system_prompt(16))}) == 4

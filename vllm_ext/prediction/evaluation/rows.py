@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext import datasets
-from vllm_ext.datasets.rows import DatasetError
+from vllm_ext.datasets import DatasetError
 from vllm_ext.prediction.encoder import Encoder
 
 Ints = npt.NDArray[np.int64]

@@ -47,11 +47,6 @@ class LeavingAtTheEnd:
         self._end_s = end_s
         self.name, self.rows, self.sha256 = inner.name, inner.rows, inner.sha256
 
-    @property
-    def expected_requests(self) -> int | None:
-        """As of the workload inside."""
-        return self._inner.expected_requests
-
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests; each is given up at the end of the window."""
         return (replace(r, abort_after_s=self._end_s - r.arrival_s) for r in self._inner.start())

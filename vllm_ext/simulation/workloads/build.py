@@ -1,22 +1,42 @@
-"""From the description of a workload to the workload."""
+"""From the description of a workload to the workload: who sends requests, when, and with which history."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
-from vllm_ext.datasets.rows import DatasetError
+from vllm_ext.datasets import DatasetError
+from vllm_ext.hints import MAX_OSL, SLO_KEYS
+from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation import arrivals
-from vllm_ext.simulation.requests import Workload
-from vllm_ext.simulation.workloads.generated import GeneratedWorkload
-from vllm_ext.simulation.workloads.randomness import Purpose, sequence
-from vllm_ext.simulation.workloads.reading import read
-from vllm_ext.simulation.workloads.sessions import Fitting, MixedSource, RecordedSource, Source
-from vllm_ext.simulation.workloads.spec import SourceSpec, WorkloadSpec
+from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo, Workload
+from vllm_ext.simulation.workloads import token_ids
+from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
+from vllm_ext.simulation.workloads.sources import Session, Source, Turn, read
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
+NO_BOUND = 1 << 30
+"""``max_tokens`` where the client sets none and the context is not known: the server's context is the bound."""
+_MS = 1000.0
+
+_RANDOM: tuple[tuple[Purpose, Callable[..., Any]], ...] = (
+    (Purpose.THINK, Generator.exponential),
+    (Purpose.ANNOUNCE, Generator.normal),
+    (Purpose.SLO_TTFT, Generator.random),
+    (Purpose.SLO_TBT, Generator.random),
+    (Purpose.SLO_E2E, Generator.random),
+    (Purpose.ABORT, Generator.random),
+    (Purpose.ABORT_TIME, Generator.exponential),
+)
+"""Streams of a turn's random fields, in their order; each has its own, so that using one shifts no other."""
 Times = Callable[[], Iterator[float]]
+"""Begins an arrival process anew: increasing times in seconds."""
 
 
 def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
@@ -30,99 +50,54 @@ def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
         ValueError: (DatasetError and pydantic's ValidationError included) a field does not fit the others, a file is
             unreadable or malformed, or it has fewer rows than requests are wanted.
     """
-    spec = WorkloadSpec.model_validate(spec.model_dump())
-    if spec.max_model_len is None and max_model_len is not None:
-        spec = WorkloadSpec.model_validate(spec.model_dump() | {"max_model_len": max_model_len})
-    source = _source(spec)
-    _check_end(spec, source)
+    context = max_model_len if spec.max_model_len is None else spec.max_model_len
+    spec = WorkloadSpec.model_validate(spec.model_dump() | {"max_model_len": context})
+    source = read(spec)
+    if spec.num_requests is None and source.size is None:
+        if spec.duration_s is None:
+            raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
+        if spec.arrivals == "at-once":
+            raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
+    think_s = source.think_s if spec.think_s is None else spec.think_s
     times = _times(spec, source)
+    if think_s is None and any(part.conversations for part in spec.mix or (spec,)):
+        raise ValueError("think_s=None: must be given for recorded conversations, in seconds; Pensieve: 60")
     _check_supply(spec, source, times)
-    return GeneratedWorkload(spec, source, times, _limit(spec, source), _think_s(spec, source))
-
-
-def _source(spec: WorkloadSpec) -> Source:
-    if not spec.mix:
-        source: Source = read(spec, _fitting(spec, spec), seed=spec.seed, part=0)
-        next(source.sessions())  # filters that leave nothing are to be noticed before the run
-        return source
-    parts: list[Source] = []
-    for index, part in enumerate(spec.mix):
-        source = read(part, _fitting(spec, part), seed=spec.seed, part=index)
-        if source.size is not None:
-            raise ValueError(f"sample={part.sample!r} of {source.name} in mix: must be 'with-replacement'")
-        next(source.sessions())
-        parts.append(source)
-    return MixedSource(parts, [part.weight for part in spec.mix], [part.tier for part in spec.mix], spec.seed)
-
-
-def _fitting(spec: WorkloadSpec, source: SourceSpec) -> Fitting:
-    context = None if spec.max_model_len is None else spec.max_model_len - spec.system_prompt_tokens
-    if context is not None and context < 2:
-        raise ValueError(
-            f"system_prompt_tokens={spec.system_prompt_tokens}: must leave at least 2 tokens of "
-            f"max_model_len={spec.max_model_len}"
-        )
-    return Fitting(
-        spec=source,
-        context_tokens=context,
-        cut=spec.over_context == "cut",
-        most_output_tokens=spec.max_tokens if isinstance(spec.max_tokens, int) else None,
-    )
+    return GeneratedWorkload(spec, source, times, think_s or 0.0)
 
 
 def _times(spec: WorkloadSpec, source: Source) -> Times | None:
-    rate, seed = spec.rate_per_s, sequence(spec.seed, Purpose.ARRIVALS)
+    """Return what begins the arrival process anew; None for a closed loop."""
     if spec.arrivals == "closed-loop":
         return None
     if spec.arrivals == "at-once":
         return lambda: itertools.repeat(0.0)
     if spec.arrivals == "recorded":
-        recorded = _recorded_times(source, rate)
+        recorded = _recorded_times(source, spec.rate_per_s)
         return lambda: iter(recorded)
-    if rate is None:
-        raise ValueError(f"rate_per_s=None: must be given for arrivals={spec.arrivals!r}")
-    if spec.rate_counts == "requests":
-        rate /= source.mean_turns
-    cv = spec.cv if spec.arrivals == "gamma" else 1.0
-    return lambda: arrivals.stream(rate_per_s=rate, seed=seed, cv=cv)
+    assert spec.rate_per_s is not None, "the description was checked"
+    rate_per_s = spec.rate_per_s / (source.mean_turns if spec.rate_counts == "requests" else 1.0)
+    return lambda: arrivals.stream(generator(spec.seed, Purpose.ARRIVALS), rate_per_s=rate_per_s, cv=spec.cv)
 
 
 def _recorded_times(source: Source, rate_per_s: float | None) -> list[float]:
-    """Recorded times from the first arrival on; stretched to a rate, if one is wanted."""
-    found = source.arrival_times_s if isinstance(source, RecordedSource) else [None]
-    known = [time_s for time_s in found if time_s is not None]
-    if len(known) < len(found):
+    """Recorded times from the first arrival on; stretched to a mean rate over the gaps, if one is wanted."""
+    known = [time_s for time_s in source.arrivals_s if time_s is not None]
+    if len(known) < len(source.arrivals_s):
         raise ValueError(f"arrivals='recorded': {source.name} has no arrival time for every request")
     times = np.array(known) - known[0]
-    if (late := np.flatnonzero(np.diff(times) < 0)).size:
+    gaps = np.diff(times)
+    if (late := np.flatnonzero(gaps < 0)).size:
         raise DatasetError(
-            f"{source.name}: usable row {late[0] + 2}: arrives {-np.diff(times)[late[0]]:g} s before the row above it; "
+            f"{source.name}: usable row {late[0] + 2}: arrives {-gaps[late[0]]:g} s before the row above it; "
             f"sort the file by time"
         )
-    if rate_per_s is not None and len(times) > 1:
-        times = arrivals.rescaled(times, rate_per_s=rate_per_s)
-    return [float(time_s) for time_s in times]
-
-
-def _think_s(spec: WorkloadSpec, source: Source) -> float | None:
-    think_s = spec.think_s if spec.think_s is not None else source.think_s
-    if think_s is None and source.conversations:
-        raise ValueError("think_s=None: must be given for recorded conversations, in seconds; Pensieve: 60")
-    return think_s
-
-
-def _limit(spec: WorkloadSpec, source: Source) -> int | None:
-    bounds = [bound for bound in (spec.num_requests, source.size) if bound is not None]
-    return min(bounds, default=None)
-
-
-def _check_end(spec: WorkloadSpec, source: Source) -> None:
-    if _limit(spec, source) is not None:
-        return
-    if spec.duration_s is None:
-        raise ValueError(f"num_requests=None, duration_s=None: one must be given; {source.name} has no end")
-    if spec.arrivals == "at-once":
-        raise ValueError(f"num_requests=None: must be given for arrivals='at-once'; {source.name} has no end")
+    if rate_per_s is not None and gaps.size:
+        if times[-1] == 0:
+            raise ValueError(f"rate_per_s={rate_per_s}: must be left out; all requests of {source.name} arrive at once")
+        times *= gaps.size / rate_per_s / times[-1]
+    found: list[float] = times.tolist()
+    return found
 
 
 def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> None:
@@ -132,9 +107,160 @@ def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> No
     remedy = f"{source.name} has {source.size} usable rows; ask for less, or set sample='with-replacement'"
     if (spec.num_requests or 0) > source.size:
         raise ValueError(f"num_requests={spec.num_requests}: too many, {remedy}")
-    if times is None or spec.arrivals == "recorded" or spec.num_requests is not None:
+    if times is None or spec.arrivals == "recorded" or spec.num_requests is not None or spec.duration_s is None:
         return
-    if spec.duration_s is not None:
-        first_missing = next(itertools.islice(times(), source.size, None))
-        if first_missing < spec.duration_s:
-            raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
+    first_missing = next(itertools.islice(times(), source.size, None))
+    if first_missing < spec.duration_s:
+        raise ValueError(f"duration_s={spec.duration_s}: too long, after {first_missing:.1f} s {remedy}")
+
+
+@dataclass(eq=False)
+class GeneratedWorkload:
+    """Requests of a source, at the times of an arrival process.
+
+    Open loop: `after` depends on its arguments only. Closed loop: whoever ends first takes the next session, so that
+    one run at a time can use a workload; `start` begins anew.
+    """
+
+    spec: WorkloadSpec
+    source: Source
+    arrival_times: Times | None
+    think_s: float
+    """Mean think time, in seconds."""
+
+    def __post_init__(self) -> None:
+        self.name, self.rows, self.sha256 = self.source.name, self.source.rows, self.source.sha256
+        self._sigma = sigma_of(self.spec.announce_error)
+        self._tiers = {tier.name: tier for tier in self.spec.tiers}
+        self._system_prompt = token_ids.system_prompt(self.spec.system_prompt_tokens)
+        self._context = self.spec.max_model_len or NO_BOUND
+        self._end_s = math.inf if self.spec.duration_s is None else self.spec.duration_s
+        self._queue: Iterator[Session] = iter(())
+
+    def start(self) -> Iterator[SimRequest]:
+        """Yield the requests whose arrival does not depend on the run, by arrival time, lazily."""
+        sessions = self._sessions()
+        if self.arrival_times is None:
+            self._queue = sessions
+            return (self._opening(0.0, session) for session in itertools.islice(sessions, self.spec.clients))
+        times = itertools.takewhile(lambda time_s: time_s < self._end_s, self.arrival_times())
+        return itertools.starmap(self._opening, zip(times, sessions, strict=False))
+
+    def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
+        """Return the conversation's next turn; else, in a closed loop, the client's next session.
+
+        A conversation ends early where its client has disconnected, where a turn was refused or gave no token, and,
+        with ``over_context="drop"``, where the next turn would exceed the context.
+        """
+        following = self._next_turn(request, finished_s, output_ids)
+        if following is None and finished_s < self._end_s and (session := next(self._queue, None)) is not None:
+            arrival_s = finished_s + self._thought_s(session.turns[0])
+            following = self._opening(arrival_s, session) if arrival_s < self._end_s else None
+        return () if following is None else (following,)
+
+    def _sessions(self) -> Iterator[Session]:
+        seed, tiers = self.spec.seed, self.spec.tiers
+        random = zip(*(draws(generator(seed, purpose), draw) for purpose, draw in _RANDOM), strict=True)
+        chosen: Iterator[str | None] = itertools.repeat(None)
+        if tiers:
+            indices = choices([tier.share for tier in tiers], generator(seed, Purpose.TIER))
+            chosen = (tiers[index].name for index in indices)
+        sessions = itertools.islice(self.source.sessions(), self.spec.num_requests)
+        for number, (session, tier) in enumerate(zip(sessions, chosen, strict=False)):
+            turns = tuple(Turn._make((*turn[:3], *drawn)) for turn, drawn in zip(session.turns, random, strict=False))
+            yield session._replace(turns=turns, tier=session.tier or tier, number=number)
+
+    def _thought_s(self, turn: Turn) -> float:
+        return self.think_s * (1.0 if self.spec.think == "constant" else turn.think)
+
+    def _opening(self, arrival_s: float, session: Session) -> SimRequest:
+        first = session.turns[0]
+        ids: list[int] | None = None
+        if session.hash_ids is not None:
+            ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
+        elif self._system_prompt or len(session.turns) > 1:
+            ids = token_ids.opening(session.number, first.prompt_tokens)
+        if ids is not None:
+            ids = self._system_prompt + ids
+        return self._request(session, 0, arrival_s, first.prompt_tokens if ids is None else len(ids), ids)
+
+    def _next_turn(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> SimRequest | None:
+        session: Session = request.meta["session"]
+        turn = request.meta["turn"] + 1
+        gone = request.abort_after_s is not None and finished_s >= request.arrival_s + request.abort_after_s
+        if turn == len(session.turns) or gone or not output_ids or request.token_ids is None:
+            return None
+        wanted = session.turns[turn]
+        arrival_s = finished_s + self._thought_s(wanted)
+        if arrival_s >= self._end_s:
+            return None
+        history = [*request.token_ids, *output_ids]
+        excess = len(history) + wanted.prompt_tokens + self.spec.served(wanted.output_tokens) - self._context
+        if excess > 0:
+            kept = len(self._system_prompt)
+            if self.spec.over_context == "drop" or excess > len(history) - kept:
+                return None
+            del history[kept : kept + excess]
+        ids = history + token_ids.added(session.number, turn, wanted.prompt_tokens)
+        return self._request(session, turn, arrival_s, len(ids), ids)
+
+    def _request(
+        self, session: Session, number: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
+    ) -> SimRequest:
+        spec, turn = self.spec, session.turns[number]
+        several = len(session.turns) > 1
+        tier = None if session.tier is None else self._tiers[session.tier]
+        max_tokens = max(1, self._context - prompt_tokens)
+        if spec.max_tokens != "cap":
+            max_tokens = min(max_tokens, turn.output_tokens if spec.max_tokens == "exact" else spec.max_tokens)
+        slo = NO_SLO if tier is None else tier.slo(prompt_tokens, (turn.ttft, turn.tbt, turn.e2e))
+        gives_up = turn.abort < spec.abort_share
+        return SimRequest(
+            req_id=f"r{session.number}.{number}" if several else f"r{session.number}",
+            arrival_s=arrival_s,
+            prompt_tokens=prompt_tokens,
+            output_tokens=turn.output_tokens,
+            max_tokens=max_tokens,
+            token_ids=ids,
+            extra_args=self._said(min(turn.output_tokens, max_tokens), turn.error, slo) or None,
+            priority=0 if tier is None else tier.priority,
+            session_id=f"s{session.number}" if several else None,
+            slo=slo,
+            tier=session.tier or "",
+            abort_after_s=turn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
+            patience_s=spec.patience_s,
+            prompt=turn.text,
+            meta={"session": session, "turn": number},
+        )
+
+    def _said(self, true_tokens: int, error: float, slo: Slo) -> dict[str, Any]:
+        """Return what the client announces, or what lies where only oracles read."""
+        said: dict[str, Any] = {}
+        if self.spec.announce == "hidden":
+            said[HIDDEN_LENGTH_KEY] = true_tokens
+        elif self.spec.announce == "hint":
+            said["osl"] = min(MAX_OSL, max(1, round(true_tokens * math.exp(self._sigma * error))))
+        if self.spec.announce_slo:
+            wanted = zip(SLO_KEYS, (slo.ttft_s, slo.tbt_s, slo.e2e_s), strict=True)
+            said |= {key: seconds * _MS for key, seconds in wanted if seconds is not None}
+        return said
+
+
+def mean_error(sigma: float) -> float:
+    """Return ``E|exp(sigma Z) - 1|`` of a standard normal Z.
+
+    The parts above and below 1 are ``exp(sigma^2 / 2) Phi(sigma) - 1/2`` and ``1/2 - exp(sigma^2 / 2) Phi(-sigma)``;
+    their sum is ``exp(sigma^2 / 2) erf(sigma / sqrt(2))``.
+    """
+    return math.exp(sigma**2 / 2) * math.erf(sigma / math.sqrt(2))
+
+
+def sigma_of(error: float) -> float:
+    """Return the sigma whose `mean_error` is ``error``, a finite number of at least 0."""
+    low, high = 0.0, 1.0
+    while mean_error(high) < error:
+        high *= 2
+    for _ in range(100):  # mean_error grows with sigma
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_error(middle) < error else (low, middle)
+    return high

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import bisect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -30,22 +32,20 @@ class Purpose(IntEnum):
     TOKEN_IDS = 14
 
 
-def sequence(seed: int, purpose: Purpose, *key: int) -> np.random.SeedSequence:
-    """Return the seed of the stream for a purpose; ``key`` tells streams of one purpose apart."""
-    return np.random.SeedSequence(seed, spawn_key=(int(purpose), *key))
-
-
 def generator(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
-    """Return the generator for a purpose, at its beginning."""
-    return np.random.default_rng(sequence(seed, purpose, *key))
+    """Return the generator for a purpose, at its beginning; ``key`` tells streams of one purpose apart."""
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(int(purpose), *key)))
 
 
-def draws(rng: np.random.Generator, draw: Callable[[np.random.Generator, int], Any]) -> Iterator[float]:
-    """Yield random numbers without end, drawn by the thousand.
-
-    Args:
-        rng: The stream.
-        draw: Returns an array of as many numbers as it is told.
-    """
+def draws(rng: np.random.Generator, draw: Callable[..., Any] = np.random.Generator.random) -> Iterator[Any]:
+    """Yield random numbers without end, drawn by the thousand: ``draw(rng, size=n)`` returns an array of n."""
     while True:
-        yield from draw(rng, _CHUNK).tolist()
+        yield from draw(rng, size=_CHUNK).tolist()
+
+
+def choices(weights: Sequence[float], rng: np.random.Generator) -> Iterator[int]:
+    """Yield indices without end, each as often as its weight says."""
+    bounds = list(itertools.accumulate(weights))
+    last = max(index for index, weight in enumerate(weights) if weight > 0)
+    for uniform in draws(rng):
+        yield min(last, bisect.bisect_right(bounds, uniform * bounds[-1]))

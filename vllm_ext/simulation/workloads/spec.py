@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ext.simulation.flag import Flag
+from vllm_ext.slo import Slo
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Arrivals = Literal["poisson", "gamma", "recorded", "closed-loop", "at-once"]
@@ -96,6 +99,14 @@ class SloTarget(BaseModel):
             raise ValueError("base_s, per_prompt_token_s, bucket_s: one of them must be greater than 0")
         return self
 
+    def seconds(self, prompt_tokens: int, uniform: float) -> float:
+        """Return the objective of a request; ``uniform`` in [0, 1) chooses the factor."""
+        buckets = -(-prompt_tokens // self.bucket_tokens)
+        value = self.base_s + self.per_prompt_token_s * buckets * self.bucket_tokens
+        if table := self.bucket_s:
+            value += table[min(buckets, len(table)) - 1] * max(1.0, buckets / len(table))
+        return value * (self.low + (self.high - self.low) * uniform)
+
 
 class TierSpec(BaseModel):
     """A class of service: who belongs to it, and what they expect."""
@@ -114,10 +125,11 @@ class TierSpec(BaseModel):
     e2e: SloTarget | None = None
     """Arrival to last token."""
 
-    @property
-    def has_objectives(self) -> bool:
-        """Whether its requests expect anything."""
-        return (self.ttft, self.tbt, self.e2e) != (None, None, None)
+    def slo(self, prompt_tokens: int, uniforms: tuple[float, float, float]) -> Slo:
+        """Return the objectives of a request; a number in [0, 1) chooses the factor of each."""
+        targets = zip((self.ttft, self.tbt, self.e2e), uniforms, strict=True)
+        seconds = [None if target is None else target.seconds(prompt_tokens, uniform) for target, uniform in targets]
+        return Slo(**dict(zip(("ttft_s", "tbt_s", "e2e_s"), seconds, strict=True)))
 
 
 class WorkloadSpec(SourceSpec):
@@ -185,46 +197,50 @@ class WorkloadSpec(SourceSpec):
 
     @model_validator(mode="after")
     def _fits_together(self) -> WorkloadSpec:
-        self._check_arrivals()
-        if self.mix and (given := [n for n in SourceSpec.model_fields if getattr(self, n) != _DEFAULTS[n]]):
-            raise ValueError(f"{given[0]}={getattr(self, given[0])!r}: must be set in each part of mix, not beside it")
-        if isinstance(self.max_tokens, int) and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1, 'cap' or 'exact'")
-        if self.announce_error and self.announce != "hint":
-            raise ValueError(f"announce_error={self.announce_error}: needs announce='hint', found {self.announce!r}")
-        if (self.abort_share > 0) != (self.abort_mean_s is not None):
-            raise ValueError(
-                f"abort_share={self.abort_share}, abort_mean_s={self.abort_mean_s}: must be given together"
-            )
-        self._check_tiers()
+        if problem := next(itertools.chain(self._arrival_problems(), self._problems(), self._tier_problems()), None):
+            raise ValueError(problem)
         return self
 
-    def _check_arrivals(self) -> None:
+    def served(self, output_tokens: int) -> int:
+        """Return how much of an output a constant bound of the client lets through."""
+        return min(output_tokens, self.max_tokens) if isinstance(self.max_tokens, int) else output_tokens
+
+    def _arrival_problems(self) -> Iterator[str]:
         kind, rate = self.arrivals, self.rate_per_s
         if kind in ("poisson", "gamma") and rate is None:
-            raise ValueError(f"rate_per_s=None: must be a number greater than 0 for arrivals={kind!r}")
+            yield f"rate_per_s=None: must be a number greater than 0 for arrivals={kind!r}"
         if kind in ("closed-loop", "at-once") and rate is not None:
-            raise ValueError(f"rate_per_s={rate}: must be left out for arrivals={kind!r}, which has no rate")
-        if kind == "recorded":
-            if self.mix:
-                raise ValueError("arrivals='recorded': must not be used with mix; no common clock is known")
-            if self.sample != "file-order" or self.conversations:
-                raise ValueError("arrivals='recorded': needs sample='file-order' and conversations=false")
+            yield f"rate_per_s={rate}: must be left out for arrivals={kind!r}, which has no rate"
+        if kind == "recorded" and self.mix:
+            yield "arrivals='recorded': must not be used with mix; no common clock is known"
+        if kind == "recorded" and (self.sample != "file-order" or self.conversations):
+            yield "arrivals='recorded': needs sample='file-order' and conversations=false"
         for name, value, needs in (("cv", self.cv, "gamma"), ("clients", self.clients, "closed-loop")):
             if value != 1 and kind != needs:
-                raise ValueError(f"{name}={value}: needs arrivals={needs!r}, found {kind!r}")
+                yield f"{name}={value}: needs arrivals={needs!r}, found {kind!r}"
 
-    def _check_tiers(self) -> None:
+    def _problems(self) -> Iterator[str]:
+        for name in SourceSpec.model_fields if self.mix else ():
+            if (value := getattr(self, name)) != getattr(SourceSpec(), name):
+                yield f"{name}={value!r}: must be set in each part of mix, not beside it"
+        if isinstance(self.max_tokens, int) and self.max_tokens < 1:
+            yield f"max_tokens={self.max_tokens}: must be at least 1, 'cap' or 'exact'"
+        if (context := self.max_model_len) is not None and context - self.system_prompt_tokens < 2:
+            system = self.system_prompt_tokens
+            yield f"system_prompt_tokens={system}: must leave at least 2 tokens of max_model_len={context}"
+        if self.announce_error and self.announce != "hint":
+            yield f"announce_error={self.announce_error}: needs announce='hint', found {self.announce!r}"
+        if (self.abort_share > 0) != (self.abort_mean_s is not None):
+            yield f"abort_share={self.abort_share}, abort_mean_s={self.abort_mean_s}: must be given together"
+
+    def _tier_problems(self) -> Iterator[str]:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) < len(names):
-            raise ValueError(f"tiers: names must differ, found {names}")
+            yield f"tiers: names must differ, found {names}"
         if self.tiers and not any(tier.share for tier in self.tiers):
-            raise ValueError("tiers: share must be greater than 0 for at least one of them")
-        if self.announce_slo and not any(tier.has_objectives for tier in self.tiers):
-            raise ValueError("announce_slo=True: needs tiers, one of them with an objective (ttft, tbt or e2e)")
+            yield "tiers: share must be greater than 0 for at least one of them"
+        if self.announce_slo and not any(tier.ttft or tier.tbt or tier.e2e for tier in self.tiers):
+            yield "announce_slo=True: needs tiers, one of them with an objective (ttft, tbt or e2e)"
         for part in self.mix:
             if part.tier is not None and part.tier not in names:
-                raise ValueError(f"tier={part.tier!r} of a part of mix: must be one of {names}")
-
-
-_DEFAULTS = {name: getattr(SourceSpec(), name) for name in SourceSpec.model_fields}
+                yield f"tier={part.tier!r} of a part of mix: must be one of {names}"

@@ -1,4 +1,4 @@
-"""Token ids of prompts that share something: a system prompt, a history, or blocks of a recorded prefix.
+"""Token ids of prompts: a system prompt, a history, blocks of a recorded prefix, or what nobody else sends.
 
 Ids lie in [100, 4096), which leaves out the end token (2) and those that made-up outputs use. What is numbered (a
 conversation, a block) begins with its number in base 3996, the least digit first: the first 3996 differ in their first
@@ -10,7 +10,7 @@ is known by all tokens up to its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from vllm_ext.simulation.workloads.randomness import Purpose, generator
 
@@ -20,7 +20,7 @@ _BASE = END_ID - FIRST_ID
 _DIGITS = 3
 _STRIDE = 1009
 _TABLE_SIZE = 1 << 15
-_SYSTEM, _NUMBERED, _ADDED, _BLOCK = range(4)
+_SYSTEM, _NUMBERED, _ADDED, _BLOCK, _ALONE = range(5)
 
 
 def system_prompt(count: int) -> list[int]:
@@ -31,6 +31,11 @@ def system_prompt(count: int) -> list[int]:
 def opening(number: int, count: int) -> list[int]:
     """Return ids of which no other number's are a beginning."""
     return _numbered(_NUMBERED, number, count)
+
+
+def alone(number: int, count: int) -> list[int]:
+    """Return ids for a request that comes with none: other than any number's, and than any opening."""
+    return _numbered(_ALONE, number, count)
 
 
 def added(number: int, turn: int, count: int) -> list[int]:
@@ -64,7 +69,7 @@ def _from_table(kind: int, number: int, count: int) -> list[int]:
     return table[start:end]
 
 
-@lru_cache(maxsize=4)
+@cache
 def _table(kind: int) -> list[int]:
     """Random ids; lists cut from them share their integer objects, so that a list costs 8 bytes a token."""
     shared = tuple(range(END_ID))

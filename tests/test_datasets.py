@@ -1,0 +1,174 @@
+"""Readers of workload files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ext import datasets
+from vllm_ext.datasets import DatasetError, WorkloadRow
+
+CONVERSATION = {
+    "id": "c1",
+    "conversations": [
+        {"from": "gpt", "value": "Welcome"},
+        {"from": "human", "value": "Why?"},
+        {"from": "gpt", "value": "Because."},
+        {"from": "human", "value": "Really?"},
+        {"from": "gpt", "value": "Yes."},
+    ],
+}
+MONOLOGUE = {"id": "c2", "conversations": [{"from": "human", "value": "Anyone?"}]}
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+)
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48,396,109\n"
+LMSYS = "index,output_token_length,predicted_length,latency,model\n0,40,0,0.02,vicuna-13b\n1,0,0,0.01,llama\n"
+MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 4]}
+
+
+def write(folder: Path, name: str, content: str) -> Path:
+    path = folder / name
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    return path
+
+
+def lines(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def row(source_id: str, prompt: int | None, output: int, arrival_s: float | None = None, **more: Any) -> WorkloadRow:
+    return WorkloadRow(source_id=source_id, prompt_tokens=prompt, output_tokens=output, arrival_s=arrival_s, **more)
+
+
+def said(source_id: str, prompt: str, output: str, *later: WorkloadRow) -> WorkloadRow:
+    return WorkloadRow(source_id=source_id, prompt=prompt, output_text=output, later=later)
+
+
+CHAT = (said("c1", "Why?", "Because.", said("c1", "Really?", "Yes.")),)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "format", "rows", "skipped"),
+    [
+        ("s.json", json.dumps([CONVERSATION, MONOLOGUE]), "sharegpt", CHAT, 1),
+        ("s.jsonl", lines(CONVERSATION, MONOLOGUE), "sharegpt", CHAT, 1),
+        ("s.jsonl.gz", lines(CONVERSATION, MONOLOGUE), "sharegpt", CHAT, 1),
+        (
+            "a.json",
+            json.dumps([{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "output": ""}]),
+            "alpaca",
+            (said("entry 1", "Add.\n\n1 2", "3"), said("entry 2", "Hi", "")),
+            0,
+        ),
+        (
+            "x.jsonl",
+            lines({"id": 1, "prompt": "p", "output": "o"}, {"prompt_tokens": 3, "output_tokens": 4, "timestamp": 1.5}),
+            "jsonl",
+            (said("1", "p", "o"), row("line 2", 3, 4, 1.5)),
+            0,
+        ),
+        ("m.jsonl", lines(MOONCAKE, MOONCAKE | {"output_length": 0}), "mooncake",
+         (row("line 1", 600, 7, 1.5, hash_ids=(0, 4)),), 1),
+        ("b.csv", BURSTGPT + "9,ChatGPT,10,0,10,API log\n", "burstgpt", (row("line 2", 472, 18, 5.0),), 1),
+        ("l.csv.gz", "num_prefill_tokens,num_decode_tokens\n5,6\n0,1\n", "lengths", (row("line 2", 5, 6),), 1),
+        ("l.csv", LMSYS, "lmsys", (row("line 2", None, 40),), 1),
+    ],
+)  # fmt: skip
+def test_rows_of_every_format(
+    tmp_path: Path, name: str, content: str, format: str, rows: tuple[WorkloadRow, ...], skipped: int
+) -> None:
+    path = write(tmp_path, name, content)
+    dataset = datasets.load(path, outputs_only=True)
+    assert dataset.rows == rows
+    assert (dataset.name, dataset.format, dataset.skipped) == (name, format, skipped)
+    assert dataset.sha256 == hashlib.sha256(path.read_bytes()).hexdigest(), "of the stored bytes"
+    assert datasets.load(path, format, outputs_only=True) == dataset
+
+
+def test_azure_times_keep_more_decimals_than_datetime_reads(tmp_path: Path) -> None:
+    dataset = datasets.load(write(tmp_path, "a.csv.gz", AZURE))
+    first, second = (row.arrival_s for row in dataset.rows)
+    assert dataset.format == "azure"
+    assert first is not None
+    assert second is not None
+    assert second - first == pytest.approx(1.31941, abs=1e-6)
+
+    offset = "TIMESTAMP,ContextTokens,GeneratedTokens\n1970-01-01 00:00:10.25+00:00,1,2\n"
+    assert datasets.load(write(tmp_path, "o.csv", offset)).rows[0].arrival_s == pytest.approx(10.25)
+
+
+def test_where_keeps_rows_whose_field_or_column_is_or_contains_a_value(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "output": "b", "src": src} for src in ("x", ["y", "x"], ["z"], "z")]
+    assert len(datasets.load(write(tmp_path, "w.jsonl", lines(*rows)), where={"src": frozenset({"x"})}).rows) == 2
+    path = write(tmp_path, "b.csv", BURSTGPT + "7,GPT-4,1,2,3,x\n")
+    assert [r.prompt_tokens for r in datasets.load(path, where={"Model": frozenset({"GPT-4"})}).rows] == [1]
+    with pytest.raises(DatasetError, match=r"b.csv: line 2: Modell: the filter names a field .* found \['Timestamp'"):
+        datasets.load(path, where={"Modell": frozenset({"GPT-4"})})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"prompt": "p", "output": "o"}\n{oops\n', r"a.jsonl: line 2: not JSON"),
+        ("a.jsonl", lines({"prompt": "p", "output": "o"}, {"prompt": "p"}), r"a.jsonl: line 2: output: missing"),
+        ("a.jsonl", lines({"prompt": 5, "output": "o"}), r"a.jsonl: line 1: prompt: must be text, found int"),
+        ("a.jsonl", lines({"prompt_tokens": 0, "output_tokens": 1}), r"line 1: prompt_tokens: .* at least 1, found 0"),
+        ("a.jsonl", lines({"prompt_tokens": 1, "output_tokens": True}), r"line 1: output_tokens: .*found True"),
+        ("a.jsonl", lines({"prompt_tokens": 1, "output_tokens": 1, "timestamp": "x"}), r"line 1: timestamp: .*'x'"),
+        ("a.jsonl", lines("text"), r"a.jsonl: line 1: must be a JSON object, found str"),
+        ("a.jsonl", "\n", r"a.jsonl: the file holds no rows"),
+        ("a.jsonl", lines({"text": "?"}), r"a.jsonl: line 1: format not recognised from the fields \['text'\]"),
+        ("a.json", json.dumps([{"instruction": "i"}]), r"a.json: entry 1: output: missing"),
+        ("a.json", json.dumps([{"conversations": "no"}]), r"a.json: entry 1: conversations: must be a list"),
+        ("a.json", json.dumps([{"conversations": [{"from": "human"}]}]), r"entry 1: conversations\[0\]: must be"),
+        ("a.json", json.dumps([MONOLOGUE]), r"a.json: no usable row \(1 skipped\)"),
+        ("a.csv", "a,b\n1,2\n", r"a.csv: line 2: format not recognised from .*\['a', 'b'\]"),
+        ("a.csv", BURSTGPT + "7,ChatGPT,many,1,1,x\n", r"a.csv: line 3: Request tokens: .*'many'"),
+        ("a.csv", BURSTGPT + "nan,ChatGPT,1,1,1,x\n", r"a.csv: line 3: Timestamp: .*'nan'"),
+        ("m.jsonl", lines(MOONCAKE, {"input_length": 5}), r"m.jsonl: line 2: output_length: missing"),
+        ("m.jsonl", lines(MOONCAKE | {"timestamp": None}), r"m.jsonl: line 1: timestamp: missing"),
+        ("m.jsonl", lines(MOONCAKE | {"timestamp": "x"}), r"m.jsonl: line 1: timestamp: .* milliseconds, found 'x'"),
+        ("m.jsonl", lines(MOONCAKE | {"hash_ids": [1]}), r"line 1: hash_ids: must have 2 ids for input_length=600"),
+        ("m.jsonl", lines(MOONCAKE | {"hash_ids": [1, -1]}), r"line 1: hash_ids: must be a list of whole numbers"),
+        ("e.csv", "num_prefill_tokens,num_decode_tokens\n", r"e.csv: the file holds no rows"),
+        ("a.csv", AZURE + "noon,3,1\n", r"a.csv: line 4: TIMESTAMP: must be a date and time, found 'noon'"),
+        ("l.csv", LMSYS, r"l.csv: the lmsys format has no prompts"),
+        ("a.csv", AZURE + "2023-11-16 18:15:50,-3,1\n", r"a.csv: line 4: ContextTokens: .* at least 0, found '-3'"),
+    ],
+)
+def test_bad_row_is_an_error_naming_file_line_and_field(tmp_path: Path, name: str, content: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        datasets.load(write(tmp_path, name, content))
+
+
+def test_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"'parquet': must be one of auto, sharegpt"):
+        datasets.load(tmp_path / "x", format="parquet")
+
+
+@pytest.mark.parametrize(
+    ("content", "format", "message"),
+    [
+        (BURSTGPT, "azure", r"b.csv: line 2: ContextTokens: missing; found .*'Timestamp'"),
+        (AZURE, "jsonl", r"b.csv: line 1: not JSON"),
+        (lines({"prompt": "p"}), "sharegpt", r"b.csv: line 1: conversations: must be a list"),
+    ],
+)
+def test_format_that_contradicts_the_file_is_an_error(tmp_path: Path, content: str, format: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        datasets.load(write(tmp_path, "b.csv", content), format=format)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xff"], ids=["missing", "not-utf8"])
+def test_unreadable_file_is_an_error_naming_it(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "u.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"u.jsonl: cannot be read"):
+        datasets.load(path)

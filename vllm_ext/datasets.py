@@ -1,0 +1,304 @@
+"""Readers of recorded workloads: prompts and answers, or only their lengths and arrival times, in public formats.
+
+Every reader returns rows in file order and never guesses: a bad row is an error that names file, line (or entry) and
+field. Lengths in tokens stay unknown where a file has only text; whoever runs the workload counts them with the
+tokenizer it serves with.
+
+`_FORMATS` lists the formats; docs/simulator-workloads.md says what their files hold. Any of them may be gzipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+HASH_BLOCK_TOKENS = 512
+"""Tokens of a block of `WorkloadRow.hash_ids`."""
+_USER_ROLES = frozenset({"human", "user"})
+_ASSISTANT_ROLES = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
+
+
+class DatasetError(ValueError):
+    """A workload file that cannot be read; the message names file, line or entry, and field."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadRow:
+    """One request of a workload. Text, token counts or both are known."""
+
+    source_id: str
+    """Id within the file; ``line 7`` or ``entry 7`` (counted from 1) where the file has none."""
+    prompt: str | None = None
+    """Prompt text."""
+    prompt_tokens: int | None = None
+    """Prompt length where the file states it, in tokens of the recording's own tokenizer."""
+    output_text: str | None = None
+    """Recorded answer."""
+    output_tokens: int | None = None
+    """Output length where the file states it, in tokens of the recording's own tokenizer."""
+    arrival_s: float | None = None
+    """Recorded arrival, in seconds on the file's own clock."""
+    hash_ids: tuple[int, ...] | None = None
+    """One id per block of `HASH_BLOCK_TOKENS` prompt tokens, the last block perhaps partial: prompts whose leading ids
+    are equal have equal leading tokens."""
+    later: tuple[WorkloadRow, ...] = ()
+    """The conversation's turns after this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A workload with its provenance."""
+
+    name: str
+    """File name without folder, or the name of a synthetic preset."""
+    format: str
+    """Reader that was used."""
+    rows: tuple[WorkloadRow, ...]
+    """Requests in file order; of a conversation the first, which has the others."""
+    sha256: str
+    """Of the file as stored (compressed, if it is)."""
+    skipped: int = 0
+    """Valid entries that hold no request: conversations without an answered question, failed requests of a trace."""
+
+
+def load(
+    path: str | Path,
+    format: str = "auto",
+    where: Mapping[str, frozenset[str]] | None = None,
+    *,
+    outputs_only: bool = False,
+) -> Dataset:
+    """Read a workload file.
+
+    Args:
+        path: The file; ``.gz`` is unpacked on the fly.
+        format: One of `FORMATS`; ``auto`` looks at the suffix and at the first row.
+        where: Keep only rows whose field (of a CSV file, column) equals, or is a list containing, one of the values.
+        outputs_only: Whether a file that says nothing of prompts (``lmsys``) is of use.
+
+    Raises:
+        DatasetError: unknown format, unreadable or malformed file, or no row left.
+    """
+    file = Path(path)
+    if format not in FORMATS:
+        raise DatasetError(f"dataset format {format!r}: must be one of {', '.join(FORMATS)}")
+    try:
+        stored = file.read_bytes()
+        text = (gzip.decompress(stored) if file.suffix == ".gz" else stored).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file.name}: cannot be read as UTF-8 text: {error}") from error
+    is_csv = file.name.removesuffix(".gz").endswith(".csv") if format == "auto" else _FORMATS[format].is_csv
+    found = list((_csv_entries if is_csv else _json_entries)(file.name, text))
+    if not found:
+        raise DatasetError(f"{file.name}: the file holds no rows")
+    format = _detect(found[0]) if format == "auto" else format
+    kept = [entry for entry in found if entry.meets(where or {})]
+    rows = tuple(row for entry in kept if (row := _FORMATS[format].read(entry)) is not None)
+    skipped = len(kept) - len(rows)
+    if not rows:
+        raise DatasetError(
+            f"{file.name}: no usable row ({skipped} skipped); check the format ({format}) and the filter"
+        )
+    if not outputs_only and rows[0].prompt is None and rows[0].prompt_tokens is None:
+        raise DatasetError(
+            f"{file.name}: the {format} format has no prompts; prompts_from must say whose lengths to use"
+        )
+    sha256 = hashlib.sha256(stored).hexdigest()
+    return Dataset(name=file.name, format=format, rows=rows, sha256=sha256, skipped=skipped)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One JSON object, or one line of a CSV file, and what to call it in an error."""
+
+    file: str
+    place: str
+    value: Mapping[str, Any]
+    is_csv: bool = False
+    """Numbers are texts."""
+
+    def error(self, field: str, problem: str) -> DatasetError:
+        return DatasetError(f"{self.file}: {self.place}: {field}: {problem}")
+
+    def get(self, field: str) -> Any:
+        if (value := self.value.get(field)) is None:
+            raise self.error(field, f"missing; found the fields {list(self.value)}")
+        return value
+
+    def text(self, field: str) -> str:
+        if not isinstance(value := self.get(field), str):
+            raise self.error(field, f"must be text, found {type(value).__name__}")
+        return value
+
+    def tokens(self, field: str, at_least: int = 0) -> int:
+        found = value = self.get(field)
+        if self.is_csv:
+            with contextlib.suppress(ValueError):
+                value = int(found)
+        if type(value) is not int or value < at_least:
+            raise self.error(field, f"must be a whole number of at least {at_least}, found {found!r}")
+        return value
+
+    def seconds(self, field: str, unit: str) -> float:
+        value = self.get(field)
+        with contextlib.suppress(ValueError, OverflowError):
+            if type(value) in ((str,) if self.is_csv else (int, float)):
+                seconds = _SECONDS[unit](value)
+                if math.isfinite(seconds):
+                    return seconds
+        raise self.error(field, f"must be a {unit}, found {value!r}")
+
+    def meets(self, where: Mapping[str, frozenset[str]]) -> bool:
+        for field, allowed in where.items():
+            if field not in self.value:
+                raise self.error(field, f"the filter names a field that this row does not have; found {[*self.value]}")
+            value = self.value[field]
+            if allowed.isdisjoint(str(v) for v in (value if isinstance(value, list) else [value])):
+                return False
+        return True
+
+    def row(self, **fields: Any) -> WorkloadRow:
+        return WorkloadRow(source_id=self.place if self.is_csv else str(self.value.get("id", self.place)), **fields)
+
+
+def _csv_entries(file: str, text: str) -> Iterator[_Entry]:
+    lines = csv.DictReader(io.StringIO(text, newline=""), restkey="", restval="")
+    return (_Entry(file, f"line {lines.line_num}", value, is_csv=True) for value in lines)
+
+
+def _json_entries(file: str, text: str) -> Iterator[_Entry]:
+    """Objects of a JSON array, or of JSON lines (blank lines are ignored)."""
+    is_array = text.lstrip().startswith("[")
+    parts = [text] if is_array else text.split("\n")
+    for line, part in enumerate(parts, 1):
+        if not part.strip():
+            continue
+        try:
+            found = json.loads(part)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{file}: line {line + error.lineno - 1}: not JSON: {error.msg}") from error
+        for number, value in enumerate(found if is_array else [found], 1):
+            place = f"entry {number}" if is_array else f"line {line}"
+            if not isinstance(value, dict):
+                raise DatasetError(f"{file}: {place}: must be a JSON object, found {type(value).__name__}")
+            yield _Entry(file, place, value)
+
+
+def _detect(first: _Entry) -> str:
+    known = {name: format for name, format in _FORMATS.items() if format.is_csv == first.is_csv}
+    for name, format in known.items():
+        if not format.telltales.isdisjoint(first.value):
+            return name
+    raise DatasetError(
+        f"{first.file}: {first.place}: format not recognised from the fields {list(first.value)}; "
+        f"name one of {', '.join(known)}"
+    )
+
+
+def _date_and_time(text: str) -> float:
+    """Seconds since 1970 of ``2023-11-16 18:15:46.6805900``; UTC, with more decimals than `datetime` reads."""
+    whole, _, fraction = text.removesuffix("+00:00").partition(".")
+    since_epoch = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    return since_epoch + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+_SECONDS: dict[str, Callable[[Any], float]] = {
+    "number of seconds": float,
+    "number of milliseconds": lambda value: float(value) / 1000,
+    "date and time": _date_and_time,
+}
+
+
+def _sharegpt(entry: _Entry) -> WorkloadRow | None:
+    """Every user message that an assistant's message follows, in order; other messages are passed over."""
+    turns = entry.value.get("conversations")
+    if not isinstance(turns, list):
+        raise entry.error("conversations", "must be a list of turns")
+    for number, turn in enumerate(turns):
+        if not (isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("from", "value"))):
+            raise entry.error(f"conversations[{number}]", "must be an object with the texts 'from' and 'value'")
+    answered = [
+        {"prompt": question["value"], "output_text": answer["value"]}
+        for question, answer in itertools.pairwise(turns)
+        if question["from"] in _USER_ROLES and answer["from"] in _ASSISTANT_ROLES
+    ]
+    return entry.row(**answered[0], later=tuple(entry.row(**turn) for turn in answered[1:])) if answered else None
+
+
+def _alpaca(entry: _Entry) -> WorkloadRow:
+    parts = [entry.text("instruction"), entry.text("input") if "input" in entry.value else ""]
+    return entry.row(prompt="\n\n".join(part for part in parts if part), output_text=entry.text("output"))
+
+
+def _jsonl(entry: _Entry) -> WorkloadRow:
+    has = entry.value.keys()
+    for texts, counts in (("prompt", "prompt_tokens"), ("output", "output_tokens")):
+        if texts not in has and counts not in has:
+            raise entry.error(texts, f"missing; give {texts} (text) or {counts} (a number)")
+    timed = "prompt_tokens" in has and entry.value.get("timestamp") is not None
+    return entry.row(
+        prompt=entry.text("prompt") if "prompt" in has else None,
+        prompt_tokens=entry.tokens("prompt_tokens", 1) if "prompt_tokens" in has else None,
+        output_text=entry.text("output") if "output" in has else None,
+        output_tokens=entry.tokens("output_tokens", 1) if "output_tokens" in has else None,
+        arrival_s=entry.seconds("timestamp", "number of seconds") if timed else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Format:
+    telltales: frozenset[str]
+    """Fields by one of which the first row shows that it is of this format."""
+    read: Callable[[_Entry], WorkloadRow | None]
+    is_csv: bool = False
+
+
+def _trace(
+    prompt: str | None, output: str, time: str | None = None, unit: str = "number of seconds", *, is_csv: bool = True
+) -> _Format:
+    """Return a format with lengths, an arrival time, and hash ids if there are any, in the fields so named."""
+
+    def read(entry: _Entry) -> WorkloadRow | None:
+        prompt_tokens = None if prompt is None else entry.tokens(prompt)
+        output_tokens = entry.tokens(output)
+        arrival_s = None if time is None else entry.seconds(time, unit)
+        hash_ids = entry.value.get("hash_ids")
+        if hash_ids is not None:
+            if not isinstance(hash_ids, list) or not all(type(i) is int and i >= 0 for i in hash_ids):
+                raise entry.error("hash_ids", "must be a list of whole numbers of at least 0")
+            if (needed := -(-(prompt_tokens or 0) // HASH_BLOCK_TOKENS)) != len(hash_ids):
+                raise entry.error(
+                    "hash_ids", f"must have {needed} ids for {prompt}={prompt_tokens}, found {len(hash_ids)}"
+                )
+            hash_ids = tuple(hash_ids)
+        if not output_tokens or prompt_tokens == 0:
+            return None  # the service failed or refused: no tokens to serve
+        return entry.row(
+            prompt_tokens=prompt_tokens, output_tokens=output_tokens, arrival_s=arrival_s, hash_ids=hash_ids
+        )
+
+    return _Format(frozenset({prompt or output}), read, is_csv)
+
+
+_FORMATS = {
+    "sharegpt": _Format(frozenset({"conversations"}), _sharegpt),
+    "alpaca": _Format(frozenset({"instruction"}), _alpaca),
+    "jsonl": _Format(frozenset({"prompt", "prompt_tokens"}), _jsonl),
+    "mooncake": _trace("input_length", "output_length", "timestamp", "number of milliseconds", is_csv=False),
+    "burstgpt": _trace("Request tokens", "Response tokens", "Timestamp"),
+    "azure": _trace("ContextTokens", "GeneratedTokens", "TIMESTAMP", "date and time"),
+    "lengths": _trace("num_prefill_tokens", "num_decode_tokens"),
+    "lmsys": _trace(None, "output_token_length"),
+}
+FORMATS = ("auto", *_FORMATS)
