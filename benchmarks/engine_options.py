@@ -53,7 +53,7 @@ def _add_comparison(group: Any) -> None:
         "--systems",
         help="comma list; upstream-* is vLLM alone, others are for --scheduler-cls; NAME predicts from the length "
         "history, NAME@cold also from prompts, with nothing learned before, NAME@warm with --warm-requests learned; "
-        "NAME:VARIANT has the options of engine_variants.py "
+        "NAME:VARIANT has the options of engine_rows.py "
         "(default: by workload)",
     )
     group.add_argument(

@@ -13,16 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import engine_predictor
-import engine_profile
+import engine_prepared
 import engine_rows as rows
 import engine_slo as slo
 import engine_workload as workload
 
 from vllm_ext import datasets
+from vllm_ext.observability import forced_length
 from vllm_ext.simulation import arrivals, synthetic
 
 WARMUP_REQUESTS = 3
+MEASURED = "measured"
+"""The last phase of every cell."""
 
 
 class Cells:
@@ -47,8 +49,8 @@ class Cells:
         self.calibration: slo.Calibration | None = args.calibration
         """What an idle server does, as soon as it is known."""
         rounds = 1 if args.quick else 2
-        self.step_times = engine_profile.StepTimes(args.profile, model, rows.engine_args(args), rounds=rounds)
-        self._learned = engine_predictor.Learned(model, args.warm_requests, args.seed)
+        self.step_times = engine_prepared.StepTimes(args.profile, model, rows.engine_args(args), rounds=rounds)
+        self._learned = engine_prepared.Learned(model, args.warm_requests, args.seed)
 
     @property
     def have_objectives(self) -> bool:
@@ -65,7 +67,7 @@ class Cells:
         args = self._args
         spec = self._spec(system, 0, [0.0] * args.num_requests)
         if self.to_calibrate:
-            spec["phases"] = slo.phases(
+            spec["phases"][1:1] = slo.phases(
                 vocab_size=self._vocab_size(),
                 max_prompt_tokens=self.limits.max_prompt_tokens,
                 seats=min(args.max_num_seqs, (args.num_gpu_blocks - 1) * args.block_size // slo.FULL_TOKENS),
@@ -80,11 +82,12 @@ class Cells:
         seed = args.seed + (0 if args.same_requests else repeat)
         times = arrivals.poisson(rate_per_s=rate_per_s, count=args.num_requests, seed=seed)
         spec = self._spec(system, repeat, [float(t) for t in times])
-        state = spec["predictor"] = engine_predictor.state_of(system)
+        *_, state = (None,) if system in rows.UPSTREAM else rows.split(system)
         if state is None:
             yield spec
             return
-        if state == engine_predictor.WARM:
+        spec["phases"][0]["wait_for_predictor"] = True
+        if state == rows.WARM:
             self._learned.prepare(self.dataset.rows, self.lots, self.limits)
         with self._learned.folder(state) as folder:
             spec["engine_args"]["additional_config"]["vllm_ext"]["predictor"]["folder"] = str(folder)
@@ -138,13 +141,15 @@ class Cells:
         everybody = [*lots.warmup, *lots.history, *lots.measured]
         at_once = len(everybody) - len(lots.measured)
         sendable = self._sendable(system, everybody, [0.0] * at_once + list(times), args.seed + repeat)
+        warm = len(lots.warmup)
         return {
             "engine_args": {"model": str(self._model), **rows.engine_args(args), **own},
-            "max_tokens": args.max_output_tokens,
             "record_steps": args.record is not None,
-            "warmup": sendable[: len(lots.warmup)],
-            "history": sendable[len(lots.warmup) : at_once],
-            "requests": sendable[at_once:],
+            "phases": [
+                {"name": "warmup", "requests": sendable[:warm], "one_by_one": True},
+                {"name": "history", "requests": sendable[warm:at_once]},
+                {"name": MEASURED, "requests": sendable[at_once:]},
+            ],
         }
 
     def _sendable(
@@ -161,6 +166,8 @@ class Cells:
                 "prompt": request.prompt,
                 "prompt_token_ids": request.prompt_token_ids,
                 "output_tokens": request.output_tokens,
+                "max_tokens": args.max_output_tokens,
+                "extra_args": {**forced_length.extra_args(request.output_tokens), **own},
                 "priority": _priority(args.priority_by, system, request, own),
                 "arrival_s": time,
                 "hints": own,

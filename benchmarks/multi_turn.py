@@ -29,9 +29,7 @@ Output: tables on stderr; the last line on stdout is the result as JSON (see ben
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,14 +42,14 @@ import multi_turn_options
 import multi_turn_report as report
 import multi_turn_rows as rows
 import multi_turn_workload as workload
-from engine_report import WrongOutput
+from engine_process import progress
+from engine_report import Cell, WrongOutput, flatten, reduce, timelines
 
 from vllm_ext import tiny_model
 from vllm_ext.observability import results
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-CELL = Path(__file__).with_name("multi_turn_cell.py")
 TARGET_OVER_UNLOADED = 2.0
 """The latency at which rates are compared, over that of an idle stateless server."""
 _MEASURED = "measured"
@@ -92,11 +90,18 @@ class _Run:
         rates = args.rates or [load * calibration["stateless_conversations_per_s"] for load in args.loads]
         target_ms = args.target_ms or TARGET_OVER_UNLOADED * calibration["unloaded_p90_ms_per_token"]
         cells = [cell for repeat in range(args.repeats) for cell in self._repeat(sorted(rates), target_ms, repeat)]
-        found = report.reduce(cells)
+        found = reduce(cells)
         reduced = {(row, rate): found[row, rate] for rate in rates for row in args.rows if (row, rate) in found}
+        report.add_spread(cells, reduced)
         sustained = report.sustained(cells, target_ms)
         sustained = {row: sustained[row] for row in args.rows}
-        metrics, baselines = report.flatten(reduced, report.summary(sustained))
+        baseline_rows = [row for row in args.rows if rows.ROWS[row].baseline]
+        metrics, baselines = flatten(reduced, baseline_rows, "rate_{:.3g}")
+        for row, summed in report.summary(sustained).items():
+            if row in baseline_rows:
+                baselines[row] |= summed
+            else:
+                metrics |= {f"{row}.{name}": value for name, value in summed.items()}
         self.tables = report.tables(reduced, sustained, target_ms)
         return results.Result(
             name="multi_turn",
@@ -109,7 +114,7 @@ class _Run:
             goals=report.goals(reduced, sustained, self._tier_tokens, args.note),
         )
 
-    def _repeat(self, rates: Sequence[float], target_ms: float, repeat: int) -> Iterator[report.Cell]:
+    def _repeat(self, rates: Sequence[float], target_ms: float, repeat: int) -> Iterator[Cell]:
         """Measure every row at the middle rate, and then in rounds at the next that says where it crosses the target.
 
         Another row is first each time.
@@ -130,21 +135,22 @@ class _Run:
     def _calibrate(self) -> dict[str, float]:
         """Measure stateless serving of one client at a time, and of as many as there are seats; nobody thinks."""
         label = "stateless, idle and saturated"
-        observed = self._serve(label, self._spec(rows.STATELESS, workload.calibration(self._args)))
-        lines = {name: report.timelines(label, phase["requests"]) for name, phase in observed["phases"].items()}
+        phases = workload.calibration(self._args)
+        served = engine_process.serve(label, self._spec(rows.STATELESS, phases))["phases"]
+        lines = {name: timelines(label, served[name]["requests"]) for name in phases}
         saturated = lines[workload.SATURATED]
         tokens = sum(len(line.token_times_s) for line in saturated)
         per_s = latency.saturated_tokens_per_s(saturated) * self._args.num_conversations / tokens
         idle = latency.summarise(lines[workload.UNLOADED])[report.P90]
-        _progress(f"stateless: idle {idle:.3g} ms/token at P90; carries {per_s:.3g} conversations/s")
+        progress(f"stateless: idle {idle:.3g} ms/token at P90; carries {per_s:.3g} conversations/s")
         return {"unloaded_p90_ms_per_token": idle, "stateless_conversations_per_s": per_s}
 
-    def _cell(self, row: str, rate: float, repeat: int) -> report.Cell:
+    def _cell(self, row: str, rate: float, repeat: int) -> Cell:
         label = f"{row} at {rate:.3g} conversations/s, repeat {repeat}"
         spec = self._spec(row, {_MEASURED: workload.spec(self._args, repeat, rate)})
         cell = self._kept.find(spec)
         if cell is None:
-            observed = self._serve(label, spec)
+            observed = engine_process.serve(label, spec)
             metrics = report.cell_metrics(label, observed["phases"][_MEASURED], self._extents[repeat].turns)
             metrics["engine_start_s"] = observed["engine_start_s"]
             cell = {"metrics": metrics, "settings": observed["settings"]}
@@ -152,24 +158,23 @@ class _Run:
         metrics, self._settings[row] = cell["metrics"], cell["settings"]
         shares = "device_hit_share", "host_hit_share", "recomputed_share"
         where = ", ".join(f"{name.removesuffix('_share')} {metrics[name]:.0%}" for name in shares if name in metrics)
-        _progress(f"{label}: P90 {metrics[report.P90]:.3g} ms/token, {where}")
-        return report.Cell(row=row, rate=rate, repeat=repeat, metrics=metrics)
+        progress(f"{label}: P90 {metrics[report.P90]:.3g} ms/token, {where}")
+        return Cell(system=row, at=rate, repeat=repeat, metrics=metrics)
 
     def _spec(self, row: str, phases: Mapping[str, WorkloadSpec]) -> dict[str, Any]:
+        """Return a cell; the warm-up comes twice, so that copies in both directions have been made once."""
+        warmup = {"name": "warmup", "workload": workload.WARMUP.model_dump(mode="json")}
         return {
             "engine_args": {"model": str(self._model), **rows.engine_args(row, self._args)},
-            "warmup": workload.WARMUP.model_dump(),
-            "phases": {name: phase.model_dump(mode="json") for name, phase in phases.items()},
+            "phases": [
+                warmup,
+                {**warmup, "forget": "device"},
+                *(
+                    {"name": name, "workload": phase.model_dump(mode="json"), "forget": "all"}
+                    for name, phase in phases.items()
+                ),
+            ],
         }
-
-    def _serve(self, label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """Start a fresh engine in a fresh process, serve the phases, and return what was observed."""
-        with tempfile.TemporaryDirectory(prefix="multi_turn-") as folder:
-            spec_file, out_file = Path(folder, "spec.json"), Path(folder, "out.json")
-            spec_file.write_text(json.dumps(spec), encoding="utf-8")
-            engine_process.run(f"{label}: the engine", [sys.executable, str(CELL), str(spec_file), str(out_file)])
-            observed: dict[str, Any] = json.loads(out_file.read_text(encoding="utf-8"))
-            return observed
 
     def _config(self, rates: Sequence[float]) -> dict[str, Any]:
         args = self._args
@@ -192,10 +197,6 @@ class _Run:
             "quick": args.quick,
             "cells_of_an_interrupted_run": self._kept.taken,
         }
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

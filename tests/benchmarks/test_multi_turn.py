@@ -257,9 +257,9 @@ def turn(req_id: str, *, history: int, cached: int, first_s: float, tokens: int 
 
 
 def phase(*requests: dict[str, Any], **load: float) -> dict[str, Any]:
-    cell = script("multi_turn_cell")
-    counts = {**dict.fromkeys((*cell._TOKENS, *cell._BYTES), 0.0), **load}
-    return {"requests": list(requests), "load": {**counts, "preemptions": 0.0}, "foreign_cpu_cores": 0.5}
+    cell = script("engine_cell")
+    copies = {**dict.fromkeys((*cell.FOUND, *cell.COPIED), 0.0), **load}
+    return {"requests": list(requests), "load": {"preemptions": 0.0}, "copies": copies, "foreign_cpu_cores": 0.5}
 
 
 def test_metrics_say_where_histories_came_from() -> None:
@@ -295,19 +295,19 @@ def test_a_wrong_output_fails_the_run(changed: dict[str, Any], said: str) -> Non
     report = script("multi_turn_report")
     with pytest.raises(script("engine_report").WrongOutput, match=said):
         report.cell_metrics("x", phase(turn("r0", history=0, cached=0, first_s=0.1, **changed)), turns=1)
-    with pytest.raises(script("engine_report").WrongOutput, match="1 turns were served, expected 2"):
+    with pytest.raises(script("engine_report").WrongOutput, match="1 requests were served, expected 2"):
         report.cell_metrics("x", phase(turn("r0", history=0, cached=0, first_s=0.1)), turns=2)
 
 
 def test_counts_add_up_over_steps() -> None:
-    copies = script("multi_turn_cell")._Copies()
+    stats = script("engine_cell").StepStats()
     hits = SimpleNamespace(hits=32, preempted_queries=10, preempted_hits=3)
     loads = {"data": {"vllm:kv_offload_load_bytes": {(): 7, ("a",): 1}}}
-    copies.observe(SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=None, kv_connector_stats=None))
-    copies.observe(
-        SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=hits, kv_connector_stats=loads)
-    )
-    assert copies.counts == {
+    for host, moved in ((None, None), (hits, loads)):
+        stats.observe_copies(
+            SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=host, kv_connector_stats=moved)
+        )
+    assert stats.copies == {
         "device_hit_tokens": 64,
         "host_hit_tokens": 32,
         "preempted_tokens": 20,
@@ -318,11 +318,18 @@ def test_counts_add_up_over_steps() -> None:
     }
 
 
+def judged(measured: list[Any], tokens: dict[str, int]) -> list[Any]:
+    reduced = script("engine_report").reduce(measured)
+    report = script("multi_turn_report")
+    found: list[Any] = report.goals(reduced, report.sustained(measured, 20.0), tokens, "why.")
+    return found
+
+
 def cells(p90s: dict[str, list[dict[float, float]]], **metrics: float) -> list[Any]:
     """Cells by row and repeat, each with the P90 of its rates."""
     report = script("multi_turn_report")
     return [
-        report.Cell(row=row, rate=rate, repeat=repeat, metrics={**metrics, report.P90: p90})
+        report.Cell(system=row, at=rate, repeat=repeat, metrics={**metrics, report.P90: p90})
         for row, repeats in p90s.items()
         for repeat, points in enumerate(repeats)
         for rate, p90 in points.items()
@@ -352,14 +359,13 @@ def test_rows_are_compared_within_a_repeat() -> None:
 def test_results_hold_medians_spread_and_bounds() -> None:
     report = script("multi_turn_report")
     measured = cells(MEASURED, recomputed_share=0.25)
-    reduced, rates = report.reduce(measured), report.sustained(measured, 20.0)
+    reduced, rates = script("engine_report").reduce(measured), report.sustained(measured, 20.0)
+    report.add_spread(measured, reduced)
     own = reduced["tier-retention", 2.0]
     assert (own[report.P90], own[f"{report.P90}_min"], own[f"{report.P90}_max"]) == (22.5, 10.0, 35.0)
-    metrics, baselines = report.flatten(reduced, report.summary(rates))
-    assert set(baselines) == {"stateless", "tier-lru"}
-    assert metrics["tier-retention.sustained_over_stateless_ratio_is_lower_bound"] == 1.0
-    assert metrics["tier-retention.rate_2.recomputed_share"] == 0.25
-    assert baselines["stateless"]["sustained_conversations_per_s"] == 1.0
+    summed = report.summary(rates)
+    assert summed["tier-retention"]["sustained_over_stateless_ratio_is_lower_bound"] == 1.0
+    assert summed["stateless"]["sustained_conversations_per_s"] == 1.0
     text = "\n".join(report.tables(reduced, rates, 20.0))
     assert ">= 1.33 (>= 1.33, 1.5)" in text
 
@@ -369,10 +375,7 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
     measured = cells(MEASURED, recomputed_share=0.25)
     measured += cells({"tier-retention-8": [{1.0: 5.0}]}, recomputed_share=0.125)
     tokens = {"tier-retention": 100, "tier-retention-8": 200}
-    found = {
-        goal.metric: (goal.value, goal.met)
-        for goal in report.goals(report.reduce(measured), report.sustained(measured, 20.0), tokens, "why.")
-    }
+    found = {goal.metric: (goal.value, goal.met) for goal in judged(measured, tokens)}
     assert found["tier-retention.sustained_over_stateless_ratio"] == (pytest.approx(4 / 3), True)
     assert found["tier-retention.sustained_over_tier_lru_ratio"] == (1.0, False)
     assert found[report.DENSITY] == (2.0, True)
@@ -380,10 +383,7 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
 
 
 def test_an_upper_bound_meets_no_goal() -> None:
-    report = script("multi_turn_report")
     measured = cells({"stateless": [{1.0: 30.0}], "tier-retention": [{1.0: 10.0, 3.0: 30.0}]})
-    assert [goal.met for goal in report.goals(report.reduce(measured), report.sustained(measured, 20.0), {}, "")] == [
-        True
-    ]
+    assert [goal.met for goal in judged(measured, {})] == [True]
     measured = cells({"stateless": [{1.0: 10.0}], "tier-retention": [{1.5: 30.0}]})
-    assert report.goals(report.reduce(measured), report.sustained(measured, 20.0), {}, "") == []
+    assert judged(measured, {}) == []
