@@ -7,31 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies.accelgen import (
-    ABLATIONS,
-    ACCELGEN,
-    DIFFERENCES,
-    LLAMA_70B,
-    OPT_13B,
-    ORACLE,
-    OURS,
-    PANELS,
-    PAPER,
-    UPSTREAM,
-    Load,
-    Panel,
-    baselines,
-    spec,
-    ttft_buckets,
-    tuned,
-    utilisation,
-    workload_spec,
-)
+from vllm_ext.repro.studies import accelgen as base
 from vllm_ext.repro.studies.accelgen_window import observe_all
 from vllm_ext.repro.study import Claim, Findings, bar_plot, flat
 
-FULL = Load(arrivals_s=180.0, drain_s=60.0)
-QUICK = Load(arrivals_s=40.0, drain_s=20.0)
+FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
+QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
 TOKENS, GOODPUT, REQUESTS = "output_tokens_per_s", "goodput_tokens_per_s", "requests_per_s"
 IN_TIME, DEADLINE = "attainment_fraction", "deadline_attainment_fraction"
 JCT, FORWARD, UNALLOCATED = "jct_mean_s", "forward_over_pivot_fraction", "unallocated_kv_fraction"
@@ -82,12 +63,12 @@ def points(key: str, factor: float = 1.0) -> Compare:
     return lambda ours, theirs: factor * (ours[key] - theirs[key])
 
 
-def setting(bench: Bench) -> tuple[Load, Sequence[Panel]]:
+def setting(bench: Bench) -> tuple[base.Load, Sequence[base.Panel]]:
     """Return load and models of Figures 11 and 12."""
-    return (QUICK, (OPT_13B, LLAMA_70B)) if bench.quick else (FULL, PANELS)
+    return (QUICK, (base.OPT_13B, base.LLAMA_70B)) if bench.quick else (FULL, base.PANELS)
 
 
-def told(load: Load, *names: str) -> dict[str, Any]:
+def told(load: base.Load, *names: str) -> dict[str, Any]:
     """Return settings of a load for a result's configuration."""
     fields = {"window_s": load.window_s, "rate_per_s": load.rate_per_s, "books_share": load.books}
     return {"arrivals_s": load.arrivals_s, **{name: fields[name] for name in names}}
@@ -110,7 +91,7 @@ def metrics(found: Mapping[tuple[Any, ...], Observed], where: Callable[..., str]
             for key, value in one.items()
             if (key in columns if columns else key != "wall_s_per_step")
         ),
-        own={ACCELGEN.name: ""},
+        own={base.ACCELGEN.name: ""},
     )
 
 
@@ -130,12 +111,12 @@ RANGES: tuple[tuple[str, Compare, float, float, bool], ...] = (
 FIG11_COLUMNS = [name for name in LABELS if name not in ("tokens_per_step", "processed_tokens_per_s")]
 
 
-@PAPER.study(
+@base.PAPER.study(
     "accelgen-fig11",
     "Figure 11",
     "Throughput, goodput, SLO attainment and JCT with heterogeneous objectives, four models",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "Utilisation of compute is tokens of a step over S_pf; device busy is the share of the window in which the "
         "device computes, which is all of it under overload. JCT is the mean of those that finished: who serves short "
         "requests only finishes early; jct_to_window_end_mean_s counts everybody.",
@@ -155,15 +136,15 @@ def fig11(bench: Bench) -> Findings:
     names = [panel.name for panel in panels]
     found = observe_all(
         {
-            (panel.name, c.name): spec(c, panel, load, bench.seed)
+            (panel.name, c.name): base.spec(c, panel, load, bench.seed)
             for panel in panels
-            for c in (*baselines(panel), UPSTREAM, tuned(panel), ACCELGEN, ORACLE, OURS)
+            for c in (*base.baselines(panel), base.UPSTREAM, base.tuned(panel), base.ACCELGEN, base.ORACLE, base.OURS)
         }
     )
     pivots = {panel.name: panel.pivot_tokens for panel in panels}
     for (panel, _), one in found.items():
         one[FORWARD] = one["tokens_per_step"] / pivots[panel]
-    systems = list(dict.fromkeys(name for _, name in found if name != ORACLE.name))
+    systems = list(dict.fromkeys(name for _, name in found if name != base.ORACLE.name))
     plots = {
         "throughput": (TOKENS, "output tokens/s"),
         "goodput": (GOODPUT, "tokens/s in time"),
@@ -172,14 +153,14 @@ def fig11(bench: Bench) -> Findings:
     }
     return Findings(
         **table(found, ("model", "system"), FIG11_COLUMNS),
-        claims=list(_fig11_claims(found, names, [c.name for c in baselines(panels[0])])),
+        claims=list(_fig11_claims(found, names, [c.name for c in base.baselines(panels[0])])),
         **metrics(found, str),
         config={
             **told(load, "window_s", "rate_per_s", "books_share"),
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
             "pivot_tokens": pivots,
-            "first_bucket_ttft_ms": {panel.name: 1000 * ttft_buckets(panel)[0] for panel in panels},
-            "utilisation": {panel.name: utilisation(panel, load, bench.seed) for panel in panels},
+            "first_bucket_ttft_ms": {panel.name: 1000 * base.ttft_buckets(panel)[0] for panel in panels},
+            "utilisation": {panel.name: base.utilisation(panel, load, bench.seed) for panel in panels},
         },
         plots=[
             bar_plot(
@@ -191,14 +172,14 @@ def fig11(bench: Bench) -> Findings:
             )
             for suffix, (key, label) in plots.items()
         ],
-        workload=[workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, bench.seed)],
     )
 
 
 def _fig11_claims(
     found: Mapping[tuple[str, str], Observed], panels: Sequence[str], others: Sequence[str]
 ) -> Iterator[Claim]:
-    ours = {panel: found[panel, ACCELGEN.name] for panel in panels}
+    ours = {panel: found[panel, base.ACCELGEN.name] for panel in panels}
     for name, compare, least, largest, headline in RANGES:
         pairs = {
             (panel, other): compare(ours[panel], found[panel, other])
@@ -219,7 +200,7 @@ def _fig11_claims(
     yield Claim(
         name="output tokens/s, AccelGen / Oracle, least of the models",
         paper=0.88,
-        ours=min(over(TOKENS)(one, found[panel, ORACLE.name]) for panel, one in ours.items()),
+        ours=min(over(TOKENS)(one, found[panel, base.ORACLE.name]) for panel, one in ours.items()),
         facts="the Oracle here is AccelGen with true lengths, not a search",
     )
     yield Claim(
@@ -273,12 +254,12 @@ FIG12_COLUMNS = [
 ]
 
 
-@PAPER.study(
+@base.PAPER.study(
     "accelgen-fig12",
     "Figure 12",
     "AccelGen without dynamic chunking, ordering or matching",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "The paper's figures are one number per ablation; ours are means over the models, with each model's in the "
         "note. A claim is reached if the method contributes at least as much as in the paper.",
     ),
@@ -291,12 +272,16 @@ def fig12(bench: Bench) -> Findings:
     load, panels = setting(bench)
     names = [panel.name for panel in panels]
     found = observe_all(
-        {(panel.name, c.name): spec(c, panel, load, bench.seed) for panel in panels for c in (ACCELGEN, *ABLATIONS)}
+        {
+            (panel.name, c.name): base.spec(c, panel, load, bench.seed)
+            for panel in panels
+            for c in (base.ACCELGEN, *base.ABLATIONS)
+        }
     )
     claims = []
     for name, compare, figures, headline in LOST:
-        for ablation, paper, why in zip(ABLATIONS, figures, FIG12_WHY, strict=True):
-            each = {p: compare(found[p, ACCELGEN.name], found[p, ablation.name]) for p in names}
+        for ablation, paper, why in zip(base.ABLATIONS, figures, FIG12_WHY, strict=True):
+            each = {p: compare(found[p, base.ACCELGEN.name], found[p, ablation.name]) for p in names}
             claims.append(
                 Claim(
                     name=f"{ablation.name}: {name}",
@@ -316,10 +301,10 @@ def fig12(bench: Bench) -> Findings:
             bar_plot(
                 "",
                 names,
-                {c.name: [found[panel, c.name][GOODPUT] for panel in names] for c in (ACCELGEN, *ABLATIONS)},
+                {c.name: [found[panel, c.name][GOODPUT] for panel in names] for c in (base.ACCELGEN, *base.ABLATIONS)},
                 ylabel="tokens/s in time",
                 title="AccelGen without one of its methods",
             )
         ],
-        workload=[workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, bench.seed)],
     )

@@ -7,33 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies.accelgen import (
-    ACCELGEN,
-    DIFFERENCES,
-    LLAMA_70B,
-    OPT_13B,
-    OURS,
-    PAPER,
-    UPSTREAM,
-    Panel,
-    spec,
-    tuned,
-    utilisation,
-    workload_spec,
-)
-from vllm_ext.repro.studies.accelgen_figures import (
-    DEADLINE,
-    FULL,
-    GOODPUT,
-    IN_TIME,
-    JCT,
-    QUICK,
-    REQUESTS,
-    TOKENS,
-    metrics,
-    table,
-    told,
-)
+from vllm_ext.repro.studies import accelgen as base
+from vllm_ext.repro.studies import accelgen_figures as windows
 from vllm_ext.repro.studies.accelgen_window import observe_all
 from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
 
@@ -55,23 +30,23 @@ WHY = {
     ),
 }
 COLUMNS = (
-    GOODPUT,
-    IN_TIME,
+    windows.GOODPUT,
+    windows.IN_TIME,
     "request_attainment_fraction",
-    DEADLINE,
-    TOKENS,
+    windows.DEADLINE,
+    windows.TOKENS,
     "processed_tokens_per_s",
-    REQUESTS,
-    JCT,
+    windows.REQUESTS,
+    windows.JCT,
 )
 
 
-@PAPER.study(
+@base.PAPER.study(
     "accelgen-fig13",
     "Figure 13",
     "Goodput against the share of long prompts and the arrival rate",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "The paper shows one rising curve per axis and states no numbers: the claim is that goodput does not fall (by "
         f"more than {NOISE:.0%}) from one point to the next. Its axes are not given in the text; ours reach from mild "
         "loads to twice the paper's rate, and from no books to books only.",
@@ -84,8 +59,8 @@ def fig13(bench: Bench) -> Findings:
     % books and once per share at 8 requests/s; beside our row, and vLLM 0.32. The lowest rates are mild: nobody is lost
     there that a good order could save.
     """
-    load = QUICK if bench.quick else FULL
-    panels = (OPT_13B,) if bench.quick else (OPT_13B, LLAMA_70B)
+    load = windows.QUICK if bench.quick else windows.FULL
+    panels = (base.OPT_13B,) if bench.quick else (base.OPT_13B, base.LLAMA_70B)
     curves = [(panel, axis) for panel in panels for axis in AXES]
     loads = {
         (panel, axis, x): replace(load, **{field: x})
@@ -95,33 +70,36 @@ def fig13(bench: Bench) -> Findings:
     }
     found = observe_all(
         {
-            (panel.name, axis, x, c.name): spec(c, panel, at, bench.seed)
+            (panel.name, axis, x, c.name): base.spec(c, panel, at, bench.seed)
             for (panel, axis, x), at in loads.items()
-            for c in (ACCELGEN, OURS, UPSTREAM, tuned(panel))
+            for c in (base.ACCELGEN, base.OURS, base.UPSTREAM, base.tuned(panel))
         }
     )
 
-    goodput = {key: one[GOODPUT] for key, one in found.items()}
+    goodput = {key: one[windows.GOODPUT] for key, one in found.items()}
 
-    def curve(panel: Panel, axis: str, contender: Contender) -> dict[float, float]:
+    def curve(panel: base.Panel, axis: str, contender: Contender) -> dict[float, float]:
         wanted = (panel.name, axis, contender.name)
         return {x: value for (p, a, x, name), value in goodput.items() if (p, a, name) == wanted}
 
     return Findings(
-        **table(found, ("model", "axis", "at", "system"), COLUMNS),
-        claims=[_rises(panel.name, axis, curve(panel, axis, ACCELGEN)) for panel, axis in curves],
-        **metrics(found, lambda panel, axis, x: f"{panel}.{axis} {x:g}", COLUMNS),
+        **windows.table(found, ("model", "axis", "at", "system"), COLUMNS),
+        claims=[_rises(panel.name, axis, curve(panel, axis, base.ACCELGEN)) for panel, axis in curves],
+        **windows.metrics(found, lambda panel, axis, x: f"{panel}.{axis} {x:g}", COLUMNS),
         config={
-            **told(load, "window_s"),
+            **windows.told(load, "window_s"),
             "utilisation": {
-                f"{panel.name}, {axis} {x:g}": utilisation(panel, at, bench.seed)
+                f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, bench.seed)
                 for (panel, axis, x), at in loads.items()
             },
         },
         plots=[
             line_plot(
                 f"-{panel.model}-{AXES[axis][1]}",
-                {c.name: curve(panel, axis, c).items() for c in (ACCELGEN, OURS, UPSTREAM, tuned(panel))},
+                {
+                    c.name: curve(panel, axis, c).items()
+                    for c in (base.ACCELGEN, base.OURS, base.UPSTREAM, base.tuned(panel))
+                },
                 xlabel=axis,
                 ylabel="tokens/s in time",
                 title=f"{panel.name}, simulated A100",
@@ -129,7 +107,7 @@ def fig13(bench: Bench) -> Findings:
             )
             for panel, axis in curves
         ],
-        workload=[workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, bench.seed)],
     )
 
 

@@ -9,22 +9,7 @@ import numpy as np
 
 from vllm_ext.config_kv import EARLY
 from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies.alise import (
-    DIFFERENCES,
-    LATE_AGING,
-    NORMALISED,
-    PAPER,
-    PAPER_ERROR,
-    TIER,
-    VLLM,
-    VLLM_2023,
-    alise,
-    announced,
-    edge,
-    lengths,
-    ours,
-    spec,
-)
+from vllm_ext.repro.studies import alise as base
 from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
 from vllm_ext.simulation.spec import SimulationSpec
 
@@ -38,16 +23,16 @@ SEATS = 1024
 """Memory is to be what is short, as in the paper."""
 
 
-def _strategy(name: str, system: str = PAPER.row, **options: Mapping[str, Any]) -> Contender:
+def _strategy(name: str, system: str = base.PAPER.row, **options: Mapping[str, Any]) -> Contender:
     """What becomes of preempted KV; a tier has the study's size and keeps KV as soon as a chunk is full."""
     if "kv_tier" in options:
-        options["kv_tier"] = {**TIER, "store": EARLY, **options["kv_tier"]}
+        options["kv_tier"] = {**base.TIER, "store": EARLY, **options["kv_tier"]}
     return Contender(
         name=name,
         system=system,
-        options={"ordering": LATE_AGING, **options},
+        options={"ordering": base.LATE_AGING, **options},
         engine={"max_num_seqs": SEATS},
-        workload=announced(PAPER_ERROR["alpaca"]),
+        workload=base.announced(base.PAPER_ERROR["alpaca"]),
     )
 
 
@@ -63,14 +48,14 @@ OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
 """The paper's largest ratios of normalised latency at one rate."""
 
 
-@PAPER.study(
+@base.PAPER.study(
     "alise-fig8",
     "Figure 8",
     "Defer, Recompute and swapping of preempted KV over the request rate",
     (
         "Strategies of the paper are the row alise-published with what becomes of KV as named; those where it has to "
         "pay are alise.",
-        *(text for text in DIFFERENCES if "alise-published" not in text),
+        *(text for text in base.DIFFERENCES if "alise-published" not in text),
         "One model of the figure's three. 1024 seats, so that memory is what is short; 64 GiB of host memory behind a "
         "PCIe 3 link of 12 GB/s.",
         "KV is copied in whole chunks of 16 tokens as soon as they are full; the rest of a preempted request is "
@@ -92,13 +77,13 @@ def fig8(bench: Bench) -> Findings:
     loads, duration_s = (QUICK_LOADS, 40.0) if bench.quick else (LOADS, 300.0)
 
     def make(contender: Contender, rate: float) -> SimulationSpec:
-        return spec(contender, "opt-13b", "alpaca", rate, duration_s=duration_s, seed=bench.seed)
+        return base.spec(contender, "opt-13b", "alpaca", rate, duration_s=duration_s, seed=bench.seed)
 
-    at_edge = edge(bench, make, 14.0, 0.1)
+    at_edge = base.edge(bench, make, 14.0, 0.1)
     found = bench.metrics({(load, c.name): make(c, load * at_edge) for load in loads for c in STRATEGIES})
-    ms = {c: {load: found[load, c.name][NORMALISED] for load in loads} for c in STRATEGIES}
+    ms = {c: {load: found[load, c.name][base.NORMALISED] for load in loads} for c in STRATEGIES}
     moving = (SWAP_16, SWAP_8, SWAP_8_LARGE, PRICED_8)
-    told = (NORMALISED, "preemptions", "transfer_load_bytes", "transfer_waited_s")
+    told = (base.NORMALISED, "preemptions", "transfer_load_bytes", "transfer_waited_s")
     return Findings(
         header=("rate", *(f"{c.name}, ms/token" for c in STRATEGIES)),
         rows=[(f"{load:g} x {at_edge:.3g} req/s", *(ms[c][load] for c in STRATEGIES)) for load in loads],
@@ -118,11 +103,11 @@ def fig8(bench: Bench) -> Findings:
             },
         },
         baselines={
-            c.name: {f"load_{load:g}.{NORMALISED}": ms[c][load] for load in loads}
+            c.name: {f"load_{load:g}.{base.NORMALISED}": ms[c][load] for load in loads}
             for c in STRATEGIES
             if c not in moving
         },
-        config={"duration_s": duration_s, "host_gib": TIER["gib"], "seats": SEATS, "loads": list(loads)},
+        config={"duration_s": duration_s, "host_gib": base.TIER["gib"], "seats": SEATS, "loads": list(loads)},
         plots=[
             line_plot(
                 "",
@@ -132,7 +117,7 @@ def fig8(bench: Bench) -> Findings:
                 title="opt-13b, alpaca lengths, simulated V100",
             )
         ],
-        workload=lengths("alpaca"),
+        workload=base.lengths("alpaca"),
     )
 
 
@@ -156,12 +141,12 @@ AROUND = (0.8, 0.9, 1.0, 1.1, 1.2)
 SAVED = 0.46
 
 
-@PAPER.study(
+@base.PAPER.study(
     "alise-fig9",
     "Figure 9",
     "End-to-end latency of 200 consecutive requests, ALISE against first come, first served",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "The rate is where vLLM-2023 reaches 200 ms/token on the simulated hardware; the paper gives 2 req/s on its "
         "own. The saving depends on it: the table shows 0.8 to 1.2 times that rate.",
     ),
@@ -172,20 +157,22 @@ def fig9(bench: Bench) -> Findings:
     Method: OPT-13B on ShareGPT's lengths; a 30-minute trace at the edge (the paper's 2 req/s belong to its hardware),
     and at 0.8 to 1.2 times that rate; 200 consecutive requests from the middle of the trace.
     """
-    duration_s, error = 300.0 if bench.quick else 1800.0, PAPER_ERROR["sharegpt"]
-    paper = alise(error)
-    shown = (VLLM_2023, VLLM, paper, ours(error))
+    duration_s, error = 300.0 if bench.quick else 1800.0, base.PAPER_ERROR["sharegpt"]
+    paper = base.alise(error)
+    shown = (base.VLLM_2023, base.VLLM, paper, base.ours(error))
 
     def make(contender: Contender, rate: float) -> SimulationSpec:
-        return spec(contender, "opt-13b", "sharegpt", rate, duration_s=duration_s, seed=bench.seed)
+        return base.spec(contender, "opt-13b", "sharegpt", rate, duration_s=duration_s, seed=bench.seed)
 
-    at_edge = edge(bench, make, 0.8, 0.05)
+    at_edge = base.edge(bench, make, 0.8, 0.05)
     found = bench.metrics({(load, c.name): make(c, load * at_edge) for load in AROUND for c in shown})
     ms = {key: metrics[E2E] for key, metrics in found.items()}
-    saved = {c: {load: 1 - ms[load, paper.name] / ms[load, c.name] for load in AROUND} for c in (VLLM_2023, VLLM)}
+    saved = {
+        c: {load: 1 - ms[load, paper.name] / ms[load, c.name] for load in AROUND} for c in (base.VLLM_2023, base.VLLM)
+    }
     sampled = {c.name: _middle(bench, make(c, at_edge)) for c in shown}
-    of_sample = float(1 - np.mean(sampled[paper.name]) / np.mean(sampled[VLLM_2023.name]))
-    best = max(AROUND, key=saved[VLLM_2023].__getitem__)
+    of_sample = float(1 - np.mean(sampled[paper.name]) / np.mean(sampled[base.VLLM_2023.name]))
+    best = max(AROUND, key=saved[base.VLLM_2023].__getitem__)
     fractions = {
         c: {f"load_{load:g}.e2e_mean_saved_fraction": x for load, x in one.items()} for c, one in saved.items()
     }
@@ -203,9 +190,9 @@ def fig9(bench: Bench) -> Findings:
             Claim(
                 name="mean end-to-end latency saved by ALISE over the whole trace, against FCFS (vLLM-2023), fraction",
                 paper=SAVED,
-                ours=saved[VLLM_2023][1.0],
+                ours=saved[base.VLLM_2023][1.0],
                 headline=True,
-                facts=f"largest at {best:g} times the rate: {saved[VLLM_2023][best]:.2f}",
+                facts=f"largest at {best:g} times the rate: {saved[base.VLLM_2023][best]:.2f}",
             ),
             Claim(
                 name=f"the same over {SAMPLE} consecutive requests from the middle of the trace",
@@ -217,10 +204,10 @@ def fig9(bench: Bench) -> Findings:
         metrics={
             "rate_at_200ms_per_s": at_edge,
             "sampled_e2e_saved_fraction": of_sample,
-            **fractions[VLLM_2023],
+            **fractions[base.VLLM_2023],
             **{f"load_{load:g}.{name}.{E2E}": value for (load, name), value in ms.items()},
         },
-        baselines={VLLM.name: fractions[VLLM]},
+        baselines={base.VLLM.name: fractions[base.VLLM]},
         config={"duration_s": duration_s, "sample": f"{SAMPLE} requests by arrival, from the middle of the trace"},
         plots=[
             line_plot(
@@ -231,7 +218,7 @@ def fig9(bench: Bench) -> Findings:
                 title="opt-13b, sharegpt lengths, simulated V100",
             )
         ],
-        workload=lengths("sharegpt"),
+        workload=base.lengths("sharegpt"),
     )
 
 

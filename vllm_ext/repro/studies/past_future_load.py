@@ -12,35 +12,21 @@ import numpy as np
 from vllm_ext.envs import cache_dir
 from vllm_ext.observability.files import replaced
 from vllm_ext.repro.bench import Bench, Metrics
-from vllm_ext.repro.studies.past_future import (
-    DATASETS,
-    DIFFERENCES,
-    OPTIMUM,
-    OURS,
-    PAPER,
-    QUICK_SHRINK,
-    VLLM,
-    VLLM_TUNED,
-    aggressive,
-    conservative,
-    evicted_percent,
-    past_future,
-    spec,
-)
+from vllm_ext.repro.studies import past_future as base
 from vllm_ext.repro.study import Claim, Contender, Findings, flat, line_plot
 from vllm_ext.simulation.spec import RecordSpec
 from vllm_ext.simulation.synthetic import PRESETS
 from vllm_ext.simulation.workloads.spec import SloTarget, TierSpec
 
-PUBLISHED = past_future(0.05)
+PUBLISHED = base.past_future(0.05)
 
 # --- Figure 7 ---------------------------------------------------------------------------------------------------------
 
 GOODPUT = "goodput_tokens_per_s"
-CONSERVATIVE = conservative(1.0)
-AGGRESSIVE, MILDER = aggressive(0.99), aggressive(0.95)
+CONSERVATIVE = base.conservative(1.0)
+AGGRESSIVE, MILDER = base.aggressive(0.99), base.aggressive(0.95)
 """The artifact's legend says 99 %, its server's code 95 %."""
-SCHEDULERS = (PUBLISHED, OURS, AGGRESSIVE, MILDER, CONSERVATIVE)
+SCHEDULERS = (PUBLISHED, base.OURS, AGGRESSIVE, MILDER, CONSERVATIVE)
 PAPER_FACTOR = 2.0
 """Lower end of the paper's "up to 2-3x higher goodput than other schedulers under heavy loads"."""
 DECODE_HEAVY = ("Distribution-1", "Distribution-2", "ShareGPT-o1")
@@ -77,12 +63,12 @@ Cells = Mapping[tuple[str, str, str, int], Metrics]
 """Model, data set, scheduler, clients."""
 
 
-@PAPER.study(
+@base.PAPER.study(
     "past-future-fig7",
     "Figure 7 and section 5.2",
     "Goodput under an SLA against the number of clients: past-future, aggressive, conservative",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "The paper prints no numbers for this figure; its claim, up to 2-3 times the goodput of the others under heavy "
         "load, is judged at its lower end with the most clients.",
         "Goodput counts output tokens, the artifact prompt and output. Runs are a stretch of time (config.duration_s), "
@@ -108,9 +94,9 @@ def fig7(bench: Bench) -> Findings:
     a TTFT objective under overload in order of arrival. Goodput is the output tokens of good requests per second. Quick
     runs serve the 7B model only and leave one scheduler out.
     """
-    shrink = QUICK_SHRINK if bench.quick else 1
+    shrink = base.QUICK_SHRINK if bench.quick else 1
     panels = {model: panel for model, panel in PANELS.items() if model == JUDGED or not bench.quick}
-    datasets = QUICK_DATASETS if bench.quick else tuple(DATASETS)
+    datasets = QUICK_DATASETS if bench.quick else tuple(base.DATASETS)
     duration_s = {model: QUICK_DURATION_S if bench.quick else panel.duration_s for model, panel in panels.items()}
     specs = {}
     for model, panel in panels.items():
@@ -120,7 +106,7 @@ def fig7(bench: Bench) -> Findings:
                 if bench.quick and scheduler is MILDER:
                     continue
                 for clients in QUICK_CLIENTS if bench.quick else panel.clients:
-                    workload = DATASETS[data].workload(
+                    workload = base.DATASETS[data].workload(
                         shrink,
                         arrivals="closed-loop",
                         clients=clients,
@@ -129,7 +115,7 @@ def fig7(bench: Bench) -> Findings:
                         tiers=(TierSpec(name="sla", ttft=ttft, tbt=tbt),),
                         seed=bench.seed,
                     )
-                    specs[model, data, scheduler.name, clients] = spec(
+                    specs[model, data, scheduler.name, clients] = base.spec(
                         scheduler,
                         model,
                         workload,
@@ -220,22 +206,22 @@ REQUESTS, QUICK_REQUESTS = 500, 80
 BOUND = 8192
 """What clients ask for at most: what the longest outputs need but for some of o1's, which are cut."""
 SETTINGS: Mapping[Callable[[float], Contender], tuple[Sequence[float], Sequence[float]]] = {
-    past_future: ((0.0, 0.03, 0.05, 0.10, 0.20), (0.0, 0.05, 0.20)),
-    aggressive: ((0.99, 0.95, 0.90, 0.80), (0.95, 0.90)),
-    conservative: ((1.0, 1.5, 2.0, 3.0), (1.0, 2.0)),
+    base.past_future: ((0.0, 0.03, 0.05, 0.10, 0.20), (0.0, 0.05, 0.20)),
+    base.aggressive: ((0.99, 0.95, 0.90, 0.80), (0.95, 0.90)),
+    base.conservative: ((1.0, 1.5, 2.0, 3.0), (1.0, 2.0)),
 }
 """Reserves, watermarks, overcommits: all, and those of quick runs."""
 TOLERANCE = 0.01
-SHORT_WINDOW = past_future(0.05, window=200)
+SHORT_WINDOW = base.past_future(0.05, window=200)
 """Learns of a change sooner than with the paper's 1000; the artifact's servers use 40 and 200."""
 
 
-@PAPER.study(
+@base.PAPER.study(
     "past-future-fig8",
     "Figure 8 and section 5.3",
     "Parameters of past-future, aggressive and conservative on a load whose lengths change",
     (
-        *DIFFERENCES,
+        *base.DIFFERENCES,
         "The figure prints no numbers; its claim, better under all configurations, is judged as the share of the "
         "others' settings that some reserve of past-future equals or betters in both steps (within 1 %) and evictions.",
         "The paper does not say how many requests each data set gives; here as many of each (config.requests_of_each).",
@@ -251,7 +237,7 @@ def fig8(bench: Bench) -> Findings:
     setting: decoding steps while somebody waits, and evictions per request. A setting of another scheduler is beaten if
     some reserve of past-future takes no more steps and evicts no more, within a percent of the steps.
     """
-    shrink, requests = (QUICK_SHRINK, QUICK_REQUESTS) if bench.quick else (1, REQUESTS)
+    shrink, requests = (base.QUICK_SHRINK, QUICK_REQUESTS) if bench.quick else (1, REQUESTS)
     workload = {
         "source": str(_lengths(bench.seed, shrink, requests)),
         "arrivals": "at-once",
@@ -260,16 +246,16 @@ def fig8(bench: Bench) -> Findings:
         "seed": bench.seed,
     }
     own, marks, overcommits = ([make(one) for one in values[bench.quick]] for make, values in SETTINGS.items())
-    own += [OURS] if bench.quick else [OURS, SHORT_WINDOW]
-    contenders = {c.name: c for c in (OPTIMUM, *own, *marks, *overcommits, VLLM, VLLM_TUNED)}
+    own += [base.OURS] if bench.quick else [base.OURS, SHORT_WINDOW]
+    contenders = {c.name: c for c in (base.OPTIMUM, *own, *marks, *overcommits, base.VLLM, base.VLLM_TUNED)}
     specs = {
-        name: spec(c, JUDGED, workload, shrink=shrink, record=RecordSpec(backlog=True))
+        name: base.spec(c, JUDGED, workload, shrink=shrink, record=RecordSpec(backlog=True))
         for name, c in contenders.items()
     }
     found = bench.metrics(specs)
     steps = {name: metrics["backlog_steps"] * shrink for name, metrics in found.items()}  # of the full lengths
-    evicted = {name: evicted_percent(metrics) for name, metrics in found.items()}
-    reserves = [c.name for c in own if c.system == PAPER.row]
+    evicted = {name: base.evicted_percent(metrics) for name, metrics in found.items()}
+    reserves = [c.name for c in own if c.system == base.PAPER.row]
     beaten = {
         c.name: any(
             steps[reserve] <= (1 + TOLERANCE) * steps[c.name] and evicted[reserve] <= evicted[c.name]
@@ -308,7 +294,7 @@ def fig8(bench: Bench) -> Findings:
                 title="ShareGPT-o1, then Distributions 1 to 3",
             )
         ],
-        workload=[specs[OPTIMUM.name].workload],
+        workload=[specs[base.OPTIMUM.name].workload],
     )
 
 
@@ -316,7 +302,7 @@ def _lengths(seed: int, shrink: int, requests: int) -> Path:
     """Write the load to a file: the data sets in order."""
     lines = ["num_prefill_tokens,num_decode_tokens"]
     for number, name in enumerate(ORDER):
-        data = DATASETS[name]
+        data = base.DATASETS[name]
         factor = data.scale / shrink
         for prompt, output in zip(
             *PRESETS[data.preset].draw(np.random.default_rng((seed, number)), requests), strict=True

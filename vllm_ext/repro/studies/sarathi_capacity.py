@@ -14,30 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_ext.repro.bench import Bench, Sustained
-from vllm_ext.repro.studies.sarathi import (
-    BY_RULE,
-    CHATS,
-    CONTEXT,
-    DATASETS,
-    DIFFERENCES,
-    FALCON,
-    LLAMA,
-    MISTRAL,
-    PAPER,
-    SEATS,
-    TABLE_3,
-    WORKLOAD,
-    YI,
-    Panel,
-    is_strict,
-    spec,
-)
+from vllm_ext.repro.studies import sarathi as base
 from vllm_ext.repro.study import Claim, Contender, Findings, bar_plot, flat
 
 DELAY, TBT = "scheduling_delay_p50_s", "tbt_p99_ms"
 DELAY_LIMIT_S = 2.0
 """Median scheduling delay above which a load is not sustained (section 5.1)."""
-SARATHI, PAPERS, ORCA, VLLM_2023 = "sarathi", PAPER.row, "orca", "vllm-2023"
+SARATHI, PAPERS, ORCA, VLLM_2023 = "sarathi", base.PAPER.row, "orca", "vllm-2023"
 VLLM, TUNED, ORACLE = "vLLM 0.32", "vLLM 0.32, tuned", "oracle-sarathi"
 TUNED_TOKENS = {True: (512, 1024), False: (2048, 4096)}
 """Token budgets a user of vLLM would try for a strict objective, or a relaxed one; the better one counts."""
@@ -47,11 +30,11 @@ COMPARED = (VLLM_2023, ORCA, TUNED)
 """What Sarathi-Serve's capacity is divided by in the table."""
 
 
-def contenders(panel: Panel, dataset: str, slo: str) -> list[Contender]:
+def contenders(panel: base.Panel, dataset: str, slo: str) -> list[Contender]:
     """The systems of the figures, and vLLM of today, default and tuned (one per budget tried)."""
-    seats, context, tokens = SEATS // panel.pipeline, CONTEXT[dataset], panel.tokens(slo)
+    seats, context, tokens = base.SEATS // panel.pipeline, base.CONTEXT[dataset], panel.tokens(slo)
     objective = {"slo": {"tbt_ms": panel.slo_ms(slo)}}
-    orca_seats, eager = panel.orca_seats // panel.pipeline, 0.28 if is_strict(slo) else 0.5
+    orca_seats, eager = panel.orca_seats // panel.pipeline, 0.28 if base.is_strict(slo) else 0.5
 
     def own(name: str, system: str, seats: int = seats, tokens: int = context, **more: Any) -> Contender:
         engine = {"max_num_batched_tokens": tokens, "max_num_seqs": seats, "prefix_caching": False}
@@ -63,7 +46,7 @@ def contenders(panel: Panel, dataset: str, slo: str) -> list[Contender]:
             system="upstream-fcfs",
             engine={"max_num_seqs": seats, "max_num_batched_tokens": budget, "watermark": 0.05},
         )
-        for budget in TUNED_TOKENS[is_strict(slo)]
+        for budget in TUNED_TOKENS[base.is_strict(slo)]
     ]
     return [
         own(ORCA, "orca", orca_seats, orca_seats * context, start=0.8 * eager),
@@ -157,11 +140,11 @@ class Figure:
 
 def measure(
     bench: Bench,
-    panels: Sequence[Panel],
+    panels: Sequence[base.Panel],
     published: Sequence[Published],
     *,
     requests: int,
-    slos: Sequence[str] = TABLE_3,
+    slos: Sequence[str] = base.TABLE_3,
     slos_of_paper_systems: Sequence[str] = (),
 ) -> Findings:
     """Measure a figure: all systems on all panels, both data sets and all objectives.
@@ -175,7 +158,7 @@ def measure(
         slos: Objectives.
         slos_of_paper_systems: Objectives under which only the systems that the paper compares are measured.
     """
-    tolerance, datasets = 0.05, list(DATASETS)
+    tolerance, datasets = 0.05, list(base.DATASETS)
     if bench.quick:
         panels, requests, slos_of_paper_systems = panels[-1:], 48, ()
         tolerance, datasets = 0.3, datasets[-1:]
@@ -190,7 +173,7 @@ def measure(
     }
     found = bench.sustained(
         {
-            (cell, name): partial(spec, one, of[cell.model], cell.dataset, requests=requests, seed=bench.seed)
+            (cell, name): partial(base.spec, one, of[cell.model], cell.dataset, requests=requests, seed=bench.seed)
             for (cell, name), one in systems.items()
         },
         lambda key: {TBT: limits_ms[key[0]], DELAY: DELAY_LIMIT_S},
@@ -231,11 +214,11 @@ def measure(
             )
             for data in datasets
         ],
-        workload=WORKLOAD,
+        workload=base.WORKLOAD,
     )
 
 
-def _better_in_all_cases(panels: Sequence[Panel], why: str = "") -> list[Published]:
+def _better_in_all_cases(panels: Sequence[base.Panel], why: str = "") -> list[Published]:
     return [
         Published(
             paper=1.0, model=panel.model, over=over, lowest=True, where="section 5.1: better in all cases", why=why
@@ -245,26 +228,28 @@ def _better_in_all_cases(panels: Sequence[Panel], why: str = "") -> list[Publish
     ]
 
 
-@PAPER.study("sarathi-fig9", "Figure 9", "Capacity under strict and relaxed P99-TBT objectives, Mistral-7B and Yi-34B")
+@base.PAPER.study(
+    "sarathi-fig9", "Figure 9", "Capacity under strict and relaxed P99-TBT objectives, Mistral-7B and Yi-34B"
+)
 def fig9(bench: Bench) -> Findings:
     """How many requests per second can a replica take before P99 TBT leaves its objective, or requests queue?
 
     Method: Mistral-7B on one A100 and Yi-34B on two, under the objectives of the paper's Table 3. ``--quick``:
     Mistral-7B on arxiv_summarization only.
     """
-    mistral, yi, text = MISTRAL.model, YI.model, "section 5.1"
+    mistral, yi, text = base.MISTRAL.model, base.YI.model, "section 5.1"
     published = [
         Published(paper=2.6, model=mistral, over=VLLM_2023, headline=True, where="abstract"),
         Published(paper=3.7, model=yi, over=VLLM_2023, headline=True, where="abstract of the published version"),
         Published(paper=2.8, model=yi, over=VLLM_2023, where="section 1"),
-        Published(paper=2.7, model=yi, over=VLLM_2023, dataset=CHATS, slos=("relaxed",), where=text),
-        Published(paper=3.2, model=mistral, over=ORCA, dataset=CHATS, slos=("strict",), where=text),
-        *_better_in_all_cases((MISTRAL, YI)),
+        Published(paper=2.7, model=yi, over=VLLM_2023, dataset=base.CHATS, slos=("relaxed",), where=text),
+        Published(paper=3.2, model=mistral, over=ORCA, dataset=base.CHATS, slos=("strict",), where=text),
+        *_better_in_all_cases((base.MISTRAL, base.YI)),
     ]
-    return measure(bench, (YI, MISTRAL), published, requests=512)
+    return measure(bench, (base.YI, base.MISTRAL), published, requests=512)
 
 
-@PAPER.study(
+@base.PAPER.study(
     "sarathi-fig10",
     "Figure 10",
     "Capacity under strict and relaxed P99-TBT objectives, LLaMA2-70B and Falcon-180B",
@@ -279,7 +264,7 @@ def fig9(bench: Bench) -> Findings:
         "paper's gain and cost Orca and vLLM most: the comparison favours them. As tensor parallel 8 instead, traces "
         "of 160 requests gave Falcon-180B 3.8 times vLLM's capacity (openchat_sharegpt4, strict), this way 3.4 times.",
         "All-reduces of the A40 cross PCIe (the paper's are connected pairwise); the A100 have NVLink among four.",
-        *DIFFERENCES,
+        *base.DIFFERENCES,
     ),
 )
 def fig10(bench: Bench) -> Findings:
@@ -294,17 +279,21 @@ def fig10(bench: Bench) -> Findings:
     why = "pipeline bubbles, in which the paper's vLLM waits too, are not simulated"
     published = [
         *(
-            Published(paper=6.9, model=FALCON.model, over=VLLM_2023, slos=s, headline=True, where="abstract", why=why)
-            for s in (BY_RULE, TABLE_3)
+            Published(
+                paper=6.9, model=base.FALCON.model, over=VLLM_2023, slos=s, headline=True, where="abstract", why=why
+            )
+            for s in (base.BY_RULE, base.TABLE_3)
         ),
         Published(
             paper=5.6,
-            model=FALCON.model,
+            model=base.FALCON.model,
             over=VLLM_2023,
-            slos=BY_RULE,
+            slos=base.BY_RULE,
             where="abstract, published version",
             why=why,
         ),
-        *_better_in_all_cases((LLAMA, FALCON), why),
+        *_better_in_all_cases((base.LLAMA, base.FALCON), why),
     ]
-    return measure(bench, (LLAMA, FALCON), published, requests=320, slos=BY_RULE, slos_of_paper_systems=TABLE_3)
+    return measure(
+        bench, (base.LLAMA, base.FALCON), published, requests=320, slos=base.BY_RULE, slos_of_paper_systems=base.TABLE_3
+    )

@@ -8,17 +8,17 @@ from statistics import fmean
 from typing import Any
 
 from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies.sarathi import ARTICLES, CHATS, CONTEXT, DIFFERENCES, PAPER, SEATS, WORKLOAD, YI, spec
+from vllm_ext.repro.studies import sarathi as base
 from vllm_ext.repro.study import Claim, Contender, Findings, bar_plot, flat
 
 HYBRID, CHUNKED, COMBINED, DYNAMIC = "hybrid-batching-only", "chunked-prefills-only", "combined", "combined, dynamic"
 NAMES = (HYBRID, CHUNKED, COMBINED, DYNAMIC)
 PUBLISHED = {
-    CHATS: {HYBRID: (0.56, 1.08), CHUNKED: (1.04, 0.34), COMBINED: (0.85, 0.29)},
-    ARTICLES: {HYBRID: (4.18, 1.76), CHUNKED: (4.86, 0.38), COMBINED: (3.03, 0.35)},
+    base.CHATS: {HYBRID: (0.56, 1.08), CHUNKED: (1.04, 0.34), COMBINED: (0.85, 0.29)},
+    base.ARTICLES: {HYBRID: (4.18, 1.76), CHUNKED: (4.86, 0.38), COMBINED: (3.03, 0.35)},
 }
 """Data set -> scheduler -> P50 TTFT and P99 TBT in seconds."""
-EXPERIMENT_PER_S = {CHATS: 1.0, ARTICLES: 0.5}
+EXPERIMENT_PER_S = {base.CHATS: 1.0, base.ARTICLES: 0.5}
 """Rates of the paper's published experiments."""
 TOKENS, REQUESTS = 1024, 128
 TTFT, TBT = "P50 TTFT", "P99 TBT"
@@ -36,21 +36,21 @@ def contenders(dataset: str) -> dict[str, Contender]:
     """The rows of the table, and our dynamic budget."""
 
     def row(name: str, system: str, tokens: int, **more: Any) -> Contender:
-        engine = {"max_num_seqs": SEATS, "prefix_caching": False, "max_num_batched_tokens": tokens}
+        engine = {"max_num_seqs": base.SEATS, "prefix_caching": False, "max_num_batched_tokens": tokens}
         return Contender(name=name, system=system, engine={**engine, **more.pop("engine", {})}, **more)
 
-    whole, fixed = CONTEXT[dataset], {"budget": {"tokens": TOKENS}}
+    whole, fixed = base.CONTEXT[dataset], {"budget": {"tokens": TOKENS}}
     objective = {"slo": {"tbt_ms": 1000 * PUBLISHED[dataset][COMBINED][1]}}
     rows = (
         row(HYBRID, "sarathi-hybrid-only", whole),
         row(CHUNKED, "sarathi-chunked-only", TOKENS, options=fixed),
-        row(COMBINED, PAPER.row, TOKENS, options=fixed),
+        row(COMBINED, base.PAPER.row, TOKENS, options=fixed),
         row(DYNAMIC, "sarathi", whole, options=objective, engine={"profiled": True}),
     )
     return {one.name: one for one in rows}
 
 
-@PAPER.study(
+@base.PAPER.study(
     "sarathi-table4",
     "Table 4",
     "Hybrid batches and chunked prefills alone and together, Yi-34B on two A100",
@@ -63,7 +63,7 @@ def contenders(dataset: str) -> dict[str, Contender]:
         "The dynamic budget is told the P99 TBT that the paper's combined system reached (0.29 and 0.35 s). It trades "
         "one for the other: told 0.2 s instead, it had P50 TTFTs of 0.92 and 3.78 s, above the paper's, and P99 TBTs "
         "of 0.18 and 0.19 s (one trace).",
-        *DIFFERENCES[:4],
+        *base.DIFFERENCES[:4],
     ),
 )
 def table4(bench: Bench) -> Findings:
@@ -78,7 +78,7 @@ def table4(bench: Bench) -> Findings:
     seeds = [bench.seed + k for k in range(1 if bench.quick else 8)]
     found = bench.sustained(
         {
-            (data, seed): partial(spec, contenders(data)[COMBINED], YI, data, requests=REQUESTS, seed=seed)
+            (data, seed): partial(base.spec, contenders(data)[COMBINED], base.YI, data, requests=REQUESTS, seed=seed)
             for data in PUBLISHED
             for seed in seeds
         },
@@ -93,7 +93,7 @@ def table4(bench: Bench) -> Findings:
     rates |= {(data, "published"): dict.fromkeys(seeds, rate) for data, rate in EXPERIMENT_PER_S.items()}
     measured = bench.metrics(
         {
-            (dataset, at, name, seed): spec(one, YI, dataset, rate, requests=REQUESTS, seed=seed)
+            (dataset, at, name, seed): base.spec(one, base.YI, dataset, rate, requests=REQUESTS, seed=seed)
             for (dataset, at), of_seeds in rates.items()
             for seed, rate in of_seeds.items()
             for name, one in contenders(dataset).items()
@@ -139,7 +139,7 @@ def table4(bench: Bench) -> Findings:
                 title=f"Yi-34B, {REQUESTS} requests, {TOKENS} tokens a step, simulated",
             )
         ],
-        workload=WORKLOAD,
+        workload=base.WORKLOAD,
     )
 
 
