@@ -48,6 +48,7 @@ from engine_report import Cell, WrongOutput, flatten, reduce, timelines
 from vllm_ext import tiny_model
 from vllm_ext.observability import results
 from vllm_ext.simulation import latency
+from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 TARGET_OVER_UNLOADED = 2.0
@@ -73,7 +74,7 @@ class _Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._model = Path(args.model) if args.model else tiny_model.build()
-        self._first = workload.load(workload.spec(args, 0, _ANY_RATE))
+        self._first = build(workload.spec(args, 0, _ANY_RATE))
         self._extents = [self._extent(repeat) for repeat in range(args.repeats)]
         self._kv = workload.kv_of(self._model, args.hf_overrides, workload.DTYPE_BYTES[args.dtype])
         workload.set_sizes(args, self._extents[0], self._kv.bytes_per_token)
@@ -130,7 +131,7 @@ class _Run:
                     yield cell
 
     def _extent(self, repeat: int) -> workload.Extent:
-        return workload.extent(workload.load(workload.spec(self._args, repeat, _ANY_RATE)))
+        return workload.extent(build(workload.spec(self._args, repeat, _ANY_RATE)))
 
     def _calibrate(self) -> dict[str, float]:
         """Measure stateless serving of one client at a time, and of as many as there are seats; nobody thinks."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
@@ -32,16 +33,12 @@ def small(folder: Path, *argv: str) -> Any:
 
 
 def openings(args: Any, rate: float, repeat: int = 0) -> list[SimRequest]:
-    workload = script("multi_turn_workload")
-    found: Workload = workload.load(workload.spec(args, repeat, rate))
-    return list(found.start())
+    return list(build(script("multi_turn_workload").spec(args, repeat, rate)).start())
 
 
 def second_turn(args: Any, *, finished_s: float, output_ids: list[int]) -> SimRequest:
-    workload = script("multi_turn_workload")
-    found = workload.load(workload.spec(args, 0, 1.0))
-    turn = workload.following(found, next(found.start()), finished_s, output_ids)
-    assert isinstance(turn, SimRequest)
+    found = build(script("multi_turn_workload").spec(args, 0, 1.0))
+    (turn,) = found.after(next(iter(found.start())), finished_s, output_ids)
     return turn
 
 
@@ -76,7 +73,7 @@ def test_max_tokens_does_not_tell_the_length(tmp_path: Path) -> None:
 def test_an_extent_follows_every_conversation_to_its_end(tmp_path: Path) -> None:
     args = small(tmp_path)
     workload = script("multi_turn_workload")
-    found = workload.extent(workload.load(workload.spec(args, 0, 1.0)))
+    found = workload.extent(build(workload.spec(args, 0, 1.0)))
     assert (found.conversations, found.turns) == (4, 12)
     assert found.context_tokens == 4 * 3 * 48
     assert found.history_tokens == 4 * (48 + 96)
@@ -119,7 +116,7 @@ def test_kv_of_a_token_follows_the_model_as_it_is_overridden(tmp_path: Path) -> 
 
 def test_nothing_measured_begins_like_the_warm_up(tmp_path: Path) -> None:
     workload = script("multi_turn_workload")
-    warm = {tuple(r.token_ids[:32]) for r in workload.load(workload.WARMUP).start()}
+    warm = {tuple(r.token_ids[:32]) for r in build(workload.WARMUP).start()}
     measured = {tuple((r.token_ids or ())[:32]) for r in openings(small(tmp_path), 1.0)}
     assert warm.isdisjoint(measured)
 
