@@ -29,6 +29,9 @@ Output: tables on stderr; the last line on stdout is the result as JSON (see ben
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -36,8 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import engine_process
-import multi_turn_curve as curve
-import multi_turn_kept
 import multi_turn_options
 import multi_turn_report as report
 import multi_turn_rows as rows
@@ -47,6 +48,7 @@ from engine_report import Cell, WrongOutput, flatten, reduce, timelines
 
 from vllm_ext import tiny_model
 from vllm_ext.observability import results
+from vllm_ext.observability.files import replaced, set_aside
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -55,6 +57,7 @@ TARGET_OVER_UNLOADED = 2.0
 """The latency at which rates are compared, over that of an idle stateless server."""
 _MEASURED = "measured"
 _ANY_RATE = 1.0
+_logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -80,7 +83,7 @@ class _Run:
         workload.set_sizes(args, self._extents[0], self._kv.bytes_per_token)
         held = {row: rows.tier_tokens(row, args, self._kv) for row in args.rows}
         self._tier_tokens = {row: tokens for row, tokens in held.items() if tokens is not None}
-        self._kept = multi_turn_kept.Kept(args.keep)
+        self._kept = Kept(args.keep)
         self._settings: dict[str, Any] = {}
         self.tables: list[str] = []
 
@@ -120,7 +123,7 @@ class _Run:
 
         Another row is first each time.
         """
-        climbs = {row: curve.Climb(rates, target_ms) for row in self._args.rows}
+        climbs = {row: report.Climb(rates, target_ms) for row in self._args.rows}
         order = list(climbs)
         while any(climb.next_rate is not None for climb in climbs.values()):
             order = order[1:] + order[:1]
@@ -198,6 +201,51 @@ class _Run:
             "quick": args.quick,
             "cells_of_an_interrupted_run": self._kept.taken,
         }
+
+
+class Kept:
+    """A folder with one JSON file per cell, named by a digest of what was served, by what, and on which machine.
+
+    A cell of another commit, another vLLM or another processor is not found; a damaged file is reported, set aside and
+    measured again.
+
+    Args:
+        folder: Made when something is written; None keeps nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._who = {"versions": results.versions(), "machine": results.machine()}
+        self.taken = 0
+        """Cells found, and so not measured by this run."""
+
+    def find(self, spec: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what `keep` was given for this specification; None if there is nothing."""
+        if self._folder is None:
+            return None
+        path = self._path(self._folder, spec)
+        try:
+            found = json.loads(path.read_bytes())
+            if not isinstance(found, dict) or not found.keys() >= {"metrics", "settings"}:
+                raise ValueError("neither metrics nor settings")
+        except FileNotFoundError:
+            return None
+        except ValueError as damage:
+            set_aside(path, damage, what="a measured cell", instead="it is measured again", logger=_logger)
+            return None
+        self.taken += 1
+        return found
+
+    def keep(self, spec: Mapping[str, Any], cell: Mapping[str, Any]) -> None:
+        """Write a cell, whole or not at all."""
+        if self._folder is None:
+            return
+        with replaced(self._path(self._folder, spec)) as file:
+            file.write(json.dumps(cell).encode())
+
+    def _path(self, folder: Path, spec: Mapping[str, Any]) -> Path:
+        decisive = json.dumps({**self._who, "spec": spec}, sort_keys=True)
+        return folder / f"{hashlib.sha256(decisive.encode()).hexdigest()[:40]}.json"
 
 
 if __name__ == "__main__":

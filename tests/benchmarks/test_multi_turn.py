@@ -194,7 +194,7 @@ def test_bad_options_are_refused(argv: list[str], said: str, capsys: pytest.Capt
 def test_a_rate_at_the_target_is_interpolated_or_bounded(
     points: list[tuple[float, float]], rate: float, bound: str
 ) -> None:
-    found = script("multi_turn_curve").crossing(points, 20.0)
+    found = script("multi_turn_report").crossing(points, 20.0)
     assert (found.value, found.bound.value) == (pytest.approx(rate), bound)
 
 
@@ -203,7 +203,7 @@ def test_a_rate_at_the_target_is_interpolated_or_bounded(
     [(0.5, [3.0, 2.0, 1.0]), (1.5, [3.0, 2.0, 1.0]), (2.5, [3.0, 2.0]), (3.5, [3.0, 4.0]), (9.0, [3.0, 4.0, 5.0])],
 )
 def test_rates_are_measured_from_the_middle_to_where_latency_crosses(crosses_at: float, measured: list[float]) -> None:
-    climb = script("multi_turn_curve").Climb([5.0, 1.0, 2.0, 4.0, 3.0], target=20.0)
+    climb = script("multi_turn_report").Climb([5.0, 1.0, 2.0, 4.0, 3.0], target=20.0)
     asked = []
     while (rate := climb.next_rate) is not None:
         asked.append(rate)
@@ -212,7 +212,7 @@ def test_rates_are_measured_from_the_middle_to_where_latency_crosses(crosses_at:
 
 
 def test_a_curve_needs_points_of_different_rates() -> None:
-    crossing = script("multi_turn_curve").crossing
+    crossing = script("multi_turn_report").crossing
     for points in ([], [(1.0, 2.0), (1.0, 3.0)]):
         with pytest.raises(ValueError, match="at least one, each of another rate"):
             crossing(points, 1.0)
@@ -223,7 +223,7 @@ def test_a_curve_needs_points_of_different_rates() -> None:
     [("=", "=", "2"), (">=", "=", ">= 2"), ("=", ">=", "<= 2"), (">=", "<=", ">= 2"), (">=", ">=", None)],
 )
 def test_a_ratio_of_bounds_is_a_bound_or_open(above: str, below: str, expected: str | None) -> None:
-    curve = script("multi_turn_curve")
+    curve = script("multi_turn_report")
     found = curve.ratio(
         curve.Known(value=4.0, bound=curve.Bound(above)), curve.Known(value=2.0, bound=curve.Bound(below))
     )
@@ -231,7 +231,7 @@ def test_a_ratio_of_bounds_is_a_bound_or_open(above: str, below: str, expected: 
 
 
 def test_the_middle_keeps_its_bound() -> None:
-    curve = script("multi_turn_curve")
+    curve = script("multi_turn_report")
     numbers = [curve.Known(value=3.0, bound=curve.Bound.AT_LEAST), curve.Known(value=1.0), curve.Known(value=2.0)]
     assert str(curve.middle(numbers)) == "2"
     assert str(curve.middle(numbers[:1])) == ">= 3"
@@ -384,3 +384,38 @@ def test_an_upper_bound_meets_no_goal() -> None:
     assert [goal.met for goal in judged(measured, {})] == [True]
     measured = cells({"stateless": [{1.0: 10.0}], "tier-retention": [{1.5: 30.0}]})
     assert judged(measured, {}) == []
+
+
+# --- cells on disk ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_was_kept_is_found_by_what_was_served(tmp_path: Path) -> None:
+    kept = script("multi_turn").Kept
+    spec, cell = {"engine_args": {"seed": 0}}, {"metrics": {"p90": 1.5}, "settings": {"dtype": "float16"}}
+    first = kept(tmp_path / "cells")
+    assert first.find(spec) is None
+    first.keep(spec, cell)
+    again = kept(tmp_path / "cells")
+    assert again.find(spec) == cell
+    assert again.find({"engine_args": {"seed": 1}}) is None
+    assert (first.taken, again.taken) == (0, 1)
+
+
+@pytest.mark.parametrize("damage", ['{"metrics": {"p90"', '{"metrics": {}}', "[]"])
+def test_a_damaged_cell_is_reported_and_measured_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = script("multi_turn").Kept(tmp_path)
+    kept.keep({}, {"metrics": {}, "settings": {}})
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert kept.find({}) is None
+    assert "it is measured again" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [f"{file.name}.damaged-1"]
+
+
+def test_cells_of_another_commit_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = script("multi_turn")
+    kept.Kept(tmp_path).keep({}, {"metrics": {}, "settings": {}})
+    monkeypatch.setattr(kept.results, "versions", lambda: {"commit": "another"})
+    assert kept.Kept(tmp_path).find({}) is None

@@ -88,14 +88,15 @@ def capacity_of(rate: float) -> Sustained:
     return Sustained(rate_per_s=rate, crossing_per_s=rate, limited_by=(capacity.TBT,), trials=())
 
 
-def figure() -> Any:
+def measured() -> dict[tuple[capacity.Cell, str], Sustained]:
     own = {capacity.PAPERS: 6.0, capacity.SARATHI: 7.0}
-    rates = {"strict": {**own, capacity.VLLM_2023: 2.0}, "relaxed": {**own, capacity.VLLM_2023: 4.0}}
-    cells = [capacity.Cell("yi-34b", DATASET, slo) for slo in rates]
-    found = {(cell, name): capacity_of(rate) for cell in cells for name, rate in rates[cell.slo].items()}
-    for budget, rate in ((512, 2.5), (1024, 5.0)):
-        found[cells[0], f"{capacity.TUNED} ({budget})"] = capacity_of(rate)
-    return capacity.Figure(found=found, cells=cells)
+    budgets = {f"{capacity.TUNED} (512)": 2.5, f"{capacity.TUNED} (1024)": 5.0}
+    rates = {"strict": {**own, capacity.VLLM_2023: 2.0, **budgets}, "relaxed": {**own, capacity.VLLM_2023: 4.0}}
+    return {
+        (capacity.Cell("yi-34b", DATASET, slo), name): capacity_of(rate)
+        for slo, of_slo in rates.items()
+        for name, rate in of_slo.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -103,14 +104,15 @@ def figure() -> Any:
 )
 def test_claim_compares_the_cells_that_the_paper_speaks_of(wanted: dict[str, Any], ratio: float) -> None:
     published = capacity.Published(paper=2.0, model="yi-34b", over=capacity.VLLM_2023, headline=True, **wanted)
-    claim, _ = figure().claims(published)
+    claim, _ = capacity.claims(published, measured())
     assert claim.ours == ratio
     assert claim.headline
     assert "sarathi-published 6/s, limited by P99 TBT; vllm-2023" in claim.note
 
 
 def test_tuned_vllm_has_the_better_of_its_budgets() -> None:
-    made = figure()
-    assert made.rate(made.cells[0], capacity.TUNED) == 5.0
-    assert made.rate(made.cells[0], capacity.VLLM_2023) == 2.0
-    assert math.isnan(made.rate(made.cells[0], capacity.ORACLE))
+    strict = capacity.Cell("yi-34b", DATASET, "strict")
+    names = (capacity.TUNED, capacity.VLLM_2023, capacity.ORACLE)
+    rates = [capacity.rate(measured(), strict, name) for name in names]
+    assert rates[:2] == [5.0, 2.0]
+    assert math.isnan(rates[2])

@@ -8,7 +8,7 @@ paper's budgets (512 and 2048 tokens).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -91,51 +91,41 @@ class Published:
     """Why ours may fall short."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """Everything a figure's capacities were measured for."""
-
-    found: Mapping[tuple[Cell, str], Sustained]
-    cells: Sequence[Cell]
-
-    def rate(self, cell: Cell, system: str) -> float:
-        """Return a capacity in requests/s, NaN if not measured; of the tuned vLLM, that of its better budget."""
-        names = (name for c, name in self.found if c == cell and name.split(" (")[0] == system)
-        return max((self.found[cell, name].rate_per_s for name in names), default=math.nan)
-
-    def ratio(self, cell: Cell, over: str, system: str = PAPERS) -> float:
-        """Return the capacity of a system in that of another."""
-        return self.rate(cell, system) / self.rate(cell, over)
-
-    def claims(self, published: Published) -> list[Claim]:
-        """Set a published ratio beside the paper's row and ours; nothing where nothing it speaks of was measured."""
-        cells = [
-            cell
-            for cell in self.cells
-            if cell.model == published.model
-            and published.dataset in (None, cell.dataset)
-            and (not published.slos or cell.slo in published.slos)
-        ]
-        return [self._claim(published, cells, system) for system in (PAPERS, SARATHI) if cells]
-
-    def _claim(self, published: Published, cells: Sequence[Cell], system: str) -> Claim:
-        choose = min if published.lowest else max
-        cell = choose(cells, key=lambda c: self.ratio(c, published.over, system))
-        of = " ".join(filter(None, (published.model, published.dataset, "/".join(published.slos))))
-        extent = "" if len(cells) == 1 else ", lowest" if published.lowest else ", up to"
-        said = "; ".join(self._said(cell, name) for name in (system, published.over))
-        return Claim(
+def claims(published: Published, found: Mapping[tuple[Cell, str], Sustained]) -> Iterator[Claim]:
+    """Set a published ratio beside the paper's row and ours; nothing where nothing it speaks of was measured."""
+    cells = [
+        cell
+        for cell, system in found
+        if system == published.over
+        and cell.model == published.model
+        and published.dataset in (None, cell.dataset)
+        and (not published.slos or cell.slo in published.slos)
+    ]
+    choose = min if published.lowest else max
+    extent = "" if len(cells) == 1 else ", lowest" if published.lowest else ", up to"
+    of = " ".join(filter(None, (published.model, published.dataset, "/".join(published.slos))))
+    for system in (PAPERS, SARATHI) if cells else ():
+        ratios = {c: found[c, system].rate_per_s / found[c, published.over].rate_per_s for c in cells}
+        cell = choose(cells, key=ratios.__getitem__)
+        said = "; ".join(_said(name, found[cell, name]) for name in (system, published.over))
+        yield Claim(
             name=f"{of}: capacity of {system} / {published.over}{extent} ({published.where})",
             paper=published.paper,
-            ours=self.ratio(cell, published.over, system),
+            ours=ratios[cell],
             headline=published.headline and system == PAPERS,
             facts=f"{cell.dataset} {cell.slo}: {said}. {published.why}".rstrip(". "),
         )
 
-    def _said(self, cell: Cell, system: str) -> str:
-        found, limits = self.found[cell, system], {TBT: "P99 TBT", DELAY: "delay"}
-        by = " and ".join(limits[name] for name in found.limited_by)
-        return f"{system} {found.rate_per_s:.3g}/s, limited by {by}"
+
+def _said(system: str, found: Sustained) -> str:
+    limits = {TBT: "P99 TBT", DELAY: "delay"}
+    return f"{system} {found.rate_per_s:.3g}/s, limited by {' and '.join(limits[name] for name in found.limited_by)}"
+
+
+def rate(found: Mapping[tuple[Cell, str], Sustained], cell: Cell, system: str) -> float:
+    """Return a capacity in requests/s, NaN if not measured; of the tuned vLLM, that of its better budget."""
+    rates = (one.rate_per_s for (c, name), one in found.items() if c == cell and name.split(" (")[0] == system)
+    return max(rates, default=math.nan)
 
 
 def measure(
@@ -180,20 +170,23 @@ def measure(
         start_per_s=lambda key: systems[key].start * of[key[0].model].rate_per_s[key[0].dataset],
         tolerance=tolerance,
     )
-    figure = Figure(found=found, cells=cells)
-    rates = {(cell, name): figure.rate(cell, name) for name in SHOWN for cell in cells}
+    rates = {(cell, name): rate(found, cell, name) for name in SHOWN for cell in cells}
     return Findings(
         header=("capacity, requests/s", *SHOWN, *(f"{PAPERS} / {over}" for over in COMPARED)),
         rows=[
-            [str(cell), *(rates[cell, name] for name in SHOWN), *(figure.ratio(cell, over) for over in COMPARED)]
+            [
+                str(cell),
+                *(rates[cell, name] for name in SHOWN),
+                *(rates[cell, PAPERS] / rates[cell, over] for over in COMPARED),
+            ]
             for cell in cells
         ],
-        claims=[claim for one in published for claim in figure.claims(one)],
+        claims=[claim for one in published for claim in claims(one, found)],
         **flat(
             (
-                (name, f"{cell.model}.{cell.dataset}.{cell.slo}.capacity_requests_per_s", rate)
-                for (cell, name), rate in rates.items()
-                if not math.isnan(rate)
+                (name, f"{cell.model}.{cell.dataset}.{cell.slo}.capacity_requests_per_s", per_s)
+                for (cell, name), per_s in rates.items()
+                if not math.isnan(per_s)
             ),
             own={PAPERS: ""},
         ),
