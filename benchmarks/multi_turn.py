@@ -29,6 +29,7 @@ Output: tables on stderr; the last line on stdout is the result as JSON (see ben
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import logging
@@ -123,15 +124,16 @@ class _Run:
 
         Another row is first each time.
         """
-        climbs = {row: report.Climb(rates, target_ms) for row in self._args.rows}
+        climbs = {row: report.climb(rates, target_ms) for row in self._args.rows}
+        asked = {row: next(climb) for row, climb in climbs.items()}
         order = list(climbs)
-        while any(climb.next_rate is not None for climb in climbs.values()):
+        while asked:
             order = order[1:] + order[:1]
-            for row in order:
-                if (rate := climbs[row].next_rate) is not None:
-                    cell = self._cell(row, rate, repeat)
-                    climbs[row].note(cell.metrics[report.P90])
-                    yield cell
+            for row in [row for row in order if row in asked]:
+                cell = self._cell(row, asked.pop(row), repeat)
+                yield cell
+                with contextlib.suppress(StopIteration):
+                    asked[row] = climbs[row].send(cell.metrics[report.P90])
 
     def _extent(self, repeat: int) -> workload.Extent:
         return workload.extent(build(workload.spec(self._args, repeat, _ANY_RATE)))

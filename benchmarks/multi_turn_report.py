@@ -6,9 +6,9 @@ A part of multi_turn.py: it is run from there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from statistics import mean
 from typing import Any
 
@@ -48,55 +48,45 @@ DENSITY_GOAL = 1.9
 """How many times the tokens of 16 bits 8 bits should hold in equal bytes."""
 
 
-class Bound(Enum):
-    """How much is known of a number."""
-
-    EXACT = "="
-    AT_LEAST = ">="
-    """The target was not reached at the highest rate measured."""
-    AT_MOST = "<="
-    """The target was passed at the lowest rate measured already."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Known:
-    """A number that a measurement gives or limits."""
+    """A number that a measurement gives, or limits: it lies between two."""
 
-    value: float
-    bound: Bound = Bound.EXACT
+    low: float
+    """0: nobody knows how low; the target was passed at the lowest rate measured already."""
+    high: float
+    """Infinite: nobody knows how high; the target was not reached at the highest rate measured."""
+
+    @property
+    def value(self) -> float:
+        """The number, or its bound."""
+        return self.low or self.high
+
+    def __truediv__(self, other: Known) -> Known:
+        """Return a ratio as far as it is known."""
+        return Known(self.low / other.high, self.high / other.low if other.low else math.inf)
 
     def __str__(self) -> str:
         """Write it for a table."""
-        return f"{'' if self.bound is Bound.EXACT else self.bound.value + ' '}{self.value:.3g}"
+        bound = ">= " if math.isinf(self.high) else "" if self.low else "<= "
+        return f"{bound}{self.value:.3g}"
 
 
-class Climb:
-    """Which rates to measure in turn to find where latency passes a target: from the middle up, or else down.
+OPEN = Known(0.0, math.inf)
 
-    Latency is taken to grow with the rate, so that no other rate would say more.
 
-    Args:
-        rates: That may be measured, at least one.
-        target: Latency, in the unit that `note` is told.
+def climb(rates: Sequence[float], target: float) -> Generator[float, float, None]:
+    """Yield the rates to measure to find where latency passes a target, from the middle up, or else down.
+
+    Latency, which is wanted for each, is taken to grow with the rate, so that no other rate would say more.
     """
-
-    def __init__(self, rates: Sequence[float], target: float) -> None:
-        self._rates = sorted(rates)
-        self._target = target
-        self._at = len(self._rates) // 2
-        self._direction = 0
-
-    @property
-    def next_rate(self) -> float | None:
-        """The rate to measure now; None when enough is known, or all is."""
-        return self._rates[self._at] if 0 <= self._at < len(self._rates) else None
-
-    def note(self, latency: float) -> None:
-        """Take note of what was measured at `next_rate`."""
-        direction = -1 if latency > self._target else 1
-        turned = self._direction not in (0, direction)
-        self._direction = direction
-        self._at = -1 if turned else self._at + direction
+    ordered, moved = sorted(rates), 0
+    at = len(ordered) // 2
+    while 0 <= at < len(ordered):
+        direction = -1 if (yield ordered[at]) > target else 1
+        if moved not in (0, direction):
+            return
+        at, moved = at + direction, direction
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> Known:
@@ -113,30 +103,16 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> Known:
     if not ordered or len({rate for rate, _ in ordered}) < len(ordered):
         raise ValueError(f"points={points!r}: must be at least one, each of another rate")
     if ordered[0][1] > target:
-        return Known(value=ordered[0][0], bound=Bound.AT_MOST)
+        return Known(0.0, ordered[0][0])
     for (rate, below), (next_rate, above) in itertools.pairwise(ordered):
         if above > target:
-            return Known(value=rate + (target - below) / (above - below) * (next_rate - rate))
-    return Known(value=ordered[-1][0], bound=Bound.AT_LEAST)
-
-
-def ratio(above: Known, below: Known) -> Known | None:
-    """Return ``above / below`` as far as it is known; None if the two bounds leave it open."""
-    flipped = {Bound.AT_LEAST: Bound.AT_MOST, Bound.AT_MOST: Bound.AT_LEAST}
-    bounds = {above.bound, flipped.get(below.bound, Bound.EXACT)} - {Bound.EXACT}
-    if len(bounds) > 1:
-        return None
-    return Known(value=above.value / below.value, bound=bounds.pop() if bounds else Bound.EXACT)
+            found = rate + (target - below) / (above - below) * (next_rate - rate)
+            return Known(found, found)
+    return Known(ordered[-1][0], math.inf)
 
 
 def middle(found: Sequence[Known]) -> Known:
-    """Return the median (of an even number, the lower of the two in the middle), with its own bound.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not found:
-        raise ValueError("found: must hold at least one number")
+    """Return the median of at least one number (of an even number, the lower of the two), with its own bound."""
     return sorted(found, key=lambda known: known.value)[(len(found) - 1) // 2]
 
 
@@ -199,7 +175,7 @@ def gains(rates: Mapping[str, Mapping[int, Known]], baseline: str) -> dict[str, 
     """Return per row its rates over the baseline's of the same repeat, without those that bounds leave open."""
     base = rates.get(baseline, {})
     found = {
-        row: [known for repeat, own in repeats.items() if repeat in base and (known := ratio(own, base[repeat]))]
+        row: [known for repeat, own in repeats.items() if repeat in base and (known := own / base[repeat]) != OPEN]
         for row, repeats in rates.items()
         if row != baseline
     }
@@ -221,8 +197,8 @@ def _flat(name: str, repeats: Sequence[Known]) -> dict[str, float]:
     known = middle(repeats)
     values = [one.value for one in repeats]
     found = {name: known.value, f"{name}_min": min(values), f"{name}_max": max(values)}
-    if known.bound is not Bound.EXACT:
-        found[f"{name}_is_{'lower' if known.bound is Bound.AT_LEAST else 'upper'}_bound"] = 1.0
+    if known.low != known.high:
+        found[f"{name}_is_{'lower' if known.low else 'upper'}_bound"] = 1.0
     return found
 
 
@@ -247,7 +223,7 @@ def goals(
 
     for row, baseline, goal in GOALS:
         ratios = gains(rates, baseline).get(row, [])
-        if not ratios or (middle(ratios).bound is Bound.AT_MOST and middle(ratios).value >= goal):
+        if not ratios or (not middle(ratios).low and middle(ratios).high >= goal):
             continue  # left open by the rates measured; the table says how far
         spread = ", ".join(str(known) for known in ratios)
         facts = f"sustained {middle(list(rates[row].values()))} and {middle(list(rates[baseline].values()))} "
