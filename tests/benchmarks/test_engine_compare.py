@@ -156,24 +156,41 @@ def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytes
     assert all(lengths[entry["prompt"]] == entry["output_tokens"] for entry in learned)
 
 
-def test_lengths_of_texts_are_counted_with_the_served_tokenizer_and_scaled() -> None:
-    request = fit(row("why", output="abcdefgh"), length_scale=0.5)
-    assert (request.prompt_token_ids, request.output_tokens, request.clipped) == ((1, 119, 104, 121), 4, False)
-
-
-def test_empty_answer_is_one_token() -> None:
-    assert fit(row("why", output="")).output_tokens == 1
-
-
-def test_too_long_prompt_and_output_are_cut_and_the_text_follows_the_tokens() -> None:
-    request = fit(row("abcdef", output="x" * 50), max_prompt_tokens=4, max_output_tokens=10)
-    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == ("abc", 4, 10)
-    assert request.clipped
-
-
-def test_row_of_a_trace_gets_a_made_up_prompt_of_its_scaled_length() -> None:
-    request = fit(WorkloadRow(source_id="t", prompt_tokens=40, output_tokens=20), length_scale=0.25)
-    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == (None, 10, 5)
+@pytest.mark.parametrize(
+    ("source", "limits", "prompt", "prompt_ids", "output_tokens", "clipped"),
+    [
+        (row("why", output="abcdefgh"), {"length_scale": 0.5}, "why", (1, 119, 104, 121), 4, False),
+        (row("why", output=""), {}, "why", (1, 119, 104, 121), 1, False),
+        (
+            row("abcdef", output="x" * 50),
+            {"max_prompt_tokens": 4, "max_output_tokens": 10},
+            "abc",
+            (1, 97, 98, 99),
+            10,
+            True,
+        ),
+        (
+            WorkloadRow(source_id="t", prompt_tokens=40, output_tokens=20),
+            {"length_scale": 0.25},
+            None,
+            (9,) * 10,
+            5,
+            False,
+        ),
+    ],
+    ids=["scaled", "an empty answer is one token", "cut, and the text with it", "of a trace: made up"],
+)
+def test_row_becomes_a_request_counted_with_the_served_tokenizer(
+    source: WorkloadRow,
+    limits: dict[str, Any],
+    prompt: str | None,
+    prompt_ids: tuple[int, ...],
+    output_tokens: int,
+    clipped: bool,
+) -> None:
+    request = fit(source, **limits)
+    assert (request.prompt, request.prompt_token_ids) == (prompt, prompt_ids)
+    assert (request.output_tokens, request.clipped) == (output_tokens, clipped)
 
 
 def test_lots_are_disjoint_have_different_prompts_and_repeat_for_a_seed() -> None:
@@ -288,15 +305,6 @@ def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
             seed=seed,
         )
         assert len(lots.measured) == 200
-
-
-def test_model_can_be_made_larger_with_random_weights() -> None:
-    compare = script("engine_compare")
-    args = compare.parse(["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"])
-    assert (
-        script("engine_rows").engine_args(args).items()
-        >= {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy"}.items()
-    )
 
 
 def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() -> None:

@@ -90,8 +90,11 @@ def test_default_rows_are_known_and_begin_with_upstream(workload: str) -> None:
 
 
 def test_workload_sets_defaults_that_the_command_line_overrides() -> None:
-    args = script("engine_compare").parse(["--workload", "memory-bound", "--num-gpu-blocks", "99"])
+    larger = ["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"]
+    args = script("engine_compare").parse(["--workload", "memory-bound", "--num-gpu-blocks", "99", *larger])
     assert (args.num_gpu_blocks, args.max_output_tokens, args.profile) == (99, 512, "measure")
+    expected = {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy", "num_gpu_blocks_override": 99}
+    assert script("engine_rows").engine_args(args).items() >= expected.items()
     plain = script("engine_compare").parse([])
     assert (plain.num_gpu_blocks, plain.max_output_tokens, plain.profile) == (64, 256, "none")
 
