@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module as script
 from pathlib import Path
@@ -19,18 +18,9 @@ import pytest
 from tests.extent import HANG_S
 from vllm_ext.datasets import WorkloadRow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import BENCHMARKS, Letters
+
 SCRIPT = BENCHMARKS / "engine_compare.py"
-
-
-class Letters:
-    """A tokenizer with one token per letter."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return ([1] if add_special_tokens else []) + [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(token) for token in token_ids if token != 1)
 
 
 def fit(row: WorkloadRow, **limits: Any) -> Any:

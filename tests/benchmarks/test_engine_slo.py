@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,11 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.simulation.latency import RequestTimeline
 
+from .conftest import Letters
+
 CALIBRATION = {"ttft_base_ms": 10.0, "ttft_ms_per_token": 0.1, "decode_step_ms": 5.0}
 GIVEN = '{"ttft_base_ms": 10, "ttft_ms_per_token": 0.1, "decode_step_ms": 5}'
 SMALL = ("--num-requests", "20", "--history-requests", "5", "--profile", "none")
-
-
-class Letters:
-    """Never asked: the prompts of these workloads are made up."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise AssertionError(text)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        raise AssertionError(token_ids)
 
 
 def cells(*options: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -62,14 +62,9 @@ def test_the_next_turn_says_what_the_engine_answered_and_comes_after_thinking(tm
     assert list(turn.token_ids[: 16 + 32]) == [*opening.token_ids, *answer]
     assert len(turn.token_ids) == 16 + 32 + 16
     later = second_turn(args, finished_s=60.0, output_ids=answer)
+    assert (opening.output_tokens, opening.max_tokens) == (32, args.max_model_len - 16), "it does not tell the length"
     assert later.arrival_s - 60.0 == pytest.approx(turn.arrival_s - 50.0)
     assert turn.arrival_s > 50.0
-
-
-def test_max_tokens_does_not_tell_the_length(tmp_path: Path) -> None:
-    (opening, *_) = openings(small(tmp_path, "--max-model-len", "1000"), 1.0)
-    assert opening.output_tokens == 32
-    assert opening.max_tokens == 1000 - 16
 
 
 def test_an_extent_follows_every_conversation_to_its_end(tmp_path: Path) -> None:
@@ -116,20 +111,14 @@ def test_kv_of_a_token_follows_the_model_as_it_is_overridden(tmp_path: Path) -> 
         workload.kv_of(tmp_path, {"vocab_size": 2048}, 2)
 
 
-def test_nothing_measured_begins_like_the_warm_up(tmp_path: Path) -> None:
+def test_nothing_measured_begins_like_the_warm_up_and_nobody_thinks_in_calibration(tmp_path: Path) -> None:
     workload = script("multi_turn_workload")
     warm = {tuple(r.token_ids[:32]) for r in build(workload.WARMUP).start()}
     measured = {tuple((r.token_ids or ())[:32]) for r in openings(small(tmp_path), 1.0)}
     assert warm.isdisjoint(measured)
-
-
-def test_calibration_is_of_clients_that_do_not_think(tmp_path: Path) -> None:
-    workload = script("multi_turn_workload")
     phases: dict[str, WorkloadSpec] = workload.calibration(small(tmp_path, "--max-num-seqs", "3"))
-    assert {name: (phase.clients, phase.think_s) for name, phase in phases.items()} == {
-        "unloaded": (1, 0.0),
-        "saturated": (3, 0.0),
-    }
+    clients = {name: (phase.clients, phase.think_s) for name, phase in phases.items()}
+    assert clients == {"unloaded": (1, 0.0), "saturated": (3, 0.0)}
 
 
 def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> None:
@@ -143,6 +132,9 @@ def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> 
         if "additional_config" in own
     }
     assert {tier.gib for tier in tiers.values()} == {0.25}
+    upstream = {name: own["enable_prefix_caching"] for name, own in found.items() if "scheduler_cls" not in own}
+    assert upstream == {"stateless": False, "prefix-cache": True}
+    assert upstream.keys().isdisjoint(tiers)
     assert tiers["tier-lru"].blocks_per_chunk(64) == tiers["tier-arc"].blocks_per_chunk(64) == 1
     assert [tiers[name].policy for name in ("tier-lru", "tier-arc", "tier-retention")] == ["lru", "arc", "retention"]
     assert tiers["tier-retention-8"].bits == 8
@@ -155,15 +147,6 @@ def test_a_tier_of_8_bits_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
     assert rows.tier_tokens("tier-lru", args, kv) == rows.tier_tokens("tier-retention", args, kv) == 2**26 // 8192
     assert 1.9 < rows.tier_tokens("tier-retention-8", args, kv) / (2**26 // 8192) < 2
     assert rows.tier_tokens("prefix-cache", args, kv) is None
-
-
-def test_upstreams_rows_have_no_tier_and_its_own_scheduler(tmp_path: Path) -> None:
-    rows = script("multi_turn_rows")
-    args = small(tmp_path)
-    for name, caches in (("stateless", False), ("prefix-cache", True)):
-        own = rows.engine_args(name, args)
-        assert own["enable_prefix_caching"] is caches
-        assert "scheduler_cls" not in own
 
 
 @pytest.mark.parametrize(

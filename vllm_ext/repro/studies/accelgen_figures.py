@@ -63,15 +63,11 @@ def points(key: str, factor: float = 1.0) -> Compare:
     return lambda ours, theirs: factor * (ours[key] - theirs[key])
 
 
-def setting(bench: Bench) -> tuple[base.Load, Sequence[base.Panel]]:
-    """Return load and models of Figures 11 and 12."""
-    return (QUICK, (base.OPT_13B, base.LLAMA_70B)) if bench.quick else (FULL, base.PANELS)
-
-
-def told(load: base.Load, *names: str) -> dict[str, Any]:
-    """Return settings of a load for a result's configuration."""
-    fields = {"window_s": load.window_s, "rate_per_s": load.rate_per_s, "books_share": load.books}
-    return {"arrivals_s": load.arrivals_s, **{name: fields[name] for name in names}}
+def setting(bench: Bench) -> tuple[base.Load, Sequence[base.Panel], dict[str, float]]:
+    """Return load and models of Figures 11 and 12, and what a result says of the load."""
+    load, panels = (QUICK, (base.OPT_13B, base.LLAMA_70B)) if bench.quick else (FULL, base.PANELS)
+    told = {"rate_per_s": load.rate_per_s, "books_share": load.books}
+    return load, panels, {"arrivals_s": load.arrivals_s, "window_s": load.window_s, **told}
 
 
 def table(found: Mapping[tuple[Any, ...], Observed], dims: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
@@ -132,7 +128,7 @@ def fig11(bench: Bench) -> Findings:
     serve them. Method: per model AccelGen over each of the paper's baselines; the least and the largest ratio stand
     beside the paper's range.
     """
-    load, panels = setting(bench)
+    load, panels, told = setting(bench)
     names = [panel.name for panel in panels]
     found = observe_all(
         {
@@ -156,7 +152,7 @@ def fig11(bench: Bench) -> Findings:
         claims=list(_fig11_claims(found, names, [c.name for c in base.baselines(panels[0])])),
         **metrics(found, str),
         config={
-            **told(load, "window_s", "rate_per_s", "books_share"),
+            **told,
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
             "pivot_tokens": pivots,
             "first_bucket_ttft_ms": {panel.name: 1000 * base.ttft_buckets(panel)[0] for panel in panels},
@@ -269,7 +265,7 @@ def fig12(bench: Bench) -> Findings:
 
     Method: the window of Figure 11, for AccelGen and its ablations; the mean over the models of what each loses.
     """
-    load, panels = setting(bench)
+    load, panels, told = setting(bench)
     names = [panel.name for panel in panels]
     found = observe_all(
         {
@@ -296,7 +292,7 @@ def fig12(bench: Bench) -> Findings:
         **table(found, ("model", "system"), FIG12_COLUMNS),
         claims=claims,
         **metrics(found, str, FIG12_COLUMNS),
-        config=told(load, "window_s", "rate_per_s", "books_share"),
+        config=told,
         plots=[
             bar_plot(
                 "",

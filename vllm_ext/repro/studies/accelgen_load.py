@@ -87,7 +87,8 @@ def fig13(bench: Bench) -> Findings:
         claims=[_rises(panel.name, axis, curve(panel, axis, base.ACCELGEN)) for panel, axis in curves],
         **windows.metrics(found, lambda panel, axis, x: f"{panel}.{axis} {x:g}", COLUMNS),
         config={
-            **windows.told(load, "window_s"),
+            "arrivals_s": load.arrivals_s,
+            "window_s": load.window_s,
             "utilisation": {
                 f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, bench.seed)
                 for (panel, axis, x), at in loads.items()
