@@ -71,23 +71,19 @@ def test_an_extent_follows_every_conversation_to_its_end(tmp_path: Path) -> None
     args = small(tmp_path)
     workload = script("multi_turn_workload")
     found = workload.extent(build(workload.spec(args, 0, 1.0)))
-    assert (found.conversations, found.turns) == (4, 12)
-    assert found.context_tokens == 4 * 3 * 48
-    assert found.history_tokens == 4 * (48 + 96)
-    assert found.prompt_tokens == 4 * (16 + 64 + 112)
-    assert found.output_tokens == 4 * 3 * 32
+    assert found == workload.Extent(
+        conversations=4,
+        turns=12,
+        context_tokens=4 * 3 * 48,
+        history_tokens=4 * (48 + 96),
+        prompt_tokens=4 * (16 + 64 + 112),
+        output_tokens=4 * 3 * 32,
+    )
 
 
 def test_sizes_that_are_not_given_follow_from_the_conversations(tmp_path: Path) -> None:
     workload = script("multi_turn_workload")
-    total = workload.Extent(
-        conversations=10,
-        turns=30,
-        context_tokens=32_000,
-        history_tokens=1,
-        prompt_tokens=1,
-        output_tokens=1,
-    )
+    total = SimpleNamespace(context_tokens=32_000)
     args = small(tmp_path)
     workload.set_sizes(args, total, 1024)
     assert args.tier_gib == 8000 * 1024 / 2**30
