@@ -15,7 +15,6 @@ import pytest
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
-from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
 def options(*argv: str) -> Any:
@@ -112,7 +111,7 @@ def test_nothing_measured_begins_like_the_warm_up_and_nobody_thinks_in_calibrati
     warm = {tuple(r.token_ids[:32]) for r in build(workload.WARMUP).start()}
     measured = {tuple((r.token_ids or ())[:32]) for r in openings(small(tmp_path), 1.0)}
     assert warm.isdisjoint(measured)
-    phases: dict[str, WorkloadSpec] = workload.calibration(small(tmp_path, "--max-num-seqs", "3"))
+    phases = workload.calibration(small(tmp_path, "--max-num-seqs", "3"))
     clients = {name: (phase.clients, phase.think_s) for name, phase in phases.items()}
     assert clients == {"unloaded": (1, 0.0), "saturated": (3, 0.0)}
 
@@ -369,16 +368,20 @@ def test_an_upper_bound_meets_no_goal() -> None:
 # --- cells on disk ----------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_was_kept_is_found_by_what_was_served(tmp_path: Path) -> None:
-    kept = script("multi_turn").Kept
+def test_a_cell_that_was_kept_is_found_by_what_was_served_by_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("multi_turn")
     spec, cell = {"engine_args": {"seed": 0}}, {"metrics": {"p90": 1.5}, "settings": {"dtype": "float16"}}
-    first = kept(tmp_path / "cells")
+    first = module.Kept(tmp_path / "cells")
     assert first.find(spec) is None
     first.keep(spec, cell)
-    again = kept(tmp_path / "cells")
+    again = module.Kept(tmp_path / "cells")
     assert again.find(spec) == cell
     assert again.find({"engine_args": {"seed": 1}}) is None
     assert (first.taken, again.taken) == (0, 1)
+    monkeypatch.setattr(module.results, "versions", lambda: {"commit": "another"})
+    assert module.Kept(tmp_path / "cells").find(spec) is None
 
 
 @pytest.mark.parametrize("damage", ['{"metrics": {"p90"', '{"metrics": {}}', "[]"])
@@ -392,10 +395,3 @@ def test_a_damaged_cell_is_reported_and_measured_again(
     assert kept.find({}) is None
     assert "it is measured again" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [f"{file.name}.damaged-1"]
-
-
-def test_cells_of_another_commit_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = script("multi_turn")
-    kept.Kept(tmp_path).keep({}, {"metrics": {}, "settings": {}})
-    monkeypatch.setattr(kept.results, "versions", lambda: {"commit": "another"})
-    assert kept.Kept(tmp_path).find({}) is None
