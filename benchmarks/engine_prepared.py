@@ -35,8 +35,13 @@ class Learned:
         self._seed = seed
         self._kept: tempfile.TemporaryDirectory[str] | None = None
 
-    def prepare(self, rows: Sequence[WorkloadRow], lots: Sequence[workload.Lots], limits: workload.Limits) -> None:
-        """Learn, the first time this is called, from rows whose prompts are in no lot; lengths as they are served.
+    def prepare(
+        self,
+        rows: Sequence[WorkloadRow],
+        measured: Sequence[Sequence[workload.BenchRequest]],
+        limits: workload.Limits,
+    ) -> None:
+        """Learn, the first time this is called, from rows that are not measured; lengths as they are served.
 
         Raises:
             ValueError: no row is left, or learning failed.
@@ -46,7 +51,7 @@ class Learned:
         from transformers import AutoTokenizer
 
         tokenizer: Any = AutoTokenizer.from_pretrained(self._model)
-        used = {r.prompt for lot in lots for part in (lot.warmup, lot.history, lot.measured) for r in part}
+        used = {request.prompt for requests in measured for request in requests}
         order = np.random.default_rng(self._seed).permutation(len(rows))
         found = []
         for index in order:

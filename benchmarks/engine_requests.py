@@ -38,6 +38,7 @@ class Cells:
         """
         self._args = args
         self._model = model
+        self._before = WARMUP_REQUESTS + args.history_requests
         self.dataset = load(args)
         self.limits = workload.Limits(
             length_scale=args.length_scale,
@@ -45,7 +46,7 @@ class Cells:
             max_output_tokens=args.max_output_tokens,
         )
         draws = [self._draw(args.seed + repeat) for repeat in range(1 if args.same_requests else args.repeats)]
-        self.lots = draws * args.repeats if args.same_requests else draws
+        self._drawn = draws * args.repeats if args.same_requests else draws
         self.calibration: slo.Calibration | None = args.calibration
         """What an idle server does, as soon as it is known."""
         rounds = 1 if args.quick else 2
@@ -88,7 +89,7 @@ class Cells:
             return
         spec["phases"][0]["wait_for_predictor"] = True
         if state == rows.WARM:
-            self._learned.prepare(self.dataset.rows, self.lots, self.limits)
+            self._learned.prepare(self.dataset.rows, self._drawn, self.limits)
         with self._learned.folder(state) as folder:
             spec["engine_args"]["additional_config"]["vllm_ext"]["predictor"]["folder"] = str(folder)
             yield spec
@@ -99,7 +100,7 @@ class Cells:
         found: dict[str, Any] = {
             "workload": args.workload,
             "limits": asdict(self.limits),
-            "lengths": [workload.describe(lots.measured) for lots in self.lots],
+            "lengths": [workload.describe(drawn[self._before :]) for drawn in self._drawn],
             "dataset_format": self.dataset.format,
             "dataset_where": args.dataset_where,
             "dataset_skipped": self.dataset.skipped,
@@ -111,7 +112,7 @@ class Cells:
             found["tiers"] = {name: asdict(tier) for name, tier in slo.TIERS[args.workload].items()}
         return found
 
-    def _draw(self, seed: int) -> workload.Lots:
+    def _draw(self, seed: int) -> list[workload.BenchRequest]:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -123,7 +124,7 @@ class Cells:
             tokenizer,
             self.limits,
             vocab_size=self._vocab_size(),
-            counts=(WARMUP_REQUESTS, args.history_requests, args.num_requests),
+            count=self._before + args.num_requests,
             seed=seed,
         )
 
@@ -134,21 +135,18 @@ class Cells:
         return found
 
     def _spec(self, system: str, repeat: int, times: Sequence[float]) -> dict[str, Any]:
-        args, lots = self._args, self.lots[repeat]
+        args, drawn = self._args, self._drawn[repeat]
         own = rows.system_args(system, args)
         if rows.starts_from_profile(system) and (profile := self.step_times.path()) is not None:
             own["additional_config"]["vllm_ext"]["profile"] = str(profile)
-        everybody = [*lots.warmup, *lots.history, *lots.measured]
-        at_once = len(everybody) - len(lots.measured)
-        sendable = self._sendable(system, everybody, [0.0] * at_once + list(times), args.seed + repeat)
-        warm = len(lots.warmup)
+        sendable = self._sendable(system, drawn, [0.0] * self._before + list(times), args.seed + repeat)
         return {
             "engine_args": {"model": str(self._model), **rows.engine_args(args), **own},
             "record_steps": args.record is not None,
             "phases": [
-                {"name": "warmup", "requests": sendable[:warm], "one_by_one": True},
-                {"name": "history", "requests": sendable[warm:at_once]},
-                {"name": MEASURED, "requests": sendable[at_once:]},
+                {"name": "warmup", "requests": sendable[:WARMUP_REQUESTS], "one_by_one": True},
+                {"name": "history", "requests": sendable[WARMUP_REQUESTS : self._before]},
+                {"name": MEASURED, "requests": sendable[self._before :]},
             ],
         }
 

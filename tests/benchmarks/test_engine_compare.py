@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module as script
 from pathlib import Path
@@ -126,8 +127,7 @@ def test_variants_are_judged_against_another_row_of_the_same_repeat() -> None:
 def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     predictor, workload = script("engine_prepared"), script("engine_workload")
     rows = [row(f"prompt {i}", output="x" * (i + 1)) for i in range(20)]
-    used = [fit(r) for r in rows[:8]]
-    lots = workload.Lots(warmup=used[:1], history=used[1:3], measured=used[3:])
+    measured = [fit(r) for r in rows[:8]]
     learned: list[dict[str, Any]] = []
 
     def train(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -139,7 +139,7 @@ def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytes
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Letters())
     knows = predictor.Learned(Path("model"), 10, 0)
     for _ in range(2):  # the second time it has learned already
-        knows.prepare(rows, [lots], workload.Limits())
+        knows.prepare(rows, [measured], workload.Limits())
     assert len(learned) == 10
     assert {entry["prompt"] for entry in learned} <= {f"prompt {i}" for i in range(8, 20)}
     lengths = {f"prompt {i}": i + 1 for i in range(20)}
@@ -183,23 +183,22 @@ def test_row_becomes_a_request_counted_with_the_served_tokenizer(
     assert (request.output_tokens, request.clipped) == (output_tokens, clipped)
 
 
-def test_lots_are_disjoint_have_different_prompts_and_repeat_for_a_seed() -> None:
+def draw(rows: Sequence[WorkloadRow], count: int, seed: int, vocab_size: int = 50) -> list[Any]:
     workload = script("engine_workload")
+    found: list[Any] = workload.draw(rows, Letters(), workload.Limits(), vocab_size=vocab_size, count=count, seed=seed)
+    return found
+
+
+def test_requests_have_different_prompts_and_repeat_for_a_seed() -> None:
     rows = [row(str(i % 20)) for i in range(100)]
-    drawn = [
-        workload.draw(rows, Letters(), workload.Limits(), vocab_size=50, counts=(2, 3, 10), seed=seed)
-        for seed in (0, 0, 1)
-    ]
-    prompts = [r.prompt for r in [*drawn[0].warmup, *drawn[0].history, *drawn[0].measured]]
-    assert (len(drawn[0].warmup), len(drawn[0].history), len(drawn[0].measured)) == (2, 3, 10)
-    assert len(set(prompts)) == 15
+    drawn = [draw(rows, 15, seed) for seed in (0, 0, 1)]
+    assert len({r.prompt for r in drawn[0]}) == len(drawn[0]) == 15
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_workload_with_too_few_different_prompts_is_refused() -> None:
-    workload = script("engine_workload")
     with pytest.raises(ValueError, match=r"3 requests with different prompts are needed, 1 found in 5 rows"):
-        workload.draw([row("same")] * 5, Letters(), workload.Limits(), vocab_size=50, counts=(1, 1, 1), seed=0)
+        draw([row("same")] * 5, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -282,19 +281,10 @@ def test_an_engine_ends_with_the_benchmark_that_is_told_to(tmp_path: Path) -> No
 
 
 def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
-    compare, workload = script("engine_compare"), script("engine_workload")
-    args = compare.parse(["--synthetic", "sharegpt-vllm", "--num-requests", "200", "--history-requests", "20"])
-    for seed in range(5):
-        args.seed = seed
-        lots = workload.draw(
-            script("engine_requests").load(args).rows,
-            Letters(),
-            workload.Limits(),
-            vocab_size=2300,
-            counts=(3, 20, 200),
-            seed=seed,
-        )
-        assert len(lots.measured) == 200
+    options = ["--synthetic", "sharegpt-vllm", "--num-requests", "200", "--history-requests", "20"]
+    args = script("engine_compare").parse(options)
+    for args.seed in range(5):
+        assert len(draw(script("engine_requests").load(args).rows, 223, args.seed, vocab_size=2300)) == 223
 
 
 def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() -> None:
