@@ -132,20 +132,20 @@ class Findings:
     """What was served; told by name, rows and checksum of its lengths."""
 
 
-def flat(values: Iterable[tuple[str, str, float]], own: Mapping[str, str]) -> dict[str, Any]:
-    """Sort (system, metric, value) into ``metrics`` and ``baselines``, two fields of `Findings`.
+def flat(cells: Mapping[Any, Mapping[str, float]], where: Callable[..., str], own: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``metrics`` and ``baselines``, two fields of `Findings`.
 
     Args:
-        values: In the order of the result.
+        cells: What was measured; the last part of a key is the system.
+        where: From the other parts of a key to the beginning of a metric's name.
         own: Systems whose values are metrics -> what their names begin with; all others are baselines.
     """
     metrics: dict[str, float] = {}
     baselines: dict[str, dict[str, float]] = {}
-    for system, metric, value in values:
-        if system in own:
-            metrics[own[system] + metric] = value
-        else:
-            baselines.setdefault(system, {})[metric] = value
+    for (*place, system), cell in cells.items():
+        into = metrics if system in own else baselines.setdefault(system, {})
+        begin = own.get(system, "") + where(*place)
+        into.update({begin + metric: value for metric, value in cell.items()})
     return {"metrics": metrics, "baselines": baselines}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_ext.repro.bench import Bench
@@ -70,25 +70,23 @@ def setting(bench: Bench) -> tuple[base.Load, Sequence[base.Panel], dict[str, fl
     return load, panels, {"arrivals_s": load.arrivals_s, "window_s": load.window_s, **told}
 
 
-def table(found: Mapping[tuple[Any, ...], Observed], dims: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
-    """Return header and rows: fields of `Findings`. A key is where, with the system at its end."""
+def table(
+    found: Mapping[tuple[Any, ...], Observed],
+    columns: Sequence[str],
+    dims: Sequence[str] = ("model", "system"),
+    where: Callable[..., str] = "{}.".format,
+    kept: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return table, metrics and baselines, fields of `Findings`; ``kept`` are metrics if they are not the columns."""
     return {
         "header": (*dims, *(LABELS[name] for name in columns)),
         "rows": [(*key, *(one[name] for name in columns)) for key, one in found.items()],
-    }
-
-
-def metrics(found: Mapping[tuple[Any, ...], Observed], where: Callable[..., str], columns: Sequence[str] = ()) -> Any:
-    """Return metrics and baselines: fields of `Findings`; of all columns but wall clock where none are given."""
-    return flat(
-        (
-            (name, f"{where(*place)}.{key}", value)
-            for (*place, name), one in found.items()
-            for key, value in one.items()
-            if (key in columns if columns else key != "wall_s_per_step")
+        **flat(
+            {key: {name: one[name] for name in kept or columns} for key, one in found.items()},
+            where,
+            own={base.ACCELGEN.name: ""},
         ),
-        own={base.ACCELGEN.name: ""},
-    )
+    }
 
 
 # --- Figure 11 --------------------------------------------------------------------------------------------------------
@@ -148,9 +146,8 @@ def fig11(bench: Bench) -> Findings:
         "jct": (JCT, "mean JCT (s)"),
     }
     return Findings(
-        **table(found, ("model", "system"), FIG11_COLUMNS),
+        **table(found, FIG11_COLUMNS, kept=next(iter(found.values())).keys() - {"wall_s_per_step"}),
         claims=list(_fig11_claims(found, names, [c.name for c in base.baselines(panels[0])])),
-        **metrics(found, str),
         config={
             **told,
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
@@ -289,9 +286,8 @@ def fig12(bench: Bench) -> Findings:
                 )
             )
     return Findings(
-        **table(found, ("model", "system"), FIG12_COLUMNS),
+        **table(found, FIG12_COLUMNS),
         claims=claims,
-        **metrics(found, str, FIG12_COLUMNS),
         config=told,
         plots=[
             bar_plot(

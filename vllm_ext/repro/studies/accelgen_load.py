@@ -83,9 +83,8 @@ def fig13(bench: Bench) -> Findings:
         return {x: value for (p, a, x, name), value in goodput.items() if (p, a, name) == wanted}
 
     return Findings(
-        **windows.table(found, ("model", "axis", "at", "system"), COLUMNS),
+        **windows.table(found, COLUMNS, ("model", "axis", "at", "system"), "{}.{} {:g}.".format),
         claims=[_rises(panel.name, axis, curve(panel, axis, base.ACCELGEN)) for panel, axis in curves],
-        **windows.metrics(found, lambda panel, axis, x: f"{panel}.{axis} {x:g}", COLUMNS),
         config={
             "arrivals_s": load.arrivals_s,
             "window_s": load.window_s,

@@ -182,7 +182,8 @@ def fig6(bench: Bench) -> Findings:
         ],
         claims=list(_fig6_claims(rate, panels)),
         **flat(
-            ((name, f"{model}.{dataset}.rate_at_200ms_per_s", at) for (model, dataset, name), at in rate.items()),
+            {key: {"rate_at_200ms_per_s": at} for key, at in rate.items()},
+            "{}.{}.".format,
             own={name: f"{name}: " for *_, name in rate if name not in baselines},
         ),
         config={
@@ -311,7 +312,8 @@ def table3(bench: Bench) -> Findings:
         rows=[(*key, value, value / done[(*key[:3], VLLM_2023.name)]) for key, value in done.items()],
         claims=claims,
         **flat(
-            ((name, f"{model}.{data}.overload_{load:g}.{DONE}", x) for (model, data, load, name), x in done.items()),
+            {key: {DONE: value} for key, value in done.items()},
+            "{}.{}.overload_{:g}.".format,
             own={c.name: "alise." for c in aged.values()} | {c.name: "alise_never_aged." for c in unaged.values()},
         ),
         config={"duration_s": cut_s, "capacity_per_s": {" ".join(panel): rate for panel, rate in capacity.items()}},

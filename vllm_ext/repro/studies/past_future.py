@@ -239,10 +239,7 @@ def table1(bench: Bench) -> Findings:
         header=(*columns.split(", "), "paper: steps", "paper: evicted %"),
         rows=rows,
         claims=[claim for data in PUBLISHED for claim in _table1_claims(data, told)],
-        **flat(
-            ((row, f"{data}.{name}", value) for (data, row), one in told.items() for name, value in one.items()),
-            own={row: f"{row}: " for _, row in told if row.startswith(("past", "theor"))},
-        ),
+        **flat(told, "{}.".format, {row: f"{row}: " for _, row in told if row.startswith(("past", "theor"))}),
         config={"requests": counts, "lengths_divided_by": shrink, "steps_stated_for_requests": PAPER_REQUESTS},
         plots=[_table1_plot(data, paper, steps) for data, paper in PUBLISHED.items()],
         workload=[specs[data, JUDGED.name].workload for data in PUBLISHED],

@@ -143,7 +143,8 @@ def fig7(bench: Bench) -> Findings:
         ],
         claims=list(_fig7_claims(found, good)),
         **flat(
-            ((name, f"{m}.{data}.clients_{clients}.{GOODPUT}", x) for (m, data, name, clients), x in good.items()),
+            {(model, data, clients, name): {GOODPUT: x} for (model, data, name, clients), x in good.items()},
+            "{}.{}.clients_{}.".format,
             own={PUBLISHED.name: ""},
         ),
         config={"duration_s": duration_s, "lengths_divided_by": shrink},
@@ -273,7 +274,8 @@ def fig8(bench: Bench) -> Findings:
         ],
         claims=list(_fig8_claims(steps, evicted, beaten)),
         **flat(
-            ((name, metric, values[name]) for name in found for metric, values in told.items()),
+            {(name,): {metric: values[name] for metric, values in told.items()} for name in found},
+            where=str,
             own={name: f"{name}: " for name, c in contenders.items() if "past-future" in c.system},
         ),
         config={

@@ -266,10 +266,7 @@ def throughput(
         header=("setting", "system", "requests/s", "/ stateless", "history found", *lows),
         rows=rows,
         claims=[*claims, *(claim for m in settings for claim in also(m))],
-        **flat(
-            ((name, f"{where}.{metric}", x) for (where, name), one in told.items() for metric, x in one.items()),
-            own={PENSIEVE.name: ""},
-        ),
+        **flat(told, "{}.".format, own={PENSIEVE.name: ""}),
         config=config(contenders, QUICK_S if bench.quick else SEARCH_S),
         plots=[m.plot(contenders) for m in settings],
         workload=[spec(VLLM_2023, OPT_13B, 1.0, duration_s=1.0, seed=0).workload],

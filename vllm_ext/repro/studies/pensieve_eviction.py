@@ -57,10 +57,7 @@ def fig14(bench: Bench) -> Findings:
         header=("requests/s", "policy", "host hit rate", "history found", "recomputed tokens", "P90 ms/token"),
         rows=[(*key, *one.values()) for key, one in found.items()],
         claims=claims(*({rate: found[rate, c.name] for rate in rates} for c in (JUDGED, LRU))),
-        **flat(
-            ((name, f"rate_{rate:g}.{metric}", x) for (rate, name), one in found.items() for metric, x in one.items()),
-            own={JUDGED.name: ""},
-        ),
+        **flat(found, "rate_{:g}.".format, own={JUDGED.name: ""}),
         config={**base.config(SHOWN, duration_s), "rates_per_s": list(rates), "host_share": share},
         plots=[
             line_plot(

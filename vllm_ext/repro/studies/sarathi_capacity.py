@@ -183,11 +183,8 @@ def measure(
         ],
         claims=[claim for one in published for claim in claims(one, found)],
         **flat(
-            (
-                (name, f"{cell.model}.{cell.dataset}.{cell.slo}.capacity_requests_per_s", per_s)
-                for (cell, name), per_s in rates.items()
-                if not math.isnan(per_s)
-            ),
+            {(*key, name): {"capacity_requests_per_s": x} for (key, name), x in rates.items() if not math.isnan(x)},
+            "{}.{}.{}.".format,
             own={PAPERS: ""},
         ),
         config={
