@@ -120,6 +120,9 @@ class Job(NamedTuple):
     seed: int
     requests: int
 
+    def __str__(self) -> str:
+        return f"{self.scene}, {self.system}, seed {self.seed}"
+
 
 def systems() -> list[str]:
     """Return the systems to compare, vLLM first."""
@@ -158,15 +161,11 @@ def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
         SystemExit: runs failed, which are named; the others are kept.
         RuntimeError: requests of a run did not end.
     """
-
-    def named(job: Job) -> str:
-        return f"{job.scene}, {job.system}, seed {job.seed}"
-
-    found = simulated({job: spec(job) for job in jobs}, at_a_time, label="shared prefix", named=named)
-    for job, metrics in found.items():
-        if metrics["unfinished_requests"]:
-            raise RuntimeError(f"{named(job)}: {metrics['unfinished_requests']:.0f} requests did not end")
-    return {job: {name: float(metrics[name]) for name in MEASURES} for job, metrics in found.items()}
+    metrics = simulated({str(job): spec(job) for job in jobs}, at_a_time, label="shared prefix")
+    for name, found in metrics.items():
+        if found["unfinished_requests"]:
+            raise RuntimeError(f"{name}: {found['unfinished_requests']:.0f} requests did not end")
+    return {job: {name: float(metrics[str(job)][name]) for name in MEASURES} for job in jobs}
 
 
 def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
