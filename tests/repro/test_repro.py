@@ -91,11 +91,6 @@ def test_limit_that_no_rate_crosses_is_an_error_that_names_the_system(tmp_path: 
         sustained(bench(tmp_path), {"slow": at}, 1.0, latency_ms=1.0)
 
 
-def test_failed_simulation_ends_the_reproduction_with_its_message(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="x: ValueError: no such device"):
-        bench(tmp_path, failing).metrics({"x": at(1.0)})
-
-
 def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed_are_named(tmp_path: Path) -> None:
     seen: list[float | None] = []
 
