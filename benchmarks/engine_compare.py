@@ -37,22 +37,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import engine_predictor
+import engine_goals as goals
 import engine_process
-import engine_record
 import engine_report as report
 import engine_requests
 import engine_rows as rows
 import engine_slo as slo
-import engine_slo_report as slo_report
-import engine_variant_goals
+from engine_options import parser, set_defaults
+from engine_process import progress
+from engine_requests import MEASURED
 
 from vllm_ext import systems, tiny_model
 from vllm_ext.observability import results
 from vllm_ext.simulation import latency, recording
+from vllm_ext.simulation.recording import ClientRequest, EngineSettings, Header
 
 ATTEMPTS = 3
 """Measurements of one cell while other processes disturb it; the last one counts, disturbed or not."""
@@ -92,7 +94,8 @@ class _Run:
 
     def table(self) -> str:
         """Return what was measured as text."""
-        return report.table(self.reduced, slo_report.COLUMNS if self._requests.have_objectives else report.COLUMNS)
+        columns = goals.SLO_COLUMNS if self._requests.have_objectives else goals.COLUMNS
+        return report.table(self.reduced, columns, ("load", "system"))
 
     def measure(self, argv: Sequence[str]) -> results.Result:
         """Measure capacity, then every cell, and assemble the result."""
@@ -110,12 +113,8 @@ class _Run:
         order = {(s, load): None for load in args.loads for s in args.systems}
         reduced = report.reduce(cells)
         self.reduced = {key: reduced[key] for key in order}
-        if self._requests.have_objectives:
-            slo_report.add_gains(cells, self.reduced)
-            goals = slo_report.goals(cells, self.reduced, args.workload, args.note)
-        else:
-            goals = report.goals(self.reduced, args.note) + engine_variant_goals.goals(cells, args.note)
-        metrics, baselines = report.flatten(self.reduced)
+        goals.add_ratios(cells, self.reduced)
+        metrics, baselines = report.flatten(self.reduced, rows.UPSTREAM, "load_{:g}")
         dataset = self._requests.dataset
         return results.Result(
             name="engine_compare",
@@ -125,37 +124,44 @@ class _Run:
             workload=results.Workload(name=dataset.name, rows=len(dataset.rows), sha256=dataset.sha256),
             metrics={**capacity, **metrics},
             baselines=baselines,
-            goals=goals,
+            goals=goals.goals(cells, self.reduced, args.workload, args.note),
         )
 
     def _capacity(self) -> dict[str, float]:
         """Measure what upstream carries, and before that, where requests have objectives, what it does when idle."""
         label = f"capacity ({rows.BASELINE}, all requests at once)"
         spec = self._requests.at_once(rows.BASELINE)
-        observed = self._serve_undisturbed(label, spec)
-        if "phases" in spec:
-            self._requests.calibration = slo.calibrate(spec["phases"], observed["phases"])
-            _progress(f"idle server: {self._requests.calibration}")
-        lines = report.timelines(label, spec, observed)
+        phases = self._serve_undisturbed(label, spec)["phases"]
+        if self._requests.to_calibrate:
+            self._requests.calibration = slo.calibrate(*(phases[name]["requests"] for name in (slo.ALONE, slo.FULL)))
+            progress(f"idle server: {self._requests.calibration}")
+        lines = report.timelines(label, phases[MEASURED]["requests"])
         tokens_per_s = latency.saturated_tokens_per_s(lines)
         requests_per_s = tokens_per_s * len(lines) / sum(len(line.token_times_s) for line in lines)
-        _progress(f"{label}: {tokens_per_s:.0f} tokens/s = {requests_per_s:.2f} requests/s")
+        progress(f"{label}: {tokens_per_s:.0f} tokens/s = {requests_per_s:.2f} requests/s")
         return {"capacity_tokens_per_s": tokens_per_s, "capacity_requests_per_s": requests_per_s}
 
     def _cell(self, system: str, load: float, repeat: int, rate_per_s: float) -> report.Cell:
         args, label = self._args, f"{system} at load {load:g}, repeat {repeat}"
         with self._requests.cell(system, repeat, rate_per_s) as spec:
             observed = self._serve_undisturbed(label, spec)
-        metrics = report.cell_metrics(label, spec, observed)
-        if self._requests.have_objectives:
-            metrics |= slo_report.metrics(spec["requests"], report.timelines(label, spec, observed))
-        self._settings[system] = observed["settings"]
-        cell = report.Cell(system=system, load=load, repeat=repeat, metrics=metrics)
-        if args.record is not None:
-            engine_record.append(args.record, cell, self._model.name, self._requests.lots[repeat], spec, observed)
-        met = f", {metrics[slo_report.ATTAINED]:.0%} met their objectives" if self._requests.have_objectives else ""
+        sent, phase = spec["phases"][-1]["requests"], observed["phases"][MEASURED]
+        lines = report.timelines(label, phase["requests"])
+        metrics = {
+            **report.phase_metrics(label, phase, len(sent)),
+            **observed["predictor"],
+            "merged_token_fraction": _merged(lines),
+            "engine_start_s": observed["engine_start_s"],
+        }
         said = f"{metrics[report.NORMALISED]:.2f} ms/token, {metrics['mean_waiting_requests']:.1f} waiting"
-        _progress(f"{label}: {said}{met}")
+        if self._requests.have_objectives:
+            metrics |= goals.slo_metrics(sent, lines)
+            said += f", {metrics[goals.ATTAINED]:.0%} met their objectives"
+        progress(f"{label}: {said}")
+        self._settings[system] = observed["settings"]
+        cell = report.Cell(system=system, at=load, repeat=repeat, metrics=metrics)
+        if args.record is not None:
+            record(args.record, cell, self._model.name, sent, observed)
         return cell
 
     def _serve_undisturbed(self, label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,11 +169,11 @@ class _Run:
         limit = self._args.max_foreign_cores
         for attempt in range(1, ATTEMPTS + 1):
             observed = engine_process.serve(label, spec)
-            foreign = observed["foreign_cpu_cores"]
+            foreign = observed["phases"][MEASURED]["foreign_cpu_cores"]
             if limit is None or foreign is None or foreign <= limit:
                 break
             self._disturbed += 1
-            _progress(f"{label}: other processes used {foreign:.2f} cores, attempt {attempt} of {ATTEMPTS}")
+            progress(f"{label}: other processes used {foreign:.2f} cores, attempt {attempt} of {ATTEMPTS}")
         return observed
 
     def _config(self) -> dict[str, Any]:
@@ -192,23 +198,54 @@ class _Run:
         }
 
 
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _merged(lines: Sequence[latency.RequestTimeline]) -> float:
+    """Return the share of tokens that came together with the one before."""
+    merged = sum(b == a for line in lines for a, b in pairwise(line.token_times_s))
+    return merged / sum(len(line.token_times_s) for line in lines)
+
+
+def record(
+    path: Path, cell: report.Cell, model: str, sent: Sequence[Mapping[str, Any]], observed: Mapping[str, Any]
+) -> None:
+    """Append a cell to a recording: what its scheduler was told and decided, and what the clients saw."""
+    kept, phase = observed["record"], observed["phases"][MEASURED]
+    versions = results.versions()
+    versions.pop("commit", None)
+    which: Any = {"system": cell.system, "load": cell.at, "repeat": cell.repeat}
+    header = Header(
+        **which,
+        model=model,
+        versions=versions,
+        settings=EngineSettings(**kept["settings"]),
+        client_start_s=phase["client_start_s"],
+        facts={"machine": results.machine(), **cell.metrics},
+    )
+    requests = [
+        ClientRequest(
+            **which,
+            req_id=got["req_id"],
+            source_id=request["source_id"],
+            arrival_s=got["arrival_s"],
+            sent_s=round(got["sent_s"], 6),
+            prompt_tokens=got["prompt_tokens"],
+            output_tokens=got["output_tokens"],
+            token_times_s=tuple(round(t, 6) for t in got["token_times_s"]),
+        )
+        for request, got in zip(sent, phase["requests"], strict=True)
+    ]
+    recording.append(path, header, kept["lines"], requests, dropped=kept["dropped"])
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; ends the process with a message if it is not usable."""
-    from engine_options import parser, set_defaults
-
     options = parser(__doc__ or "")
     set_defaults(options, argv)
     args = options.parse_args(argv)
     args.systems = args.systems.split(",")
     args.loads = [float(load) for load in args.loads.split(",")]
     try:
-        for system in args.systems:
-            if system not in rows.UPSTREAM:
-                systems.resolve(engine_predictor.system_of(system))
+        for system in set(args.systems) - set(rows.UPSTREAM):
+            systems.resolve(rows.split(system)[0])
     except ValueError as error:
         options.error(f"--systems: {error}; upstream's own are {', '.join(rows.UPSTREAM)}")
     try:
@@ -216,18 +253,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             args.calibration = slo.Calibration(**args.calibration)
     except (TypeError, ValueError) as error:
         options.error(f"--calibration: {error}")
-    if not args.tier_gib > 0:
-        options.error(f"--tier-gib={args.tier_gib:g}: must be greater than 0")
-    if args.workload not in rows.WITH_OBJECTIVES and (args.calibration or args.priority_by == "ttft-slo"):
-        options.error(
-            f"--calibration and --priority-by=ttft-slo: the requests of --workload={args.workload} have no objectives"
-        )
-    if not args.slo_scale > 0:
-        options.error(f"--slo-scale={args.slo_scale:g}: must be greater than 0")
-    if args.workload in rows.WITH_OBJECTIVES and args.dataset is not None:
-        options.error(f"--dataset: --workload={args.workload} makes its own requests; leave it out")
-    if args.max_output_tokens >= args.max_model_len:
-        options.error("--max-output-tokens: must leave room for a prompt within --max-model-len")
+    makes_own = args.workload in rows.WITH_OBJECTIVES
+    for refused, why in (
+        (not args.tier_gib > 0, f"--tier-gib={args.tier_gib:g}: must be greater than 0"),
+        (not args.slo_scale > 0, f"--slo-scale={args.slo_scale:g}: must be greater than 0"),
+        (
+            not makes_own and (args.calibration or args.priority_by == "ttft-slo"),
+            f"--calibration and --priority-by=ttft-slo: the requests of --workload={args.workload} have no objectives",
+        ),
+        (
+            makes_own and args.dataset is not None,
+            f"--dataset: --workload={args.workload} makes its own requests; leave it out",
+        ),
+        (
+            args.max_output_tokens >= args.max_model_len,
+            "--max-output-tokens: must leave room for a prompt within --max-model-len",
+        ),
+    ):
+        if refused:
+            options.error(why)
     if args.record is not None:
         recording.start(args.record)
     return args

@@ -1,4 +1,7 @@
-"""Run one cell of `engine_compare.py` in a child process of its own, and leave nothing of it behind."""
+"""Run one cell of a benchmark in a child process of its own, and leave nothing of it behind.
+
+A part of the benchmarks on the real engine, with the clock that says how much other processes disturbed them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +26,18 @@ class CellFailed(RuntimeError):
     """The engine of a cell did not start, failed or hung; the message ends with its last lines."""
 
 
+def progress(text: str) -> None:
+    """Say on stderr how far a benchmark is."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def serve(label: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Start a fresh engine in a fresh process, serve, and return what was observed.
+    """Start a fresh engine in a fresh process, serve, and return what was observed; see `engine_cell`.
 
     Raises:
         CellFailed: see there; the child and its own children are gone then too.
     """
-    with tempfile.TemporaryDirectory(prefix="engine_compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="engine_cell-") as folder:
         spec_file, out_file = Path(folder, "spec.json"), Path(folder, "out.json")
         spec_file.write_text(json.dumps(spec), encoding="utf-8")
         run(f"{label}: the engine", [sys.executable, str(CELL), str(spec_file), str(out_file)])
@@ -42,7 +51,7 @@ def run(label: str, command: list[str]) -> None:
     Raises:
         CellFailed: it failed or hung; see there.
     """
-    with tempfile.TemporaryDirectory(prefix="engine_compare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="engine_cell-") as folder:
         log_file = Path(folder, "log.txt")
         with log_file.open("wb") as log:
             status = _run(command, log)
@@ -52,9 +61,9 @@ def run(label: str, command: list[str]) -> None:
 
 
 def _run(command: list[str], log: Any) -> str:
-    """Return the exit status of a command in a session of its own; the whole session ends with it.
+    """Return the exit status of a command in a session of its own, which ends with it, and with this process.
 
-    It also ends if this process is told to: it would else go on, and disturb what is measured next.
+    Engine core and worker share the session, and vLLM's shutdown may have been cut short.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -63,12 +72,40 @@ def _run(command: list[str], log: Any) -> str:
     except subprocess.TimeoutExpired:
         return f"none after {TIMEOUT_S:.0f} s"
     finally:
-        _end_session(child)
+        with contextlib.suppress(ProcessLookupError):  # nothing may be left
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_session(child: subprocess.Popen[bytes]) -> None:
-    """End what is left: engine core and worker share the session, and vLLM's shutdown may have been cut short."""
-    with contextlib.suppress(ProcessLookupError):  # nothing may be left
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+class CpuClock:
+    """Cores kept busy by processes that are not ours: the noise a small machine adds to every latency (Linux only)."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def foreign_cores(self) -> float | None:
+        """Mean number of cores used since construction by others than this session; None where it is not known."""
+        if self._start is None or (now := self._read()) is None:
+            return None
+        wall, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
+        return max(0.0, (busy - own) / wall)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: wall clock, processor time of the whole machine, processor time of this session's processes."""
+        proc = Path("/proc")
+        try:
+            user, nice, system, _, _, irq, softirq, steal = map(int, proc.joinpath("stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return None
+        session, own = os.getsid(0), 0
+        for stat in proc.glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it ended meanwhile
+            if int(fields[3]) == session:
+                own += sum(map(int, fields[11:15]))  # user and system time, its own and that of children it waited for
+        ticks = os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), (user + nice + system + irq + softirq + steal) / ticks, own / ticks

@@ -13,16 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import engine_predictor
-import engine_profile
+import engine_prepared
 import engine_rows as rows
 import engine_slo as slo
 import engine_workload as workload
 
 from vllm_ext import datasets
+from vllm_ext.observability import forced_length
 from vllm_ext.simulation import arrivals, synthetic
 
 WARMUP_REQUESTS = 3
+MEASURED = "measured"
+"""The last phase of every cell."""
 
 
 class Cells:
@@ -36,6 +38,7 @@ class Cells:
         """
         self._args = args
         self._model = model
+        self._before = WARMUP_REQUESTS + args.history_requests
         self.dataset = load(args)
         self.limits = workload.Limits(
             length_scale=args.length_scale,
@@ -43,12 +46,12 @@ class Cells:
             max_output_tokens=args.max_output_tokens,
         )
         draws = [self._draw(args.seed + repeat) for repeat in range(1 if args.same_requests else args.repeats)]
-        self.lots = draws * args.repeats if args.same_requests else draws
+        self._drawn = draws * args.repeats if args.same_requests else draws
         self.calibration: slo.Calibration | None = args.calibration
         """What an idle server does, as soon as it is known."""
         rounds = 1 if args.quick else 2
-        self.step_times = engine_profile.StepTimes(args.profile, model, rows.engine_args(args), rounds=rounds)
-        self._learned = engine_predictor.Learned(model, args.warm_requests, args.seed)
+        self.step_times = engine_prepared.StepTimes(args.profile, model, rows.engine_args(args), rounds=rounds)
+        self._learned = engine_prepared.Learned(model, args.warm_requests, args.seed)
 
     @property
     def have_objectives(self) -> bool:
@@ -65,7 +68,7 @@ class Cells:
         args = self._args
         spec = self._spec(system, 0, [0.0] * args.num_requests)
         if self.to_calibrate:
-            spec["phases"] = slo.phases(
+            spec["phases"][1:1] = slo.phases(
                 vocab_size=self._vocab_size(),
                 max_prompt_tokens=self.limits.max_prompt_tokens,
                 seats=min(args.max_num_seqs, (args.num_gpu_blocks - 1) * args.block_size // slo.FULL_TOKENS),
@@ -80,12 +83,13 @@ class Cells:
         seed = args.seed + (0 if args.same_requests else repeat)
         times = arrivals.poisson(rate_per_s=rate_per_s, count=args.num_requests, seed=seed)
         spec = self._spec(system, repeat, [float(t) for t in times])
-        state = spec["predictor"] = engine_predictor.state_of(system)
+        *_, state = (None,) if system in rows.UPSTREAM else rows.split(system)
         if state is None:
             yield spec
             return
-        if state == engine_predictor.WARM:
-            self._learned.prepare(self.dataset.rows, self.lots, self.limits)
+        spec["phases"][0]["wait_for_predictor"] = True
+        if state == rows.WARM:
+            self._learned.prepare(self.dataset.rows, self._drawn, self.limits)
         with self._learned.folder(state) as folder:
             spec["engine_args"]["additional_config"]["vllm_ext"]["predictor"]["folder"] = str(folder)
             yield spec
@@ -96,7 +100,7 @@ class Cells:
         found: dict[str, Any] = {
             "workload": args.workload,
             "limits": asdict(self.limits),
-            "lengths": [workload.describe(lots.measured) for lots in self.lots],
+            "lengths": [workload.describe(drawn[self._before :]) for drawn in self._drawn],
             "dataset_format": self.dataset.format,
             "dataset_where": args.dataset_where,
             "dataset_skipped": self.dataset.skipped,
@@ -108,7 +112,7 @@ class Cells:
             found["tiers"] = {name: asdict(tier) for name, tier in slo.TIERS[args.workload].items()}
         return found
 
-    def _draw(self, seed: int) -> workload.Lots:
+    def _draw(self, seed: int) -> list[workload.BenchRequest]:
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -120,7 +124,7 @@ class Cells:
             tokenizer,
             self.limits,
             vocab_size=self._vocab_size(),
-            counts=(WARMUP_REQUESTS, args.history_requests, args.num_requests),
+            count=self._before + args.num_requests,
             seed=seed,
         )
 
@@ -131,20 +135,19 @@ class Cells:
         return found
 
     def _spec(self, system: str, repeat: int, times: Sequence[float]) -> dict[str, Any]:
-        args, lots = self._args, self.lots[repeat]
+        args, drawn = self._args, self._drawn[repeat]
         own = rows.system_args(system, args)
         if rows.starts_from_profile(system) and (profile := self.step_times.path()) is not None:
             own["additional_config"]["vllm_ext"]["profile"] = str(profile)
-        everybody = [*lots.warmup, *lots.history, *lots.measured]
-        at_once = len(everybody) - len(lots.measured)
-        sendable = self._sendable(system, everybody, [0.0] * at_once + list(times), args.seed + repeat)
+        sendable = self._sendable(system, drawn, [0.0] * self._before + list(times), args.seed + repeat)
         return {
             "engine_args": {"model": str(self._model), **rows.engine_args(args), **own},
-            "max_tokens": args.max_output_tokens,
             "record_steps": args.record is not None,
-            "warmup": sendable[: len(lots.warmup)],
-            "history": sendable[len(lots.warmup) : at_once],
-            "requests": sendable[at_once:],
+            "phases": [
+                {"name": "warmup", "requests": sendable[:WARMUP_REQUESTS], "one_by_one": True},
+                {"name": "history", "requests": sendable[WARMUP_REQUESTS : self._before]},
+                {"name": MEASURED, "requests": sendable[self._before :]},
+            ],
         }
 
     def _sendable(
@@ -161,6 +164,8 @@ class Cells:
                 "prompt": request.prompt,
                 "prompt_token_ids": request.prompt_token_ids,
                 "output_tokens": request.output_tokens,
+                "max_tokens": args.max_output_tokens,
+                "extra_args": {**forced_length.extra_args(request.output_tokens), **own},
                 "priority": _priority(args.priority_by, system, request, own),
                 "arrival_s": time,
                 "hints": own,

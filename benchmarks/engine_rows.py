@@ -1,17 +1,16 @@
 """The rows of `engine_compare.py`: what each system is given, upstream's own settings, and who is compared by default.
 
-A part of engine_compare.py: it is run from there.
+A label is ``SYSTEM``, ``SYSTEM:VARIANT``, ``SYSTEM@STATE`` or ``SYSTEM:VARIANT@STATE``: a variant has options of its
+own, a state says what its predictor of prompts knows at the start. A new variant is one line of `VARIANTS`. A part of
+engine_compare.py: it is run from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
-
-import engine_predictor
-import engine_variants
 
 from vllm_ext import systems
 
@@ -26,6 +25,33 @@ UPSTREAM: Mapping[str, Mapping[str, Any]] = {
 """vLLM alone: as it comes, with the requests' priorities, with 5 % of the KV pool kept free of admissions, and with
 small prefill chunks, which is what it offers for the time between tokens."""
 
+
+COLD, WARM = "cold", "warm"
+"""States of a predictor: nothing learned, or what rows that are not measured teach."""
+_PREEMPTING: Mapping[str, Any] = {"admission": {"priced": False}}
+"""As published: whenever a better job waits, and not only where it pays."""
+_SWAPPING: Mapping[str, Any] = {**_PREEMPTING, "residency": {"choose": "swap"}}
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "defer": {"admission": {"preempt": False}},
+    "recompute": _PREEMPTING,
+    "swap-16": {**_SWAPPING, "kv_tier": {"bits": 16, "store": "early"}},
+    "swap-8": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "early"}},
+    "swap-8-late": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "late"}},
+    "swap-8-ahead": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "ahead"}},
+    "cost-8": {"kv_tier": {"bits": 8, "store": "early"}},
+    "cost-8-ahead": {"kv_tier": {"bits": 8, "store": "ahead"}},
+    "tier-early": {"kv_tier": {"bits": 16, "store": "early"}},
+    "tier-late": {"kv_tier": {"bits": 16, "store": "late"}},
+    "tier-ahead": {"kv_tier": {"bits": 16, "store": "ahead"}},
+}
+"""Options of ``vllm_ext`` by name; a tier gets its size from the command line.
+
+The first four are the strategies of ALISE's figure 8; ``cost-8`` chooses among keeping, swapping and recomputing.
+``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon, ``-ahead``
+when its blocks are about to be needed.
+"""
+
 LENGTHS, MIXED_SLO, MEMORY_BOUND = "lengths", "mixed-slo", "memory-bound"
 SWAPPING, UNUSED_TIER = "swapping", "unused-tier"
 WITH_OBJECTIVES = (MIXED_SLO, MEMORY_BOUND)
@@ -35,34 +61,15 @@ _ROWS = {
     LENGTHS: (BASELINE, PRIORITY, "fcfs", "alise", "alise@cold", "alise@warm", "oracle-alise"),
     MIXED_SLO: (
         *UPSTREAM,
-        "fcfs",
-        "orca",
-        "vllm-2023",
-        "fastgen",
-        "fastserve",
-        "sarathi",
-        "sarathi-static",
-        "alise",
-        "accelgen",
-        "past-future",
-        "aggressive",
-        "conservative",
-        _OPTIONAL,
+        *("fcfs", "orca", "vllm-2023", "fastgen", "fastserve", "sarathi", "sarathi-static", "alise", "accelgen"),
+        *("past-future", "aggressive", "conservative", _OPTIONAL),
     ),
     MEMORY_BOUND: (
-        BASELINE,
-        "upstream-watermark",
-        "fcfs",
-        "sarathi",
-        "alise",
-        "accelgen",
-        "past-future",
-        "aggressive",
-        "conservative",
-        _OPTIONAL,
+        *(BASELINE, "upstream-watermark", "fcfs", "sarathi", "alise", "accelgen"),
+        *("past-future", "aggressive", "conservative", _OPTIONAL),
     ),
-    SWAPPING: (BASELINE, *engine_variants.SWAPPING_ROWS),
-    UNUSED_TIER: (BASELINE, *engine_variants.UNUSED_ROWS),
+    SWAPPING: (BASELINE, *(f"alise:{name}" for name in VARIANTS if not name.startswith("tier-"))),
+    UNUSED_TIER: (BASELINE, "fcfs", *(f"fcfs:{name}" for name in VARIANTS if name.startswith("tier-"))),
 }
 _QUICK_ROWS = {
     LENGTHS: (BASELINE, "oracle-alise"),
@@ -98,19 +105,40 @@ def engine_args(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def system_args(system: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine settings that make one system different from the others."""
-    if system in UPSTREAM:
-        return dict(UPSTREAM[system])
+def split(label: str, variants: Collection[str] = VARIANTS) -> tuple[str, str | None, str | None]:
+    """Return system, variant and state of a label.
+
+    Raises:
+        ValueError: there is no such variant, or no such state.
+    """
+    named, at, state = label.partition("@")
+    if at and state not in (COLD, WARM):
+        raise ValueError(f"{label}: what follows @ must be {COLD} or {WARM}")
+    system, colon, variant = named.partition(":")
+    if colon and variant not in variants:
+        raise ValueError(f"{label}: what follows : must be one of {', '.join(variants)}")
+    return system, variant or None, state or None
+
+
+def system_args(label: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine settings that make one system different from the others; what is asked for stays."""
+    if label in UPSTREAM:
+        return dict(UPSTREAM[label])
+    system, variant, state = split(label)
     options = copy.deepcopy(args.ext_config)
-    name = engine_predictor.system_of(system)
-    if systems.resolve(name).oracle:
+    if systems.resolve(system).oracle:
         options["allow_oracle"] = True
-    engine_variants.add_options(engine_predictor.variant_of(system), options, args.tier_gib)
-    engine_predictor.choose_sources(system, options)
-    return {"scheduler_cls": name, "additional_config": {"vllm_ext": options}}
+    for section, values in copy.deepcopy(dict(VARIANTS[variant] if variant else {})).items():
+        options[section] = {**values, **options.get(section, {})}
+    if "kv_tier" in options:
+        options["kv_tier"].setdefault("gib", args.tier_gib)
+    sources = ["hint", "history"] if state is None else ["hint", "retrieval", "history"]
+    options.setdefault("prediction", {}).setdefault("sources", sources)
+    if state is not None:
+        options.setdefault("predictor", {})
+    return {"scheduler_cls": system, "additional_config": {"vllm_ext": options}}
 
 
-def starts_from_profile(system: str) -> bool:
+def starts_from_profile(label: str) -> bool:
     """Whether a profile of step times is handed to a system: to all of ours whose policies may look at them."""
-    return system not in UPSTREAM and engine_predictor.system_of(system) != "fcfs"
+    return label not in UPSTREAM and split(label)[0] != "fcfs"

@@ -23,6 +23,7 @@ import numpy as np
 from engine_workload import FIRST_ORDINARY_TOKEN, BenchRequest
 
 from vllm_ext.datasets import Dataset, WorkloadRow
+from vllm_ext.observability import forced_length
 from vllm_ext.simulation.synthetic import Lengths, LengthShape, UniformLengths
 
 _SPREAD = 0.25
@@ -216,31 +217,30 @@ def phases(*, vocab_size: int, max_prompt_tokens: int, seats: int, seed: int) ->
     def request(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
         ids = [int(token) for token in rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=prompt_tokens)]
         return {
-            "prompt": None,
             "prompt_token_ids": ids,
             "output_tokens": output_tokens,
-            "priority": 0,
+            "max_tokens": output_tokens + 1,
+            "extra_args": forced_length.extra_args(output_tokens),
             "arrival_s": 0.0,
-            "hints": {},
         }
 
+    alone = [request(n, _ALONE_OUTPUT) for _ in range(_ALONE_REPEATS) for n in lengths]
     return [
-        {"name": ALONE, "requests": [request(n, _ALONE_OUTPUT) for _ in range(_ALONE_REPEATS) for n in lengths]},
+        {"name": ALONE, "requests": alone, "one_by_one": True},
         {"name": FULL, "requests": [request(_FULL_PROMPT, _FULL_OUTPUT) for _ in range(seats)]},
     ]
 
 
-def calibrate(sent: Sequence[Mapping[str, Any]], served: Mapping[str, Sequence[Mapping[str, Any]]]) -> Calibration:
+def calibrate(alone: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]]) -> Calibration:
     """Reduce what an idle server did: a line through the medians of each prompt length, and the median gap.
 
     Args:
-        sent: From `phases`.
-        served: Phase -> what came back, request by request.
+        alone: What came back of requests that were served one by one.
+        full: The same of a full batch.
     """
-    prompts = {phase["name"]: [len(r["prompt_token_ids"]) for r in phase["requests"]] for phase in sent}
     by_length: dict[int, list[float]] = {}
-    for tokens, got in zip(prompts[ALONE], served[ALONE], strict=True):
-        by_length.setdefault(tokens, []).append((got["token_times_s"][0] - got["sent_s"]) * 1000)
+    for got in alone:
+        by_length.setdefault(got["prompt_tokens"], []).append((got["token_times_s"][0] - got["sent_s"]) * 1000)
     medians = {tokens: median(values) for tokens, values in sorted(by_length.items())}
     slope, base = 0.0, next(iter(medians.values()))
     if len(medians) > 1:
@@ -248,5 +248,5 @@ def calibrate(sent: Sequence[Mapping[str, Any]], served: Mapping[str, Sequence[M
     if slope < 0 or base < 0:  # noise of a busy machine; long prompts are measured best
         longest = max(medians)
         slope, base = (medians[longest] / longest, 0.0) if base < 0 else (0.0, medians[longest])
-    gaps = np.concatenate([np.diff(got["token_times_s"]) for got in served[FULL]])
+    gaps = np.concatenate([np.diff(got["token_times_s"]) for got in full])
     return Calibration(ttft_base_ms=base, ttft_ms_per_token=slope, decode_step_ms=float(np.median(gaps)) * 1000)

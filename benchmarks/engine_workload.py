@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,46 +67,31 @@ class BenchRequest:
     """Whether prompt or output was cut to a limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lots:
-    """Disjoint sets of requests of one run, all with different prompts."""
-
-    warmup: list[BenchRequest]
-    """Served one by one first: they pay for first-use costs of the engine."""
-
-    history: list[BenchRequest]
-    """Served next: they fill the history from which lengths are predicted."""
-
-    measured: list[BenchRequest]
-    """Served under the clock."""
-
-
 def draw(
-    rows: Sequence[WorkloadRow],
-    tokenizer: Tokenizer,
-    limits: Limits,
-    *,
-    vocab_size: int,
-    counts: tuple[int, int, int],
-    seed: int,
-) -> Lots:
-    """Draw warm-up, history and measured requests at random, without repeating a row or a prompt.
+    rows: Sequence[WorkloadRow], tokenizer: Tokenizer, limits: Limits, *, vocab_size: int, count: int, seed: int
+) -> list[BenchRequest]:
+    """Draw requests at random, without repeating a row or a prompt.
 
     Raises:
         ValueError: the workload has fewer distinct prompts than the run needs.
     """
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(rows))
-    fitted = _distinct(fit(rows[i], tokenizer, limits, _made_up_prompts(rng, vocab_size)) for i in order)
-    wanted = sum(counts)
-    chosen = [request for request, _ in zip(fitted, range(wanted), strict=False)]
-    if len(chosen) < wanted:
+
+    def make_up(length: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length))
+
+    chosen: dict[tuple[int, ...], BenchRequest] = {}
+    for index in rng.permutation(len(rows)):
+        if len(chosen) == count:
+            break
+        request = fit(rows[index], tokenizer, limits, make_up)
+        chosen.setdefault(request.prompt_token_ids, request)
+    if len(chosen) < count:
         raise ValueError(
-            f"workload: {wanted} requests with different prompts are needed, {len(chosen)} found in {len(rows)} rows; "
+            f"workload: {count} requests with different prompts are needed, {len(chosen)} found in {len(rows)} rows; "
             f"lower --num-requests or --history-requests"
         )
-    warmup, history, _ = counts
-    return Lots(warmup=chosen[:warmup], history=chosen[warmup : warmup + history], measured=chosen[warmup + history :])
+    return list(chosen.values())
 
 
 def fit(
@@ -147,18 +132,3 @@ def describe(requests: Sequence[BenchRequest]) -> dict[str, float]:
         "output_tokens_cv": float(outputs.std() / outputs.mean()),
         "clipped_fraction": sum(r.clipped for r in requests) / len(requests),
     }
-
-
-def _distinct(requests: Iterator[BenchRequest]) -> Iterator[BenchRequest]:
-    seen: set[tuple[int, ...]] = set()
-    for request in requests:
-        if request.prompt_token_ids not in seen:
-            seen.add(request.prompt_token_ids)
-            yield request
-
-
-def _made_up_prompts(rng: np.random.Generator, vocab_size: int) -> Callable[[int], tuple[int, ...]]:
-    def make_up(length: int) -> tuple[int, ...]:
-        return tuple(int(token) for token in rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length))
-
-    return make_up

@@ -42,10 +42,56 @@ QUICK: dict[str, Any] = {
 }
 
 
+_COMPARED: tuple[engine_options.Option, ...] = (
+    ("--rates", str, None, "comma list of conversations that begin per second; otherwise see --loads"),
+    (
+        "--loads",
+        str,
+        "0.5,0.75,1,1.4",
+        "comma list: rates as fractions of what stateless serving carries, measured first",
+    ),
+    (
+        "--target-ms",
+        float,
+        None,
+        "P90 normalised latency, in ms per token, at which rates are compared; otherwise twice that of stateless "
+        "serving of one client at a time, measured first",
+    ),
+    ("--repeats", engine_options.positive, 1, "runs of every cell, with other conversations each"),
+    (
+        "--keep",
+        Path,
+        None,
+        "folder: write every cell there when it is measured, and take from there what the same command measured before "
+        "it was interrupted",
+    ),
+    ("--note", str, "", "why a goal is missed, if one is; put before the measured facts"),
+)
+_CONVERSATIONS: tuple[engine_options.Option, ...] = (
+    (
+        "--conversations",
+        Path,
+        None,
+        "file of JSON lines {id, conversations: [{from, value}]}, gzipped or not; otherwise the shared data where it "
+        f"is, else, and with --quick, the preset {workload.SYNTHETIC}",
+    ),
+    ("--num-conversations", engine_options.positive, 64, "of every cell"),
+    ("--min-turns", int, 2, "leave out shorter ones"),
+    ("--max-turns", int, 12, "end longer ones, which would make a cell's tail"),
+    ("--length-scale", float, 0.5, "factor on recorded lengths"),
+    ("--think-s", float, 5.0, "mean time from an answer's end to the next turn, exponential"),
+)
+_TIER: engine_options.Option = (
+    "--tier-gib",
+    float,
+    None,
+    "host memory of every row that has a tier; otherwise a quarter of the KV of all conversations, 16 bits",
+)
+
+
 def parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; ends the process with a message if it is not usable."""
     options = _parser(description)
-    options.set_defaults(**ENGINE)
     chosen, _ = options.parse_known_args(argv)
     if chosen.quick:
         options.set_defaults(**QUICK)
@@ -58,16 +104,21 @@ def parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
         args.loads = _numbers("--loads", args.loads)
     except ValueError as error:
         options.error(str(error))
-    if args.min_turns < 2:
-        options.error(f"--min-turns={args.min_turns}: must be at least 2, or nothing is said twice")
-    if args.max_turns < args.min_turns:
-        options.error(f"--max-turns={args.max_turns}: must be at least --min-turns={args.min_turns}")
-    if args.think_s < 0:
-        options.error(f"--think-s={args.think_s:g}: must be 0 or more")
-    if not args.length_scale > 0:
-        options.error(f"--length-scale={args.length_scale:g}: must be greater than 0")
-    if args.dtype not in workload.DTYPE_BYTES:
-        options.error(f"--dtype={args.dtype}: must be one of {', '.join(workload.DTYPE_BYTES)}")
+    for refused, why in (
+        (args.min_turns < 2, f"--min-turns={args.min_turns}: must be at least 2, or nothing is said twice"),
+        (
+            args.max_turns < args.min_turns,
+            f"--max-turns={args.max_turns}: must be at least --min-turns={args.min_turns}",
+        ),
+        (args.think_s < 0, f"--think-s={args.think_s:g}: must be 0 or more"),
+        (not args.length_scale > 0, f"--length-scale={args.length_scale:g}: must be greater than 0"),
+        (
+            args.dtype not in workload.DTYPE_BYTES,
+            f"--dtype={args.dtype}: must be one of {', '.join(workload.DTYPE_BYTES)}",
+        ),
+    ):
+        if refused:
+            options.error(why)
     return args
 
 
@@ -75,77 +126,15 @@ def _parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.add_arguments(options)
     group = options.add_argument_group("what is compared")
-    group.add_argument(
-        "--rows",
-        default=",".join(rows.DEFAULT),
-        help="comma list (default: %(default)s; beside these: "
-        + ", ".join(name for name in rows.ROWS if name not in rows.DEFAULT)
-        + ")",
-    )
-    group.add_argument("--rates", help="comma list of conversations that begin per second (default: see --loads)")
-    group.add_argument(
-        "--loads",
-        default="0.5,0.75,1,1.4",
-        help="comma list: rates as fractions of what stateless serving carries, measured first (default: %(default)s)",
-    )
-    group.add_argument(
-        "--target-ms",
-        type=float,
-        help="P90 normalised latency, in ms per token, at which rates are compared (default: twice that of stateless "
-        "serving of one client at a time, measured first)",
-    )
-    group.add_argument(
-        "--repeats",
-        type=engine_options.positive,
-        default=1,
-        help="runs of every cell, with other conversations each (default: 1)",
-    )
-    group.add_argument(
-        "--keep",
-        type=Path,
-        metavar="FOLDER",
-        help="write every cell there when it is measured, and take from there what the same command measured before it "
-        "was interrupted",
-    )
-    group.add_argument("--note", default="", help="why a goal is missed, if one is; put before the measured facts")
-    _add_conversations(options.add_argument_group("conversations"))
+    others = ", ".join(name for name in rows.ROWS if name not in rows.DEFAULT)
+    chosen = f"comma list; beside those by default: {others}"
+    engine_options.add(group, (("--rows", str, ",".join(rows.DEFAULT), chosen), *_COMPARED))
+    engine_options.add(options.add_argument_group("conversations"), _CONVERSATIONS)
     group = options.add_argument_group("engine, the same for every row")
-    group.add_argument(
-        "--tier-gib",
-        type=float,
-        help="host memory of every row that has a tier (default: a quarter of the KV of all conversations, 16 bits)",
-    )
+    engine_options.add(group, (_TIER,))
     engine_options.add_engine(group)
+    options.set_defaults(**ENGINE)
     return options
-
-
-def _add_conversations(group: Any) -> None:
-    group.add_argument(
-        "--conversations",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines of {id, conversations: [{from, value}]}, gzipped or not (default: the shared data where it "
-        f"is, else, and with --quick, the preset {workload.SYNTHETIC})",
-    )
-    group.add_argument(
-        "--num-conversations", type=engine_options.positive, default=64, help="of every cell (default: %(default)s)"
-    )
-    group.add_argument("--min-turns", type=int, default=2, help="leave out shorter ones (default: %(default)s)")
-    group.add_argument(
-        "--max-turns",
-        type=int,
-        default=12,
-        help="end longer ones, which would make a cell's tail (default: %(default)s)",
-    )
-    group.add_argument(
-        "--length-scale", type=float, default=0.5, help="factor on recorded lengths (default: %(default)s)"
-    )
-    group.add_argument(
-        "--think-s",
-        type=float,
-        default=5.0,
-        help="mean time from an answer's end to the next turn, exponential (default: %(default)s)",
-    )
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -1,19 +1,20 @@
-"""What the cells of `multi_turn.py` add up to: correctness, metrics, sustained rates, goals and tables.
+"""What the cells of `multi_turn.py` add up to: histories, rates at equal latency, goals and tables.
 
 A part of multi_turn.py: it is run from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import multi_turn_rows as rows
 import numpy as np
-from engine_report import WrongOutput
-from multi_turn_curve import Bound, Known, crossing, middle, ratio
+from engine_report import Cell, Reduced, phase_metrics, table
 
 from vllm_ext.observability.results import Goal, format_table
 from vllm_ext.simulation import latency
@@ -47,62 +48,91 @@ DENSITY_GOAL = 1.9
 """How many times the tokens of 16 bits 8 bits should hold in equal bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One measured run of one row at one rate of beginning conversations."""
+@dataclass(frozen=True)
+class Known:
+    """A number that a measurement gives, or limits: it lies between two."""
 
-    row: str
-    rate: float
-    repeat: int
-    metrics: Mapping[str, float]
+    low: float
+    """0: nobody knows how low; the target was passed at the lowest rate measured already."""
+    high: float
+    """Infinite: nobody knows how high; the target was not reached at the highest rate measured."""
+
+    @property
+    def value(self) -> float:
+        """The number, or its bound."""
+        return self.low or self.high
+
+    def __truediv__(self, other: Known) -> Known:
+        """Return a ratio as far as it is known."""
+        return Known(self.low / other.high, self.high / other.low if other.low else math.inf)
+
+    def __str__(self) -> str:
+        """Write it for a table."""
+        bound = ">= " if math.isinf(self.high) else "" if self.low else "<= "
+        return f"{bound}{self.value:.3g}"
 
 
-def timelines(label: str, requests: Sequence[Mapping[str, Any]]) -> list[latency.RequestTimeline]:
-    """Check what was served.
+OPEN = Known(0.0, math.inf)
+
+
+def climb(rates: Sequence[float], target: float) -> Generator[float, float, None]:
+    """Yield the rates to measure to find where latency passes a target, from the middle up, or else down.
+
+    Latency, which is wanted for each, is taken to grow with the rate, so that no other rate would say more.
+    """
+    ordered, moved = sorted(rates), 0
+    at = len(ordered) // 2
+    while 0 <= at < len(ordered):
+        direction = -1 if (yield ordered[at]) > target else 1
+        if moved not in (0, direction):
+            return
+        at, moved = at + direction, direction
+
+
+def crossing(points: Sequence[tuple[float, float]], target: float) -> Known:
+    """Return the rate at which latency first grows beyond a target, interpolated linearly between two rates.
+
+    Args:
+        points: (rate, latency) in any order, at least one.
+        target: In the unit of the latencies.
 
     Raises:
-        WrongOutput: a request has another length than it should, or did not end by itself.
+        ValueError: there is no point, or two of one rate.
     """
-    for one in requests:
-        tokens, reason = len(one["token_times_s"]), one["finish_reason"]
-        if tokens != one["output_tokens"] or reason != "stop":
-            raise WrongOutput(
-                f"{label}: request {one['req_id']} ended with {tokens} tokens, reason {reason!r}; expected "
-                f"{one['output_tokens']} tokens, reason 'stop'"
-            )
-    return [
-        latency.RequestTimeline(req_id=one["req_id"], arrival_s=one["arrival_s"], token_times_s=one["token_times_s"])
-        for one in requests
-    ]
+    ordered = sorted(points)
+    if not ordered or len({rate for rate, _ in ordered}) < len(ordered):
+        raise ValueError(f"points={points!r}: must be at least one, each of another rate")
+    if ordered[0][1] > target:
+        return Known(0.0, ordered[0][0])
+    for (rate, below), (next_rate, above) in itertools.pairwise(ordered):
+        if above > target:
+            found = rate + (target - below) / (above - below) * (next_rate - rate)
+            return Known(found, found)
+    return Known(ordered[-1][0], math.inf)
+
+
+def middle(found: Sequence[Known]) -> Known:
+    """Return the median of at least one number (of an even number, the lower of the two), with its own bound."""
+    return sorted(found, key=lambda known: known.value)[(len(found) - 1) // 2]
 
 
 def cell_metrics(label: str, phase: Mapping[str, Any], turns: int) -> dict[str, float]:
     """Check a phase and reduce it to flat metrics.
 
     Raises:
-        WrongOutput: see `timelines`; or not all turns were served.
+        WrongOutput: a turn has another length than it should; or not all turns were served.
     """
-    requests, load = phase["requests"], dict(phase["load"])
-    if len(requests) != turns:
-        raise WrongOutput(f"{label}: {len(requests)} turns were served, expected {turns}")
-    lines = timelines(label, requests)
-    metrics = latency.summarise(lines)
+    metrics, requests, copies = phase_metrics(label, phase, turns), phase["requests"], dict(phase["copies"])
     for name, later in (("ttft_first", False), ("ttft_later", True)):
         ttfts = [
-            line.ttft_s * 1e3 for line, one in zip(lines, requests, strict=True) if (one["history_tokens"] > 0) is later
+            (one["token_times_s"][0] - one["arrival_s"]) * 1e3
+            for one in requests
+            if (one["history_tokens"] > 0) is later
         ]
         if ttfts:
             metrics |= latency.spread(name, np.array(ttfts), "ms", ("mean", "p90"))
-    for name in ("stored", "loaded"):
-        metrics[f"host_{name}_mb"] = load.pop(f"host_{name}_bytes") / 1e6
-    foreign = phase["foreign_cpu_cores"]
-    return {
-        **metrics,
-        **load,
-        **_history(requests, load),
-        **({} if foreign is None else {"foreign_cpu_cores": foreign}),
-        "client_lateness_max_ms": max(one["sent_s"] - one["arrival_s"] for one in requests) * 1e3,
-    }
+    moved = {f"host_{name}_mb": copies.pop(f"host_{name}_bytes") / 1e6 for name in ("stored", "loaded")}
+    return {**metrics, **moved, **copies, **_history(requests, copies)}
 
 
 def _history(requests: Sequence[Mapping[str, Any]], load: Mapping[str, float]) -> dict[str, float]:
@@ -123,25 +153,18 @@ def _history(requests: Sequence[Mapping[str, Any]], load: Mapping[str, float]) -
     return found
 
 
-def reduce(cells: Sequence[Cell]) -> dict[tuple[str, float], dict[str, float]]:
-    """Median over repeats per (row, rate), with the smallest and largest P90 normalised latency."""
-    groups: dict[tuple[str, float], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.row, cell.rate), []).append(cell)
-    reduced = {}
-    for key, group in groups.items():
-        shared = set.intersection(*(set(cell.metrics) for cell in group))
-        values = {name: median(cell.metrics[name] for cell in group) for name in sorted(shared)}
-        p90s = [cell.metrics[P90] for cell in group]
-        reduced[key] = {**values, f"{P90}_min": min(p90s), f"{P90}_max": max(p90s)}
-    return reduced
+def add_spread(cells: Sequence[Cell], reduced: Mapping[tuple[str, float], dict[str, float]]) -> None:
+    """Add the smallest and the largest P90 normalised latency of the repeats."""
+    for key, values in reduced.items():
+        p90s = [cell.metrics[P90] for cell in cells if (cell.system, cell.at) == key]
+        values |= {f"{P90}_min": min(p90s), f"{P90}_max": max(p90s)}
 
 
 def sustained(cells: Sequence[Cell], target_ms: float) -> dict[str, dict[int, Known]]:
     """Return per row and repeat how many conversations/s begin when P90 normalised latency is at the target."""
     curves: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for cell in cells:
-        curves.setdefault(cell.row, {}).setdefault(cell.repeat, []).append((cell.rate, cell.metrics[P90]))
+        curves.setdefault(cell.system, {}).setdefault(cell.repeat, []).append((cell.at, cell.metrics[P90]))
     return {
         row: {repeat: crossing(points, target_ms) for repeat, points in repeats.items()}
         for row, repeats in curves.items()
@@ -152,7 +175,7 @@ def gains(rates: Mapping[str, Mapping[int, Known]], baseline: str) -> dict[str, 
     """Return per row its rates over the baseline's of the same repeat, without those that bounds leave open."""
     base = rates.get(baseline, {})
     found = {
-        row: [known for repeat, own in repeats.items() if repeat in base and (known := ratio(own, base[repeat]))]
+        row: [known for repeat, own in repeats.items() if repeat in base and (known := own / base[repeat]) != OPEN]
         for row, repeats in rates.items()
         if row != baseline
     }
@@ -174,13 +197,13 @@ def _flat(name: str, repeats: Sequence[Known]) -> dict[str, float]:
     known = middle(repeats)
     values = [one.value for one in repeats]
     found = {name: known.value, f"{name}_min": min(values), f"{name}_max": max(values)}
-    if known.bound is not Bound.EXACT:
-        found[f"{name}_is_{'lower' if known.bound is Bound.AT_LEAST else 'upper'}_bound"] = 1.0
+    if known.low != known.high:
+        found[f"{name}_is_{'lower' if known.low else 'upper'}_bound"] = 1.0
     return found
 
 
 def goals(
-    reduced: Mapping[tuple[str, float], Mapping[str, float]],
+    reduced: Reduced,
     rates: Mapping[str, Mapping[int, Known]],
     tier_tokens: Mapping[str, int],
     note: str,
@@ -193,74 +216,44 @@ def goals(
         tier_tokens: Row -> how many tokens its tier holds.
         note: Put before what was seen.
     """
-    judged = []
+    judged: list[Goal] = []
+
+    def judge(metric: str, value: float, op: str, goal: float, facts: str) -> None:
+        judged.append(Goal(metric=metric, value=value, op=op, goal=goal, note=f"{note} {facts}".strip()))
+
     for row, baseline, goal in GOALS:
         ratios = gains(rates, baseline).get(row, [])
-        if not ratios or (middle(ratios).bound is Bound.AT_MOST and middle(ratios).value >= goal):
+        if not ratios or (not middle(ratios).low and middle(ratios).high >= goal):
             continue  # left open by the rates measured; the table says how far
         spread = ", ".join(str(known) for known in ratios)
         facts = f"sustained {middle(list(rates[row].values()))} and {middle(list(rates[baseline].values()))} "
         facts += f"conversations/s; over repeats {spread}"
         metric = f"{row}.sustained_over_{baseline.replace('-', '_')}_ratio"
-        judged.append(_goal(metric, middle(ratios).value, goal, f"{note} {facts}"))
+        judge(metric, middle(ratios).value, ">=", goal, facts)
     sparse, dense = tier_tokens.get(rows.RETENTION), tier_tokens.get(rows.RETENTION_8)
     if sparse and dense:
-        facts = f"{sparse} and {dense} tokens in equal bytes"
-        judged.append(_goal(DENSITY, dense / sparse, DENSITY_GOAL, f"{note} {facts}"))
-    shares = [_by_rate(reduced, row, "recomputed_share") for row in (rows.RETENTION, rows.RETENTION_8)]
+        judge(DENSITY, dense / sparse, ">=", DENSITY_GOAL, f"{sparse} and {dense} tokens in equal bytes")
+    share = {key: values["recomputed_share"] for key, values in reduced.items() if "recomputed_share" in values}
+    shares = [
+        {rate: value for (name, rate), value in share.items() if name == row}
+        for row in (rows.RETENTION, rows.RETENTION_8)
+    ]
     if common := shares[0].keys() & shares[1].keys():
         again, less = (mean(own[rate] for rate in common) for own in shares)
         facts = f"computed again, mean over rates: {again:.3f} and {less:.3f} of all histories"
-        judged.append(_goal(FOUND, again - less, 0.0, f"{note} {facts}", op=">"))
+        judge(FOUND, again - less, ">", 0.0, facts)
     return judged
 
 
-def _goal(metric: str, value: float, goal: float, note: str, op: str = ">=") -> Goal:
-    return Goal(metric=metric, value=value, op=op, goal=goal, note=note.strip())
-
-
-def _by_rate(reduced: Mapping[tuple[str, float], Mapping[str, float]], row: str, metric: str) -> dict[float, float]:
-    return {rate: values[metric] for (name, rate), values in reduced.items() if name == row and metric in values}
-
-
-def flatten(
-    reduced: Mapping[tuple[str, float], Mapping[str, float]], summed: Mapping[str, Mapping[str, float]]
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Split into metrics (``ROW.rate_0.5.ttft_mean_ms``) and baselines (ROW -> ``rate_0.5.ttft_mean_ms``)."""
-    metrics: dict[str, float] = {}
-    baselines: dict[str, dict[str, float]] = {}
-    keyed = [
-        (row, f"rate_{rate:.3g}.{name}", value) for (row, rate), own in reduced.items() for name, value in own.items()
-    ]
-    keyed += [(row, name, value) for row, own in summed.items() for name, value in own.items()]
-    for row, name, value in keyed:
-        if rows.ROWS[row].baseline:
-            baselines.setdefault(row, {})[name] = value
-        else:
-            metrics[f"{row}.{name}"] = value
-    return metrics, baselines
-
-
-def tables(
-    reduced: Mapping[tuple[str, float], Mapping[str, float]], rates: Mapping[str, Mapping[int, Known]], target_ms: float
-) -> list[str]:
+def tables(reduced: Reduced, rates: Mapping[str, Mapping[int, Known]], target_ms: float) -> list[str]:
     """One line per rate and row, in the order of rates; then one line per row with the rate it sustains."""
-    lines = [
-        [f"{rate:.3g}", row, *(reduced[row, rate].get(name) for name in COLUMNS)]
-        for row, rate in sorted(reduced, key=_rate_of)
-    ]
-    measured: str = format_table(["conv/s", "row", *COLUMNS.values()], lines)
     over = {baseline: gains(rates, baseline) for baseline in (rows.STATELESS, rows.LRU)}
     ends = [
         [row, _seen(list(repeats.values())), *(_seen(over[baseline].get(row, [])) for baseline in over)]
         for row, repeats in rates.items()
     ]
     header = ["row", f"conv/s at p90 {target_ms:.3g} ms/tok", *(f"x {baseline}" for baseline in over)]
-    return [measured, "", str(format_table(header, ends))]
-
-
-def _rate_of(key: tuple[str, float]) -> float:
-    return key[1]
+    return [table(reduced, COLUMNS, ("conv/s", "row")), "", format_table(header, ends)]
 
 
 def _seen(repeats: Sequence[Known]) -> str:

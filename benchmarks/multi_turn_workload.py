@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.simulation.workloads.token_ids import END_ID
 
@@ -70,48 +69,26 @@ def calibration(args: argparse.Namespace) -> dict[str, WorkloadSpec]:
     }
 
 
-def load(found: WorkloadSpec) -> Workload:
-    """Read or make the conversations.
-
-    Raises:
-        ValueError: the file can't be read, or has too few conversations.
-    """
-    return build(found)
-
-
 def extent(workload: Workload) -> Extent:
     """Add up a workload whose conversations begin by the clock, by following each to its end."""
-    conversations = turns = contexts = histories = prompts = outputs = 0
-    for opening in workload.start():
-        conversations += 1
-        request, history = opening, 0
-        while request is not None:
-            answer = answer_tokens(request)
-            turns += 1
-            histories += history
-            prompts += request.prompt_tokens
-            outputs += answer
-            history = request.prompt_tokens + answer
-            request = following(workload, request, request.arrival_s, [0] * answer)
-        contexts += history
+    conversations = [list(_turns(workload, opening)) for opening in workload.start()]
+    turns = [turn for conversation in conversations for turn in conversation]
     return Extent(
-        conversations=conversations,
-        turns=turns,
-        context_tokens=contexts,
-        history_tokens=histories,
-        prompt_tokens=prompts,
-        output_tokens=outputs,
+        conversations=len(conversations),
+        turns=len(turns),
+        context_tokens=sum(sum(conversation[-1]) for conversation in conversations),
+        history_tokens=sum(sum(turn) for conversation in conversations for turn in conversation[:-1]),
+        prompt_tokens=sum(prompt for prompt, _ in turns),
+        output_tokens=sum(answer for _, answer in turns),
     )
 
 
-def following(workload: Workload, request: SimRequest, finished_s: float, output_ids: list[int]) -> SimRequest | None:
-    """Return what the client sends after a request, or None if it has gone."""
-    return next(iter(workload.after(request, finished_s, output_ids)), None)
-
-
-def answer_tokens(request: SimRequest) -> int:
-    """Return how long the answer to a request will be."""
-    return min(request.output_tokens, request.max_tokens)
+def _turns(workload: Workload, request: SimRequest | None) -> Iterator[tuple[int, int]]:
+    """Yield the lengths of prompt and answer of each turn of a conversation."""
+    while request is not None:
+        answer = min(request.output_tokens, request.max_tokens)
+        yield request.prompt_tokens, answer
+        request = next(iter(workload.after(request, request.arrival_s, [0] * answer)), None)
 
 
 def kv_of(model: Path, overrides: Mapping[str, Any], dtype_bytes: int) -> ModelKv:

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel import simulated
 
@@ -56,8 +56,23 @@ BY_DESIGN = {
     "auto": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
 }
 """Why a system takes more."""
-_REQUESTS, _QUICK_REQUESTS = 200, 40
+_COUNT, _QUICK_COUNT = 200, 40
 _GIB = 1 << 30
+_PROMPTS: Any = {
+    "cap_prompt_tokens": 600,
+    "cap_output_tokens": 64,
+    "system_prompt_tokens": 1024,
+    "max_tokens": 128,
+    "rate_per_s": 200.0,
+}
+_REQUESTS = {"source": "alpaca-like", "scale_output": 0.5}
+_CONVERSATIONS = {
+    "source": "pensieve-sharegpt",
+    "min_turns": 2,
+    "max_turns": 4,
+    "scale_prompt": 8.0,
+    "think_s": 0.5,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +120,9 @@ class Job(NamedTuple):
     seed: int
     requests: int
 
+    def __str__(self) -> str:
+        return f"{self.scene}, {self.system}, seed {self.seed}"
+
 
 def systems() -> list[str]:
     """Return the systems to compare, vLLM first."""
@@ -116,6 +134,9 @@ def spec(job: Job) -> SimulationSpec:
     scene = SCENES[job.scene]
     tuned, upstream = job.system == TUNED, job.system.startswith("upstream")
     offload = KvOffloadSpec(cpu_bytes=int(scene.host_gib * _GIB)) if upstream and scene.host_gib else None
+    asked: dict[str, Any] = {**_REQUESTS, "scale_prompt": scene.own_scale, "num_requests": job.requests}
+    if scene.conversations:
+        asked = {**_CONVERSATIONS, "num_requests": job.requests // 2}
     tier = {**({"gib": scene.host_gib} if scene.host_gib else {}), **({"gaps": FUSED} if scene.gaps else {})}
     return SimulationSpec(
         engine=EngineSpec(
@@ -129,39 +150,7 @@ def spec(job: Job) -> SimulationSpec:
             options={"kv_tier": tier} if tier and not upstream else {},
         ),
         hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
-        workload=_conversations(job) if scene.conversations else _requests(job, scene),
-    )
-
-
-def _requests(job: Job, scene: Scene) -> WorkloadSpec:
-    return WorkloadSpec(
-        source="alpaca-like",
-        scale_prompt=scene.own_scale,
-        cap_prompt_tokens=600,
-        scale_output=0.5,
-        cap_output_tokens=64,
-        system_prompt_tokens=1024,
-        max_tokens=128,
-        rate_per_s=200.0,
-        num_requests=job.requests,
-        seed=job.seed,
-    )
-
-
-def _conversations(job: Job) -> WorkloadSpec:
-    return WorkloadSpec(
-        source="pensieve-sharegpt",
-        min_turns=2,
-        max_turns=4,
-        scale_prompt=8.0,
-        cap_prompt_tokens=600,
-        cap_output_tokens=64,
-        system_prompt_tokens=1024,
-        max_tokens=128,
-        rate_per_s=200.0,
-        think_s=0.5,
-        num_requests=job.requests // 2,
-        seed=job.seed,
+        workload=WorkloadSpec(**_PROMPTS, **asked, seed=job.seed),
     )
 
 
@@ -172,15 +161,11 @@ def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
         SystemExit: runs failed, which are named; the others are kept.
         RuntimeError: requests of a run did not end.
     """
-
-    def named(job: Job) -> str:
-        return f"{job.scene}, {job.system}, seed {job.seed}"
-
-    found = simulated({job: spec(job) for job in jobs}, at_a_time, label="shared prefix", named=named)
-    for job, metrics in found.items():
-        if metrics["unfinished_requests"]:
-            raise RuntimeError(f"{named(job)}: {metrics['unfinished_requests']:.0f} requests did not end")
-    return {job: {name: float(metrics[name]) for name in MEASURES} for job, metrics in found.items()}
+    metrics = simulated({str(job): spec(job) for job in jobs}, at_a_time, label="shared prefix")
+    for name, found in metrics.items():
+        if found["unfinished_requests"]:
+            raise RuntimeError(f"{name}: {found['unfinished_requests']:.0f} requests did not end")
+    return {job: {name: float(metrics[str(job)][name]) for name in MEASURES} for job in jobs}
 
 
 def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
@@ -203,7 +188,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     chosen = [UPSTREAM, *args.systems.split(",")] if args.systems else systems()
     seeds = [args.seed] if args.quick else [args.seed + i for i in range(5)]
-    requests = _QUICK_REQUESTS if args.quick else _REQUESTS
+    requests = _QUICK_COUNT if args.quick else _COUNT
     jobs = [Job(scene, system, seed, requests) for scene in SCENES for system in chosen for seed in seeds]
     found = run(jobs, args.jobs)
     flat: dict[str, dict[str, float]] = {system: {} for system in chosen}

@@ -22,7 +22,7 @@ class _ShortRequests:
     name, rows, sha256 = "short requests", 0, ""
 
     def __init__(self, total: int, size_bytes: Callable[[], int]) -> None:
-        self.expected_requests = total
+        self.total = total
         self.sizes: list[tuple[int, int]] = []
         """(requests sent, bytes)"""
         self._size_bytes = size_bytes
@@ -32,9 +32,9 @@ class _ShortRequests:
         return (self._next(0.0) for _ in range(_CLIENTS))
 
     def after(self, request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> Iterable[SimRequest]:
-        if self._sent >= self.expected_requests:
+        if self._sent >= self.total:
             return ()
-        if self._sent in (self.expected_requests // 5, self.expected_requests - _CLIENTS):
+        if self._sent in (self.total // 5, self.total - _CLIENTS):
             gc.collect()
             self.sizes.append((self._sent, self._size_bytes()))
         return (self._next(finished_s),)

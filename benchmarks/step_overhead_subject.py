@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
-import engine_variants
+import engine_rows
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
@@ -116,7 +116,7 @@ class Subject:
         self._cell = cell
         self._ballast: list[Any] = []
         self._policy_steps, self._policy_s = 0, 0.0
-        system, kind = (None, None) if name == BASELINE else engine_variants.split(name, TIER_OPTIONS)
+        system, kind = (None, None) if name == BASELINE else engine_rows.split(name, TIER_OPTIONS)[:2]
         options: dict[str, Any] = {"system": system, **STEADY_OPTIONS.get(system, {})} if system else {}
         connector: dict[str, Any] = {}
         if kind:

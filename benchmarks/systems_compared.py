@@ -39,16 +39,16 @@ def run(scenes: Sequence[Scene], systems: Sequence[str], seeds: Sequence[int], j
     Raises:
         SystemExit: runs failed, which are named; the others are kept.
     """
-    runs = [(scene.name, name, seed) for scene in scenes for name in systems for seed in seeds]
-    metrics = simulated(
-        {run: SCENES[run[0]].spec(run[1], run[2], quick=quick) for run in runs},
-        jobs,
-        label="systems",
-        named=lambda run: f"{run[0]}, {run[1]}, seed {run[2]}",
-    )
+    runs = {
+        f"{scene.name}, {name}, seed {seed}": scene.spec(name, seed, quick=quick)
+        for scene in scenes
+        for name in systems
+        for seed in seeds
+    }
+    metrics = simulated(runs, jobs, label="systems")
     return {
         (scene.name, name): {
-            measure.name: mean(metrics[scene.name, name, seed][measure.metric] for seed in seeds)
+            measure.name: mean(metrics[f"{scene.name}, {name}, seed {seed}"][measure.metric] for seed in seeds)
             for measure in scene.measures
         }
         for scene in scenes

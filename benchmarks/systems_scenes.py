@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ext.repro.study import Contender
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
-from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
+from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec
 
 _GIB = 1 << 30
 
@@ -65,8 +66,10 @@ class Scene:
     name: str
     description: str
     measures: tuple[Measure, ...]
-    workload: Callable[[int, bool], WorkloadSpec]
-    """From a seed, and whether it is to be quick."""
+    workload: Mapping[str, Any]
+    """Fields of a `WorkloadSpec`."""
+    quick: Mapping[str, Any]
+    """Those of a quick run that differ."""
     hardware: HardwareSpec
     max_model_len: int
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -76,44 +79,32 @@ class Scene:
         """Return the run of one system."""
         chosen = SYSTEMS[system]
         ours = not chosen.system.startswith("upstream")
-        return SimulationSpec(
-            engine=EngineSpec(
-                system=chosen.system,
-                options={**self.options, **chosen.options} if ours else {},
-                max_model_len=self.max_model_len,
-                profiled=ours,
-                **chosen.engine,
-            ),
+        made = chosen.spec(
+            engine={"max_model_len": self.max_model_len, "profiled": ours},
             hardware=self.hardware,
-            workload=self.workload(seed, quick),
+            workload={**self.workload, **(self.quick if quick else {}), "over_context": "cut", "seed": seed},
         )
+        options = {**self.options, **chosen.options} if ours else {}
+        return made.model_copy(update={"engine": made.engine.model_copy(update={"options": options})})
 
     def digest(self, seeds: Sequence[int], *, quick: bool) -> str:
         """Return a checksum of what is served."""
-        texts = [self.workload(seed, quick).model_dump_json() for seed in seeds]
+        texts = [self.spec("upstream", seed, quick=quick).workload.model_dump_json() for seed in seeds]
         return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A system with its settings."""
-
-    system: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-
 SYSTEMS = {
-    "upstream": Chosen(system="upstream-fcfs"),
-    "upstream tuned": Chosen(system="upstream-fcfs", engine={"watermark": 0.05}),
-    "alise": Chosen(system="alise"),
-    "alise, aged late": Chosen(system="alise", options={"ordering": {"age_limit_s": 300.0}}),
-    "sarathi": Chosen(system="sarathi"),
-    "accelgen": Chosen(system="accelgen"),
-    "past-future": Chosen(system="past-future"),
-    "fastgen": Chosen(system="fastgen"),
-    "fastserve": Chosen(system="fastserve"),
-    "auto": Chosen(system="auto"),
+    one.name: one
+    for one in (
+        Contender(name="upstream", system="upstream-fcfs"),
+        Contender(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
+        Contender(name="alise", system="alise"),
+        Contender(name="alise, aged late", system="alise", options={"ordering": {"age_limit_s": 300.0}}),
+        *(
+            Contender(name=name, system=name)
+            for name in ("sarathi", "accelgen", "past-future", "fastgen", "fastserve", "auto")
+        ),
+    )
 }
 """By the names in the tables."""
 
@@ -132,78 +123,23 @@ TIERS = (
     ),
     TierSpec(name="batch", share=0.2, e2e=SloTarget(base_s=60.0, low=0.75, high=1.5)),
 )
-
-
-def _mixed(rate_per_s: float) -> Callable[[int, bool], WorkloadSpec]:
-    def workload(seed: int, quick: bool) -> WorkloadSpec:
-        return WorkloadSpec(
-            mix=(
-                MixPart(source="alpaca-vllm", weight=0.35),
-                MixPart(source="sharegpt-vllm", weight=0.45),
-                MixPart(source="arxiv-summarization", weight=0.2, cap_prompt_tokens=7000),
-            ),
-            rate_per_s=rate_per_s,
-            duration_s=20.0 if quick else 120.0,
-            max_model_len=8192,
-            over_context="cut",
-            max_tokens=1024,
-            announce="hint",
-            announce_error=0.3,
-            announce_slo=True,
-            tiers=TIERS,
-            seed=seed,
-        )
-
-    return workload
-
-
-def _plain(source: str, rate_per_s: float, duration_s: float, max_tokens: int) -> Callable[[int, bool], WorkloadSpec]:
-    def workload(seed: int, quick: bool) -> WorkloadSpec:
-        return WorkloadSpec(
-            source=source,
-            rate_per_s=rate_per_s,
-            duration_s=duration_s / 8 if quick else duration_s,
-            max_model_len=2048,
-            over_context="cut",
-            max_tokens=max_tokens,
-            announce="hint",
-            announce_error=0.3,
-            seed=seed,
-        )
-
-    return workload
-
-
-def _streams(seed: int, quick: bool) -> WorkloadSpec:
-    return WorkloadSpec(
-        source="openchat-sharegpt4",
-        rate_per_s=3.0,
-        duration_s=20.0 if quick else 120.0,
-        max_model_len=8192,
-        over_context="cut",
-        max_tokens=2048,
-        tiers=(TierSpec(name="all", tbt=SloTarget(base_s=0.1)),),
-        seed=seed,
-    )
-
-
-def _long_outputs(seed: int, quick: bool) -> WorkloadSpec:
-    scale = 1 / 8 if quick else 1 / 4
-    return WorkloadSpec(
-        source="distribution-1",
-        scale_prompt=scale,
-        scale_output=scale,
-        arrivals="at-once",
-        num_requests=120 if quick else 400,
-        max_model_len=2304,
-        over_context="cut",
-        max_tokens=1024,
-        seed=seed,
-    )
-
-
 _LLAMA = HardwareSpec(model="llama-13b", device="a100-80", kv_memory_bytes=12 * _GIB)
 _OPT = HardwareSpec(model="opt-13b", device="v100")
+_HINTS = {"announce": "hint", "announce_error": 0.3}
+_MIXED = {
+    "mix": (
+        MixPart(source="alpaca-vllm", weight=0.35),
+        MixPart(source="sharegpt-vllm", weight=0.45),
+        MixPart(source="arxiv-summarization", weight=0.2, cap_prompt_tokens=7000),
+    ),
+    "duration_s": 120.0,
+    "max_model_len": 8192,
+    "max_tokens": 1024,
+    "announce_slo": True,
+    "tiers": TIERS,
+    **_HINTS,
+}
+_MIXED_MEASURES = (ATTAINMENT, GOODPUT, P99_TBT, NORMALISED)
 
 SCENES = {
     scene.name: scene
@@ -212,40 +148,56 @@ SCENES = {
             name="mixed objectives",
             description="chats, agents and batch jobs with objectives of their own, short and long prompts, 1.3 times "
             "what Llama-13B serves on an A100 with 12 GiB of KV",
-            measures=(ATTAINMENT, GOODPUT, P99_TBT, NORMALISED),
-            workload=_mixed(1.5),
+            measures=_MIXED_MEASURES,
+            workload={**_MIXED, "rate_per_s": 1.5},
+            quick={"duration_s": 20.0},
             hardware=_LLAMA,
             max_model_len=8192,
         ),
         Scene(
             name="mixed objectives, overload",
             description="the same at 3.4 times what it serves",
-            measures=(ATTAINMENT, GOODPUT, P99_TBT, NORMALISED),
-            workload=_mixed(4.0),
+            measures=_MIXED_MEASURES,
+            workload={**_MIXED, "rate_per_s": 4.0},
+            quick={"duration_s": 20.0},
             hardware=_LLAMA,
             max_model_len=8192,
         ),
-        Scene(
-            name="chats, no objectives",
-            description="ShareGPT's lengths, OPT-13B on a V100, a queue; lengths announced with 30 % error",
-            measures=(NORMALISED,),
-            workload=_plain("sharegpt-vllm", 1.0, 300.0, 1024),
-            hardware=_OPT,
-            max_model_len=2048,
-        ),
-        Scene(
-            name="instructions, no objectives",
-            description="Alpaca's lengths, OPT-13B on a V100, a queue; lengths announced with 30 % error",
-            measures=(NORMALISED,),
-            workload=_plain("alpaca-vllm", 20.0, 120.0, 512),
-            hardware=_OPT,
-            max_model_len=2048,
+        *(
+            Scene(
+                name=f"{what}, no objectives",
+                description=f"{whose} lengths, OPT-13B on a V100, a queue; lengths announced with 30 % error",
+                measures=(NORMALISED,),
+                workload={
+                    "source": source,
+                    "rate_per_s": rate_per_s,
+                    "duration_s": duration_s,
+                    "max_model_len": 2048,
+                    "max_tokens": max_tokens,
+                    **_HINTS,
+                },
+                quick={"duration_s": duration_s / 8},
+                hardware=_OPT,
+                max_model_len=2048,
+            )
+            for what, whose, source, rate_per_s, duration_s, max_tokens in (
+                ("chats", "ShareGPT's", "sharegpt-vllm", 1.0, 300.0, 1024),
+                ("instructions", "Alpaca's", "alpaca-vllm", 20.0, 120.0, 512),
+            )
         ),
         Scene(
             name="streams",
             description="multi-turn chats with long prompts, Mistral-7B on an A100, one TBT objective of 100 ms",
             measures=(TBT_MET, STREAM_TIME, TTFT, P99_TBT),
-            workload=_streams,
+            workload={
+                "source": "openchat-sharegpt4",
+                "rate_per_s": 3.0,
+                "duration_s": 120.0,
+                "max_model_len": 8192,
+                "max_tokens": 2048,
+                "tiers": (TierSpec(name="all", tbt=SloTarget(base_s=0.1)),),
+            },
+            quick={"duration_s": 20.0},
             hardware=HardwareSpec(model="mistral-7b", device="a100-80"),
             max_model_len=8192,
             options={"slo": {"tbt_ms": 100.0}},
@@ -254,7 +206,16 @@ SCENES = {
             name="long outputs, little memory",
             description="Past-Future's Distribution-1 at a quarter of its lengths, all at once, Llama-2-7B with 8 GiB",
             measures=(EVICTIONS, STEPS),
-            workload=_long_outputs,
+            workload={
+                "source": "distribution-1",
+                "scale_prompt": 1 / 4,
+                "scale_output": 1 / 4,
+                "arrivals": "at-once",
+                "num_requests": 400,
+                "max_model_len": 2304,
+                "max_tokens": 1024,
+            },
+            quick={"scale_prompt": 1 / 8, "scale_output": 1 / 8, "num_requests": 120},
             hardware=HardwareSpec(model="llama-2-7b", device="a100-80", kv_memory_bytes=8 * _GIB),
             max_model_len=2304,
         ),

@@ -19,18 +19,9 @@ import pytest
 from tests.extent import HANG_S
 from vllm_ext.datasets import WorkloadRow
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .conftest import BENCHMARKS, Letters
+
 SCRIPT = BENCHMARKS / "engine_compare.py"
-
-
-class Letters:
-    """A tokenizer with one token per letter."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return ([1] if add_special_tokens else []) + [ord(letter) for letter in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(token) for token in token_ids if token != 1)
 
 
 def fit(row: WorkloadRow, **limits: Any) -> Any:
@@ -42,37 +33,46 @@ def row(prompt: str, output: str = "ab") -> WorkloadRow:
     return WorkloadRow(source_id=prompt, prompt=prompt, output_text=output)
 
 
-def observed(times: dict[str, list[float]], *, reason: str = "stop") -> dict[str, Any]:
-    served = [
-        {"req_id": req_id, "sent_s": 0.5, "token_times_s": when, "finish_reason": reason}
-        for req_id, when in times.items()
-    ]
+def phase(*times: list[float], reason: str = "stop") -> dict[str, Any]:
+    """Requests that came at 0 s, were sent at 0.5 s and should have two tokens."""
+    request = {"req_id": "a", "arrival_s": 0.0, "sent_s": 0.5, "output_tokens": 2, "finish_reason": reason}
     load = {"mean_waiting_requests": 2.0, "preemptions": 1.0}
-    return {"requests": served, "load": load, "engine_start_s": 1.0, "foreign_cpu_cores": None}
-
-
-SPEC = {"requests": [{"arrival_s": 0.0, "output_tokens": 2}]}
+    return {"requests": [{**request, "token_times_s": one} for one in times], "load": load, "foreign_cpu_cores": None}
 
 
 def cell(system: str, latency_ms: float, *, load: float = 0.9, repeat: int = 0) -> Any:
-    report = script("engine_report")
-    metrics = {**dict.fromkeys(report.RATIOS, 1.0), "mean_waiting_requests": 3.0, "preemptions": 0.0}
-    return report.Cell(system=system, load=load, repeat=repeat, metrics={**metrics, report.NORMALISED: latency_ms})
+    goals, report = script("engine_goals"), script("engine_report")
+    metrics = {**dict.fromkeys(goals.RATIOS, 1.0), "mean_waiting_requests": 3.0, "preemptions": 0.0}
+    return report.Cell(system=system, at=load, repeat=repeat, metrics={**metrics, report.NORMALISED: latency_ms})
+
+
+def judged(cells: list[Any], note: str = "") -> tuple[dict[str, Any], Any]:
+    """Goals by metric, and what the cells were reduced to."""
+    reduced = script("engine_report").reduce(cells)
+    script("engine_goals").add_ratios(cells, reduced)
+    return {goal.metric: goal for goal in script("engine_goals").goals(cells, reduced, "lengths", note)}, reduced
 
 
 @pytest.mark.parametrize(
-    ("label", "system", "state"),
-    [("alise", "alise", None), ("alise@cold", "alise", "cold"), ("fcfs+alise@warm", "fcfs+alise", "warm")],
+    ("label", "expected"),
+    [
+        ("alise", ("alise", None, None)),
+        ("alise@cold", ("alise", None, "cold")),
+        ("fcfs+alise@warm", ("fcfs+alise", None, "warm")),
+        ("alise:swap-8@cold", ("alise", "swap-8", "cold")),
+    ],
 )
-def test_a_label_names_a_system_and_what_its_predictor_knows(label: str, system: str, state: str | None) -> None:
-    predictor = script("engine_predictor")
-    assert (predictor.system_of(label), predictor.state_of(label)) == (system, state)
-    options: dict[str, Any] = {}
-    predictor.choose_sources(label, options)
-    assert ("retrieval" in options["prediction"]["sources"]) == (state is not None)
-    given = {"prediction": {"sources": ["hint"]}}
-    predictor.choose_sources(label, given)
-    assert given["prediction"] == {"sources": ["hint"]}, "what was asked for stays"
+def test_a_label_names_a_system_its_variant_and_what_its_predictor_knows(
+    label: str, expected: tuple[str, str | None, str | None]
+) -> None:
+    rows = script("engine_rows")
+    assert rows.split(label) == expected
+    args = script("engine_compare").parse([])
+    sources = rows.system_args(label, args)["additional_config"]["vllm_ext"]["prediction"]["sources"]
+    assert ("retrieval" in sources) == (expected[2] is not None)
+    args.ext_config = {"prediction": {"sources": ["hint"]}}
+    given = rows.system_args(label, args)["additional_config"]["vllm_ext"]["prediction"]
+    assert given == {"sources": ["hint"]}, "what was asked for stays"
 
 
 def test_a_variant_has_options_of_its_own_and_those_given_stay() -> None:
@@ -89,10 +89,14 @@ def test_a_variant_has_options_of_its_own_and_those_given_stay() -> None:
     assert "kv_tier" not in rows.system_args("alise:defer", args)["additional_config"]["vllm_ext"]
 
 
-@pytest.mark.parametrize("label", ["alise:", "alise:swap-4", "alise:swap-4@cold"])
-def test_a_label_with_another_variant_is_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="must be one of defer, recompute"):
-        script("engine_predictor").system_of(label)
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [(f"alise{end}", "must be one of defer, recompute") for end in (":", ":swap-4", ":swap-4@cold")]
+    + [(f"alise{end}", "must be cold or warm") for end in ("@", "@hot")],
+)
+def test_a_label_with_another_variant_or_state_is_refused(label: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        script("engine_rows").split(label)
 
 
 def test_variants_are_options_that_their_systems_take() -> None:
@@ -113,23 +117,17 @@ def test_variants_are_options_that_their_systems_take() -> None:
 def test_variants_are_judged_against_another_row_of_the_same_repeat() -> None:
     cells = [cell(f"alise:{name}", ms, repeat=r) for r, name, ms in [(0, "swap-8", 8), (0, "defer", 10)]]
     cells += [cell("alise:swap-8", 30.0, repeat=1), cell("alise:defer", 40.0, repeat=1), cell("fcfs", 1.0)]
-    (judged,) = script("engine_variant_goals").goals(cells, "tiny model.")
-    assert judged.metric == "alise:swap-8.load_0.9.normalised_latency_mean_ms_per_token_over_alise_defer"
-    assert (judged.value, judged.met) == (pytest.approx(0.775), True)
-    assert judged.note == "tiny model. ratio over repeats 0.750 to 0.800"
-
-
-@pytest.mark.parametrize("label", ["alise@", "alise@hot"])
-def test_a_label_with_another_state_is_refused(label: str) -> None:
-    with pytest.raises(ValueError, match="must be cold or warm"):
-        script("engine_predictor").state_of(label)
+    ((metric, goal),) = judged(cells, "tiny model.")[0].items()
+    assert metric == "alise:swap-8.load_0.9.normalised_latency_mean_ms_per_token_over_alise_defer"
+    assert (goal.value, goal.met) == (pytest.approx(0.775), True)
+    assert goal.note.startswith("tiny model. ")
+    assert "alise:swap-8 19, alise:defer 25; ratio over repeats 0.750 to 0.800; waiting on average: 3.0" in goal.note
 
 
 def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    predictor, workload = script("engine_predictor"), script("engine_workload")
+    predictor, workload = script("engine_prepared"), script("engine_workload")
     rows = [row(f"prompt {i}", output="x" * (i + 1)) for i in range(20)]
-    used = [fit(r) for r in rows[:8]]
-    lots = workload.Lots(warmup=used[:1], history=used[1:3], measured=used[3:])
+    measured = [fit(r) for r in rows[:8]]
     learned: list[dict[str, Any]] = []
 
     def train(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -141,70 +139,86 @@ def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytes
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Letters())
     knows = predictor.Learned(Path("model"), 10, 0)
     for _ in range(2):  # the second time it has learned already
-        knows.prepare(rows, [lots], workload.Limits())
+        knows.prepare(rows, [measured], workload.Limits())
     assert len(learned) == 10
     assert {entry["prompt"] for entry in learned} <= {f"prompt {i}" for i in range(8, 20)}
     lengths = {f"prompt {i}": i + 1 for i in range(20)}
     assert all(lengths[entry["prompt"]] == entry["output_tokens"] for entry in learned)
 
 
-def test_lengths_of_texts_are_counted_with_the_served_tokenizer_and_scaled() -> None:
-    request = fit(row("why", output="abcdefgh"), length_scale=0.5)
-    assert (request.prompt_token_ids, request.output_tokens, request.clipped) == ((1, 119, 104, 121), 4, False)
+@pytest.mark.parametrize(
+    ("source", "limits", "prompt", "prompt_ids", "output_tokens", "clipped"),
+    [
+        (row("why", output="abcdefgh"), {"length_scale": 0.5}, "why", (1, 119, 104, 121), 4, False),
+        (row("why", output=""), {}, "why", (1, 119, 104, 121), 1, False),
+        (
+            row("abcdef", output="x" * 50),
+            {"max_prompt_tokens": 4, "max_output_tokens": 10},
+            "abc",
+            (1, 97, 98, 99),
+            10,
+            True,
+        ),
+        (
+            WorkloadRow(source_id="t", prompt_tokens=40, output_tokens=20),
+            {"length_scale": 0.25},
+            None,
+            (9,) * 10,
+            5,
+            False,
+        ),
+    ],
+    ids=["scaled", "an empty answer is one token", "cut, and the text with it", "of a trace: made up"],
+)
+def test_row_becomes_a_request_counted_with_the_served_tokenizer(
+    source: WorkloadRow,
+    limits: dict[str, Any],
+    prompt: str | None,
+    prompt_ids: tuple[int, ...],
+    output_tokens: int,
+    clipped: bool,
+) -> None:
+    request = fit(source, **limits)
+    assert (request.prompt, request.prompt_token_ids) == (prompt, prompt_ids)
+    assert (request.output_tokens, request.clipped) == (output_tokens, clipped)
 
 
-def test_empty_answer_is_one_token() -> None:
-    assert fit(row("why", output="")).output_tokens == 1
-
-
-def test_too_long_prompt_and_output_are_cut_and_the_text_follows_the_tokens() -> None:
-    request = fit(row("abcdef", output="x" * 50), max_prompt_tokens=4, max_output_tokens=10)
-    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == ("abc", 4, 10)
-    assert request.clipped
-
-
-def test_row_of_a_trace_gets_a_made_up_prompt_of_its_scaled_length() -> None:
-    request = fit(WorkloadRow(source_id="t", prompt_tokens=40, output_tokens=20), length_scale=0.25)
-    assert (request.prompt, len(request.prompt_token_ids), request.output_tokens) == (None, 10, 5)
-
-
-def test_lots_are_disjoint_have_different_prompts_and_repeat_for_a_seed() -> None:
+def draw(rows: Sequence[WorkloadRow], count: int, seed: int, vocab_size: int = 50) -> list[Any]:
     workload = script("engine_workload")
+    found: list[Any] = workload.draw(rows, Letters(), workload.Limits(), vocab_size=vocab_size, count=count, seed=seed)
+    return found
+
+
+def test_requests_have_different_prompts_and_repeat_for_a_seed() -> None:
     rows = [row(str(i % 20)) for i in range(100)]
-    drawn = [
-        workload.draw(rows, Letters(), workload.Limits(), vocab_size=50, counts=(2, 3, 10), seed=seed)
-        for seed in (0, 0, 1)
-    ]
-    prompts = [r.prompt for r in [*drawn[0].warmup, *drawn[0].history, *drawn[0].measured]]
-    assert (len(drawn[0].warmup), len(drawn[0].history), len(drawn[0].measured)) == (2, 3, 10)
-    assert len(set(prompts)) == 15
+    drawn = [draw(rows, 15, seed) for seed in (0, 0, 1)]
+    assert len({r.prompt for r in drawn[0]}) == len(drawn[0]) == 15
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_workload_with_too_few_different_prompts_is_refused() -> None:
-    workload = script("engine_workload")
     with pytest.raises(ValueError, match=r"3 requests with different prompts are needed, 1 found in 5 rows"):
-        workload.draw([row("same")] * 5, Letters(), workload.Limits(), vocab_size=50, counts=(1, 1, 1), seed=0)
+        draw([row("same")] * 5, 3, 0)
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (observed({"a": [1.0]}), "ended with 1 tokens"),
-        (observed({"a": [1.0, 2.0, 3.0]}), "ended with 3 tokens"),
-        (observed({"a": [1.0, 2.0]}, reason="length"), "reason 'length'"),
-        (observed({}), "1 requests sent, 0 finished"),
+        (phase([1.0]), "ended with 1 tokens"),
+        (phase([1.0, 2.0, 3.0]), "ended with 3 tokens"),
+        (phase([1.0, 2.0], reason="length"), "reason 'length'"),
+        (phase(), "0 requests were served, expected 1"),
     ],
     ids=["too-short", "too-long", "not-by-itself", "lost"],
 )
 def test_cell_with_a_wrong_output_fails_instead_of_reporting_latencies(answer: dict[str, Any], problem: str) -> None:
     report = script("engine_report")
     with pytest.raises(report.WrongOutput, match=f"fcfs.*{problem}"):
-        report.cell_metrics("fcfs", SPEC, answer)
+        report.phase_metrics("fcfs", answer, 1)
 
 
 def test_cell_metrics_count_from_the_intended_arrival_and_state_how_late_the_client_was() -> None:
-    metrics = script("engine_report").cell_metrics("fcfs", SPEC, observed({"a": [1.0, 3.0]}))
+    metrics = script("engine_report").phase_metrics("fcfs", phase([1.0, 3.0]), 1)
     assert metrics["ttft_mean_ms"] == pytest.approx(1000)
     assert metrics["client_lateness_max_ms"] == pytest.approx(500)
     assert metrics["preemptions"] == 1
@@ -212,30 +226,33 @@ def test_cell_metrics_count_from_the_intended_arrival_and_state_how_late_the_cli
 
 
 def test_ratios_pair_a_system_with_the_baseline_of_the_same_repeat() -> None:
-    report = script("engine_report")
     cells = [cell("upstream-fcfs", 10.0), cell("upstream-fcfs", 100.0, repeat=1), cell("upstream-fcfs", 1.0, repeat=2)]
     cells += [cell("alise", 5.0), cell("alise", 40.0, repeat=1), cell("alise", 0.8, repeat=2)]
-    values = report.reduce(cells)["alise", 0.9]
-    name = report.RATIOS[report.NORMALISED]
-    assert values[report.NORMALISED] == 5.0
+    values = judged(cells)[1]["alise", 0.9]
+    name = "normalised_latency_mean_ratio"
+    assert values["normalised_latency_mean_ms_per_token"] == 5.0
     assert (values[name], values[f"{name}_min"], values[f"{name}_max"]) == (0.5, 0.4, 0.8)
 
 
 def test_upstream_is_reported_as_baseline_with_the_same_keys() -> None:
     report = script("engine_report")
-    metrics, baselines = report.flatten(report.reduce([cell("upstream-fcfs", 10.0), cell("alise", 5.0)]))
+    reduced = report.reduce([cell("upstream-fcfs", 10.0), cell("alise", 5.0)])
+    metrics, baselines = report.flatten(reduced, ["upstream-fcfs"], "load_{:g}")
     assert baselines["upstream-fcfs"][f"load_0.9.{report.NORMALISED}"] == 10.0
     assert metrics[f"alise.load_0.9.{report.NORMALISED}"] == 5.0
     assert not [key for key in metrics if key.startswith("upstream")]
 
 
 def test_goals_are_judged_where_measured_and_a_missed_one_states_the_facts() -> None:
-    report = script("engine_report")
     cells = [cell(s, ms, load=load) for s, ms, load in [("upstream-fcfs", 10, 0.5), ("alise", 11, 0.5)]]
-    cells += [cell("upstream-fcfs", 10.0), cell("oracle-alise", 5.0)]
-    judged = report.goals(report.reduce(cells), "tiny model.")
-    assert [(goal.metric.split(".load")[0], goal.met) for goal in judged] == [("oracle-alise", True), ("alise", False)]
-    assert judged[1].note.startswith("tiny model. waiting on average: 3.0 (upstream-fcfs)")
+    goals, _ = judged([*cells, cell("upstream-fcfs", 10.0), cell("oracle-alise", 5.0)], "tiny model.")
+    assert {metric: goal.met for metric, goal in goals.items()} == {
+        "alise.load_0.5.normalised_latency_mean_ratio": False,
+        "oracle-alise.load_0.9.normalised_latency_mean_ratio": True,
+    }
+    missed = goals["alise.load_0.5.normalised_latency_mean_ratio"].note
+    assert missed.startswith("tiny model. ")
+    assert "waiting on average: 3.0 (alise), 3.0 (upstream-fcfs); 0 preemptions" in missed
 
 
 def test_failing_engine_is_reported_with_its_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -264,28 +281,10 @@ def test_an_engine_ends_with_the_benchmark_that_is_told_to(tmp_path: Path) -> No
 
 
 def test_made_up_prompts_that_come_out_alike_are_made_up_for() -> None:
-    compare, workload = script("engine_compare"), script("engine_workload")
-    args = compare.parse(["--synthetic", "sharegpt-vllm", "--num-requests", "200", "--history-requests", "20"])
-    for seed in range(5):
-        args.seed = seed
-        lots = workload.draw(
-            script("engine_requests").load(args).rows,
-            Letters(),
-            workload.Limits(),
-            vocab_size=2300,
-            counts=(3, 20, 200),
-            seed=seed,
-        )
-        assert len(lots.measured) == 200
-
-
-def test_model_can_be_made_larger_with_random_weights() -> None:
-    compare = script("engine_compare")
-    args = compare.parse(["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"])
-    assert (
-        script("engine_rows").engine_args(args).items()
-        >= {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy"}.items()
-    )
+    options = ["--synthetic", "sharegpt-vllm", "--num-requests", "200", "--history-requests", "20"]
+    args = script("engine_compare").parse(options)
+    for args.seed in range(5):
+        assert len(draw(script("engine_requests").load(args).rows, 223, args.seed, vocab_size=2300)) == 223
 
 
 def test_unknown_system_is_refused_with_the_known_ones_before_anything_starts() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +14,11 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.simulation.latency import RequestTimeline
 
+from .conftest import Letters
+
 CALIBRATION = {"ttft_base_ms": 10.0, "ttft_ms_per_token": 0.1, "decode_step_ms": 5.0}
 GIVEN = '{"ttft_base_ms": 10, "ttft_ms_per_token": 0.1, "decode_step_ms": 5}'
 SMALL = ("--num-requests", "20", "--history-requests", "5", "--profile", "none")
-
-
-class Letters:
-    """Never asked: the prompts of these workloads are made up."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise AssertionError(text)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        raise AssertionError(token_ids)
 
 
 def cells(*options: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -48,27 +39,27 @@ def sent(ttft_ms: float, tbt_ms: float, tier: str = "chat") -> dict[str, Any]:
 
 
 def measured(system: str, repeat: int = 0, load: float = 1.3, **metrics: float) -> Any:
-    """A cell with the metrics of `engine_slo_report.metrics` and what goals look at beside them."""
-    report = script("engine_slo_report")
+    """A cell with what goals look at."""
+    goals, report = script("engine_goals"), script("engine_report")
     values = {
-        **dict.fromkeys(script("engine_report").RATIOS, 1.0),
-        report.ATTAINED: 0.5,
-        report.GAPS: 2.0,
-        report.THROUGHPUT: 100.0,
-        report.STEPS: 1000.0,
-        report.EVICTIONS: 50.0,
+        **dict.fromkeys(goals.RATIOS, 1.0),
+        goals.ATTAINED: 0.5,
+        goals.GAPS: 2.0,
+        goals.TOKENS: 100.0,
+        goals.STEPS: 1000.0,
+        goals.EVICTIONS: 50.0,
         "goodput_requests_per_s": 5.0,
+        "mean_waiting_requests": 1.0,
         "tbt_p99_ms": 20.0,
-        script("engine_report").NORMALISED: 10.0,
+        report.NORMALISED: 10.0,
     }
-    return script("engine_report").Cell(system=system, load=load, repeat=repeat, metrics={**values, **metrics})
+    return report.Cell(system=system, at=load, repeat=repeat, metrics={**values, **metrics})
 
 
 def goals(found: list[Any], workload: str = "mixed-slo") -> dict[str, Any]:
-    report, slo_report = script("engine_report"), script("engine_slo_report")
-    reduced = report.reduce(found)
-    slo_report.add_gains(found, reduced)
-    return {goal.metric: goal for goal in slo_report.goals(found, reduced, workload, "")}
+    module, reduced = script("engine_goals"), script("engine_report").reduce(found)
+    module.add_ratios(found, reduced)
+    return {goal.metric: goal for goal in module.goals(found, reduced, workload, "")}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -90,8 +81,11 @@ def test_default_rows_are_known_and_begin_with_upstream(workload: str) -> None:
 
 
 def test_workload_sets_defaults_that_the_command_line_overrides() -> None:
-    args = script("engine_compare").parse(["--workload", "memory-bound", "--num-gpu-blocks", "99"])
+    larger = ["--hf-overrides", '{"num_hidden_layers": 8}', "--load-format", "dummy"]
+    args = script("engine_compare").parse(["--workload", "memory-bound", "--num-gpu-blocks", "99", *larger])
     assert (args.num_gpu_blocks, args.max_output_tokens, args.profile) == (99, 512, "measure")
+    expected = {"hf_overrides": {"num_hidden_layers": 8}, "load_format": "dummy", "num_gpu_blocks_override": 99}
+    assert script("engine_rows").engine_args(args).items() >= expected.items()
     plain = script("engine_compare").parse([])
     assert (plain.num_gpu_blocks, plain.max_output_tokens, plain.profile) == (64, 256, "none")
 
@@ -130,10 +124,11 @@ def test_idle_server_is_a_line_over_prompt_lengths_and_a_median_gap() -> None:
     alone = []
     for number, request in enumerate(phases[0]["requests"]):
         hiccup_s = 3.0 if number == 7 else 0.0  # one of four of its length: the median does not see it
-        first_s = 0.008 + 0.0001 * len(request["prompt_token_ids"]) + hiccup_s
-        alone.append({"sent_s": 0.5, "token_times_s": [0.5 + first_s]})
+        tokens = len(request["prompt_token_ids"])
+        first_s = 0.008 + 0.0001 * tokens + hiccup_s
+        alone.append({"prompt_tokens": tokens, "sent_s": 0.5, "token_times_s": [0.5 + first_s]})
     full = [{"sent_s": 0.0, "token_times_s": [0.0, 0.004, 0.008, 0.5]}] * 3
-    found = slo.calibrate(phases, {"alone": alone, "full": full})
+    found = slo.calibrate(alone, full)
     assert (found.ttft_base_ms, found.ttft_ms_per_token) == (pytest.approx(8.0), pytest.approx(0.1))
     assert found.decode_step_ms == pytest.approx(4.0)
 
@@ -143,11 +138,11 @@ def test_noise_never_makes_an_idle_server_answer_before_it_is_asked() -> None:
     phases = slo.phases(vocab_size=2000, max_prompt_tokens=64, seats=1, seed=0)
     full = [{"sent_s": 0.0, "token_times_s": [0.0, 0.004]}]
     for short_s, long_s in ((0.001, 0.100), (0.100, 0.001)):
+        lengths = [len(r["prompt_token_ids"]) for r in phases[0]["requests"]]
         alone = [
-            {"sent_s": 0.0, "token_times_s": [short_s if len(r["prompt_token_ids"]) == 16 else long_s]}
-            for r in phases[0]["requests"]
+            {"prompt_tokens": n, "sent_s": 0.0, "token_times_s": [short_s if n == 16 else long_s]} for n in lengths
         ]
-        found = slo.calibrate(phases, {"alone": alone, "full": full})
+        found = slo.calibrate(alone, full)
         assert min(found.idle_ttft_ms(1), found.idle_ttft_ms(5000)) > 0
 
 
@@ -176,7 +171,7 @@ def test_every_system_is_sent_the_same_requests_and_objectives(monkeypatch: pyte
     found = {}
     for system in ("upstream-fcfs", "upstream-priority", "accelgen"):
         with made.cell(system, 0, 5.0) as spec:
-            found[system] = spec["requests"]
+            found[system] = spec["phases"][-1]["requests"]
     plain = found["upstream-fcfs"]
     assert found["accelgen"] == plain
     assert all(request["hints"]["ttft_slo_ms"] > 0 for request in plain)
@@ -188,10 +183,11 @@ def test_every_system_is_sent_the_same_requests_and_objectives(monkeypatch: pyte
 def test_idle_server_is_measured_before_capacity_and_only_if_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = cells(monkeypatch=monkeypatch)
     assert unknown.to_calibrate
-    assert [phase["name"] for phase in unknown.at_once("upstream-fcfs")["phases"]] == ["alone", "full"]
+    names = [phase["name"] for phase in unknown.at_once("upstream-fcfs")["phases"]]
+    assert names == ["warmup", "alone", "full", "history", "measured"]
     known = cells("--calibration", GIVEN, monkeypatch=monkeypatch)
     assert not known.to_calibrate
-    assert "phases" not in known.at_once("upstream-fcfs")
+    assert [p["name"] for p in known.at_once("upstream-fcfs")["phases"]] == ["warmup", "history", "measured"]
 
 
 def test_profile_is_measured_once_with_the_engines_settings_and_given_to_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +208,7 @@ def test_profile_is_measured_once_with_the_engines_settings_and_given_to_ours(mo
 
 def test_profile_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="must be measure, none, or a file"):
-        script("engine_profile").StepTimes("nowhere.json", Path("model"), {}, rounds=1)
+        script("engine_prepared").StepTimes("nowhere.json", Path("model"), {}, rounds=1)
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
@@ -220,10 +216,10 @@ def test_profile_that_is_not_there_is_refused() -> None:
 
 def test_objectives_are_judged_request_by_request() -> None:
     """Three requests: one meets both, one has a gap too long, one starts too late."""
-    report = script("engine_slo_report")
+    report = script("engine_goals")
     lines = [timeline(0.0, 0.1, 0.2), timeline(0.0, 0.1, 0.9, 1.0), timeline(0.0, 0.6, 0.7, 0.8, 2.0)]
     requests = [sent(200, 150), sent(200, 400), sent(500, 1300, tier="document")]
-    found = report.metrics(requests, lines)
+    found = report.slo_metrics(requests, lines)
     assert found["slo_attainment_fraction"] == pytest.approx(1 / 3)
     assert found["slo_ttft_attainment_fraction"] == pytest.approx(2 / 3)
     assert found["slo_tbt_attainment_fraction"] == pytest.approx(2 / 3)
@@ -234,16 +230,12 @@ def test_objectives_are_judged_request_by_request() -> None:
 
 
 def test_gain_over_upstream_is_paired_within_repeats() -> None:
-    report, slo_report = script("engine_report"), script("engine_slo_report")
     found = []
-    for repeat, (base, ours) in enumerate([(0.1, 0.6), (0.5, 0.6), (0.2, 0.6)]):
+    for repeat, base in enumerate((0.1, 0.5, 0.2)):
         found.append(measured("upstream-fcfs", repeat, slo_attainment_fraction=base))
-        found.append(measured("accelgen", repeat, slo_attainment_fraction=ours))
-    reduced = report.reduce(found)
-    slo_report.add_gains(found, reduced)
-    assert reduced["accelgen", 1.3][slo_report.GAIN] == pytest.approx(40.0)
-    assert slo_report.GAIN not in reduced["upstream-fcfs", 1.3]
-    assert goals(found)["accelgen.load_1.3.slo_attainment_gain_points"].met
+        found.append(measured("accelgen", repeat, slo_attainment_fraction=0.6))
+    gain = goals(found)["accelgen.load_1.3.slo_attainment_gain_points"]
+    assert (gain.value, gain.met) == (pytest.approx(40.0), True)
 
 
 def test_sarathi_must_keep_gaps_that_upstream_breaks_and_most_of_the_throughput() -> None:
@@ -292,9 +284,9 @@ def test_counters_of_our_scheduler_are_those_of_the_measured_time() -> None:
     cell = script("engine_cell")
     before = {"policy_s": 1.0, "policy_steps": 100.0, "stalls": 1.0, "preemptions_memory": 2.0}
     now = {"policy_s": 1.5, "policy_steps": 200.0, "stalls": 1.0, "preemptions_memory": 5.0}
-    found = cell._since(before, now)
+    found = cell.since(before, now)
     assert found == {"stalls": 0.0, "preemptions_memory": 3.0, "policy_us_per_step": pytest.approx(5000.0)}
-    assert cell._since({}, {}) == {}
+    assert cell.since({}, {}) == {}
 
 
 class Echo:
@@ -303,6 +295,7 @@ class Echo:
     def __init__(self) -> None:
         self.now = self.most = 0
         self.extra_args: list[dict[str, Any]] = []
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
 
     async def generate(self, prompt: Any, sampling: Any, req_id: str, priority: int) -> Any:
         self.extra_args.append(sampling.extra_args)
@@ -310,29 +303,29 @@ class Echo:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0.01)
         self.now -= 1
-        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], finish_reason="stop")])
+        completion = SimpleNamespace(token_ids=[1, 2], finish_reason="stop")
+        yield SimpleNamespace(outputs=[completion], num_cached_tokens=0)
 
 
-@pytest.mark.parametrize(("phase", "most"), [("alone", 1), ("full", 3)])
+@pytest.mark.parametrize(("one_by_one", "most"), [(True, 1), (False, 3)])
 async def test_requests_of_a_phase_come_one_by_one_or_at_once_and_tell_their_objectives(
-    phase: str, most: int, monkeypatch: pytest.MonkeyPatch
+    one_by_one: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cell, engine = script("engine_cell"), Echo()
     ticks = itertools.count(1000)
-    monkeypatch.setattr(script("engine_cell"), "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    engine = Echo()
-    client = script("engine_cell")._Client(engine, 16)
+    monkeypatch.setattr(cell, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     request = {
-        "prompt": None,
         "prompt_token_ids": [9],
         "output_tokens": 2,
-        "priority": 0,
+        "max_tokens": 16,
         "arrival_s": 0.0,
-        "hints": {"tbt_slo_ms": 5.0},
+        "extra_args": {"tbt_slo_ms": 5.0},
     }
-    served = await client.phase(phase, [request] * 3)
+    phase = {"name": "alone", "requests": [request] * 3, "one_by_one": one_by_one}
+    served = (await cell._phase(engine, cell.StepStats(), phase))["requests"]
     assert engine.most == most
-    assert [extra["tbt_slo_ms"] for extra in engine.extra_args] == [5.0] * 3
-    assert len(engine.extra_args[0]) == 2, "the hidden length beside the objective"
+    assert engine.extra_args == [{"tbt_slo_ms": 5.0}] * 3
+    assert len({one["req_id"] for one in served}) == 3
     assert all(0 <= one["sent_s"] < one["token_times_s"][0] < 100 for one in served), "times count from the start"
-    if phase == "alone":  # each from its own: as many readings of the clock later
+    if one_by_one:  # each from its own: as many readings of the clock later
         assert len({one["sent_s"] for one in served}) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from importlib import import_module as script
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.workloads.build import build
 
 
 def options(*argv: str) -> Any:
@@ -32,16 +34,12 @@ def small(folder: Path, *argv: str) -> Any:
 
 
 def openings(args: Any, rate: float, repeat: int = 0) -> list[SimRequest]:
-    workload = script("multi_turn_workload")
-    found: Workload = workload.load(workload.spec(args, repeat, rate))
-    return list(found.start())
+    return list(build(script("multi_turn_workload").spec(args, repeat, rate)).start())
 
 
 def second_turn(args: Any, *, finished_s: float, output_ids: list[int]) -> SimRequest:
-    workload = script("multi_turn_workload")
-    found = workload.load(workload.spec(args, 0, 1.0))
-    turn = workload.following(found, next(found.start()), finished_s, output_ids)
-    assert isinstance(turn, SimRequest)
+    found = build(script("multi_turn_workload").spec(args, 0, 1.0))
+    (turn,) = found.after(next(iter(found.start())), finished_s, output_ids)
     return turn
 
 
@@ -63,37 +61,28 @@ def test_the_next_turn_says_what_the_engine_answered_and_comes_after_thinking(tm
     assert list(turn.token_ids[: 16 + 32]) == [*opening.token_ids, *answer]
     assert len(turn.token_ids) == 16 + 32 + 16
     later = second_turn(args, finished_s=60.0, output_ids=answer)
+    assert (opening.output_tokens, opening.max_tokens) == (32, args.max_model_len - 16), "it does not tell the length"
     assert later.arrival_s - 60.0 == pytest.approx(turn.arrival_s - 50.0)
     assert turn.arrival_s > 50.0
-
-
-def test_max_tokens_does_not_tell_the_length(tmp_path: Path) -> None:
-    (opening, *_) = openings(small(tmp_path, "--max-model-len", "1000"), 1.0)
-    assert opening.output_tokens == 32
-    assert opening.max_tokens == 1000 - 16
 
 
 def test_an_extent_follows_every_conversation_to_its_end(tmp_path: Path) -> None:
     args = small(tmp_path)
     workload = script("multi_turn_workload")
-    found = workload.extent(workload.load(workload.spec(args, 0, 1.0)))
-    assert (found.conversations, found.turns) == (4, 12)
-    assert found.context_tokens == 4 * 3 * 48
-    assert found.history_tokens == 4 * (48 + 96)
-    assert found.prompt_tokens == 4 * (16 + 64 + 112)
-    assert found.output_tokens == 4 * 3 * 32
+    found = workload.extent(build(workload.spec(args, 0, 1.0)))
+    assert found == workload.Extent(
+        conversations=4,
+        turns=12,
+        context_tokens=4 * 3 * 48,
+        history_tokens=4 * (48 + 96),
+        prompt_tokens=4 * (16 + 64 + 112),
+        output_tokens=4 * 3 * 32,
+    )
 
 
 def test_sizes_that_are_not_given_follow_from_the_conversations(tmp_path: Path) -> None:
     workload = script("multi_turn_workload")
-    total = workload.Extent(
-        conversations=10,
-        turns=30,
-        context_tokens=32_000,
-        history_tokens=1,
-        prompt_tokens=1,
-        output_tokens=1,
-    )
+    total = SimpleNamespace(context_tokens=32_000)
     args = small(tmp_path)
     workload.set_sizes(args, total, 1024)
     assert args.tier_gib == 8000 * 1024 / 2**30
@@ -117,20 +106,14 @@ def test_kv_of_a_token_follows_the_model_as_it_is_overridden(tmp_path: Path) -> 
         workload.kv_of(tmp_path, {"vocab_size": 2048}, 2)
 
 
-def test_nothing_measured_begins_like_the_warm_up(tmp_path: Path) -> None:
+def test_nothing_measured_begins_like_the_warm_up_and_nobody_thinks_in_calibration(tmp_path: Path) -> None:
     workload = script("multi_turn_workload")
-    warm = {tuple(r.token_ids[:32]) for r in workload.load(workload.WARMUP).start()}
+    warm = {tuple(r.token_ids[:32]) for r in build(workload.WARMUP).start()}
     measured = {tuple((r.token_ids or ())[:32]) for r in openings(small(tmp_path), 1.0)}
     assert warm.isdisjoint(measured)
-
-
-def test_calibration_is_of_clients_that_do_not_think(tmp_path: Path) -> None:
-    workload = script("multi_turn_workload")
-    phases: dict[str, WorkloadSpec] = workload.calibration(small(tmp_path, "--max-num-seqs", "3"))
-    assert {name: (phase.clients, phase.think_s) for name, phase in phases.items()} == {
-        "unloaded": (1, 0.0),
-        "saturated": (3, 0.0),
-    }
+    phases = workload.calibration(small(tmp_path, "--max-num-seqs", "3"))
+    clients = {name: (phase.clients, phase.think_s) for name, phase in phases.items()}
+    assert clients == {"unloaded": (1, 0.0), "saturated": (3, 0.0)}
 
 
 def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> None:
@@ -144,6 +127,9 @@ def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> 
         if "additional_config" in own
     }
     assert {tier.gib for tier in tiers.values()} == {0.25}
+    upstream = {name: own["enable_prefix_caching"] for name, own in found.items() if "scheduler_cls" not in own}
+    assert upstream == {"stateless": False, "prefix-cache": True}
+    assert upstream.keys().isdisjoint(tiers)
     assert tiers["tier-lru"].blocks_per_chunk(64) == tiers["tier-arc"].blocks_per_chunk(64) == 1
     assert [tiers[name].policy for name in ("tier-lru", "tier-arc", "tier-retention")] == ["lru", "arc", "retention"]
     assert tiers["tier-retention-8"].bits == 8
@@ -156,15 +142,6 @@ def test_a_tier_of_8_bits_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
     assert rows.tier_tokens("tier-lru", args, kv) == rows.tier_tokens("tier-retention", args, kv) == 2**26 // 8192
     assert 1.9 < rows.tier_tokens("tier-retention-8", args, kv) / (2**26 // 8192) < 2
     assert rows.tier_tokens("prefix-cache", args, kv) is None
-
-
-def test_upstreams_rows_have_no_tier_and_its_own_scheduler(tmp_path: Path) -> None:
-    rows = script("multi_turn_rows")
-    args = small(tmp_path)
-    for name, caches in (("stateless", False), ("prefix-cache", True)):
-        own = rows.engine_args(name, args)
-        assert own["enable_prefix_caching"] is caches
-        assert "scheduler_cls" not in own
 
 
 @pytest.mark.parametrize(
@@ -187,18 +164,18 @@ def test_bad_options_are_refused(argv: list[str], said: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("points", "rate", "bound"),
     [
-        ([(1.0, 10.0), (2.0, 30.0)], 1.5, "="),
-        ([(2.0, 30.0), (1.0, 10.0)], 1.5, "="),
+        ([(1.0, 10.0), (2.0, 30.0)], 1.5, ""),
+        ([(2.0, 30.0), (1.0, 10.0)], 1.5, ""),
         ([(1.0, 10.0), (2.0, 20.0)], 2.0, ">="),
         ([(1.0, 21.0), (2.0, 19.0)], 1.0, "<="),
-        ([(1.0, 10.0), (2.0, 30.0), (3.0, 15.0)], 1.5, "="),
+        ([(1.0, 10.0), (2.0, 30.0), (3.0, 15.0)], 1.5, ""),
     ],
 )
 def test_a_rate_at_the_target_is_interpolated_or_bounded(
     points: list[tuple[float, float]], rate: float, bound: str
 ) -> None:
-    found = script("multi_turn_curve").crossing(points, 20.0)
-    assert (found.value, found.bound.value) == (pytest.approx(rate), bound)
+    found = script("multi_turn_report").crossing(points, 20.0)
+    assert (found.value, str(found).rpartition(" ")[0]) == (pytest.approx(rate), bound)
 
 
 @pytest.mark.parametrize(
@@ -206,19 +183,22 @@ def test_a_rate_at_the_target_is_interpolated_or_bounded(
     [(0.5, [3.0, 2.0, 1.0]), (1.5, [3.0, 2.0, 1.0]), (2.5, [3.0, 2.0]), (3.5, [3.0, 4.0]), (9.0, [3.0, 4.0, 5.0])],
 )
 def test_rates_are_measured_from_the_middle_to_where_latency_crosses(crosses_at: float, measured: list[float]) -> None:
-    climb = script("multi_turn_curve").Climb([5.0, 1.0, 2.0, 4.0, 3.0], target=20.0)
-    asked = []
-    while (rate := climb.next_rate) is not None:
-        asked.append(rate)
-        climb.note(30.0 if rate > crosses_at else 10.0)
+    climb = script("multi_turn_report").climb([5.0, 1.0, 2.0, 4.0, 3.0], 20.0)
+    asked = [next(climb)]
+    with contextlib.suppress(StopIteration):
+        while True:
+            asked.append(climb.send(30.0 if asked[-1] > crosses_at else 10.0))
     assert asked == measured
 
 
 def test_a_curve_needs_points_of_different_rates() -> None:
-    crossing = script("multi_turn_curve").crossing
+    crossing = script("multi_turn_report").crossing
     for points in ([], [(1.0, 2.0), (1.0, 3.0)]):
         with pytest.raises(ValueError, match="at least one, each of another rate"):
             crossing(points, 1.0)
+
+
+KNOWN = {"=": lambda x: (x, x), ">=": lambda x: (x, math.inf), "<=": lambda x: (0.0, x)}
 
 
 @pytest.mark.parametrize(
@@ -226,19 +206,15 @@ def test_a_curve_needs_points_of_different_rates() -> None:
     [("=", "=", "2"), (">=", "=", ">= 2"), ("=", ">=", "<= 2"), (">=", "<=", ">= 2"), (">=", ">=", None)],
 )
 def test_a_ratio_of_bounds_is_a_bound_or_open(above: str, below: str, expected: str | None) -> None:
-    curve = script("multi_turn_curve")
-    found = curve.ratio(
-        curve.Known(value=4.0, bound=curve.Bound(above)), curve.Known(value=2.0, bound=curve.Bound(below))
-    )
-    assert (None if found is None else str(found)) == expected
+    report = script("multi_turn_report")
+    found = report.Known(*KNOWN[above](4.0)) / report.Known(*KNOWN[below](2.0))
+    assert (None if found == report.OPEN else str(found)) == expected
 
 
 def test_the_middle_keeps_its_bound() -> None:
-    curve = script("multi_turn_curve")
-    numbers = [curve.Known(value=3.0, bound=curve.Bound.AT_LEAST), curve.Known(value=1.0), curve.Known(value=2.0)]
-    assert str(curve.middle(numbers)) == "2"
-    assert str(curve.middle(numbers[:1])) == ">= 3"
-    assert str(curve.middle(numbers[:2])) == "1"
+    report = script("multi_turn_report")
+    numbers = [report.Known(3.0, math.inf), report.Known(1.0, 1.0), report.Known(2.0, 2.0)]
+    assert [str(report.middle(some)) for some in (numbers, numbers[:1], numbers[:2])] == ["2", ">= 3", "1"]
 
 
 def turn(req_id: str, *, history: int, cached: int, first_s: float, tokens: int = 2, **changed: Any) -> dict[str, Any]:
@@ -257,9 +233,9 @@ def turn(req_id: str, *, history: int, cached: int, first_s: float, tokens: int 
 
 
 def phase(*requests: dict[str, Any], **load: float) -> dict[str, Any]:
-    cell = script("multi_turn_cell")
-    counts = {**dict.fromkeys((*cell._TOKENS, *cell._BYTES), 0.0), **load}
-    return {"requests": list(requests), "load": {**counts, "preemptions": 0.0}, "foreign_cpu_cores": 0.5}
+    cell = script("engine_cell")
+    copies = {**dict.fromkeys((*cell.FOUND, *cell.COPIED), 0.0), **load}
+    return {"requests": list(requests), "load": {"preemptions": 0.0}, "copies": copies, "foreign_cpu_cores": 0.5}
 
 
 def test_metrics_say_where_histories_came_from() -> None:
@@ -295,19 +271,19 @@ def test_a_wrong_output_fails_the_run(changed: dict[str, Any], said: str) -> Non
     report = script("multi_turn_report")
     with pytest.raises(script("engine_report").WrongOutput, match=said):
         report.cell_metrics("x", phase(turn("r0", history=0, cached=0, first_s=0.1, **changed)), turns=1)
-    with pytest.raises(script("engine_report").WrongOutput, match="1 turns were served, expected 2"):
+    with pytest.raises(script("engine_report").WrongOutput, match="1 requests were served, expected 2"):
         report.cell_metrics("x", phase(turn("r0", history=0, cached=0, first_s=0.1)), turns=2)
 
 
 def test_counts_add_up_over_steps() -> None:
-    copies = script("multi_turn_cell")._Copies()
+    stats = script("engine_cell").StepStats()
     hits = SimpleNamespace(hits=32, preempted_queries=10, preempted_hits=3)
     loads = {"data": {"vllm:kv_offload_load_bytes": {(): 7, ("a",): 1}}}
-    copies.observe(SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=None, kv_connector_stats=None))
-    copies.observe(
-        SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=hits, kv_connector_stats=loads)
-    )
-    assert copies.counts == {
+    for host, moved in ((None, None), (hits, loads)):
+        stats.observe_copies(
+            SimpleNamespace(prefix_cache_stats=hits, connector_prefix_cache_stats=host, kv_connector_stats=moved)
+        )
+    assert stats.copies == {
         "device_hit_tokens": 64,
         "host_hit_tokens": 32,
         "preempted_tokens": 20,
@@ -318,11 +294,18 @@ def test_counts_add_up_over_steps() -> None:
     }
 
 
+def judged(measured: list[Any], tokens: dict[str, int]) -> list[Any]:
+    reduced = script("engine_report").reduce(measured)
+    report = script("multi_turn_report")
+    found: list[Any] = report.goals(reduced, report.sustained(measured, 20.0), tokens, "why.")
+    return found
+
+
 def cells(p90s: dict[str, list[dict[float, float]]], **metrics: float) -> list[Any]:
     """Cells by row and repeat, each with the P90 of its rates."""
     report = script("multi_turn_report")
     return [
-        report.Cell(row=row, rate=rate, repeat=repeat, metrics={**metrics, report.P90: p90})
+        report.Cell(system=row, at=rate, repeat=repeat, metrics={**metrics, report.P90: p90})
         for row, repeats in p90s.items()
         for repeat, points in enumerate(repeats)
         for rate, p90 in points.items()
@@ -352,14 +335,13 @@ def test_rows_are_compared_within_a_repeat() -> None:
 def test_results_hold_medians_spread_and_bounds() -> None:
     report = script("multi_turn_report")
     measured = cells(MEASURED, recomputed_share=0.25)
-    reduced, rates = report.reduce(measured), report.sustained(measured, 20.0)
+    reduced, rates = script("engine_report").reduce(measured), report.sustained(measured, 20.0)
+    report.add_spread(measured, reduced)
     own = reduced["tier-retention", 2.0]
     assert (own[report.P90], own[f"{report.P90}_min"], own[f"{report.P90}_max"]) == (22.5, 10.0, 35.0)
-    metrics, baselines = report.flatten(reduced, report.summary(rates))
-    assert set(baselines) == {"stateless", "tier-lru"}
-    assert metrics["tier-retention.sustained_over_stateless_ratio_is_lower_bound"] == 1.0
-    assert metrics["tier-retention.rate_2.recomputed_share"] == 0.25
-    assert baselines["stateless"]["sustained_conversations_per_s"] == 1.0
+    summed = report.summary(rates)
+    assert summed["tier-retention"]["sustained_over_stateless_ratio_is_lower_bound"] == 1.0
+    assert summed["stateless"]["sustained_conversations_per_s"] == 1.0
     text = "\n".join(report.tables(reduced, rates, 20.0))
     assert ">= 1.33 (>= 1.33, 1.5)" in text
 
@@ -369,10 +351,7 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
     measured = cells(MEASURED, recomputed_share=0.25)
     measured += cells({"tier-retention-8": [{1.0: 5.0}]}, recomputed_share=0.125)
     tokens = {"tier-retention": 100, "tier-retention-8": 200}
-    found = {
-        goal.metric: (goal.value, goal.met)
-        for goal in report.goals(report.reduce(measured), report.sustained(measured, 20.0), tokens, "why.")
-    }
+    found = {goal.metric: (goal.value, goal.met) for goal in judged(measured, tokens)}
     assert found["tier-retention.sustained_over_stateless_ratio"] == (pytest.approx(4 / 3), True)
     assert found["tier-retention.sustained_over_tier_lru_ratio"] == (1.0, False)
     assert found[report.DENSITY] == (2.0, True)
@@ -380,10 +359,39 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
 
 
 def test_an_upper_bound_meets_no_goal() -> None:
-    report = script("multi_turn_report")
     measured = cells({"stateless": [{1.0: 30.0}], "tier-retention": [{1.0: 10.0, 3.0: 30.0}]})
-    assert [goal.met for goal in report.goals(report.reduce(measured), report.sustained(measured, 20.0), {}, "")] == [
-        True
-    ]
+    assert [goal.met for goal in judged(measured, {})] == [True]
     measured = cells({"stateless": [{1.0: 10.0}], "tier-retention": [{1.5: 30.0}]})
-    assert report.goals(report.reduce(measured), report.sustained(measured, 20.0), {}, "") == []
+    assert judged(measured, {}) == []
+
+
+# --- cells on disk ----------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_was_kept_is_found_by_what_was_served_by_the_same_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("multi_turn")
+    spec, cell = {"engine_args": {"seed": 0}}, {"metrics": {"p90": 1.5}, "settings": {"dtype": "float16"}}
+    first = module.Kept(tmp_path / "cells")
+    assert first.find(spec) is None
+    first.keep(spec, cell)
+    again = module.Kept(tmp_path / "cells")
+    assert again.find(spec) == cell
+    assert again.find({"engine_args": {"seed": 1}}) is None
+    assert (first.taken, again.taken) == (0, 1)
+    monkeypatch.setattr(module.results, "versions", lambda: {"commit": "another"})
+    assert module.Kept(tmp_path / "cells").find(spec) is None
+
+
+@pytest.mark.parametrize("damage", ['{"metrics": {"p90"', '{"metrics": {}}', "[]"])
+def test_a_damaged_cell_is_reported_and_measured_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = script("multi_turn").Kept(tmp_path)
+    kept.keep({}, {"metrics": {}, "settings": {}})
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert kept.find({}) is None
+    assert "it is measured again" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [f"{file.name}.damaged-1"]

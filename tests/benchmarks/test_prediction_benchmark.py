@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module as script
 from pathlib import Path
@@ -14,23 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.extent import quick
 from vllm_ext.prediction.evaluation.measures import Predicted
 from vllm_ext.prediction.evaluation.rows import DataSet, Examples, LocalTokenizer, Prompts
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORDS = LocalTokenizer("words", lambda text: len(text.split()))
 
 
-@pytest.fixture(autouse=True)
-def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # an encoder sets it: put back what was there
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("encoder_settings")
 
 
 def part(name: str, count: int, seed: int = 0) -> Any:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from importlib import import_module as script
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from vllm_ext.prediction.encoder import Encoder
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # an encoder sets it: put back what was there
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("encoder_settings")
 
 
 def rows(groups_and_turns: list[tuple[int, int]]) -> list[Any]:

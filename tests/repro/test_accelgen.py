@@ -8,15 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_ext.repro import catalogue
 from vllm_ext.repro.studies import accelgen as base
-from vllm_ext.repro.studies import accelgen_measure as measure
+from vllm_ext.repro.studies import accelgen_window as measure
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, RequestTable, RunData
 from vllm_ext.simulation.workloads.build import build
-
-
-def test_catalogue_has_the_three_figures() -> None:
-    assert {"accelgen-fig11", "accelgen-fig12", "accelgen-fig13"} <= catalogue.studies().keys()
 
 
 def test_prompts_are_cut_to_what_the_kv_memory_holds() -> None:
@@ -45,16 +40,16 @@ def test_objectives_are_drawn_as_in_the_paper() -> None:
 
 def test_load_of_the_paper_exceeds_the_memory_of_the_small_models_and_the_compute_of_the_large() -> None:
     load = base.Load(arrivals_s=60.0, drain_s=1.0)
-    assert base.utilisation(base.OPT_13B, load, 0).memory > 5
-    assert base.utilisation(base.LLAMA_70B, load, 0).compute > 2
+    assert base.utilisation(base.OPT_13B, load, 0)["memory"] > 5
+    assert base.utilisation(base.LLAMA_70B, load, 0)["compute"] > 2
     mild = replace(load, rate_per_s=0.25)
-    assert base.utilisation(base.OPT_13B, mild, 0).memory < 1
+    assert base.utilisation(base.OPT_13B, mild, 0)["memory"] < 1
 
 
 def test_pivot_budget_is_that_of_the_hardware_and_the_tuned_step_keeps_the_tightest_objective() -> None:
     for panel in base.PANELS:
-        options = base.SARATHI.options(panel)
-        assert options == {"budget": {"tokens": panel.pivot_tokens}}
+        (sarathi,) = (c for c in base.baselines(panel) if c.name == "Sarathi-Serve")
+        assert sarathi.options == {"budget": {"tokens": panel.pivot_tokens}}
         step_s = panel.tightest_tokens * base.prompt_s(panel.cost, panel.pivot_tokens) / panel.pivot_tokens
         assert step_s <= base.TIGHTEST_TBT_S
 

@@ -7,26 +7,16 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import parse
-from vllm_ext.repro import catalogue
-from vllm_ext.repro.bench import Crossing
+from vllm_ext.repro.bench import Sustained
 from vllm_ext.repro.studies import pensieve as base
-from vllm_ext.repro.studies import pensieve_fig14 as fig14
-from vllm_ext.repro.studies import pensieve_fig18 as fig18
+from vllm_ext.repro.studies import pensieve_eviction as fig14
 from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.spec import engine_blocks
 from vllm_ext.systems import build
 
-FIGURES = (12, 13, 14, 15, 16, 18)
-
 
 def spec(contender: Any, model: str = "opt-13b", **options: Any) -> Any:
     return base.spec(contender, base.Setting(model=model), 1.0, duration_s=60.0, seed=0, **options)
-
-
-def test_all_six_studies_are_listed_with_their_figures() -> None:
-    found = catalogue.studies()
-    papers = [found[f"pensieve-fig{number}"].paper for number in FIGURES]
-    assert [paper.rpartition(".")[2] for paper in papers] == [str(number) for number in FIGURES]
 
 
 def test_kv_of_each_gpu_takes_40_gb() -> None:
@@ -38,7 +28,7 @@ def test_kv_of_each_gpu_takes_40_gb() -> None:
 
 @pytest.mark.parametrize("model", ["opt-13b", "opt-66b"])
 def test_all_who_have_host_memory_have_as_many_bytes(model: str) -> None:
-    total = 220_000_000_000 * base.GPUS[model]
+    total = 220_000_000_000 * base.MODELS[model].gpus
     sizes = {}
     for contender in base.ALL:
         engine = spec(contender, model).engine
@@ -73,7 +63,7 @@ def test_policies_differ_in_what_they_evict_alone() -> None:
 
 
 def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
-    made = spec(fig18.SEPARATE)
+    made = spec(base.SEPARATE)
     scheduler = build_scheduler(made.engine, 1100, made.hardware)
     described = scheduler.policies.describe()
     assert "SeparateBatches" in described
@@ -86,8 +76,10 @@ def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
 
 
 def measured(rates: dict[str, float], low: dict[tuple[float, str], float]) -> Any:
-    crossings = {name: Crossing(rate_per_s=rate, trials=()) for name, rate in rates.items()}
-    return base.Measured(setting=base.Setting(model="opt-13b", min_turns=5), crossings=crossings, low=low)
+    found = {
+        name: Sustained(rate_per_s=rate, crossing_per_s=rate, limited_by=(), trials=()) for name, rate in rates.items()
+    }
+    return base.Measured(setting=base.Setting(model="opt-13b", min_turns=5), found=found, low=low)
 
 
 def test_gain_is_that_over_stateless_serving_and_better_than_todays_caches() -> None:
@@ -95,7 +87,7 @@ def test_gain_is_that_over_stateless_serving_and_better_than_todays_caches() -> 
     rates = dict(zip(names, (2.0, 2.5, 4.0, 3.0), strict=True))
     latency = {0.25: 40.0, 0.5: 38.5, 0.75: 30.0}
     low = {(load, name): 40.0 if name != base.PENSIEVE.name else ms for load, ms in latency.items() for name in names}
-    over_stateless, over_lru = base._claims(measured(rates, low), paper=1.3)
+    over_stateless, over_lru = measured(rates, low).claims(1.3)
     assert "opt-13b, 5 turns or more" in over_stateless.name
     assert (over_stateless.ours, over_stateless.reached, over_stateless.headline) == (1.5, True, True)
     assert "over vLLM 0.32's 1.20" in over_stateless.note
@@ -106,7 +98,7 @@ def test_gain_is_that_over_stateless_serving_and_better_than_todays_caches() -> 
 def test_where_nothing_is_gained_it_is_said() -> None:
     names = [c.name for c in (base.VLLM_2023, base.STATELESS, base.PENSIEVE)]
     low = {(load, name): 40.0 for load in base.LOW_LOADS for name in names}
-    (claim,) = base._claims(measured(dict.fromkeys(names, 2.0), low), paper=1.25)
+    (claim,) = measured(dict.fromkeys(names, 2.0), low).claims(1.25)
     assert claim.ours == 1.0
     assert "at no load measured below it" in claim.note
 
@@ -120,9 +112,8 @@ def test_hit_rates_and_recomputed_tokens_are_compared_where_there_is_pressure() 
             "normalised_latency_p90_ms_per_token": 20.0,
         }
 
-    found = {(rate, c.name): metrics(99.0, 1.0) for rate in (1.0, 2.0) for c in fig14.SHOWN}
-    found[1.0, fig14.JUDGED.name] = metrics(99.5, 0.5)
-    found[2.0, fig14.JUDGED.name], found[2.0, fig14.LRU.name] = metrics(70.0, 30.0), metrics(60.0, 40.0)
-    points, fewer = fig14._claims(found, (1.0, 2.0))
+    ours = {1.0: metrics(99.5, 0.5), 2.0: metrics(70.0, 30.0)}
+    lru = {1.0: metrics(99.0, 1.0), 2.0: metrics(60.0, 40.0)}
+    points, fewer = fig14.claims(*({rate: fig14.figures(one) for rate, one in of.items()} for of in (ours, lru)))
     assert points.ours == pytest.approx(10.0)
     assert fewer.ours == pytest.approx(0.25), "at 1/s LRU finds 99 %, so half as many tokens say nothing"

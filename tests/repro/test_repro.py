@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,8 +14,7 @@ from vllm_ext.cli import repro as command
 from vllm_ext.observability import json_output, provenance
 from vllm_ext.observability.provenance import CommitAge
 from vllm_ext.repro import catalogue, report
-from vllm_ext.repro import studies as package
-from vllm_ext.repro.bench import Bench, Limit, RunFailed
+from vllm_ext.repro.bench import Bench, RunFailed, Sustained
 from vllm_ext.repro.study import Claim, Findings, Plot, Study
 from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
@@ -25,7 +23,7 @@ from vllm_ext.simulation.sweep.store import PointStore
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 CAPACITY_PER_S = 10.0
-LIMIT = Limit(metric="latency_ms", value=100.0)
+LIMIT_MS = 100.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,8 +45,14 @@ def at(rate: float, seed: int = 0) -> SimulationSpec:
     return SimulationSpec(workload=WorkloadSpec(rate_per_s=rate, seed=seed))
 
 
+def sustained(
+    bench: Bench, specs: Mapping[str, Callable[[float], SimulationSpec]], start: float, latency_ms: float = LIMIT_MS
+) -> dict[str, Sustained]:
+    return bench.sustained(specs, {"latency_ms": latency_ms}, start_per_s=lambda _: start, tolerance=0.02)
+
+
 def claim(paper: float = 2.0, ours: float = 3.0, **other: object) -> Claim:
-    return Claim(**{"name": "rate ratio", "paper": paper, "ours": ours, "note": "a reason", **other})  # type: ignore[arg-type]
+    return Claim(**{"name": "rate ratio", "paper": paper, "ours": ours, "why": "a reason", **other})  # type: ignore[arg-type]
 
 
 def findings(*claims: Claim) -> Findings:
@@ -57,9 +61,7 @@ def findings(*claims: Claim) -> Findings:
         rows=[("ours", 3.0)],
         claims=claims,
         metrics={"ours.rate_per_s": 3.0},
-        workload_name="made up",
-        workload_rows=0,
-        workload_sha256="0" * 64,
+        workload=[WorkloadSpec(source="fixed:16:4", num_requests=3)],
     )
 
 
@@ -75,23 +77,18 @@ STUDY = Study(
 
 @pytest.mark.parametrize("start", [1.0, 9.0, 50.0])
 def test_crossing_is_found_from_either_side(tmp_path: Path, start: float) -> None:
-    found = bench(tmp_path).crossings({"a": at}, LIMIT, start_per_s={"a": start}, tolerance=0.02)["a"]
-    assert found.rate_per_s == pytest.approx(9.0, rel=0.02)  # 10 / (1 - 0.9) = 100
+    found = sustained(bench(tmp_path), {"a": at}, start)["a"]
+    assert found.crossing_per_s == pytest.approx(9.0, rel=0.02)  # 10 / (1 - 0.9) = 100
+    assert found.rate_per_s <= found.crossing_per_s <= found.rate_per_s * 1.02
     rates = [rate for rate, _ in found.trials]
     assert rates == sorted(rates)
     lowest, highest = (found.trials[end][1]["latency_ms"] for end in (0, -1))
-    assert lowest <= LIMIT.value < highest
+    assert lowest <= LIMIT_MS < highest
 
 
 def test_limit_that_no_rate_crosses_is_an_error_that_names_the_system(tmp_path: Path) -> None:
-    hopeless = Limit(metric="latency_ms", value=1.0)
-    with pytest.raises(RunFailed, match="slow: latency_ms<=1 is never met"):
-        bench(tmp_path).crossings({"slow": at}, hopeless, start_per_s={"slow": 1.0}, tolerance=0.1)
-
-
-def test_failed_simulation_ends_the_reproduction_with_its_message(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="x: ValueError: no such device"):
-        bench(tmp_path, failing).metrics({"x": at(1.0)})
+    with pytest.raises(RunFailed, match=r"slow: latency_ms<=1 is never met between 0\.001 and 10000 requests/s"):
+        sustained(bench(tmp_path), {"slow": at}, 1.0, latency_ms=1.0)
 
 
 def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed_are_named(tmp_path: Path) -> None:
@@ -107,7 +104,7 @@ def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed
     seen.clear()
     searches = {"bad": lambda rate: at(1.0), "good": at}
     with pytest.raises(RunFailed, match=r"^bad at 5 requests/s: ValueError: no such device$"):
-        bench(tmp_path, some_fail).crossings(searches, LIMIT, start_per_s={"bad": 5.0, "good": 8.0}, tolerance=0.5)
+        sustained(bench(tmp_path, some_fail), searches, 5.0)
     assert [rate for rate in seen if rate not in (1.0, 2.0, 3.0, 4.0)], "the good search went on"
 
 
@@ -134,6 +131,7 @@ def test_claim_is_reached_in_the_direction_that_is_better(
 ) -> None:
     made = claim(paper, ours, better=better)
     assert made.reached is reached
+    assert made.note == ("" if reached else "a reason")
     assert made.ratio == ours / paper
 
 
@@ -141,7 +139,7 @@ def test_headline_claims_are_goals_and_a_missed_one_keeps_its_reason() -> None:
     made = report.result(
         STUDY, findings(claim(headline=True), claim(4.0, 3.0, headline=True)), command="x", seed=0, quick=True
     )
-    assert [(goal.met, goal.note) for goal in made.goals] == [(True, "a reason"), (False, "a reason")]
+    assert [(goal.met, goal.note) for goal in made.goals] == [(True, ""), (False, "a reason")]
     assert [c["reached"] for c in made.config["claims"]] == [True, False]
 
 
@@ -194,12 +192,15 @@ def test_page_is_made_in_a_checkout_and_nowhere_else(
     assert "## made-up" in command.DOCUMENT.read_text(encoding="utf-8")
 
 
-def test_every_figure_and_table_defines_one_study_with_its_paper_and_differences() -> None:
+def test_every_figure_and_table_has_a_result_and_is_listed_with_its_number_row_and_differences() -> None:
     found = catalogue.studies()
-    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    assert found.keys() == {name.replace("_", "-") for name in modules if re.search(r"_(fig|table)\d+$", name)}
-    assert {"alise-fig6", "past-future-table1"} <= found.keys()
-    assert all(study.paper and study.differences for study in found.values())
+    assert found.keys() == {file.stem for file in (ROOT / command.RESULTS).glob("*.json")}
+    for name, study in found.items():
+        paper, _, figure = name.rpartition("-")
+        kind, number = ("Figure", figure[3:]) if figure.startswith("fig") else ("Table", figure[5:])
+        assert re.search(rf", {kind} (3\.)?{number}\b", study.paper), study.paper
+        assert (study.id, study.row) == (name, f"{paper}-published")
+        assert study.differences
 
 
 def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ext.cli import kept_runs
-from vllm_ext.config import ConfigError
 from vllm_ext.observability import json_output, provenance, results
 from vllm_ext.observability.provenance import check_committed, result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.repro.study import Findings, Study
+    from vllm_ext.repro.study import Study
 
 RESULTS = provenance.RESULTS / "repro"
 DOCUMENT = Path("docs", "reproductions.md")
@@ -25,33 +25,23 @@ def main(argv: Sequence[str]) -> int:
     from vllm_ext.repro import catalogue
 
     args = _parser().parse_args(list(argv))
-    try:
-        if args.document:
-            return _document(Path.cwd())
-        studies = catalogue.studies()
-        if args.list:
-            for study in studies.values():
-                print(f"{study.id:16} {study.title} ({study.paper})")
-            return 0
-        chosen = _chosen(args.id, studies)
-    except ConfigError as error:
-        print(f"vllm-ext repro: {error}", file=sys.stderr)
+    if args.document:
+        return _document(Path.cwd())
+    studies = catalogue.studies()
+    if args.list:
+        for study in studies.values():
+            print(f"{study.id:16} {study.title} ({study.paper})")
+        return 0
+    chosen = list(studies) if args.id == ["all"] else args.id
+    problem = ""
+    if unknown := [name for name in chosen or [""] if name not in studies]:
+        problem = f"id={unknown[0]!r}: must be one of {', '.join(studies)}, several of them, or all"
+    elif args.out is not None and len(chosen) > 1:
+        problem = "--out: needs one id; several write to --out-dir"
+    if problem:
+        print(f"vllm-ext repro: {problem}", file=sys.stderr)
         return 2
-    if args.out is not None and len(chosen) > 1:
-        print("vllm-ext repro: --out: needs one id; several write to --out-dir", file=sys.stderr)
-        return 2
-    return max(_reproduce(study, args) for study in chosen)
-
-
-def _chosen(wanted: Sequence[str], studies: dict[str, Study]) -> list[Study]:
-    if not wanted:
-        raise ConfigError("id", "", f"one of {', '.join(studies)}, several of them, or all")
-    if list(wanted) == ["all"]:
-        return list(studies.values())
-    for name in wanted:
-        if name not in studies:
-            raise ConfigError("id", name, f"one of {', '.join(studies)}, or all")
-    return [studies[name] for name in wanted]
+    return max(_reproduce(studies[name], args) for name in chosen)
 
 
 def _reproduce(study: Study, args: argparse.Namespace) -> int:
@@ -61,15 +51,13 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
     from vllm_ext.simulation.sweep.pools import local_pool
     from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
-    count = 0
+    runs = itertools.count(1)
 
     def report(spec: SimulationSpec, outcome: Outcome, stored: bool) -> None:
-        nonlocal count
-        count += 1
         rate = spec.workload.rate_per_s
         where = f"{spec.engine.system} on {spec.hardware.model}" + (f" at {rate:.4g} req/s" if rate else "")
         state = "kept from before" if stored else (outcome.error or "done")
-        print(f"{study.id}: run {count}: {where}: {state}", file=sys.stderr, flush=True)
+        print(f"{study.id}: run {next(runs)}: {where}: {state}", file=sys.stderr, flush=True)
 
     out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
     try:
@@ -80,25 +68,17 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
                 quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
             )
             findings = study.run(bench)
-        made = result(study, findings, command=_command(study, args), seed=args.seed, quick=args.quick)
+        quick, seed = " --quick" if args.quick else "", f" --seed {args.seed}" if args.seed else ""
+        command = f"vllm-ext repro {study.id}{quick}{seed}"
+        made = result(study, findings, command=command, seed=args.seed, quick=args.quick)
         results.emit(made, tables(study, findings), out, as_json=args.json)
         if out is not None:
-            _plot(findings, out)
+            for plot in findings.plots:
+                plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
     except (RunFailed, OSError, ValueError) as error:
         print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _command(study: Study, args: argparse.Namespace) -> str:
-    quick = " --quick" if args.quick else ""
-    seed = f" --seed {args.seed}" if args.seed else ""
-    return f"vllm-ext repro {study.id}{quick}{seed}"
-
-
-def _plot(findings: Findings, out: Path) -> None:
-    for plot in findings.plots:
-        plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
 
 
 def _document(root: Path) -> int:
@@ -118,7 +98,6 @@ def _document(root: Path) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-
     parser = argparse.ArgumentParser(
         prog="vllm-ext repro",
         description="Measure figures and tables of papers again: real schedulers on simulated hardware.",

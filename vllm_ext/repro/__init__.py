@@ -1,4 +1,4 @@
 """Reproductions: figures and tables of papers, measured again on the simulator.
 
-A module of `vllm_ext.repro.studies` for each, run by ``vllm-ext repro ID``.
+The modules of `vllm_ext.repro.studies` are named by paper; a figure is run by ``vllm-ext repro ID``.
 """

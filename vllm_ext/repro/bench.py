@@ -1,4 +1,4 @@
-"""What reproductions work with: simulations in parallel, kept on disk, and the rate at which a limit is crossed."""
+"""What reproductions work with: simulations in parallel, kept on disk, and the rate up to which limits hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Found, search
+from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -17,6 +17,9 @@ from vllm_ext.simulation.sweep.store import Outcome, PointStore
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Metrics = Mapping[str, float]
+Limits = Mapping[str, float]
+"""Metric -> the value it must not exceed."""
+_LOWEST_PER_S, _HIGHEST_PER_S = 1e-3, 1e4
 
 
 class RunFailed(RuntimeError):
@@ -24,19 +27,15 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
-    """A metric and the value it must not exceed."""
-
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crossing:
-    """Where a metric crosses its limit as the rate grows."""
+class Sustained:
+    """Up to which rate a system keeps limits."""
 
     rate_per_s: float
-    """Interpolated between the two rates next to it: logarithm of the metric over the rate."""
+    """The highest rate tried at which all hold."""
+    limited_by: tuple[str, ...]
+    """Metrics beyond their limits at the next rate tried above it."""
+    crossing_per_s: float
+    """Where the first of these crosses its limit, interpolated between the two rates: its logarithm over the rate."""
     trials: tuple[tuple[float, Metrics], ...]
     """Every rate that was simulated, increasing, with its metrics: the curve."""
 
@@ -69,39 +68,36 @@ class Bench:
         """
         return self._all({key: _one(spec, str(key)) for key, spec in specs.items()})
 
-    def crossings(
+    def sustained(
         self,
         specs: Mapping[K, Callable[[float], SimulationSpec]],
-        limit: Limit,
+        limits: Limits | Callable[[K], Limits],
         *,
-        start_per_s: Mapping[K, float],
+        start_per_s: Callable[[K], float],
         tolerance: float,
-        min_per_s: float = 1e-3,
-        max_per_s: float = 1e4,
-    ) -> dict[K, Crossing]:
-        """Find the rate at which each system's metric reaches the limit.
+    ) -> dict[K, Sustained]:
+        """Find the rate up to which each system keeps the limits; all searches go on side by side.
 
         Args:
             specs: From a rate to the description of the run, per system.
-            limit: What must hold.
-            start_per_s: First guess per system; each search doubles or halves from there, then bisects.
+            limits: What must hold, of all systems or of each.
+            start_per_s: First guess for a system; its search multiplies or divides by 1.6 from there, then bisects.
             tolerance: Relative width of the last bracket.
-            min_per_s: A limit not met even at this rate is an error.
-            max_per_s: A limit met even at this rate is an error.
 
         Raises:
-            RunFailed: a simulation raised, or no rate within the bounds crosses the limit; the others have run.
+            RunFailed: a simulation raised, or limits are never met, or always; the other searches have ended.
         """
         plans = {}
         for key, make in specs.items():
             settings = CapacitySpec(
-                start_per_s=start_per_s[key],
-                min_per_s=min_per_s,
-                max_per_s=max_per_s,
+                start_per_s=start_per_s(key),
+                min_per_s=_LOWEST_PER_S,
+                max_per_s=_HIGHEST_PER_S,
                 growth=1.6,
                 tolerance=tolerance,
             )
-            plans[key] = _cross(make, limit, settings, str(key))
+            name = " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
+            plans[key] = _searched(make, limits(key) if callable(limits) else limits, settings, name)
         return self._all(plans)
 
     def run(self, spec: SimulationSpec) -> RunData:
@@ -129,20 +125,30 @@ def _one(spec: SimulationSpec, name: str) -> Plan[Metrics]:
     return _checked((yield spec), name)
 
 
-def _cross(make: Callable[[float], SimulationSpec], limit: Limit, settings: CapacitySpec, name: str) -> Plan[Crossing]:
-    rates = search(settings, 1.0, lambda m: [limit.metric] if m[limit.metric] > limit.value else [])
-    found = yield from _searched(rates, make, name)
-    if found.found is not Found.BRACKET or found.lower is None or found.upper is None:
-        raise RunFailed(f"{name}: {limit.metric}<={limit.value:g} is {found.found.value} between "
-                        f"{settings.min_per_s:g} and {settings.max_per_s:g} requests/s")  # fmt: skip
-    low, high = found.lower, found.upper
-    below, above = (math.log(end.metrics[limit.metric]) for end in (low, high))
-    share = (math.log(limit.value) - below) / (above - below) if above > below else 0.5
-    curve = sorted(((trial.rate_per_s, trial.metrics) for trial in found.trials), key=lambda point: point[0])
-    return Crossing(rate_per_s=low.rate_per_s + share * (high.rate_per_s - low.rate_per_s), trials=tuple(curve))
-
-
 def _searched(
+    make: Callable[[float], SimulationSpec], limits: Limits, settings: CapacitySpec, name: str
+) -> Plan[Sustained]:
+    rates = search(settings, 1.0, lambda metrics: [metric for metric, most in limits.items() if metrics[metric] > most])
+    found = yield from _answered(rates, make, name)
+    low, high = found.lower, found.upper
+    if low is None or high is None:
+        said = " and ".join(f"{metric}<={most:g}" for metric, most in limits.items())
+        raise RunFailed(f"{name}: {said} is {found.found.value} between "
+                        f"{settings.min_per_s:g} and {settings.max_per_s:g} requests/s")  # fmt: skip
+    metric = high.violated[0]
+    below, above, limit = (
+        math.log(max(one, 1e-9)) for one in (low.metrics[metric], high.metrics[metric], limits[metric])
+    )
+    share = (limit - below) / (above - below) if above > below else 0.5
+    return Sustained(
+        rate_per_s=low.rate_per_s,
+        limited_by=high.violated,
+        crossing_per_s=low.rate_per_s + share * (high.rate_per_s - low.rate_per_s),
+        trials=tuple(sorted(((one.rate_per_s, one.metrics) for one in found.trials), key=lambda point: point[0])),
+    )
+
+
+def _answered(
     rates: Generator[float, Metrics, Capacity], make: Callable[[float], SimulationSpec], name: str
 ) -> Generator[SimulationSpec, Outcome, Capacity]:
     rate = next(rates)

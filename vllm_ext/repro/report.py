@@ -9,24 +9,13 @@ from typing import Any
 
 from vllm_ext.observability.provenance import head_age, measured_at
 from vllm_ext.observability.results import Goal, Result, Workload, format_table
-from vllm_ext.repro.study import Claim, Findings, Study
+from vllm_ext.repro.study import Claim, Findings, Study, served
 
 
 def result(study: Study, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
     """Return the findings in the common format; every claim is in ``config["claims"]``, headlines are goals."""
-    claims = [
-        {
-            "name": claim.name,
-            "paper": claim.paper,
-            "ours": claim.ours,
-            "ratio": claim.ratio,
-            "better": claim.better,
-            "reached": claim.reached,
-            "headline": claim.headline,
-            "note": claim.note,
-        }
-        for claim in findings.claims
-    ]
+    fields = ("name", "paper", "ours", "ratio", "better", "reached", "headline", "note")
+    name, rows, sha256 = served(findings.workload)
     return Result(
         name=study.id,
         command=command,
@@ -36,12 +25,12 @@ def result(study: Study, findings: Findings, *, command: str, seed: int, quick: 
             "title": study.title,
             "row": study.row,
             "differences": list(study.differences),
-            "claims": claims,
+            "claims": [{field: getattr(claim, field) for field in fields} for claim in findings.claims],
             "plots": [plot.suffix for plot in findings.plots],
             "quick": quick,
         },
         seed=seed,
-        workload=Workload(name=findings.workload_name, rows=findings.workload_rows, sha256=findings.workload_sha256),
+        workload=Workload(name=name, rows=rows, sha256=sha256),
         metrics=findings.metrics,
         baselines=findings.baselines,
         goals=[_goal(claim) for claim in findings.claims if claim.headline],

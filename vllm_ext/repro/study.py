@@ -1,14 +1,47 @@
-"""What a reproduction is, what it finds, and what it is given to work with."""
+"""What a reproduction is, whom it compares, and what it finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_ext.simulation.cost.spec import HardwareSpec
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
+
 if TYPE_CHECKING:
     from vllm_ext.repro.bench import Bench
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contender:
+    """A system as it is compared: a line of a plot, or a row of a table."""
+
+    name: str
+    system: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of vllm_ext."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `EngineSpec` in which it differs from the others."""
+    workload: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `WorkloadSpec` in which its clients differ: what they announce."""
+    start: float = 1.0
+    """First guess of the rate it sustains, relative to that of the study."""
+
+    def spec(
+        self, *, engine: Mapping[str, Any], hardware: HardwareSpec, workload: Mapping[str, Any], **more: Any
+    ) -> SimulationSpec:
+        """Return one run: what all contenders share, and its own."""
+        return SimulationSpec(
+            engine=EngineSpec(system=self.system, options=dict(self.options), **{**engine, **self.engine}),
+            hardware=hardware,
+            workload=WorkloadSpec(**{**workload, **self.workload}),
+            **more,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +56,10 @@ class Claim:
     """What was measured here."""
     better: Literal["higher", "lower"] = "higher"
     """Which direction is an improvement; the claim is reproduced if ours is at least as good."""
-    note: str = ""
-    """Why they differ. Needed where ours falls short."""
+    facts: str = ""
+    """What to know beside the two."""
+    why: str = ""
+    """Why ours falls short; said only if it does."""
     headline: bool = False
     """Whether this is the figure the paper is known by; it becomes a goal of the result."""
 
@@ -38,6 +73,11 @@ class Claim:
         """Whether ours is at least as good as the paper's."""
         return self.ours >= self.paper if self.better == "higher" else self.ours <= self.paper
 
+    @property
+    def note(self) -> str:
+        """What is said beside the figures."""
+        return "; ".join(filter(None, (self.facts, "" if self.reached else self.why)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
@@ -47,6 +87,30 @@ class Plot:
     """Added to the result's file name, e.g. ``-opt-13b-sharegpt``."""
     draw: Callable[[Path], None]
     """Writes the picture to a path."""
+
+
+def line_plot(suffix: str, lines: Mapping[str, Iterable[tuple[float, float]]], **labels: Any) -> Plot:
+    """Return a plot with a line per system through its points; ``labels`` as of `plots.lines`."""
+    points = {name: list(found) for name, found in lines.items()}
+
+    def draw(path: Path) -> None:
+        from vllm_ext.observability.plots import Series, lines
+
+        series = [Series(label=n, x=[x for x, _ in p], y=[y for _, y in p]) for n, p in points.items() if p]
+        lines(series, path, **labels)
+
+    return Plot(suffix=suffix, draw=draw)
+
+
+def bar_plot(suffix: str, groups: Sequence[str], heights: Mapping[str, Sequence[float]], **labels: Any) -> Plot:
+    """Return a plot with a bar per system in each group; ``labels`` as of `plots.bars`."""
+
+    def draw(path: Path) -> None:
+        from vllm_ext.observability.plots import bars
+
+        bars(groups, heights, path, **labels)
+
+    return Plot(suffix=suffix, draw=draw)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +128,38 @@ class Findings:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings that shaped the measurement."""
     plots: Sequence[Plot] = ()
-    workload_name: str
-    workload_rows: int
-    workload_sha256: str
+    workload: Sequence[WorkloadSpec]
+    """What was served; told by name, rows and checksum of its lengths."""
+
+
+def flat(cells: Mapping[Any, Mapping[str, float]], where: Callable[..., str], own: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``metrics`` and ``baselines``, two fields of `Findings`.
+
+    Args:
+        cells: What was measured; the last part of a key is the system.
+        where: From the other parts of a key to the beginning of a metric's name.
+        own: Systems whose values are metrics -> what their names begin with; all others are baselines.
+    """
+    metrics: dict[str, float] = {}
+    baselines: dict[str, dict[str, float]] = {}
+    for (*place, system), cell in cells.items():
+        into = metrics if system in own else baselines.setdefault(system, {})
+        begin = own.get(system, "") + where(*place)
+        into.update({begin + metric: value for metric, value in cell.items()})
+    return {"metrics": metrics, "baselines": baselines}
+
+
+def served(specs: Sequence[WorkloadSpec]) -> tuple[str, int, str]:
+    """Return name, rows and checksum of the lengths of workloads."""
+    built = [build(spec) for spec in specs]
+    digests = [one.sha256 for one in built]
+    digest = digests[0] if len(built) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return " and ".join(one.name for one in built), sum(one.rows for one in built), digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A reproduction: a module of `vllm_ext.repro.studies` defines one as ``STUDY``."""
+    """A reproduction."""
 
     id: str
     """Name on the command line: ``alise-fig6``."""
@@ -84,3 +172,32 @@ class Study:
     differences: Sequence[str]
     """What is not as in the paper, and what that does to the comparison."""
     run: Callable[[Bench], Findings]
+
+
+class Paper:
+    """A paper whose figures are measured again: a module of `vllm_ext.repro.studies` defines it as ``PAPER``.
+
+    Args:
+        name: With its number or venue.
+        row: As of each study.
+        differences: Those of all its studies.
+    """
+
+    def __init__(self, name: str, row: str, differences: Sequence[str]) -> None:
+        self.row = row
+        self.studies: list[Study] = []
+        self._name = name
+        self._differences = differences
+
+    def study(
+        self, id: str, where: str, title: str, differences: Sequence[str] | None = None
+    ) -> Callable[[Callable[[Bench], Findings]], Callable[[Bench], Findings]]:
+        """Return a decorator that lists a function as a study; ``differences`` replace those of the paper."""
+
+        def listed(run: Callable[[Bench], Findings]) -> Callable[[Bench], Findings]:
+            stated = self._differences if differences is None else differences
+            paper = f"{self._name}, {where}"
+            self.studies.append(Study(id=id, paper=paper, title=title, row=self.row, differences=stated, run=run))
+            return run
+
+        return listed

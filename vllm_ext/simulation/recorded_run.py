@@ -210,7 +210,7 @@ class RecordedWorkload:
                 )
             )
         self._requests.sort(key=lambda request: request.arrival_s)  # stable: equal moments keep the recorded order
-        self.rows = self.expected_requests = len(self._requests)
+        self.rows = len(self._requests)
 
     def start(self) -> Iterator[SimRequest]:
         """Yield the requests by arrival."""

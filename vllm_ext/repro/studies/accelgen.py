@@ -1,13 +1,14 @@
-"""What AccelGen's reproductions share: models and hardware, the mixed workload with its objectives, and the systems."""
+"""AccelGen: models and hardware, the mixed workload with its objectives, and the systems that are compared."""
 
 from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_ext.repro.study import Contender, Paper
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
@@ -17,7 +18,37 @@ from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
 from vllm_ext.systems import resolve
 
-PAPER = "AccelGen (arXiv 2503.13737)"
+DIFFERENCES = (
+    "Hardware is a roofline of A100-80GB devices; rates are those of the cost model, ratios are what is compared. "
+    "OPT-175B runs on 8 devices with tensor parallelism (the paper: pipeline 8, tensor 2, which is 16).",
+    "All systems run on today's engine loop (async scheduling) and kernels and differ in scheduling only; blocks have "
+    "32 tokens. The paper's systems were slower in other ways too: 16-34 % of their batches ended within 0.1875 s.",
+    "12 GB hold 14,592 tokens of OPT-13B's or Llama-13B's KV, 33.75 GB per device 57,184 of OPT-175B's: no book of "
+    "100K fits, and the paper does not say what it did. Prompts are cut to what fits beside their answer. Positions "
+    "beyond the models' own exist in the simulation only.",
+    "The data sets are log-normal lengths with published means or quantiles, BookCorpus by the paper's figure 8a; "
+    "Alpaca and ShareGPT are drawn in proportion to their sizes.",
+    "The paper serves 20K requests at 8/s, 42 minutes of arrivals into an overload of several times the capacity "
+    "(config.utilisation: least compute and KV memory over what there is), and does not say when it stopped. Here a "
+    "window of minutes is measured, the same for all systems; whoever is not served by its end has missed.",
+    "TTFT objectives come from the simulated prefill of the bucket, alone, in one step, times U[0.5, 1.5]: tens of "
+    "milliseconds for short prompts (config.first_bucket_ttft_ms). Many cannot be met even by an idle server, and "
+    "fewer where steps of 20 to 140 ms are under way. The paper's came from Triton with FasterTransformer, whose "
+    "latencies it does not give.",
+    "Attainment is of iterations, as in the paper: tokens that came in time over tokens that came. Objectives of whole "
+    "requests stand beside it. The paper says neither who has JCT objectives nor which they are; completeness by TTFT "
+    "objective + tokens x TBT objective stands for them.",
+    "Goodput is the tokens per second that came in time; the paper does not define its own beyond T = 1 s.",
+    "Orca reserves each client's own bound (prompt + 2048), not 8K: of those the KV of 12 GB would hold one. FastServe "
+    "has paged KV and drops it where the original swaps; Sarathi-Serve's and FastGen's budgets are S_pf, as in the "
+    "paper.",
+    "AccelGen is the row accelgen-published: no aging, nobody relegated, equation 6 alone; `accelgen, ours` is beside "
+    "it. FastServe runs without its starvation limit of 30 s, with which it is slower here.",
+    "The Oracle is AccelGen with true output lengths, which matter to its JCT objectives and forecasts only; the "
+    "paper's searches schedules on a simulator.",
+)
+PAPER = Paper("AccelGen (arXiv 2503.13737)", "accelgen-published", DIFFERENCES)
+
 BLOCK_TOKENS = 32
 """Block size. Source: section 3.1."""
 MAX_OUTPUT_TOKENS = 2048
@@ -108,56 +139,43 @@ class Load:
         return self.arrivals_s + self.drain_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A system as it is compared."""
-
-    name: str
-    system: str
-    options: Callable[[Panel], Mapping[str, Any]] = field(default=lambda _: {})
-    engine: Callable[[Panel], Mapping[str, Any]] = field(default=lambda _: {})
-
-
-_PUBLISHED = resolve("accelgen-published").parameters
+_PUBLISHED = resolve(PAPER.row).parameters
 
 
 def _published(name: str, system: str, *, lacks: str = "", **changed: Mapping[str, Any]) -> Contender:
     """A variant of AccelGen with all else as published; ``lacks`` is an axis whose policy is another one there."""
     given = {axis: {**values, **changed.get(axis, {})} for axis, values in _PUBLISHED.items() if axis != lacks}
-    return Contender(name=name, system=system, options=lambda _: given)
+    return Contender(name=name, system=system, options=given)
 
 
-ACCELGEN = Contender(name="AccelGen", system="accelgen-published")
+ACCELGEN = Contender(name="AccelGen", system=PAPER.row)
 OURS = Contender(name="accelgen, ours", system="accelgen")
 ORACLE = _published("Oracle", "oracle-accelgen")
-ORCA = Contender(name="Orca", system="orca", engine=lambda _: {"max_num_seqs": 8})
-VLLM_2023 = Contender(name="vLLM-2023", system="vllm-2023")
-FASTGEN = Contender(name="FastGen", system="fastgen")
-SARATHI = Contender(
-    name="Sarathi-Serve",
-    system="sarathi-published",
-    options=lambda panel: {"budget": {"tokens": panel.pivot_tokens}},
-)
-# FastServe's limit of 30 s makes it first come, first served in these overloads, and it does worse.
-FASTSERVE = Contender(
-    name="FastServe", system="fastserve", options=lambda _: {"ordering": {"starve_limit_s": _NEVER_S}}
-)
 UPSTREAM = Contender(name="vLLM 0.32 fcfs", system="upstream-fcfs")
-UPSTREAM_TUNED = Contender(
-    name="vLLM 0.32 fcfs, tuned",
-    system="upstream-fcfs",
-    engine=lambda panel: {"max_num_batched_tokens": panel.tightest_tokens, "watermark": 0.05},
+ABLATIONS = (
+    _published("without Chunk", "accelgen-no-chunk", lacks="budget"),
+    _published("without Order", "accelgen-no-order", lacks="ordering", admission={"ordered": False}),
+    _published("without Batch", "accelgen-no-batch", admission={"match": False}),
 )
-BASELINES = (ORCA, VLLM_2023, FASTGEN, SARATHI, FASTSERVE)
-"""The paper's."""
-ABLATIONS = {
-    "without Chunk": _published("AccelGen without Chunk", "accelgen-no-chunk", lacks="budget"),
-    "without Order": _published(
-        "AccelGen without Order", "accelgen-no-order", lacks="ordering", admission={"ordered": False}
-    ),
-    "without Batch": _published("AccelGen without Batch", "accelgen-no-batch", admission={"match": False}),
-}
 """The paper's /Chunk, /Order and /Batch."""
+
+
+def baselines(panel: Panel) -> tuple[Contender, ...]:
+    """Return the paper's baselines."""
+    return (
+        Contender(name="Orca", system="orca", engine={"max_num_seqs": 8}),
+        Contender(name="vLLM-2023", system="vllm-2023"),
+        Contender(name="FastGen", system="fastgen"),
+        Contender(name="Sarathi-Serve", system="sarathi-published", options={"budget": {"tokens": panel.pivot_tokens}}),
+        # Its limit of 30 s makes it first come, first served in these overloads, and it does worse.
+        Contender(name="FastServe", system="fastserve", options={"ordering": {"starve_limit_s": _NEVER_S}}),
+    )
+
+
+def tuned(panel: Panel) -> Contender:
+    """Return vLLM of today with the largest steps that keep the tightest objective."""
+    engine = {"max_num_batched_tokens": panel.tightest_tokens, "watermark": 0.05}
+    return Contender(name="vLLM 0.32 fcfs, tuned", system="upstream-fcfs", engine=engine)
 
 
 def prompt_s(cost: CostModel, tokens: int) -> float:
@@ -212,73 +230,28 @@ def spec(contender: Contender, panel: Panel, load: Load, seed: int) -> Simulatio
         "block_size": BLOCK_TOKENS,
         "prefix_caching": False,
         "profiled": True,
-        **contender.engine(panel),
     }
-    return SimulationSpec(
-        engine=EngineSpec(system=contender.system, options=dict(contender.options(panel)), **engine),
+    return contender.spec(
+        engine=engine,
         hardware=panel.hardware,
-        workload=workload_spec(panel, load, seed),
+        workload=dict(workload_spec(panel, load, seed)),
         record=RecordSpec(token_times=True),
         max_time_s=load.window_s,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Utilisation:
-    """What a load asks for, over what the hardware has."""
+def utilisation(panel: Panel, load: Load, seed: int) -> dict[str, float]:
+    """Return the least share of compute and of KV memory that serving everybody takes; above 1 nobody can.
 
-    compute: float
-    """Prompts at the throughput of S_pf, and no decode."""
-    memory: float
-    """KV held while answers are generated at the pace of a lone decode, over the KV cache."""
-
-
-def utilisation(panel: Panel, load: Load, seed: int) -> Utilisation:
-    """Return the least share of compute and of KV memory that serving everybody takes; above 1 nobody can."""
+    Compute is prompts at the throughput of S_pf, and no decode; memory is KV held while answers are generated at the
+    pace of a lone decode, over the KV cache.
+    """
     cost, pivot = panel.cost, panel.pivot_tokens
-    decode = StepShape(1, 1, 1, 1, 1, 0, 0.0)
-    step_s = cost.device_s(decode)
+    step_s = cost.device_s(StepShape(1, 1, 1, 1, 1, 0, 0.0))
     requests = list(build(workload_spec(panel, replace(load, arrivals_s=max(load.arrivals_s, 600.0)), seed)).start())
     tokens = statistics.fmean(r.prompt_tokens for r in requests)
     held = statistics.fmean((r.prompt_tokens + r.output_tokens / 2) * r.output_tokens * step_s for r in requests)
-    return Utilisation(
-        compute=load.rate_per_s * tokens * prompt_s(cost, pivot) / pivot,
-        memory=load.rate_per_s * held / panel.kv_tokens,
-    )
-
-
-def described_workload(panel: Panel, load: Load, seed: int) -> dict[str, Any]:
-    """Name, rows and checksum, as `Findings` wants them."""
-    built = build(workload_spec(panel, load, seed))
-    return {"workload_name": built.name, "workload_rows": built.rows, "workload_sha256": built.sha256}
-
-
-DIFFERENCES = (
-    "Hardware is a roofline of A100-80GB devices; rates are those of the cost model, ratios are what is compared. "
-    "OPT-175B runs on 8 devices with tensor parallelism (the paper: pipeline 8, tensor 2, which is 16).",
-    "All systems run on today's engine loop (async scheduling) and kernels and differ in scheduling only; blocks have "
-    "32 tokens. The paper's systems were slower in other ways too: 16-34 % of their batches ended within 0.1875 s.",
-    "12 GB hold 14,592 tokens of OPT-13B's or Llama-13B's KV, 33.75 GB per device 57,184 of OPT-175B's: no book of "
-    "100K fits, and the paper does not say what it did. Prompts are cut to what fits beside their answer. Positions "
-    "beyond the models' own exist in the simulation only.",
-    "The data sets are log-normal lengths with published means or quantiles, BookCorpus by the paper's figure 8a; "
-    "Alpaca and ShareGPT are drawn in proportion to their sizes.",
-    "The paper serves 20K requests at 8/s, 42 minutes of arrivals into an overload of several times the capacity "
-    "(config.utilisation: least compute and KV memory over what there is), and does not say when it stopped. Here a "
-    "window of minutes is measured, the same for all systems; whoever is not served by its end has missed.",
-    "TTFT objectives come from the simulated prefill of the bucket, alone, in one step, times U[0.5, 1.5]: tens of "
-    "milliseconds for short prompts (config.first_bucket_ttft_ms). Many cannot be met even by an idle server, and "
-    "fewer where steps of 20 to 140 ms are under way. The paper's came from Triton with FasterTransformer, whose "
-    "latencies it does not give.",
-    "Attainment is of iterations, as in the paper: tokens that came in time over tokens that came. Objectives of whole "
-    "requests stand beside it. The paper says neither who has JCT objectives nor which they are; completeness by TTFT "
-    "objective + tokens x TBT objective stands for them.",
-    "Goodput is the tokens per second that came in time; the paper does not define its own beyond T = 1 s.",
-    "Orca reserves each client's own bound (prompt + 2048), not 8K: of those the KV of 12 GB would hold one. FastServe "
-    "has paged KV and drops it where the original swaps; Sarathi-Serve's and FastGen's budgets are S_pf, as in the "
-    "paper.",
-    "AccelGen is the row accelgen-published: no aging, nobody relegated, equation 6 alone; `accelgen, ours` is beside "
-    "it. FastServe runs without its starvation limit of 30 s, with which it is slower here.",
-    "The Oracle is AccelGen with true output lengths, which matter to its JCT objectives and forecasts only; the "
-    "paper's searches schedules on a simulator.",
-)
+    return {
+        "compute": load.rate_per_s * tokens * prompt_s(cost, pivot) / pivot,
+        "memory": load.rate_per_s * held / panel.kv_tokens,
+    }

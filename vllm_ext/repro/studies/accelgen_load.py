@@ -1,0 +1,126 @@
+"""AccelGen, Figure 13: goodput over the load, by its rate and by its share of long prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from vllm_ext.repro.bench import Bench
+from vllm_ext.repro.studies import accelgen as base
+from vllm_ext.repro.studies import accelgen_figures as windows
+from vllm_ext.repro.studies.accelgen_window import observe_all
+from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
+
+NOISE = 0.05
+"""A fall by less is none: traces are short."""
+AXES = {
+    "requests/s": ("rate_per_s", "rate", (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.5, 2.0, 8.0)),
+    "share of books": ("books", "books", (0.0, 0.2, 0.35, 0.5, 0.75, 1.0), (0.0, 0.35, 1.0)),
+}
+"""Axis -> field of `Load`, suffix of its plot, where it is measured, and where in quick runs."""
+WHY = {
+    "rate_per_s": (
+        "not traced; a supposition: beyond capacity preemptions cost more than the choice among late requests gains"
+    ),
+    "books": (
+        "a supposition: a book takes the compute or KV of tens of short requests for one answer of at most 2048, so "
+        "that tokens generated per second fall with every book in an overload; the paper's rise needs capacity to "
+        "spare, or prompt tokens to count"
+    ),
+}
+COLUMNS = (
+    windows.GOODPUT,
+    windows.IN_TIME,
+    "request_attainment_fraction",
+    windows.DEADLINE,
+    windows.TOKENS,
+    "processed_tokens_per_s",
+    windows.REQUESTS,
+    windows.JCT,
+)
+
+
+@base.PAPER.study(
+    "accelgen-fig13",
+    "Figure 13",
+    "Goodput against the share of long prompts and the arrival rate",
+    (
+        *base.DIFFERENCES,
+        "The paper shows one rising curve per axis and states no numbers: the claim is that goodput does not fall (by "
+        f"more than {NOISE:.0%}) from one point to the next. Its axes are not given in the text; ours reach from mild "
+        "loads to twice the paper's rate, and from no books to books only.",
+    ),
+)
+def fig13(bench: Bench) -> Findings:
+    """Does goodput rise with load and with long prompts until the capacity is reached, and stay there?
+
+    Method: the window of Figure 11 on OPT-13B (memory is short) and Llama-3-70B (compute is short), once per rate at 35
+    % books and once per share at 8 requests/s; beside our row, and vLLM 0.32. The lowest rates are mild: nobody is lost
+    there that a good order could save.
+    """
+    load = windows.QUICK if bench.quick else windows.FULL
+    panels = (base.OPT_13B,) if bench.quick else (base.OPT_13B, base.LLAMA_70B)
+    curves = [(panel, axis) for panel in panels for axis in AXES]
+    loads = {
+        (panel, axis, x): replace(load, **{field: x})
+        for panel, axis in curves
+        for field, _, full, quick in (AXES[axis],)
+        for x in (quick if bench.quick else full)
+    }
+    found = observe_all(
+        {
+            (panel.name, axis, x, c.name): base.spec(c, panel, at, bench.seed)
+            for (panel, axis, x), at in loads.items()
+            for c in (base.ACCELGEN, base.OURS, base.UPSTREAM, base.tuned(panel))
+        }
+    )
+
+    goodput = {key: one[windows.GOODPUT] for key, one in found.items()}
+
+    def curve(panel: base.Panel, axis: str, contender: Contender) -> dict[float, float]:
+        wanted = (panel.name, axis, contender.name)
+        return {x: value for (p, a, x, name), value in goodput.items() if (p, a, name) == wanted}
+
+    return Findings(
+        **windows.table(found, COLUMNS, ("model", "axis", "at", "system"), "{}.{} {:g}.".format),
+        claims=[_rises(panel.name, axis, curve(panel, axis, base.ACCELGEN)) for panel, axis in curves],
+        config={
+            "arrivals_s": load.arrivals_s,
+            "window_s": load.window_s,
+            "utilisation": {
+                f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, bench.seed)
+                for (panel, axis, x), at in loads.items()
+            },
+        },
+        plots=[
+            line_plot(
+                f"-{panel.model}-{AXES[axis][1]}",
+                {
+                    c.name: curve(panel, axis, c).items()
+                    for c in (base.ACCELGEN, base.OURS, base.UPSTREAM, base.tuned(panel))
+                },
+                xlabel=axis,
+                ylabel="tokens/s in time",
+                title=f"{panel.name}, simulated A100",
+                log_x=axis == "requests/s",
+            )
+            for panel, axis in curves
+        ],
+        workload=[base.workload_spec(panels[0], load, bench.seed)],
+    )
+
+
+def _rises(panel: str, axis: str, goodput: Mapping[float, float]) -> Claim:
+    """Whether goodput rises, or holds, from each point of an axis to the next."""
+    field, *_ = AXES[axis]
+    holds = [after >= (1 - NOISE) * before for before, after in pairwise(goodput.values())]
+    curve = ", ".join(f"{x:g}: {value:.0f}" for x, value in goodput.items())
+    return Claim(
+        name=f"{panel}: share of the steps along {axis} that do not lower goodput",
+        paper=1.0,
+        ours=sum(holds) / len(holds),
+        headline=field == "rate_per_s",
+        facts=f"tokens/s in time at {curve}",
+        why=WHY[field],
+    )

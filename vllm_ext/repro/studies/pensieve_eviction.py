@@ -1,0 +1,102 @@
+"""Pensieve, Figure 3.14: which KV is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vllm_ext.repro.bench import Bench, Metrics
+from vllm_ext.repro.studies import pensieve as base
+from vllm_ext.repro.study import Claim, Findings, flat, line_plot
+
+RATES, QUICK_RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), (3.0, 4.5)
+QUICK_HOST_SHARE = 0.1
+"""Of the host's memory: in a short run little of it would be used."""
+HIT_POINTS, FEWER = 4.4, 0.146
+"""The paper's largest: percentage points of the host's hit rate, and share of recomputed tokens, against LRU."""
+UNDER_PRESSURE = 0.95
+"""LRU's hit rate below which there is something to gain."""
+HIT, COMPUTED = "host_hit_fraction", "history_computed_tokens"
+JUDGED, LRU = base.PENSIEVE, base.tiered("LRU", policy="lru")
+SHOWN = (
+    JUDGED,
+    LRU,
+    base.tiered("ARC", policy="arc"),
+    base.tiered("tail, least recently used", policy="tail"),
+    base.tiered("tail, retention value", policy="retention"),
+    base.BY_TURNS,
+    base.OURS,
+)
+
+
+@base.PAPER.study(
+    "pensieve-fig14",
+    "Figure 3.14",
+    "Retention value against LRU and ARC: host hit rate and recomputed tokens",
+    (
+        *base.DIFFERENCES,
+        "The host's hit rate is what it gave over what the device did not have: tokens loaded over tokens loaded or "
+        "computed again of histories.",
+    ),
+)
+def fig14(bench: Bench) -> Findings:
+    """What is the retention value worth against the least recently used, with leading ends dropped or tails?
+
+    Method: OPT-13B; the same server over several rates, only the eviction policy of its host memory differs; all store
+    ahead of time, load within steps, and compute across gaps; our row is beside them. The share of what left the device
+    that the host still has, and the tokens of histories that are computed again, are compared at each rate.
+    """
+    rates, duration_s = (QUICK_RATES, base.QUICK_S) if bench.quick else (RATES, base.DURATION_S)
+    share = QUICK_HOST_SHARE if bench.quick else 1.0
+    specs = {
+        (rate, c.name): base.spec(c, base.OPT_13B, rate, duration_s=duration_s, seed=bench.seed, host_share=share)
+        for rate in rates
+        for c in SHOWN
+    }
+    found = {key: figures(metrics) for key, metrics in bench.metrics(specs).items()}
+    return Findings(
+        header=("requests/s", "policy", "host hit rate", "history found", "recomputed tokens", "P90 ms/token"),
+        rows=[(*key, *one.values()) for key, one in found.items()],
+        claims=claims(*({rate: found[rate, c.name] for rate in rates} for c in (JUDGED, LRU))),
+        **flat(found, "rate_{:g}.".format, own={JUDGED.name: ""}),
+        config={**base.config(SHOWN, duration_s), "rates_per_s": list(rates), "host_share": share},
+        plots=[
+            line_plot(
+                "",
+                {c.name: [(rate, found[rate, c.name][HIT]) for rate in rates] for c in SHOWN},
+                xlabel="turns (1/s)",
+                ylabel="host hit rate",
+                title="OPT-13B, simulated A100-80GB, 220 GB in the host",
+            )
+        ],
+        workload=[base.spec(base.VLLM_2023, base.OPT_13B, 1.0, duration_s=1.0, seed=0).workload],
+    )
+
+
+def figures(metrics: Metrics) -> dict[str, float]:
+    """Return what is compared of a run."""
+    computed, loaded = metrics[COMPUTED], metrics["tier_hit_tokens"]
+    hit = loaded / max(loaded + computed, 1.0)
+    return {HIT: hit, base.FOUND: metrics[base.FOUND], COMPUTED: computed, base.P90: metrics[base.P90]}
+
+
+def claims(ours: Mapping[float, Metrics], lru: Mapping[float, Metrics]) -> list[Claim]:
+    """Compare the figures of two policies, by rate."""
+    points = {rate: 100 * (ours[rate][HIT] - lru[rate][HIT]) for rate in ours}
+    pressed = [rate for rate in ours if lru[rate][HIT] < UNDER_PRESSURE] or [max(ours)]
+    fewer = {rate: 1 - ours[rate][COMPUTED] / max(lru[rate][COMPUTED], 1.0) for rate in pressed}
+    return [
+        Claim(
+            name="host hit rate, percentage points above LRU, largest over the rates",
+            paper=HIT_POINTS,
+            ours=max(points.values()),
+            headline=True,
+            facts=", ".join(f"{rate:g}/s: {value:+.1f}" for rate, value in points.items()),
+        ),
+        Claim(
+            name="recomputed tokens fewer than LRU's, largest share where LRU hits less than 95 %",
+            paper=FEWER,
+            ours=max(fewer.values()),
+            headline=True,
+            facts=", ".join(f"{rate:g}/s: {value:+.1%}" for rate, value in fewer.items()),
+        ),
+    ]
