@@ -103,6 +103,9 @@ class PoolStep:
     def prefilling(self) -> list[RequestView]:
         return [r for r in self.running if r.num_computed_tokens < r.num_prompt_tokens]
 
+    def decoding(self) -> Iterator[RequestView]:
+        return (r for r in self.running if r.num_computed_tokens >= r.num_prompt_tokens)
+
     def waiting(self) -> Iterator[Candidate]:
         for request in self.queue:
             aged = request.req_id in self.aged

@@ -56,6 +56,16 @@ def test_free_tokens_are_what_decodes_their_drafts_and_prompts_leave() -> None:
     assert seen(rig).free_tokens == 64 - 4 * (1 + 3)
 
 
+def test_whoever_runs_either_decodes_or_has_a_half_done_prompt() -> None:
+    rig = Rig("scripted", max_num_batched_tokens=64, max_num_seqs=8)
+    for name, prompt in {"a": 10, "b": 10, "long": 200}.items():
+        rig.add(name, prompt, length=30)
+    rig.step()
+    step = seen(rig)
+    assert [r.req_id for r in step.decoding()] == ["a", "b"]
+    assert [r.req_id for r in step.prefilling()] == ["long"]
+
+
 def test_a_refusal_does_not_answer_for_another_head() -> None:
     """A small request waited for 16 steps because a large one, aborted since, had not fitted in its place."""
     rig = Rig(

@@ -143,6 +143,11 @@ class EngineStep:
         """Running requests with a part of their prompt still to compute, best rank first."""
         return [self._view(request) for request in sorted(self._prefilling, key=self._order.keys.__getitem__)]
 
+    def decoding(self) -> Iterator[RequestView]:
+        """Running requests whose prompt is computed, in no particular order."""
+        half_done = self._engine._inflight_prefills
+        return (self._view(request) for request in self._engine.running if request not in half_done)
+
     def waiting(self) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first."""
         return islice(self._candidates(), LOOK_AHEAD)

@@ -65,16 +65,14 @@ class SloPivotBudget(Budget):
         tightest = step.tbt_s(READING_TBT_S)
         if not self.every_objective:
             return tightest
-        first = next(step.waiting(), None)
-        prompts = [*step.prefilling(), *(() if first is None else (first.request,))]
-        jobs = [(victim.request, victim.request.slo.e2e_s) for victim in step.victims()]
-        return min(
-            [
-                tightest,
-                *map(_next_token_s, prompts),
-                *(job_step_s(request, jct_s) for request, jct_s in jobs if jct_s is not None),
-            ]
-        )
+        first, unfinished = next(step.waiting(), None), step.prefilling()
+        prompts = [*unfinished, *(() if first is None else (first.request,))]
+        jobs = [
+            job_step_s(request, request.slo.e2e_s)
+            for request in (*unfinished, *step.decoding())
+            if request.slo.e2e_s is not None
+        ]
+        return min([tightest, *map(_next_token_s, prompts), *jobs])
 
 
 def pivot_tokens(step: Step, objective_s: float) -> int:

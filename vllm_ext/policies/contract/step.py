@@ -180,6 +180,10 @@ class Step(Protocol):
         """Running requests with a part of their prompt still to compute, best rank first."""
         ...
 
+    def decoding(self) -> Iterator[RequestView]:
+        """Running requests whose prompt is computed, in no particular order. Cost: a view of each that is looked at."""
+        ...
+
     def waiting(self) -> Iterator[Candidate]:
         """Waiting requests that could join now, best rank first; 32 at most."""
         ...
