@@ -178,10 +178,12 @@ def test_3_when_the_engine_is_killed_every_client_is_told_and_the_server_fails(s
         ask: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
         async with server.async_client() as client:
             create = client.completions.create
-            whole = [asyncio.ensure_future(create(prompt=f"whole {i}", **ask)) for i in range(5)]
             streams = [aiter(await create(prompt=f"stream {i}", stream=True, **ask)) for i in range(3)]
             for chunks in streams:
                 await anext(chunks)
+            whole = [asyncio.ensure_future(create(prompt=f"whole {i}", **ask)) for i in range(20)]
+            # However slow this client is, it does not come too late then.
+            await asyncio.to_thread(wait_until, lambda: server.metric("vllm:num_requests_waiting") >= 8, "8 wait")
             os.kill(engine_core(server), signal.SIGKILL)
             return await asyncio.gather(*whole, *map(rest, streams), return_exceptions=True)
 
