@@ -18,9 +18,9 @@ from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision, Stalled
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import UPSTREAM, build_scheduler
+from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
-from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
 

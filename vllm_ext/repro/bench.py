@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, search
+from vllm_ext.simulation.sweep.capacity import CapacitySpec, answered, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -129,7 +129,7 @@ def _searched(
     make: Callable[[float], SimulationSpec], limits: Limits, settings: CapacitySpec, name: str
 ) -> Plan[Sustained]:
     rates = search(settings, 1.0, lambda metrics: [metric for metric, most in limits.items() if metrics[metric] > most])
-    found = yield from _answered(rates, make, name)
+    found = yield from answered(rates, make, lambda rate, outcome: _checked(outcome, f"{name} at {rate:g} requests/s"))
     low, high = found.lower, found.upper
     if low is None or high is None:
         said = " and ".join(f"{metric}<={most:g}" for metric, most in limits.items())
@@ -146,19 +146,6 @@ def _searched(
         crossing_per_s=low.rate_per_s + share * (high.rate_per_s - low.rate_per_s),
         trials=tuple(sorted(((one.rate_per_s, one.metrics) for one in found.trials), key=lambda point: point[0])),
     )
-
-
-def _answered(
-    rates: Generator[float, Metrics, Capacity], make: Callable[[float], SimulationSpec], name: str
-) -> Generator[SimulationSpec, Outcome, Capacity]:
-    rate = next(rates)
-    while True:
-        metrics = _checked((yield make(rate)), f"{name} at {rate:g} requests/s")
-        try:
-            rate = rates.send(metrics)
-        except StopIteration as stop:
-            found: Capacity = stop.value
-            return found
 
 
 def _checked(outcome: Outcome, name: str) -> Metrics:

@@ -255,7 +255,7 @@ def make_request(
     return Request(
         request_id=req_id,
         prompt_token_ids=tokens,
-        sampling_params=_sampling_params(max_tokens, extra_args, end_token_id),
+        sampling_params=greedy(max_tokens, extra_args, end_token_id),
         pooling_params=None,
         arrival_time=arrival_time,
         priority=priority,
@@ -276,7 +276,7 @@ def make_requests(
     first_token: int = 100,
 ) -> Iterator[Request]:
     """Build many like requests fast: ``prefix0``, ``prefix1``, ... share prompt and sampling parameters."""
-    params, tokens = _sampling_params(max_tokens, extra_args), list(range(first_token, first_token + prompt_tokens))
+    params, tokens = greedy(max_tokens, extra_args), list(range(first_token, first_token + prompt_tokens))
     for number in range(count):
         yield Request(
             request_id=f"{prefix}{number}",
@@ -288,9 +288,10 @@ def make_requests(
         )
 
 
-def _sampling_params(
-    max_tokens: int, extra_args: Mapping[str, Any] | None, end_token_id: int = EOS_TOKEN_ID
+def greedy(
+    max_tokens: int, extra_args: Mapping[str, Any] | None = None, end_token_id: int = EOS_TOKEN_ID
 ) -> SamplingParams:
+    """Return the sampling parameters of a request that takes the likeliest tokens, up to an end token."""
     extra = dict(extra_args) if extra_args is not None else None
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
     params.update_from_generation_config({}, end_token_id)

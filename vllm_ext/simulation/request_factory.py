@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation.cohort_request import CohortRequest
-from vllm_ext.simulation.harness import BlockHasher
+from vllm_ext.simulation.harness import BlockHasher, greedy
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.simulation.workloads import token_ids
 
 
@@ -66,7 +62,7 @@ class RequestFactory:
         return self._make(
             request_id=request.req_id,
             prompt_token_ids=self._ids(request),
-            sampling_params=_sampling_params(max_tokens, extra_args) if extra_args else _shared_params(max_tokens),
+            sampling_params=greedy(max_tokens, extra_args) if extra_args else _shared_params(max_tokens),
             pooling_params=None,
             arrival_time=request.arrival_s,
             priority=request.priority,
@@ -85,11 +81,5 @@ class RequestFactory:
         return list(request.token_ids)
 
 
-def _sampling_params(max_tokens: int, extra_args: Mapping[str, Any] | None = None) -> SamplingParams:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra_args and dict(extra_args))
-    params.update_from_generation_config({}, EOS_TOKEN_ID)
-    return params
-
-
-_shared_params = lru_cache(maxsize=4096)(_sampling_params)
+_shared_params = lru_cache(maxsize=4096)(greedy)
 """For requests that send nothing of their own, so that a million of them share a few."""

@@ -24,15 +24,12 @@ from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
+from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.tier import build_tier, connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.systems import resolve
-
-UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
-"""vLLM's own scheduling policies, by the names they have here."""
 
 _TOTALS = ("steps", "empty_steps", "contended_steps", "prefill_tokens", "decode_tokens", "preemptions")
 Progress = Callable[[float, int], None]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation import run, spec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, SpecError, parse, with_values
 from vllm_ext.simulation.sweep.capacity import CapacitySpec
 from vllm_ext.simulation.sweep.grid import RATE, SEED, SYSTEM, SweepSpec, expand
@@ -80,10 +79,6 @@ def test_options_are_left_out_for_vllm_alone() -> None:
 def test_oracle_needs_no_permission_offline() -> None:
     (point,) = expand(SweepSpec(axes={SYSTEM: ("oracle-alise",)}))
     assert point.spec.engine.options == {}
-
-
-def test_upstream_systems_are_those_of_the_simulator() -> None:
-    assert spec.UPSTREAM == run.UPSTREAM
 
 
 def test_values_are_checked_together() -> None:

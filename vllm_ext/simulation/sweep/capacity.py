@@ -17,11 +17,15 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ext.simulation.flag import Flag
+
+if TYPE_CHECKING:
+    from vllm_ext.simulation.spec import SimulationSpec
+    from vllm_ext.simulation.sweep.store import Outcome
 
 Metrics = Mapping[str, float]
 _DIGITS = 6
@@ -147,6 +151,28 @@ def search(
         if rate not in tried and rate <= settings.max_per_s:
             yield from attempt(rate)
     return Capacity(found=Found.BRACKET, lower=lower, upper=upper, trials=tuple(trials))
+
+
+def answered(
+    rates: Generator[float, Metrics, Capacity],
+    make: Callable[[float], SimulationSpec],
+    read: Callable[[float, Outcome], Metrics],
+) -> Generator[SimulationSpec, Outcome, Capacity]:
+    """Run a search to its end: from rates to descriptions, and from outcomes to metrics.
+
+    Args:
+        rates: A `search` that has not begun.
+        make: Describes the run at a rate.
+        read: Takes a rate and the outcome of its run; what it raises, of a run that failed, ends the search.
+    """
+    rate = next(rates)
+    while True:
+        metrics = read(rate, (yield make(rate)))
+        try:
+            rate = rates.send(metrics)
+        except StopIteration as stop:
+            found: Capacity = stop.value
+            return found
 
 
 def expected_runs(settings: CapacitySpec) -> int:

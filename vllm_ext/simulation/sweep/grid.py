@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.spec import SimulationSpec, SpecError, checked, with_values
-from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Metrics, search
+from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Metrics, answered, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -130,14 +130,19 @@ def _run(point: Point) -> Plan[Ran]:
 
 
 def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], list[str]]) -> Plan[Ran]:
-    """Turn rates into descriptions and outcomes into metrics, until the search or a run ends."""
     rates = search(settings, point.spec.workload.rate_per_s or 1.0, violated)
-    rate = next(rates)
-    while True:
-        outcome = yield checked(with_values(point.spec, {RATE: rate}))
-        if outcome.metrics is None:
-            return Ran(point=point, outcome=Outcome(error=f"at {rate:g} requests/s: {outcome.error}"))
-        try:
-            rate = rates.send(outcome.metrics)
-        except StopIteration as stop:
-            return Ran(point=point, outcome=outcome, capacity=stop.value)
+    try:
+        found = yield from answered(rates, lambda rate: checked(with_values(point.spec, {RATE: rate})), _metrics)
+    except _Failed as failed:
+        return Ran(point=point, outcome=Outcome(error=str(failed)))
+    return Ran(point=point, outcome=Outcome(metrics=found.trials[-1].metrics), capacity=found)
+
+
+class _Failed(Exception):
+    """A run of a search failed."""
+
+
+def _metrics(rate: float, outcome: Outcome) -> Metrics:
+    if outcome.metrics is None:
+        raise _Failed(f"at {rate:g} requests/s: {outcome.error}")
+    return outcome.metrics
