@@ -51,7 +51,10 @@ BY_DESIGN = {
     "fastserve": "preempts whoever used up its quantum, without a price; what it drops is computed again",
     "aggressive": "a twentieth of the blocks is kept from admissions",
     "past-future-published": "as past-future",
+    "accelgen-published": "who lost an objective stays urgent, and preempts answers, which lose theirs by it",
     "pensieve": "a tenth of the blocks is kept from admissions",
+    "pensieve-published": "as pensieve",
+    "pensieve-published-turns": "as pensieve",
     "past-future": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
     "auto": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
 }

@@ -14,6 +14,8 @@ from hypothesis.stateful import (
 )
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.support.laws import nine
+
 from .rig import Arrival, Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row
 from .traces import arrivals, configs, searched
@@ -57,10 +59,10 @@ def machine(row: Row) -> type[RuleBasedStateMachine]:
         def pause(self, state: PauseState) -> None:
             self.rig.pause(state)
 
-        @precondition(lambda self: hasattr(self.rig.scheduler, "update_prediction"))
+        @precondition(lambda self: hasattr(self.rig.scheduler, "update_predictions"))
         @rule(number=st.integers(0, 30), tokens=st.integers(1, 100))
         def late_prediction(self, number: int, tokens: int) -> None:
-            self.rig.scheduler.update_prediction(f"r{number}", tokens, "late")
+            self.rig.scheduler.update_predictions([[f"r{number}", nine(tokens), "late"]])
 
         @invariant()
         def books_add_up(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
+from tests.support.laws import nine
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -99,10 +100,13 @@ def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(sys
         for req_id, length in lengths.items():
             true_lengths[req_id] = length
             requests[req_id].sampling_params.extra_args["bench_output_len"] = length
-        scheduler.update_predictions([["r7", 3, 5, "retrieval"], ["r2", 180, 190, "retrieval"]])
+        scheduler.update_predictions([["r7", nine(3, 5), "retrieval"], ["r2", nine(180, 190), "retrieval"]])
         decisions = [loop.step() for _ in range(40)]
         assert len(scheduler.requests) == 12, "none has ended"
-        jobs = {r: (job.prediction, job.estimate, job.demotions) for r, job in scheduler.ledger.jobs.items()}
+        jobs = {
+            r: (job.prediction.source, job.prediction.law.quantiles(), job.estimate, job.demotions)
+            for r, job in scheduler.ledger.jobs.items()
+        }
         return decisions, jobs
 
     untouched = run({})

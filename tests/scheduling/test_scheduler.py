@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from tests.support.laws import nine
+
 from .steering import Rig, save_profile
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
@@ -135,17 +137,16 @@ def test_the_estimate_stops_at_max_tokens(cheap: dict[str, Any]) -> None:
 
 
 def test_a_new_prediction_moves_a_waiting_request(cheap: dict[str, Any]) -> None:
-    rig = Rig(options={**cheap, "admission": {"preempt": False}}, max_num_seqs=1)
+    preferred = {"sources": ["retrieval", "hint"]}
+    rig = Rig(options={**cheap, "admission": {"preempt": False}, "prediction": preferred}, max_num_seqs=1)
     rig.add("running", length=100, osl=100)
     rig.step()
     rig.add("a", osl=20)
     rig.add("b", osl=30)
     assert rig.waiting == ["a", "b"]
-    assert rig.scheduler.update_prediction("b", 5, "retrieval")
+    rows = [["b", nine(5), "retrieval"], ["unknown", nine(5), "retrieval"]]
+    assert rig.scheduler.update_predictions(rows) == 1
     assert rig.waiting == ["b", "a"]
-    assert not rig.scheduler.update_prediction("unknown", 5, "retrieval")
-    rig.drain()
-    assert rig.record("b")["prediction_source"] == "hint", "only a prior is replaced in the record"
 
 
 def test_a_new_prediction_moves_a_running_request(cheap: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def test_a_new_prediction_moves_a_running_request(cheap: dict[str, Any]) -> None
     rig.add("b", length=50)
     rig.step(2)
     assert rig.running == ["a", "b"]
-    rig.scheduler.update_prediction("b", 20, "retrieval")
+    rig.scheduler.update_predictions([["b", nine(20), "retrieval"]])
     rig.step()
     assert rig.running == ["b", "a"]
     rig.drain()
@@ -166,7 +167,7 @@ def test_a_late_prediction_below_what_was_generated_is_no_demotion(cheap: dict[s
     rig = Rig(options=cheap)
     rig.add("a", length=60)
     rig.step(33)
-    rig.scheduler.update_prediction("a", 2, "retrieval")
+    rig.scheduler.update_predictions([["a", nine(2), "retrieval"]])
     assert rig.scheduler.ledger["a"].demotions <= 1
 
 

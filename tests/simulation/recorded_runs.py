@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
+from tests.support.laws import nine
 from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
@@ -91,7 +92,7 @@ def _serve(scheduler: Any, rng: random.Random, count: int, depth: int, caching: 
             loop.step()
         if hasattr(scheduler, "ledger"):  # one of ours: a predictor speaks up, of requests that may have ended
             tokens = rng.randint(1, 40)
-            scheduler.update_predictions([[f"r{rng.randint(0, index)}-0", tokens, 2 * tokens, "retrieval"]])
+            scheduler.update_predictions([[f"r{rng.randint(0, index)}-0", nine(tokens, 2 * tokens), "retrieval"]])
         if index % 9 == 8:
             loop.abort([f"r{index - 1}-0"], while_executing=index % 2 == 0)
         if index == count // 2:

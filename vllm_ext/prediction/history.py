@@ -1,4 +1,4 @@
-"""Length history: quantiles of what recently finished requests generated, by prompt length."""
+"""Length history: the law of what recently finished requests generated, by prompt length and tag."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.prediction.law import CELLS, LengthLaw, cells
+
 if TYPE_CHECKING:
     from vllm_ext.prediction.length import LengthQuery
 
 _SHRINKAGE = 8
-"""Observations at which a bucket's quantile weighs as much as the quantile over all buckets."""
+"""Observations at which the law of a kind weighs as much as that of all."""
 _MAX_TAGS = 64
 """Clients choose tags: a bound on what they can make us keep."""
 
@@ -56,60 +58,69 @@ class Window:
         return self._sorted[low] + (position - low) * (self._sorted[high] - self._sorted[low])
 
 
-class LengthHistory:
-    """Predict a quantile of recent output lengths of requests with prompts of like length, or of the same tag.
+class _Lengths:
+    """The law of the last ``size`` lengths."""
 
-    Prompts fall into buckets by powers of two. A bucket with n observations is trusted n / (n + 8), the rest of the
-    weight goes to the quantile over all buckets, so that a rare prompt length does not follow its few examples blindly.
-    A tag's window is trusted over that in the same way. Of tags, the 64 that finished something last are held.
+    def __init__(self, size: int) -> None:
+        self._cells: deque[int] = deque(maxlen=size)
+        self._counts = np.zeros(CELLS)
+        self._law: LengthLaw | None = None
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, length: int) -> None:
+        if len(self._cells) == self._cells.maxlen:
+            self._counts[self._cells[0]] -= 1
+        cell = int(cells(length))
+        self._cells.append(cell)
+        self._counts[cell] += 1
+        self._law = None
+
+    @property
+    def law(self) -> LengthLaw:
+        if self._law is None:
+            self._law = LengthLaw(self._counts)
+        return self._law
+
+
+class LengthHistory:
+    """The law of recent output lengths of requests with prompts of like length, or of the same tag.
+
+    Prompts fall into buckets by powers of two. A bucket with n observations has the share n / (n + 8) of the law, all
+    requests have the rest, so that a rare prompt length does not follow its few examples blindly. A tag has its share
+    of that in the same way. Of tags, the 64 that finished something last are held.
 
     Source: Past-Future keeps such a window (its default is 1000 requests); buckets and tags are ours.
     """
 
     name = "history"
 
-    def __init__(self, window: int, quantile: float) -> None:
+    def __init__(self, window: int) -> None:
         self._window = window
-        self._quantile = quantile
-        self._all = Window(window)
-        self._buckets: dict[int, Window] = {}
-        self._tags: OrderedDict[str, Window] = OrderedDict()
+        self._all = _Lengths(window)
+        self._buckets: dict[int, _Lengths] = {}
+        self._tags: OrderedDict[str, _Lengths] = OrderedDict()
 
-    def predict(self, query: LengthQuery) -> int | None:
-        """Return the predicted output length in tokens, or None before anything finished."""
+    def predict(self, query: LengthQuery) -> LengthLaw | None:
+        """Return the law of the output length, or None before anything finished."""
         if not len(self._all):
             return None
-        predicted = self._all.quantile(self._quantile)
-        for window in self._special(query):
-            weight = len(window) / (len(window) + _SHRINKAGE)
-            predicted = weight * window.quantile(self._quantile) + (1 - weight) * predicted
-        return round(predicted)
-
-    def beyond(self, query: LengthQuery, generated: int) -> int | None:
-        """Return the median of the lengths above ``generated``, or None if there is none: P(l | l > generated).
-
-        Taken from the tag, else from like prompts, where enough of them were as long, else from all.
-
-        Source: Past-Future, Algorithm 1, for the condition.
-        """
-        for window in reversed(self._special(query)):
-            if window.longer(generated) >= _SHRINKAGE:
-                return round(window.quantile(0.5, generated))
-        return round(self._all.quantile(0.5, generated)) if self._all.longer(generated) else None
+        law = self._all.law
+        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
+        tagged = None if query.tag is None else self._tags.get(query.tag)
+        for kind in (bucket, tagged):
+            if kind is not None:
+                law = law.mixed(kind.law, len(kind) / (len(kind) + _SHRINKAGE))
+        return law
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Remember the output length of a finished request; the oldest one leaves a full window."""
         self._all.add(output_tokens)
         key = query.num_prompt_tokens.bit_length()
-        self._buckets.setdefault(key, Window(self._window)).add(output_tokens)
+        self._buckets.setdefault(key, _Lengths(self._window)).add(output_tokens)
         if query.tag is not None:
-            self._tags.setdefault(query.tag, Window(self._window)).add(output_tokens)
+            self._tags.setdefault(query.tag, _Lengths(self._window)).add(output_tokens)
             self._tags.move_to_end(query.tag)
             if len(self._tags) > _MAX_TAGS:
                 self._tags.popitem(last=False)
-
-    def _special(self, query: LengthQuery) -> list[Window]:
-        """The windows of the request's kind, the more telling one last; none of them is empty."""
-        bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
-        tagged = None if query.tag is None else self._tags.get(query.tag)
-        return [window for window in (bucket, tagged) if window is not None]

@@ -1,13 +1,17 @@
-"""Output-length prediction: the interface, and the sources tried in order."""
+"""Output-length prediction at arrival: the sources that answer at once, tried in order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from vllm_ext.config import PredictionConfig
 from vllm_ext.prediction.history import LengthHistory
-from vllm_ext.prediction.lognormal import LogNormal
+from vllm_ext.prediction.law import LengthLaw, Prediction
+
+_PRIOR_SPREAD = 1.0
+"""Standard deviation of the log length that nothing is known of, in nats: that of chats is 0.9 to 1.2."""
 
 
 class LengthQuery(NamedTuple):
@@ -22,22 +26,13 @@ class LengthQuery(NamedTuple):
     """Name of the application or tenant, where the client gave one."""
 
 
-class Prediction(NamedTuple):
-    """A predicted output length and where it came from."""
-
-    tokens: int
-    source: str
-    p90: int | None = None
-    """Nine in ten such requests end by here; None where the source does not say."""
-
-
 class LengthSource(Protocol):
     """One way to predict output lengths."""
 
     name: str
 
-    def predict(self, query: LengthQuery) -> int | None:
-        """Return the predicted output length in tokens, or None if this source has nothing to say."""
+    def predict(self, query: LengthQuery) -> LengthLaw | None:
+        """Return the law of the output length, or None if this source has nothing to say."""
         ...
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
@@ -46,20 +41,20 @@ class LengthSource(Protocol):
 
 
 class HintSource:
-    """The client's own expectation (``osl``)."""
+    """The client's own expectation (``osl``), taken at its word."""
 
     name = "hint"
 
-    def predict(self, query: LengthQuery) -> int | None:
+    def predict(self, query: LengthQuery) -> LengthLaw | None:
         """Return the client's expected output length, if it gave one."""
-        return query.osl
+        return None if query.osl is None else LengthLaw.point(query.osl)
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Nothing to learn: a client that errs is caught by demotion."""
 
 
 class LengthPredictor:
-    """Asks the sources in order of preference; a constant prior answers when none does."""
+    """Asks the sources in order of preference; where none answers, a prior does."""
 
     def __init__(
         self, sources: Sequence[LengthSource], prior_tokens: int, preference: Sequence[str] | None = None
@@ -68,11 +63,11 @@ class LengthPredictor:
 
         Args:
             sources: Those that answer at once.
-            prior_tokens: Output length assumed where none answers.
+            prior_tokens: Median output length assumed where none answers.
             preference: Names of all sources, best first, those included that answer later; None for ``sources`` alone.
         """
         self.sources = tuple(sources)
-        self.prior_tokens = prior_tokens
+        self._prior = LengthLaw.lognormal(math.log(prior_tokens), _PRIOR_SPREAD)
         self._preference = tuple(s.name for s in sources) if preference is None else tuple(preference)
 
     @classmethod
@@ -83,18 +78,18 @@ class LengthPredictor:
         """
         makers: dict[str, Callable[[], LengthSource]] = {
             "hint": HintSource,
-            "history": lambda: LengthHistory(config.window, config.quantile),
+            "history": lambda: LengthHistory(config.window),
         }
         at_once = [makers[name]() for name in config.sources if name in makers]
         return cls(at_once, config.prior_tokens, config.sources)
 
     def predict(self, query: LengthQuery) -> Prediction:
-        """Return a prediction of at least 1 and at most ``query.max_tokens`` tokens."""
+        """Return the law of a length of at most ``query.max_tokens`` tokens."""
         for source in self.sources:
-            tokens = source.predict(query)
-            if tokens is not None:
-                return Prediction(max(1, min(tokens, query.max_tokens)), source.name)
-        return Prediction(max(1, min(self.prior_tokens, query.max_tokens)), "prior")
+            law = source.predict(query)
+            if law is not None:
+                return Prediction(law.capped(query.max_tokens), source.name)
+        return Prediction(self._prior.capped(query.max_tokens), "prior")
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Tell every source how long a finished request became."""
@@ -102,20 +97,6 @@ class LengthPredictor:
             source.observe(query, output_tokens)
 
     def prefers(self, name: str, to: str) -> bool:
-        """Whether a source is preferred to the one a prediction came from; to the prior and to strangers always."""
+        """Whether a source is preferred to the one a prediction came from; to the prior always, to the oracle never."""
         order = self._preference
-        return name in order and (to not in order or order.index(name) < order.index(to))
-
-    def beyond(self, query: LengthQuery, prediction: Prediction, generated: int) -> int | None:
-        """Return the median length of a request that outlived its prediction, in tokens; None if nobody can tell.
-
-        A prediction with a P90 is a log-normal distribution; one of the history is a window of lengths. What was
-        generated conditions either. At least ``generated + 1``; the client's bound is left to the caller.
-        """
-        if prediction.p90 is not None:
-            law = LogNormal.through(prediction.tokens, max(prediction.p90, prediction.tokens))
-            return max(generated + 1, round(law.quantile_beyond(0.5, generated)))
-        for source in self.sources:
-            if source.name == prediction.source and isinstance(source, LengthHistory):
-                return source.beyond(query, generated)
-        return None
+        return to != "oracle" and name in order and (to not in order or order.index(name) < order.index(to))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config import RETRIEVAL, SloConfig
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
 from vllm_ext.policies.contract import RequestView
 from vllm_ext.prediction.history import Window
-from vllm_ext.prediction.length import LengthPredictor, LengthQuery, Prediction
+from vllm_ext.prediction.law import LengthLaw, Prediction
+from vllm_ext.prediction.length import LengthPredictor, LengthQuery
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.runtime import RuntimeModel
 from vllm_ext.scheduling.pace import PaceTracker
 from vllm_ext.slo import NO_SLO, Slo, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.v1.request import Request
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _NO_DEFAULTS = SloConfig()
-_UNKNOWN = Prediction(1, "prior")
+_UNKNOWN = Prediction(LengthLaw.point(1), "prior")
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,7 @@ class Job:
     hints: RequestHints
     query: LengthQuery = field(init=False)
     prediction: Prediction = _UNKNOWN
-    """Prediction made of the prompt, kept for the record."""
+    """Made of the prompt: what the estimate follows, and the record keeps."""
     slo: Slo = NO_SLO
     missed: bool = False
     """Whether an objective was missed already; gaps between steps are not looked at."""
@@ -79,6 +80,7 @@ class Ledger:
         runtime: RuntimeModel,
         *,
         use_oracle: bool,
+        quantile: float = 0.5,
         refresh: str = "double",
         slo: SloConfig = _NO_DEFAULTS,
         window: int = 1000,
@@ -88,6 +90,7 @@ class Ledger:
         self.finished_lengths = Window(window)
         """Output lengths of the requests that finished last, whoever they were."""
         self._slo = slo
+        self._quantile = quantile
         self._conditional = refresh == "conditional"
         self.runtime = runtime
         self.use_oracle = use_oracle
@@ -121,10 +124,10 @@ class Ledger:
         job.slo = resolve(hints, request.num_prompt_tokens, self._slo)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
-            job.prediction = Prediction(max(1, min(true_length, request.max_tokens)), "oracle")
+            law = LengthLaw.point(max(true_length, 1)).capped(job.query.max_tokens)
+            self._follow(job, Prediction(law, "oracle"))
         else:
-            job.prediction = self.predictor.predict(job.query)
-        job.estimate = job.prediction.tokens
+            self._follow(job, self.predictor.predict(job.query))
         self.jobs[request.request_id] = job
         return problem
 
@@ -164,9 +167,8 @@ class Ledger:
     def outlived(self, job: Job) -> int:
         """Raise the estimate of a job that generated all it was predicted to, and demote it; return by how much.
 
-        Doubled, as published, or as the distribution behind the prediction says, given what was generated (option
-        ``prediction.refresh``); where none is known, doubled. ``max_tokens`` caps both; a job at that bound is about to
-        end.
+        Doubled, as published, or as the law of its length says, given what was generated (option
+        ``prediction.refresh``). ``max_tokens`` caps both; a job at that bound is about to end.
 
         Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
         length".
@@ -178,30 +180,34 @@ class Ledger:
         job.demotions += times
         return times
 
-    def correct(self, job: Job, tokens: int, source: str, p90: int | None = None) -> None:
-        """Take over a better prediction of the output length, in tokens.
+    def correct(self, rows: Iterable[Sequence[Any]]) -> list[Job]:
+        """Take over better predictions, of request id, quantiles in tokens at `law.LEVELS`, and source.
 
-        One that the job has outlived already is raised as it would have been by now. The record keeps what the client
-        said of its request, unless the predictor is preferred, and otherwise the better prediction: it was made of the
-        prompt alone as well.
+        One that the job has outlived already is raised as it would have been by now. The record keeps the better one,
+        too: it was made of the prompt alone as well.
+
+        Returns:
+            Jobs whose prediction was replaced. Not those that are gone, or whose source is preferred to the predictor;
+            what is no prediction is passed over.
         """
-        better = Prediction(max(1, min(tokens, job.query.max_tokens)), source, p90)
-        said_by = job.prediction.source
-        if said_by not in ("hint", "oracle") or self.predictor.prefers(RETRIEVAL, said_by):
-            job.prediction = better
-        generated: int = job.request.num_output_tokens
-        estimate = better.tokens
-        if generated >= estimate:
-            estimate, _ = self._beyond(job, estimate, generated)
-        self._revise(job, estimate)
+        corrected = []
+        for req_id, quantiles, source in rows:
+            job = self.jobs.get(req_id)
+            if job is None or not self.predictor.prefers(RETRIEVAL, job.prediction.source):
+                continue
+            try:
+                law = LengthLaw.through(quantiles)
+            except (TypeError, ValueError):
+                continue
+            self._follow(job, Prediction(law.capped(job.query.max_tokens), source))
+            corrected.append(job)
+        return corrected
 
     def _beyond(self, job: Job, estimate: int, generated: int) -> tuple[int, int]:
         """Return an estimate above ``generated``, or the job's bound, and the number of levels it is worth."""
-        if self._conditional:
-            found = self.predictor.beyond(job.query, job.prediction, generated)
-            if found is not None:
-                return min(max(found, generated + 1), job.query.max_tokens), 1
         times = 0
+        if self._conditional:
+            estimate, times = max(job.prediction.law.quantile(self._quantile, generated), generated + 1), 1
         while estimate <= generated:
             estimate *= 2
             times += 1
@@ -210,12 +216,16 @@ class Ledger:
     def _renew(self, job: Job) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
         job.ask_again()
-        self._revise(job, self.predictor.predict(job.query).tokens)
+        self._follow(job, self.predictor.predict(job.query))
 
-    @staticmethod
-    def _revise(job: Job, tokens: int) -> None:
-        """Set the estimate of a job that may have begun: more than it generated, and at most its bound."""
-        job.estimate = max(1, min(max(tokens, job.request.num_output_tokens + 1), job.query.max_tokens))
+    def _follow(self, job: Job, prediction: Prediction) -> None:
+        """Estimate the length of a job by this from now on: more than it generated, and at most its bound."""
+        job.prediction = prediction
+        generated: int = job.request.num_output_tokens
+        job.estimate = prediction.law.quantile(self._quantile)
+        if generated >= job.estimate:
+            job.estimate, _ = self._beyond(job, job.estimate, generated)
+        job.estimate = max(1, min(job.estimate, job.query.max_tokens))
 
     def view(self, job: Job) -> RequestView:
         """Return the snapshot of a job."""

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.config import KEY, RETRIEVAL, parse
+from vllm_ext.config import KEY, parse
 from vllm_ext.kv.step_loads import Engine
 from vllm_ext.patches import registry
 from vllm_ext.policies.contract import NO_PLAN, Rank, StepPlan, check_rank
@@ -80,6 +80,7 @@ class SteeredScheduler(GapScheduler):
             predictor,
             runtime,
             use_oracle=self.policies.system.oracle or "oracle" in config.prediction.sources,
+            quantile=config.prediction.quantile,
             refresh=config.prediction.refresh,
             slo=config.slo,
             window=self.policies.history or config.prediction.window,
@@ -255,32 +256,18 @@ class SteeredScheduler(GapScheduler):
         """Take over predictions that a predictor made beside the engine, where they are preferred to what is known.
 
         Args:
-            rows: Of request id, predicted output length, its P90 (tokens), and who said so.
+            rows: Of request id, quantiles of its output length (tokens, at `law.LEVELS`), and who said so.
 
         Returns:
             How many were taken over. Requests that ended meanwhile are passed over, as is what is no prediction.
         """
-        taken = 0
-        for req_id, tokens, p90, source in rows:
-            job = self.ledger.get(req_id)
-            if job is None or not self.ledger.predictor.prefers(RETRIEVAL, job.prediction.source):
-                continue
-            if not (isinstance(tokens, int) and isinstance(p90, int) and 1 <= tokens <= p90):
-                continue
-            taken += self.update_prediction(req_id, tokens, source, p90)
-        self.observer.counters.late_predictions += taken
-        return taken
-
-    def update_prediction(self, req_id: str, tokens: int, source: str, p90: int | None = None) -> bool:
-        """Correct the predicted output length of a request, in tokens; False if the request is gone."""
-        job = self.ledger.get(req_id)
-        if job is None:
-            return False
-        self.ledger.correct(job, tokens, source, p90)
+        corrected = self.ledger.correct(rows)
         if self._steers:
-            self.ranked.rerank(job.request)
-            self.running_order.rerank(job.request)
-        return True
+            for job in corrected:
+                self.ranked.rerank(job.request)
+                self.running_order.rerank(job.request)
+        self.observer.counters.late_predictions += len(corrected)
+        return len(corrected)
 
     def _preempt_by_policy(self, request: Request) -> None:
         self.preempt_now(request, "policy", drop_output=self.requires_kv_delivery)

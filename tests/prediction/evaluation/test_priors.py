@@ -31,7 +31,7 @@ def test_bucket_history_tells_short_prompts_from_long_ones() -> None:
     prior = BucketHistory()
     prior.fit(examples([4, 1000] * 200, [10, 300] * 200))
     said = prior.predict(examples([5, 900], [1, 1]).prompts)
-    assert said.tokens.tolist() == [16, 294]  # 200 / 208 of the bucket's, the rest of all: (10 or 300, and 155)
+    assert said.tokens.tolist() == pytest.approx([10, 300], rel=0.1)
     assert (said.p90 >= said.tokens).all()
 
 

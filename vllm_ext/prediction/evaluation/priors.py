@@ -8,6 +8,7 @@ from vllm_ext.prediction.evaluation.measures import Predicted
 from vllm_ext.prediction.evaluation.predictor import LEVELS, constant, whole
 from vllm_ext.prediction.evaluation.rows import Examples, Ints, Prompts
 from vllm_ext.prediction.history import LengthHistory
+from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.prediction.length import LengthQuery
 
 WINDOW = 1000
@@ -42,22 +43,22 @@ class BucketHistory:
     name = "bucket-history"
 
     def __init__(self) -> None:
-        self._by_level = [LengthHistory(WINDOW, level) for level in LEVELS]
+        self._history = LengthHistory(WINDOW)
 
     def fit(self, train: Examples) -> None:
         """Start anew from the lengths, oldest first."""
-        self._by_level = [LengthHistory(WINDOW, level) for level in LEVELS]
+        self._history = LengthHistory(WINDOW)
         for tokens, length in zip(train.prompts.tokens.tolist(), train.lengths.tolist(), strict=True):
             self.observe(tokens, length)
 
     def observe(self, prompt_tokens: int, length: int) -> None:
         """Remember one more finished request."""
-        for history in self._by_level:
-            history.observe(_query(prompt_tokens), length)
+        self._history.observe(_query(prompt_tokens), length)
 
     def predict(self, prompts: Prompts) -> Predicted:
-        """Ask the histories of both quantiles; before anything finished they say 1."""
-        found = [[h.predict(_query(n)) or 1 for h in self._by_level] for n in prompts.tokens.tolist()]
+        """Ask the history; before anything finished it says 1."""
+        laws = [self._history.predict(_query(n)) or LengthLaw.point(1) for n in prompts.tokens.tolist()]
+        found = [[law.quantile(level) for level in LEVELS] for law in laws]
         quantiles = np.array(found, dtype=np.float64).reshape(-1, 2)
         return whole(quantiles[:, 0], quantiles[:, 1])
 

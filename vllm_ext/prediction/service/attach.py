@@ -7,6 +7,7 @@ offline. Hints go to the engine core by a utility call, over the socket on which
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from vllm_ext.config import KEY, RETRIEVAL, ExtConfig, parse
 from vllm_ext.observability.predictor_metrics import PredictorMetrics
 from vllm_ext.observability.records import OWN_ENDS
 from vllm_ext.prediction.folder import default_folder
+from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.prediction.prompt_text import PromptText
 from vllm_ext.prediction.service.client import LateHint, PredictionService
 from vllm_ext.prediction.service.link import Link
@@ -281,8 +283,15 @@ def _by_engine(client: Any, hints: Sequence[LateHint]) -> dict[bytes, list[list[
     for hint in hints:
         known = at.get(hint.req_id)
         for identity in client.core_engines if known is None else (known,):
-            found.setdefault(identity, []).append(list(hint))
+            found.setdefault(identity, []).append(_row(hint))
     return found
+
+
+def _row(hint: LateHint) -> list[object]:
+    """Return what `SteeredScheduler.update_predictions` takes."""
+    spread = max(math.log(hint.p90 / hint.tokens) / 1.2816, 1e-3)
+    law = LengthLaw.lognormal(math.log(hint.tokens), spread) if hint.p90 > hint.tokens else LengthLaw.point(hint.tokens)
+    return [hint.req_id, list(law.quantiles()), hint.source]
 
 
 # --- offline use ------------------------------------------------------------------------------------------------------
@@ -293,7 +302,7 @@ def deliver_offline(engine: LLMEngine) -> None:
     made = attached(engine.output_processor)
     if made is None or not (hints := made.service.poll()):
         return
-    rows = [list(hint) for hint in hints]
+    rows = [_row(hint) for hint in hints]
     client: Any = engine.engine_core
     core = getattr(client, "engine_core", None)
     if core is not None:  # in this process
