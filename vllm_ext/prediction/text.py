@@ -157,7 +157,7 @@ def rendered_turns(prompt: str, tokenizer: Any) -> list[dict[str, str]] | None:
 @lru_cache(maxsize=4)  # a server has one tokenizer, or one per adapter
 def _marks(tokenizer: Any) -> re.Pattern[str] | None:
     """Return a pattern of the special tokens, the longer ones first, in a group; None without any."""
-    added = getattr(tokenizer, "get_added_vocab", dict)()
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     found = {str(token) for token in (*added, *getattr(tokenizer, "all_special_tokens", ())) if str(token).strip()}
     return re.compile(f"({'|'.join(map(re.escape, sorted(found, key=len, reverse=True)))})") if found else None
 
