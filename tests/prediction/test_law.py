@@ -91,8 +91,12 @@ def test_a_log_normal_has_its_quantiles_and_moments(mu: float, sigma: float) -> 
 @given(st.lists(st.integers(1, 10**6), min_size=len(LEVELS), max_size=len(LEVELS)).map(sorted))
 def test_nine_quantiles_carry_a_law(quantiles: list[int]) -> None:
     law = LengthLaw.through(quantiles)
-    for said, true in zip(law.quantiles(), quantiles, strict=True):
+    assert law.quantiles() == tuple(quantiles)
+    again = LengthLaw(law.mass, law.edges)
+    for said, true in zip(again.quantiles(), quantiles, strict=True):
         assert abs(int(cells(said)) - int(cells(true))) <= 1
+    most = max(1, quantiles[4])
+    assert law.capped(most).quantiles() == tuple(min(each, most) for each in quantiles)
 
 
 def test_a_law_survives_its_message() -> None:

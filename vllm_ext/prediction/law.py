@@ -64,6 +64,8 @@ class LengthLaw:
         self.most = most
         self._stopped = 0.0
         """Probability of exactly ``most``: of those that the bound stops."""
+        self._known: dict[float, int] = {}
+        """Quantiles that it was made of: these are exact, whatever the cells."""
 
     # --- made of ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +123,9 @@ class LengthLaw:
             levels.append(1.0)
         reached = np.interp(_log(EDGES), _log(at), levels)
         reached[0], reached[-1] = 0.0, 1.0
-        return cls(np.diff(reached))
+        law = cls(np.diff(reached))
+        law._known = dict(zip(LEVELS, quantiles, strict=True))
+        return law
 
     def mixed(self, other: LengthLaw, weight: float) -> LengthLaw:
         """Return the law of a choice: ``other`` with probability ``weight``, else this one. Neither may be a point."""
@@ -139,6 +143,7 @@ class LengthLaw:
         mass[at + 1 :] = 0
         capped = LengthLaw(mass, most=max_tokens)
         capped._stopped = self.survival(max_tokens)
+        capped._known = self._known
         return capped
 
     # --- asked for --------------------------------------------------------------------------------------------------
@@ -171,6 +176,8 @@ class LengthLaw:
             q: 0 to 1.
             beyond: Tokens generated so far.
         """
+        if not beyond and q in self._known:
+            return min(self._known[q], self.most)
         left = self.survival(beyond)
         if left <= 0:
             return 2 * beyond

@@ -25,7 +25,7 @@ from vllm_ext.config import KEY, RETRIEVAL, ExtConfig, parse
 from vllm_ext.observability.predictor_metrics import PredictorMetrics
 from vllm_ext.observability.records import OWN_ENDS
 from vllm_ext.prediction.folder import default_folder
-from vllm_ext.prediction.law import LengthLaw
+from vllm_ext.prediction.law import LEVELS
 from vllm_ext.prediction.prompt_text import PromptText
 from vllm_ext.prediction.service.client import LateHint, PredictionService
 from vllm_ext.prediction.service.link import Link
@@ -46,6 +46,8 @@ _ATTRIBUTE = "_vllm_ext_prediction"
 _POLL_S = 0.25
 _LONGEST_PLACE = 64
 _DEFER_S = 0.1
+_Z = (-2.054, -1.2816, -0.6745, 0.0, 0.5244, 0.8416, 1.2816, 1.6449, 2.3263)
+"""Standard normal quantiles at `LEVELS`."""
 
 
 class Attached:
@@ -289,9 +291,8 @@ def _by_engine(client: Any, hints: Sequence[LateHint]) -> dict[bytes, list[list[
 
 def _row(hint: LateHint) -> list[object]:
     """Return what `SteeredScheduler.update_predictions` takes."""
-    spread = max(math.log(hint.p90 / hint.tokens) / 1.2816, 1e-3)
-    law = LengthLaw.lognormal(math.log(hint.tokens), spread) if hint.p90 > hint.tokens else LengthLaw.point(hint.tokens)
-    return [hint.req_id, list(law.quantiles()), hint.source]
+    spread = math.log(hint.p90 / hint.tokens) / _Z[LEVELS.index(0.9)]
+    return [hint.req_id, [max(1, round(hint.tokens * math.exp(spread * z))) for z in _Z], hint.source]
 
 
 # --- offline use ------------------------------------------------------------------------------------------------------
