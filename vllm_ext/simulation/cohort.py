@@ -16,12 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.simulation.cohort_copies import HiddenCopies
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
 from vllm_ext.simulation.cohort_step import Launch, QuietOutput, merged, together
 from vllm_ext.simulation.decision import Decision
@@ -59,6 +61,8 @@ class Cohort(AsyncScheduler):
         self.running: list[CohortRequest]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
+        self._everybody = self.running
+        self._copies: HiddenCopies | None = None
         self._lengths: Mapping[str, int] | None = None
         self._told: Callable[[str, int, int], None] = lambda *_: None
 
@@ -71,8 +75,9 @@ class Cohort(AsyncScheduler):
                 of while it was hidden; steps are counted as their outputs are processed.
         """
         config = self.vllm_config
+        connector = self.connector
         plain = (
-            self.connector is None
+            (connector is None or isinstance(connector, OffloadingConnector))
             and self.ec_connector is None
             and config.lora_config is None
             and config.speculative_config is None
@@ -82,6 +87,7 @@ class Cohort(AsyncScheduler):
         )
         if plain:
             self._lengths, self._told = lengths, told
+            self._copies = None if connector is None else HiddenCopies(connector)
 
     @property
     def num_hidden(self) -> int:
@@ -94,7 +100,10 @@ class Cohort(AsyncScheduler):
         """As vLLM's; the output's ``num_scheduled_tokens`` names the hidden last."""
         step = self._ticks.scheduled
         self._show_due(step)
-        filling = any(request.hidden and request.fills_at == step for request in self._filling.pop(step, ()))
+        filling = [request for request in self._filling.pop(step, ()) if request.hidden and request.fills_at == step]
+        if self._copies is not None:  # the connector follows who gets a block
+            for request in filling:
+                self._show(request)
         if self._hidden and (
             throttle_prefills
             or self._pause_state != PauseState.UNPAUSED
@@ -125,7 +134,10 @@ class Cohort(AsyncScheduler):
         if needed > free and self._hidden:
             for request in filling:
                 self._show(request)
-            self._show_tail(needed - free)
+            if self._copies is None:
+                self._show_tail(needed - free)
+            else:  # blocks may come back later, and whoever stands behind must wait for them
+                self._show_all()
             shown, filling = self._split(step)
         for request in filling:
             self._fill(request)
@@ -199,17 +211,24 @@ class Cohort(AsyncScheduler):
             self.finished_req_ids = set()
         if preempted:
             self.reset_preempted_req_ids = set()
+        output = QuietOutput(self._hidden_tokens(), finished, preempted)
+        if self.connector is not None:
+            self._everybody = self.running
+            output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
+        self.sched_step_seq += self.defer_block_free
         self._ticks.scheduled += 1
-        return QuietOutput(self._hidden_tokens(), finished, preempted, self._launch(step, {}))
+        output.launch = self._launch(step, {})
+        return output
 
     def _step_of(self, step: int, shown: list[Request], throttle_prefills: bool) -> SchedulerOutput:
         """Let vLLM schedule a step of those who are shown, with the tokens and seats that the others leave."""
         hidden = len(self._hidden)
         self.prev_step_scheduled_req_ids.update(r.request_id for r in self._shown if r.status == RequestStatus.RUNNING)
+        everybody = self._everybody = self.running
         if not hidden:
             output = super().schedule(throttle_prefills)
         else:
-            everybody, self.running = self.running, shown.copy()
+            self.running = shown.copy()
             config = self.scheduler_config
             limits = (
                 self.max_num_scheduled_tokens,
@@ -225,6 +244,8 @@ class Cohort(AsyncScheduler):
                 self._limit(*limits)
                 self._out_of_sight = 0
                 self.running = merged(everybody, shown, self.running)
+            if not output.num_scheduled_tokens:  # vLLM counts steps with tokens
+                self.sched_step_seq += self.defer_block_free
         self._ticks.scheduled += 1
         tokens = output.num_scheduled_tokens
         launch = self._launch(step, tokens)
@@ -233,6 +254,18 @@ class Cohort(AsyncScheduler):
             output.total_num_scheduled_tokens += hidden
         setattr(output, "launch", launch)  # noqa: B010 - not an attribute of vLLM's class
         return output
+
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        if self._copies is None:
+            return super()._build_kv_connector_meta(connector, scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        shown = {} if isinstance(scheduler_output, QuietOutput) else scheduled
+        told = scheduler_output.num_scheduled_tokens = self._copies.told(shown, self._everybody, self._hidden)
+        try:
+            return super()._build_kv_connector_meta(connector, scheduler_output)
+        finally:
+            scheduler_output.num_scheduled_tokens = scheduled
+            self._copies.built(told)
 
     def _limit(self, tokens: int, active: int, running: int, batched: int) -> None:
         self.max_num_scheduled_tokens = tokens
@@ -253,20 +286,8 @@ class Cohort(AsyncScheduler):
     def execute(self, output: Any, runner: TokenRunner) -> tuple[ModelRunnerOutput, StepShape]:
         """Run a step that was just scheduled: the tokens of those who were shown, and the shape of the whole step."""
         launch: Launch = output.launch
-        hidden, context = launch.hidden, launch.context_tokens
         model_output, shape = runner.execute(launch.shown, self.requests, layouts_of(output))
-        if hidden:
-            requests, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
-            shape = StepShape(
-                requests + hidden,
-                tokens + hidden,
-                decodes + hidden,
-                sampled + hidden,
-                decode_context + context,
-                prefill_context,
-                pairs,
-            )
-        return model_output, shape
+        return model_output, launch.shape(shape) if launch.hidden else shape
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
         """Let vLLM process the tokens of those who are shown now; the others' are counted."""
@@ -276,13 +297,17 @@ class Cohort(AsyncScheduler):
         if late:
             tokens, model_runner_output = together(launch, tokens, late, model_runner_output)
         outputs: Any = {}
-        if tokens or not isinstance(scheduler_output, QuietOutput):
+        quiet = isinstance(scheduler_output, QuietOutput) and model_runner_output.kv_connector_output is None
+        if tokens or not quiet:
             whole = scheduler_output.num_scheduled_tokens
             scheduler_output.num_scheduled_tokens = tokens
             try:
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
             finally:
                 scheduler_output.num_scheduled_tokens = whole
+        elif self.defer_block_free:
+            self.processed_step_seq += 1
+            self._drain_deferred_frees()
         ticks = self._ticks
         ticks.processed += 1
         if self._shown:
@@ -324,6 +349,8 @@ class Cohort(AsyncScheduler):
         if last < ticks.scheduled + _WORTH_HIDING:
             return
         request.fills_at = ticks.scheduled + self._steps_to_fill(request.num_computed_tokens)
+        if self._copies is not None and request.fills_at == ticks.scheduled:
+            return
         request.shows_at = last
         request.hide()
         self._offsets += request.offset
@@ -339,9 +366,12 @@ class Cohort(AsyncScheduler):
         self._catch_up(request)
         self._offsets -= request.offset
         request.unhide()
+        request.last_sched_seq = self.sched_step_seq
         del self._hidden[request.request_id]
         self._quiet = None
         self._shown.append(request)
+        if self._copies is not None:
+            self._copies.shown(request)
 
     def _catch_up(self, request: CohortRequest) -> None:
         since = request.counted_to

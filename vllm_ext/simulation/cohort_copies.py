@@ -1,0 +1,83 @@
+"""What a KV connector is told of the requests that a `Cohort` hides: those whose KV it might copy in the step.
+
+Whoever fills a KV block or takes one is shown to vLLM's scheduler in that step, and so to the connector. Of the others
+nothing is new, and a connector looks at them for one of these reasons only:
+
+- a chunk is full whose copy was refused, since the host's memory was: it is asked for in each step (``early`` stores);
+- the request will be preempted soon (``late`` and ``ahead``);
+- running requests have filled the device (``ahead``): each of them may have chunks that are copied now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.request import Request
+
+from vllm_ext.kv.scheduler_side import TierScheduler
+
+
+class HiddenCopies:
+    """A connector's view of those who are hidden.
+
+    Args:
+        connector: vLLM's offloading connector, or ours.
+    """
+
+    def __init__(self, connector: OffloadingConnector) -> None:
+        self._side: Any = connector.connector_scheduler
+        self._tier = self._side if isinstance(self._side, TierScheduler) else None
+        self._early = self._tier is None or self._tier.stores_early
+        self._refused: set[str] = set()
+
+    def told(
+        self, scheduled: Mapping[str, int], running: Iterable[Request], hidden: Mapping[str, Any]
+    ) -> Mapping[str, int]:
+        """Return the tokens of a step by request, as far as the connector must know them, in vLLM's order.
+
+        Args:
+            scheduled: Those of the requests that are shown, and of those that join.
+            running: All who ran before the step, in their order.
+            hidden: Who is hidden, by id.
+        """
+        wanted = self._wanted(hidden)
+        if not wanted:
+            return scheduled
+        told = {}
+        for request in running:
+            req_id = request.request_id
+            if req_id in scheduled:
+                told[req_id] = scheduled[req_id]
+            elif req_id in wanted:
+                told[req_id] = 1
+        return told | scheduled  # who joins stands last
+
+    def _wanted(self, hidden: Mapping[str, Any]) -> Iterable[str]:
+        if self._early:
+            return self._refused & hidden.keys()
+        assert self._tier is not None
+        return hidden if self._tier.looks_at_all else self._tier.leaving & hidden.keys()
+
+    def built(self, told: Mapping[str, int]) -> None:
+        """Note whose chunks were refused, of those the connector was told of in the step that was just built."""
+        if self._early:
+            self._refused = {req_id for req_id, tokens in told.items() if self._has_chunks_left(req_id, tokens)}
+
+    def _has_chunks_left(self, req_id: str, scheduled: int) -> bool:
+        side = self._side
+        status = side._req_status.get(req_id)
+        if status is None:
+            return False
+        tokens = side._calc_num_offloadable_tokens(status, status.req.num_computed_tokens + scheduled)
+        return any(
+            status.storable_chunks(config, state, tokens) > state.next_stored_chunk_idx
+            for config, state in zip(side.config.kv_group_configs, status.group_states, strict=True)
+        )
+
+    def shown(self, request: Request) -> None:
+        """Let the connector know how far a request has come that is hidden no more."""
+        if not self._early:
+            assert self._tier is not None
+            self._tier.note_front(request.request_id, request.num_computed_tokens)
