@@ -6,6 +6,9 @@ engine. What is shown is scheduled by vLLM, unchanged, with the tokens and seats
 whose last KV block is full gets the next one from vLLM's own `allocate_slots`, in the order in which vLLM would have
 asked. A step in which nobody is shown, and nobody could join, isn't given to vLLM at all.
 
+A KV connector may copy what fills a block, and follows who gets one: with a connector, both are shown in that step. It
+plans its copies in each step, also in those that aren't given to vLLM; whom it is told of says `cohort_copies`.
+
 Every decision, and every number that a policy reads, is what it is without: `tests/simulation/test_cohort.py`.
 """
 
@@ -25,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.kv.gap_layout import layouts_of
 from vllm_ext.simulation.cohort_copies import HiddenCopies
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
-from vllm_ext.simulation.cohort_step import Launch, QuietOutput, merged, together
+from vllm_ext.simulation.cohort_step import Launch, QuietOutput, limits_less, merged, most_blocks, together
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
@@ -74,8 +77,7 @@ class Cohort(AsyncScheduler):
             told: Called with a request's id, and the first step and the one after the last whose output it got a token
                 of while it was hidden; steps are counted as their outputs are processed.
         """
-        config = self.vllm_config
-        connector = self.connector
+        config, connector = self.vllm_config, self.connector
         plain = (
             (connector is None or isinstance(connector, OffloadingConnector))
             and self.ec_connector is None
@@ -130,14 +132,12 @@ class Cohort(AsyncScheduler):
             self._show(self.running[-1])
             shown, filling = self._split(step)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        needed = len(filling) + sum(map(self._most_blocks, shown))
+        budget, size = self.max_num_scheduled_tokens, self.block_size
+        needed = len(filling) + sum([most_blocks(request, budget, size) for request in shown])
         if needed > free and self._hidden:
             for request in filling:
                 self._show(request)
-            if self._copies is None:
-                self._show_tail(needed - free)
-            else:  # blocks may come back later, and whoever stands behind must wait for them
-                self._show_all()
+            self._show_tail(needed - free)
             shown, filling = self._split(step)
         for request in filling:
             self._fill(request)
@@ -166,17 +166,10 @@ class Cohort(AsyncScheduler):
             shown.append(request)
         return shown, filling
 
-    def _most_blocks(self, request: Request) -> int:
-        """Return the most KV blocks that a running request could take in a step."""
-        if not request.is_prefill_chunk:
-            return 1
-        left = min(request.num_tokens - request.num_computed_tokens, self.max_num_scheduled_tokens)
-        blocks: int = left // self.block_size + 2
-        return blocks
-
     def _show_tail(self, blocks: int) -> None:
         """Show as many of the last as vLLM could preempt for so many blocks."""
-        if self.scheduler_config.policy != "fcfs":  # the victims are not the last
+        # With a connector blocks may come back too late, and whoever stands behind has to wait for them.
+        if self._copies is not None or self.scheduler_config.policy != "fcfs":  # else the victims are the last
             self._show_all()
             return
         held = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
@@ -207,10 +200,7 @@ class Cohort(AsyncScheduler):
         self.current_step += 1
         self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
         finished, preempted = self.finished_req_ids, self.reset_preempted_req_ids
-        if finished:
-            self.finished_req_ids = set()
-        if preempted:
-            self.reset_preempted_req_ids = set()
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         output = QuietOutput(self._hidden_tokens(), finished, preempted)
         if self.connector is not None:
             self._everybody = self.running
@@ -229,19 +219,11 @@ class Cohort(AsyncScheduler):
             output = super().schedule(throttle_prefills)
         else:
             self.running = shown.copy()
-            config = self.scheduler_config
-            limits = (
-                self.max_num_scheduled_tokens,
-                self.max_num_active_reqs,
-                self.max_num_running_reqs,
-                config.max_num_batched_tokens,
-            )
-            self._limit(*(limit - hidden for limit in limits))
             self._out_of_sight = hidden
             try:
-                output = super().schedule(throttle_prefills)
+                with limits_less(self, hidden):
+                    output = super().schedule(throttle_prefills)
             finally:
-                self._limit(*limits)
                 self._out_of_sight = 0
                 self.running = merged(everybody, shown, self.running)
             if not output.num_scheduled_tokens:  # vLLM counts steps with tokens
@@ -256,22 +238,10 @@ class Cohort(AsyncScheduler):
         return output
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        build = functools.partial(super()._build_kv_connector_meta, connector, scheduler_output)
         if self._copies is None:
-            return super()._build_kv_connector_meta(connector, scheduler_output)
-        scheduled = scheduler_output.num_scheduled_tokens
-        shown = {} if isinstance(scheduler_output, QuietOutput) else scheduled
-        told = scheduler_output.num_scheduled_tokens = self._copies.told(shown, self._everybody, self._hidden)
-        try:
-            return super()._build_kv_connector_meta(connector, scheduler_output)
-        finally:
-            scheduler_output.num_scheduled_tokens = scheduled
-            self._copies.built(told)
-
-    def _limit(self, tokens: int, active: int, running: int, batched: int) -> None:
-        self.max_num_scheduled_tokens = tokens
-        self.max_num_active_reqs = active
-        self.max_num_running_reqs = running
-        self.scheduler_config.max_num_batched_tokens = batched
+            return build()
+        return self._copies.build(scheduler_output, self._everybody, self._hidden, build)
 
     def _launch(self, step: int, shown: Mapping[str, int]) -> Launch:
         hidden = len(self._hidden)

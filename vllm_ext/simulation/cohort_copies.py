@@ -10,13 +10,16 @@ nothing is new, and a connector looks at them for one of these reasons only:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import Request
 
 from vllm_ext.kv.scheduler_side import TierScheduler
+from vllm_ext.simulation.cohort_step import QuietOutput
+
+Metadata = TypeVar("Metadata")
 
 
 class HiddenCopies:
@@ -32,38 +35,45 @@ class HiddenCopies:
         self._early = self._tier is None or self._tier.stores_early
         self._refused: set[str] = set()
 
-    def told(
-        self, scheduled: Mapping[str, int], running: Iterable[Request], hidden: Mapping[str, Any]
-    ) -> Mapping[str, int]:
-        """Return the tokens of a step by request, as far as the connector must know them, in vLLM's order.
+    def build(
+        self, output: Any, running: Iterable[Request], hidden: Mapping[str, Any], build: Callable[[], Metadata]
+    ) -> Metadata:
+        """Let the connector plan the copies of a step that vLLM, or nobody, just scheduled.
 
         Args:
-            scheduled: Those of the requests that are shown, and of those that join.
+            output: Of the step; names those who are shown, or stands for a step without any.
             running: All who ran before the step, in their order.
             hidden: Who is hidden, by id.
+            build: Asks the connector, which reads the output.
         """
-        wanted = self._wanted(hidden)
+        scheduled = output.num_scheduled_tokens
+        told = self._told({} if isinstance(output, QuietOutput) else scheduled, running, self._wanted(hidden))
+        output.num_scheduled_tokens = told
+        try:
+            return build()
+        finally:
+            output.num_scheduled_tokens = scheduled
+            if self._early:
+                self._refused = {req_id for req_id, tokens in told.items() if self._has_chunks_left(req_id, tokens)}
+
+    def _told(self, shown: Mapping[str, int], running: Iterable[Request], wanted: Container[str]) -> Mapping[str, int]:
+        """Return the tokens of those who are shown, and of the hidden who are wanted, in vLLM's order."""
         if not wanted:
-            return scheduled
+            return shown
         told = {}
         for request in running:
             req_id = request.request_id
-            if req_id in scheduled:
-                told[req_id] = scheduled[req_id]
+            if req_id in shown:
+                told[req_id] = shown[req_id]
             elif req_id in wanted:
                 told[req_id] = 1
-        return told | scheduled  # who joins stands last
+        return {**told, **shown}  # who joins stands last
 
-    def _wanted(self, hidden: Mapping[str, Any]) -> Iterable[str]:
+    def _wanted(self, hidden: Mapping[str, Any]) -> Container[str]:
         if self._early:
             return self._refused & hidden.keys()
         assert self._tier is not None
         return hidden if self._tier.looks_at_all else self._tier.leaving & hidden.keys()
-
-    def built(self, told: Mapping[str, int]) -> None:
-        """Note whose chunks were refused, of those the connector was told of in the step that was just built."""
-        if self._early:
-            self._refused = {req_id for req_id, tokens in told.items() if self._has_chunks_left(req_id, tokens)}
 
     def _has_chunks_left(self, req_id: str, scheduled: int) -> bool:
         side = self._side

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,7 +50,6 @@ class Launch(NamedTuple):
             scheduled=tuple((req_id, tokens) for req_id, (tokens, _) in in_order.items()),
             num_computed_tokens=tuple(before for _, before in in_order.values()),
         )
-
 
     def shape(self, shown: StepShape) -> StepShape:
         """Return the shape of the whole step, ``shown`` being that of those who are not hidden."""
@@ -98,6 +98,39 @@ class QuietOutput:
         self.total_num_scheduled_tokens = len(tokens)
         self.finished_req_ids = finished
         self.preempted_req_ids = preempted
+
+
+@contextmanager
+def limits_less(engine: Any, hidden: int) -> Iterator[None]:
+    """Let vLLM's scheduler have fewer tokens and seats for a while, as many as there are hidden requests."""
+    config = engine.scheduler_config
+    limits = (
+        engine.max_num_scheduled_tokens,
+        engine.max_num_active_reqs,
+        engine.max_num_running_reqs,
+        config.max_num_batched_tokens,
+    )
+    _limit(engine, *(limit - hidden for limit in limits))
+    try:
+        yield
+    finally:
+        _limit(engine, *limits)
+
+
+def _limit(engine: Any, tokens: int, active: int, running: int, batched: int) -> None:
+    engine.max_num_scheduled_tokens = tokens
+    engine.max_num_active_reqs = active
+    engine.max_num_running_reqs = running
+    engine.scheduler_config.max_num_batched_tokens = batched
+
+
+def most_blocks(request: Request, token_budget: int, block_size: int) -> int:
+    """Return the most KV blocks that a running request could take in a step."""
+    if not request.is_prefill_chunk:
+        return 1
+    left = min(request.num_tokens - request.num_computed_tokens, token_budget)
+    blocks: int = left // block_size + 2
+    return blocks
 
 
 def merged(everybody: list[Request], shown: list[Request], after: list[Request]) -> list[Request]:
