@@ -238,4 +238,4 @@ def test_nothing_changes_whoever_is_hidden(row: Row | str) -> None:
 
 @pytest.mark.parametrize("row", _TIERS, ids=str)
 def test_every_copy_is_the_same_whoever_is_hidden(row: Tiered) -> None:
-    _compare(row, quick(4, full=50), _ENGINES | {"blocks_per_s": st.sampled_from([20.0, 200.0, 2000.0])})
+    _compare(row, quick(8, full=50), _ENGINES | {"blocks_per_s": st.sampled_from([20.0, 200.0, 2000.0])})
