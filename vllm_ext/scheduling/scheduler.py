@@ -119,7 +119,7 @@ class SteeredScheduler(GapScheduler):
             return
         self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
         self.tier.report_bad_hints(self.observer.bad_hint)
-        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
+        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: self.get_request_counts()[0]))
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
         self.fronts.host = self.tier

@@ -154,7 +154,7 @@ def build_scheduler(
     scheduler_cls = SteeredScheduler if upstream is None else AsyncScheduler
     with _quiet_vllm():
         return make_scheduler(
-            scheduler_cls if exact or connector else with_cohort(scheduler_cls),
+            scheduler_cls if exact else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},
