@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction import profile as profiles
-from vllm_ext.prediction.runtime import RuntimeModel, StepFeatures
 from vllm_ext.simulation.cost.fitted import FitQuality, Fitted, StepCurve, fit_steps
 from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.step_time import profile as profiles
+from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
 
 CURVE = StepCurve(
     base_s=2e-3, knots=(0.0, 8.0, 64.0), slopes=(1e-3, 1e-4, 3e-4), per_request=1e-5, per_decode_context=1e-7,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from vllm_ext.observability.files import replaced
-from vllm_ext.prediction import profile as profiles
 from vllm_ext.simulation.problem import first_problem
 from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.step_time import profile as profiles
 
 FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
 _SHORTEST_S = 1e-6
@@ -47,7 +47,7 @@ class StepCurve(_Data):
          + per_sampled * sampled rows + per_decode_context * decode context + per_prefill_context * prefill context
          + per_pair * prefill pairs + per_decode * decodes + per_chunk_token * tokens of prefill rows
 
-    The last two are the terms of `vllm_ext.prediction.runtime`, in place of those per request and per prefill token.
+    The last two are the terms of `vllm_ext.step_time.runtime`, in place of those per request and per prefill token.
     """
 
     base_s: _Price

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from vllm_ext.prediction.nonnegative import Repeated, minimum
+from vllm_ext.step_time.nonnegative import Repeated, minimum
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 40))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.online_fit import OnlineFit
+from vllm_ext.step_time.online_fit import OnlineFit
 
 FEATURE_SCALE = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
 """Typical size of each feature; regressing on scaled features keeps the numbers of one magnitude."""

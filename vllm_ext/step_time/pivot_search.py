@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_ext.prediction.runtime import Pivot
+from vllm_ext.step_time.runtime import Pivot
 
 SHARE = 0.95
 """Of the best throughput measured, that counts as saturated."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.nonnegative import minimum
-from vllm_ext.prediction.runtime import DEFAULT, FEATURE_SCALE, Coefficients, StepFeatures
+from vllm_ext.step_time.nonnegative import minimum
+from vllm_ext.step_time.runtime import DEFAULT, FEATURE_SCALE, Coefficients, StepFeatures
 
 _Vector = npt.NDArray[np.float64]
 _Names = npt.NDArray[np.str_]

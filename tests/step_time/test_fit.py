@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction.fit import fit
-from vllm_ext.prediction.nonnegative import minimum
-from vllm_ext.prediction.runtime import DEFAULT, FEATURE_SCALE, Coefficients, RuntimeModel, StepFeatures
+from vllm_ext.step_time.fit import fit
+from vllm_ext.step_time.nonnegative import minimum
+from vllm_ext.step_time.runtime import DEFAULT, FEATURE_SCALE, Coefficients, RuntimeModel, StepFeatures
 
 from .runtime_steps import TRUE, Steps
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from vllm_ext.config import ConfigError
 from vllm_ext.envs import cache_dir
 from vllm_ext.observability.files import replaced
-from vllm_ext.prediction.fit import RegimeError, TermSupport
-from vllm_ext.prediction.runtime import Coefficients, Pivot, RuntimeModel
+from vllm_ext.step_time.fit import RegimeError, TermSupport
+from vllm_ext.step_time.runtime import Coefficients, Pivot, RuntimeModel
 
 logger = logging.getLogger("vllm.vllm_ext.profile")
 
@@ -69,7 +69,7 @@ class Profile:
     terms: tuple[TermSupport, ...] = ()
     """What the steps said about each coefficient."""
     pivot_tokens: int | None = None
-    """Tokens of the smallest step whose throughput nearly is the best (`vllm_ext.prediction.pivot_search`); None: not
+    """Tokens of the smallest step whose throughput nearly is the best (`vllm_ext.step_time.pivot_search`); None: not
     measured."""
     pivot_s: float | None = None
     """Its duration, in seconds."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError
-from vllm_ext.prediction.profile import (
+from vllm_ext.step_time.profile import (
     AUTO,
     FORMAT,
     OtherFormat,
@@ -23,7 +23,7 @@ from vllm_ext.prediction.profile import (
     load_runtime_model,
     save,
 )
-from vllm_ext.prediction.runtime import DEFAULT
+from vllm_ext.step_time.runtime import DEFAULT
 
 from .profile_parts import KEY, PROFILE, Told, cache, told
 

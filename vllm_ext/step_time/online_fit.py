@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.nonnegative import Repeated
+from vllm_ext.step_time.nonnegative import Repeated
 
 _Vector = npt.NDArray[np.float64]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError
-from vllm_ext.prediction import profile as module
-from vllm_ext.prediction.profile import AUTO, default_path, load, load_runtime_model, save
-from vllm_ext.prediction.runtime import DEFAULT, Pivot, RuntimeModel
+from vllm_ext.step_time import profile as module
+from vllm_ext.step_time.profile import AUTO, default_path, load, load_runtime_model, save
+from vllm_ext.step_time.runtime import DEFAULT, Pivot, RuntimeModel
 
 from .profile_parts import KEY, PROFILE, Told, cache, told
 
