@@ -6,23 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_ext.step_time.nonnegative import minimum
-from vllm_ext.step_time.runtime import DEFAULT, FEATURE_SCALE, Coefficients, StepFeatures
-
-_Vector = npt.NDArray[np.float64]
-_Names = npt.NDArray[np.str_]
-
-_REGIMES = ("decode", "prefill", "mixed")
+from vllm_ext.step_time.least_squares import Floats, Kinds, Robust, robust
+from vllm_ext.step_time.runtime import DEFAULT, KINDS, Coefficients, StepFeatures
 
 _HOLD_OUT_EVERY = 5
 _MIN_STEPS = 50
 _ROUNDS = 10
-_HUBER, _TUKEY = 1.345, 4.685
-"""Both are 95 % efficient on normal errors (Huber 1981; Beaton and Tukey 1974)."""
-_SIGMA_PER_MEDIAN = 1.4826
-_SMALLEST_SIGMA = 1e-3
 _RIDGE = 1e-12
 _MIN_TERM_STEPS = 20
 _MOST_UNCERTAINTY = 0.05
@@ -78,9 +68,8 @@ class Fit:
 def fit(steps: Sequence[tuple[StepFeatures, float]]) -> Fit:
     """Fit non-negative coefficients to relative errors; every fifth step is held out to measure them.
 
-    Least squares, repeated with less and less weight on steps that are far off, to either side (a pause, a compilation,
-    a clock that jumped): first after Huber, which finds its way from any start, then after Tukey, which leaves them
-    out. A term that no step has keeps its default.
+    Steps far off to either side (a pause, a compilation, a clock that jumped) are left out: see `robust`. A term that
+    no step has keeps its default.
 
     Args:
         steps: Features and measured duration (s) of each step.
@@ -96,57 +85,30 @@ def fit(steps: Sequence[tuple[StepFeatures, float]]) -> Fit:
     bad = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
     if len(bad):
         raise ValueError(f"duration of step {bad[0]}={durations[bad[0]]!r}: must be finite and greater than 0")
-    features = np.array([step.vector() for step, _ in steps])  # [steps, 5]
+    features = np.array([(1.0, *step) for step, _ in steps])  # [steps, 5]
     held = np.arange(len(steps)) % _HOLD_OUT_EVERY == 0
-    regimes = np.array([_regime(step) for step, _ in steps])
-    theta, weights, sigma = _robust(features[~held], durations[~held], regimes[~held])
-    terms = _support(features[~held], theta, weights, sigma)
+    kinds = np.array([step.kind for step, _ in steps])
+    found = robust(features[~held], durations[~held], kinds[~held], huber_rounds=_ROUNDS, tukey_rounds=_ROUNDS - 1)
+    terms = _support(features[~held], found, kinds[~held])
     missing = np.array([term.num_steps == 0 for term in terms])
-    theta = np.where(missing, np.array(DEFAULT) * FEATURE_SCALE, theta)
+    theta = np.where(missing, np.array(DEFAULT), found.theta)
     errors = np.abs(features @ theta - durations) / durations
     return Fit(
-        coefficients=Coefficients(*(theta / FEATURE_SCALE).tolist()),
+        coefficients=Coefficients(*theta.tolist()),
         num_steps=len(steps),
         median_error=float(np.median(errors[held])),
         p90_error=float(np.quantile(errors[held], 0.9)),
-        regimes=_regime_errors(regimes[held], errors[held]),
+        regimes=_regime_errors(kinds[held], errors[held]),
         terms=terms,
     )
 
 
-def _robust(features: _Vector, durations: _Vector, regimes: _Names) -> tuple[_Vector, _Vector, _Vector]:
-    """Return scaled coefficients [5] and, per step, the weight of its squared error and sigma of its relative error.
-
-    Each regime has its own sigma: where the few prefills of a profile fit less well than its many decodes, measured
-    against the decodes they would all be outliers.
-    """
-    robust, sigma = np.ones(len(durations)), np.ones(len(durations))
-    theta, predicted, weights = np.zeros(features.shape[1]), durations, robust
-    for round_number in range(2 * _ROUNDS):
-        # Divided by the larger of both, an error counts alike to either side.
-        weights = robust / np.maximum(durations, predicted) ** 2
-        weighted = features * weights[:, None]
-        theta = minimum(features.T @ weighted, weighted.T @ durations)
-        predicted = np.maximum(features @ theta, 1e-9)
-        errors = np.abs(np.log(durations / predicted))
-        if round_number < _ROUNDS:
-            for name in _REGIMES:
-                of_kind = regimes == name
-                if of_kind.any():
-                    median = float(np.median(errors[of_kind]))
-                    sigma[of_kind] = max(_SIGMA_PER_MEDIAN * median, _SMALLEST_SIGMA)
-            robust = np.minimum(1.0, _HUBER * sigma / np.maximum(errors, 1e-12))
-        else:
-            robust = np.maximum(0.0, 1 - (errors / (_TUKEY * sigma)) ** 2) ** 2
-    return theta, weights, sigma
-
-
-def _support(features: _Vector, theta: _Vector, weights: _Vector, sigma: _Vector) -> tuple[TermSupport, ...]:
-    gram = features.T @ (features * (weights / sigma**2)[:, None])
+def _support(features: Floats, found: Robust, kinds: Kinds) -> tuple[TermSupport, ...]:
+    gram = features.T @ (features * (found.weights / found.sigma[kinds] ** 2)[:, None])
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
     covariance = np.linalg.inv(gram / np.outer(scale, scale) + _RIDGE * np.eye(len(scale)))
     errors = np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale
-    predicted = np.maximum(features @ theta, 1e-9)
+    predicted = np.maximum(features @ found.theta, 1e-9)
     terms = []
     for name, feature, error in zip(Coefficients._fields, features.T, errors, strict=True):
         has = feature > 0
@@ -156,17 +118,11 @@ def _support(features: _Vector, theta: _Vector, weights: _Vector, sigma: _Vector
     return tuple(terms)
 
 
-def _regime_errors(regimes: _Names, errors: _Vector) -> tuple[RegimeError, ...]:
+def _regime_errors(kinds: Kinds, errors: Floats) -> tuple[RegimeError, ...]:
     found = []
-    for name in _REGIMES:
-        of_kind = errors[regimes == name]
+    for kind, name in enumerate(KINDS):
+        of_kind = errors[kinds == kind]
         if len(of_kind):
             median, p90 = float(np.median(of_kind)), float(np.quantile(of_kind, 0.9))
             found.append(RegimeError(name=name, num_steps=len(of_kind), median_error=median, p90_error=p90))
     return tuple(found)
-
-
-def _regime(step: StepFeatures) -> str:
-    if not step.num_prefill_tokens:
-        return "decode"
-    return "mixed" if step.num_decodes else "prefill"
