@@ -90,7 +90,7 @@ def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
         result = fit(steps)
     except ValueError as error:
         raise _Unfit(str(error)) from error
-    path = out or default_path(*key)
+    path = out or default_path(key)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     if found is not None:
         fields |= {

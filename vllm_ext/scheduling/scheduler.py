@@ -74,7 +74,7 @@ class SteeredScheduler(GapScheduler):
         self.policies = build(config)
         self.clock: Callable[[], float] = time.monotonic
         key = engine_key(self.vllm_config, current_platform.get_device_name())
-        runtime = load_runtime_model(config.profile, *key)
+        runtime = load_runtime_model(config.profile, key)
         predictor = LengthPredictor.from_config(config.prediction)
         self.ledger = Ledger(
             predictor,
