@@ -164,5 +164,5 @@ def test_too_few_steps_are_refused() -> None:
 def test_a_duration_that_is_none_is_refused(duration: float) -> None:
     steps = profiled(60)
     steps[7] = (steps[7][0], duration)
-    with pytest.raises(ValueError, match=r"duration of step 7=.*finite and greater than 0"):
+    with pytest.raises(ValueError, match=r"seconds\[7\]=.*finite and greater than 0"):
         fit(steps)

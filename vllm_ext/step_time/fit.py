@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_ext.step_time.least_squares import Floats, Kinds, Robust, robust
+from vllm_ext.step_time.least_squares import FOLDS, Floats, Kinds, Robust, checked, robust
 from vllm_ext.step_time.runtime import DEFAULT, KINDS, Coefficients, StepFeatures
 
-_HOLD_OUT_EVERY = 5
-_MIN_STEPS = 50
 _ROUNDS = 10
 _RIDGE = 1e-12
 _MIN_TERM_STEPS = 20
@@ -79,14 +77,9 @@ def fit(steps: Sequence[tuple[StepFeatures, float]]) -> Fit:
 
     Source: ALISE, eqs. 3-5; non-negative because no term of a step can take less than no time.
     """
-    if len(steps) < _MIN_STEPS:
-        raise ValueError(f"{len(steps)} steps were measured, at least {_MIN_STEPS} are needed")
-    durations = np.array([duration for _, duration in steps], dtype=np.float64)
-    bad = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
-    if len(bad):
-        raise ValueError(f"duration of step {bad[0]}={durations[bad[0]]!r}: must be finite and greater than 0")
+    durations = checked([duration for _, duration in steps])
     features = np.array([(1.0, *step) for step, _ in steps])  # [steps, 5]
-    held = np.arange(len(steps)) % _HOLD_OUT_EVERY == 0
+    held = np.arange(len(steps)) % FOLDS == 0
     kinds = np.array([step.kind for step, _ in steps])
     found = robust(features[~held], durations[~held], kinds[~held], huber_rounds=_ROUNDS, tukey_rounds=_ROUNDS - 1)
     terms = _support(features[~held], found, kinds[~held])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Kinds = npt.NDArray[np.int64]
 
-SIGMA_PER_MEDIAN = 1.4826
-"""Standard deviation of normal errors over the median of their sizes."""
+FOLDS = 5
+"""Every fifth step is held out of a fit, to measure its error."""
+_MIN_STEPS = 50
+_SIGMA_PER_MEDIAN = 1.4826
 _HUBER, _TUKEY = 1.345, 4.685
 """Both are 95 % efficient on normal errors (Huber 1981; Beaton and Tukey 1974)."""
 _SMALLEST_SIGMA = 1e-3
@@ -38,6 +41,21 @@ class Robust(NamedTuple):
     """Standard deviation of the relative errors of each kind of step, [kinds]."""
 
 
+def checked(seconds: Sequence[float]) -> Floats:
+    """Return measured durations as an array, [steps].
+
+    Raises:
+        ValueError: too few for a fit, or one that is not finite and positive.
+    """
+    if len(seconds) < _MIN_STEPS:
+        raise ValueError(f"{len(seconds)} steps were measured, at least {_MIN_STEPS} are needed")
+    durations = np.asarray(seconds, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
+    if len(bad):
+        raise ValueError(f"seconds[{bad[0]}]={seconds[bad[0]]!r}: must be finite and greater than 0")
+    return durations
+
+
 def robust(
     features: Floats,
     durations: Floats,
@@ -45,7 +63,6 @@ def robust(
     *,
     huber_rounds: int,
     tukey_rounds: int = 0,
-    huber: float = _HUBER,
     start: Floats | None = None,
     ridge: Ridge | None = None,
 ) -> Robust:
@@ -61,7 +78,6 @@ def robust(
         kinds: Small integers, [steps].
         huber_rounds: Repetitions after Huber.
         tukey_rounds: Repetitions after Tukey that follow, with the sigma of before.
-        huber: Errors beyond this many sigma count linearly.
         start: Coefficients that the first round weighs by; None: all steps weigh alike first, in a round more.
         ridge: What draws coefficients that the steps tell little about.
 
@@ -81,14 +97,15 @@ def robust(
         if theta is not None:
             predicted = np.maximum(unit @ theta, _SHORTEST_S)
             errors = np.maximum(np.abs(np.log(durations / predicted)), 1e-12)
-            if number < int(start is None) + huber_rounds:
+            if number <= int(start is None) + huber_rounds:
                 _follow(sigma, errors, kinds)
-                trust = np.sqrt(np.minimum(1.0, huber * sigma[kinds] / errors))
+            if number < int(start is None) + huber_rounds:
+                trust = np.sqrt(np.minimum(1.0, _HUBER * sigma[kinds] / errors))
             else:
                 trust = np.maximum(0.0, 1 - (errors / (_TUKEY * sigma[kinds])) ** 2)
-            # Divided by the larger of both, an error counts alike to either side. Dividing by the measured duration
-            # would favour short steps, the more so the noisier they are.
-            weights = trust / np.maximum(durations, predicted)
+            # (measured - predicted) / the larger of both counts alike to either side. Divided by the measured duration
+            # alone, errors would favour short steps, the more so the noisier they are.
+            weights = trust / np.sqrt(np.maximum(durations, predicted) * predicted)
         rows, wanted = unit * weights[:, None], durations * weights
         theta = nnls(np.concatenate((rows, known)), np.concatenate((wanted, targets)))[0]
     assert theta is not None, "at least one round"
@@ -99,4 +116,4 @@ def _follow(sigma: Floats, errors: Floats, kinds: Kinds) -> None:
     for kind in range(len(sigma)):
         of_kind = errors[kinds == kind]
         if len(of_kind):
-            sigma[kind] = max(SIGMA_PER_MEDIAN * float(np.median(of_kind)), _SMALLEST_SIGMA)
+            sigma[kind] = max(_SIGMA_PER_MEDIAN * float(np.median(of_kind)), _SMALLEST_SIGMA)

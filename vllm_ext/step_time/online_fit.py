@@ -17,7 +17,7 @@ ORDER_OF_MAGNITUDE = 10.0
 _NOISE = 0.1
 """Relative error of a step that the strength of what is known already is measured against."""
 _SMALLEST_SHARE = 0.01
-_HUBER = 2.5
+_HUBER = 1.345
 """Wider than 95 % efficiency asks for: a bend in the curve of step times is no outlier."""
 _IGNORED_RATIO = 10.0
 _CHANGED_RATIO = 1.5
@@ -98,7 +98,7 @@ class OnlineFit:
         try:
             found = robust(
                 self._features[filled], self._durations[filled], self._kinds[filled],
-                huber_rounds=1, huber=_HUBER, start=self.theta, ridge=ridge,
+                huber_rounds=0, tukey_rounds=1, start=self.theta, ridge=ridge,
             )  # fmt: skip
         except RuntimeError:  # steps so extreme that the solver finds no end: others will come
             return

@@ -100,7 +100,7 @@ def test_held_out_steps_do_not_touch_the_curve_and_fits_are_deterministic() -> N
 @pytest.mark.parametrize(
     ("count", "seconds", "message"),
     [
-        (49, [1.0] * 49, "49 steps were recorded, at least 50"),
+        (49, [1.0] * 49, "49 steps were measured, at least 50"),
         (60, [1.0] * 59, "60 shapes but 59 durations"),
         (60, [1.0] * 59 + [0.0], r"seconds\[59\]=0.0: must be finite and greater than 0"),
         (60, [float("nan")] + [1.0] * 59, r"seconds\[0\]=nan"),

@@ -19,12 +19,10 @@ from vllm_ext.observability.files import replaced
 from vllm_ext.simulation.problem import first_problem
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
-from vllm_ext.step_time.least_squares import robust
+from vllm_ext.step_time.least_squares import FOLDS, checked, robust
 
 FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
 _SHORTEST_S = 1e-6
-_FOLDS = 5
-_MIN_STEPS = 50
 _MIN_STEPS_PER_KNOT = 10
 _ROUNDS = 8
 _GAIN = 0.98
@@ -219,14 +217,9 @@ def fit_steps(shapes: Sequence[StepShape], seconds: Sequence[float], source: str
     """
     if len(shapes) != len(seconds):
         raise ValueError(f"{len(shapes)} shapes but {len(seconds)} durations: each step needs both")
-    if len(shapes) < _MIN_STEPS:
-        raise ValueError(f"{len(shapes)} steps were recorded, at least {_MIN_STEPS} are needed")
-    durations = np.asarray(seconds, dtype=np.float64)
-    bad = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
-    if len(bad):
-        raise ValueError(f"seconds[{bad[0]}]={seconds[bad[0]]!r}: must be finite and greater than 0")
+    durations = checked(seconds)
     work = np.asarray(shapes, dtype=np.float64)  # [steps, 7]
-    fold = np.arange(len(work)) % _FOLDS
+    fold = np.arange(len(work)) % FOLDS
     knots = _choose_knots(work[fold > 0], durations[fold > 0], fold[fold > 0] == 1)
     found = _fit(work[fold > 0], durations[fold > 0], knots)
     measured, predicted = durations[fold == 0], _features(work[fold == 0], knots) @ found
