@@ -136,7 +136,7 @@ class StepTimes:
 
     def facts(self) -> dict[str, Any] | None:
         """Return what the profile says, for the configuration of a result; None where none was used."""
-        from vllm_ext.prediction import profile
+        from vllm_ext.step_time import profile
 
         if self._used is None:
             return None

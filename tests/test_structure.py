@@ -37,7 +37,7 @@ LAYERS = """
     scheduling
     kv
     policies
-    prediction
+    prediction step_time
     observability
     tiny_model kernels config* envs hints slo datasets
 """

@@ -12,10 +12,10 @@ import pytest
 from vllm_ext.cli import profile as module
 from vllm_ext.cli.profile import pivot_report, report
 from vllm_ext.observability.count_progress import CountProgress
-from vllm_ext.prediction.fit import RegimeError, TermSupport
-from vllm_ext.prediction.pivot_search import PivotFound
-from vllm_ext.prediction.profile import Profile
-from vllm_ext.prediction.runtime import Coefficients, Pivot, StepFeatures
+from vllm_ext.step_time.fit import RegimeError, TermSupport
+from vllm_ext.step_time.pivot_search import PivotFound
+from vllm_ext.step_time.profile import Profile
+from vllm_ext.step_time.runtime import Coefficients, Pivot, StepFeatures
 
 PROFILE = Profile(
     model="org/model",

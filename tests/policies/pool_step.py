@@ -21,7 +21,7 @@ from vllm_ext.policies.contract import (
     Victim,
 )
 from vllm_ext.policies.contract.step import Lengths
-from vllm_ext.prediction.runtime import Pivot, RuntimeModel
+from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 
 @dataclass(kw_only=True)

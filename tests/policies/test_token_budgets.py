@@ -14,8 +14,8 @@ from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
 from vllm_ext.policies.contract import RequestView, Split
-from vllm_ext.prediction.runtime import Pivot, RuntimeModel, StepFeatures
 from vllm_ext.slo import Slo
+from vllm_ext.step_time.runtime import Pivot, RuntimeModel, StepFeatures
 
 from .pool_step import PoolStep, half_done, prompts
 

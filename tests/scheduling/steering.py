@@ -15,11 +15,11 @@ from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Admission, Budget, Ordering, Rank, RequestView, Room, Split, Step
-from vllm_ext.prediction.profile import Profile, save
 from vllm_ext.scheduling.engine_state import seats
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
+from vllm_ext.step_time.profile import Profile, save
 from vllm_ext.systems import System, register
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"

@@ -1,9 +1,9 @@
-"""Whoever is hidden from vLLM's scheduler: decisions, times, blocks and caches are what they are without."""
+"""Whoever is hidden from vLLM's scheduler: decisions, times, blocks, caches and copies are what they are without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -15,10 +15,52 @@ from tests.extent import quick
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.requests import SimRequest, Slo
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.spec import RecordSpec
 
 from .parts import ListWorkload, PerTokenCost, ask, make_engine
+from .tier_parts import offload, own_tier, serve
 
 _ROWS: list[Row | str] = ["upstream-fcfs", "upstream-priority", *(row for row in SYSTEMS if row.scheduler_cls)]
+_ALISE = next(row.options for row in SYSTEMS if row.name == "alise")
+
+
+@dataclass(frozen=True)
+class Tiered:
+    """A system with a KV connector."""
+
+    name: str
+    engine: Mapping[str, Any]
+    """Of `engine_spec`."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _tiered(name: str, system: str, blocks: int = 40, **tier: Any) -> Tiered:
+    options = {key: each for key, each in _ALISE.items() if key != "system"} if system == "alise" else {}
+    return Tiered(name, {"system": system, "options": options | own_tier(blocks, **{"chunk_tokens": 16, **tier})})
+
+
+_CACHED = {"prefix_caching": True}
+_TIERS = (
+    Tiered("upstream, offloading", {"system": "upstream-fcfs", "kv_offload": offload(40)}),
+    Tiered("upstream, little memory", {"system": "upstream-fcfs", "kv_offload": offload(6)}),
+    Tiered(
+        "upstream-priority, chunks of two blocks",
+        {"system": "upstream-priority", "kv_offload": offload(20, policy="arc", blocks_per_chunk=2)},
+    ),
+    Tiered("upstream, prompts only", {"system": "upstream-fcfs", "kv_offload": offload(offload_prompt_only=True)}),
+    Tiered("fcfs, offloading", {"system": "fcfs", "kv_offload": offload(20)}),
+    _tiered("fcfs, early, little memory", "fcfs", 6, store="early"),
+    _tiered("fcfs, late, large chunks", "fcfs", store="late", chunk_tokens=32),
+    _tiered("fcfs, auto", "fcfs", free_fraction=0.5, load="auto"),
+    _tiered("fcfs, all copies, in-step", "fcfs", copies="all", load="in-step"),
+    _tiered("alise, late", "alise", store="late"),
+    _tiered("alise, early, 8 bits", "alise", store="early", bits=8, chunk_tokens=32),
+    _tiered("alise, auto", "alise"),
+    Tiered("pensieve", {**_tiered("", "pensieve").engine, **_CACHED}),
+    _tiered("auto", "auto"),
+)
 _LONGEST = 320
 _FAMILIES = [[1000 * (family + 1) + place for place in range(96)] for family in range(2)]
 
@@ -114,11 +156,40 @@ def _outcome(engine: SimulatedEngine) -> dict[str, Any]:
     return found
 
 
-def _run(row: Row | str, asked: Sequence[Mapping[str, Any]], engine: Mapping[str, Any], exact: bool) -> SimulatedEngine:
+class _Copies:
+    """Stands for an auditor: notes every copy, and when it is through."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self._steps = 0
+
+    def submitted(self, job_id: int, direction: Any, device: Any, host: Any) -> None:
+        self.seen.append((self._steps, job_id, direction, list(device.block_ids), list(host.block_ids)))
+
+    def finished(self, job_id: int) -> None:
+        self.seen.append((self._steps, job_id))
+
+    def launched(self, output: Any) -> None:
+        self._steps += 1
+
+
+def _run(
+    row: Row | Tiered | str, asked: Sequence[Mapping[str, Any]], engine: Mapping[str, Any], exact: bool
+) -> tuple[SimulatedEngine, dict[str, Any]]:
+    """Return the engine that ran, and all that is to be the same either way."""
+    workload = ListWorkload([_request(each) for each in asked], _next_turn)
+    if isinstance(row, Tiered):
+        record = RecordSpec(token_times=True, events=100_000, backlog=True, decisions=True)
+        engine = {**engine, "max_model_len": _LONGEST, **row.engine}
+        server = serve(workload, PerTokenCost(), record=record, exact=exact, run=False, **engine)
+        assert server.tier is not None
+        copies = server.tier.copies.auditor = _Copies()
+        server.engine.run()
+        return server.engine, {**_outcome(server.engine), "copies": copies.seen, "tier": server.counters}
     options = {} if isinstance(row, str) else {key: each for key, each in row.options.items() if key != "allow_oracle"}
     system = row if isinstance(row, str) else options.pop("system")
     made = make_engine(
-        ListWorkload([_request(each) for each in asked], _next_turn),
+        workload,
         PerTokenCost(),
         system=system,
         options=options,
@@ -129,28 +200,26 @@ def _run(row: Row | str, asked: Sequence[Mapping[str, Any]], engine: Mapping[str
         **engine,
     )
     made.run()
-    return made
+    return made, _outcome(made)
 
 
-@pytest.mark.parametrize("row", _ROWS, ids=str)
-def test_nothing_changes_whoever_is_hidden(row: Row | str) -> None:
+_ENGINES: dict[str, st.SearchStrategy[Any]] = {
+    "num_blocks": st.sampled_from([21, 24, 40, 120]),
+    "max_num_seqs": st.integers(2, 8),
+    "max_num_batched_tokens": st.sampled_from([16, 64]),
+    "prefix_caching": st.sampled_from([True, True, False]),
+    "async_scheduling": st.booleans(),
+}
+
+
+def _compare(row: Row | Tiered | str, examples: int, engines: Mapping[str, st.SearchStrategy[Any]]) -> None:
     hidden, steps = [0], [0]
 
-    examples = 12 if isinstance(row, str) else row.examples
-
-    @settings(max_examples=quick(max(2, examples // 5), full=2 * examples))
-    @given(
-        asked=workloads(),
-        num_blocks=st.sampled_from([21, 24, 40, 120]),
-        max_num_seqs=st.integers(2, 8),
-        max_num_batched_tokens=st.sampled_from([16, 64]),
-        prefix_caching=st.sampled_from([True, True, False]),
-        async_scheduling=st.booleans(),
-    )
-    def check(asked: list[dict[str, Any]], **engine: Any) -> None:
-        exact, quickly = (_run(row, asked, engine, exact) for exact in (True, False))
+    @settings(max_examples=examples)
+    @given(asked=workloads(), engine=st.fixed_dictionaries(dict(engines)))
+    def check(asked: list[dict[str, Any]], engine: dict[str, Any]) -> None:
+        (_, wanted), (quickly, found) = (_run(row, asked, engine, exact) for exact in (True, False))
         assert isinstance(quickly.scheduler, Cohort)
-        wanted, found = _outcome(exact), _outcome(quickly)
         assert found.keys() == wanted.keys()
         for name in wanted:
             assert found[name] == wanted[name], name
@@ -159,3 +228,14 @@ def test_nothing_changes_whoever_is_hidden(row: Row | str) -> None:
 
     check()
     assert hidden[0] > 0.2 * steps[0], "hardly anybody was hidden: the comparison says little"
+
+
+@pytest.mark.parametrize("row", _ROWS, ids=str)
+def test_nothing_changes_whoever_is_hidden(row: Row | str) -> None:
+    examples = 12 if isinstance(row, str) else row.examples
+    _compare(row, quick(max(2, examples // 5), full=2 * examples), _ENGINES)
+
+
+@pytest.mark.parametrize("row", _TIERS, ids=str)
+def test_every_copy_is_the_same_whoever_is_hidden(row: Tiered) -> None:
+    _compare(row, quick(8, full=50), _ENGINES | {"blocks_per_s": st.sampled_from([20.0, 200.0, 2000.0])})

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.prediction.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 from vllm_ext.simulation.cost.profiled import Limits, runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.run import build_scheduler, start_from_profile
 from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.step_time.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 
 from .parts import NUM_BLOCKS, PerTokenCost, ask, engine_spec
 from .parts import simulate as run_small

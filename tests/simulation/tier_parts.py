@@ -66,6 +66,8 @@ def serve(
     blocks_per_s: float = 2000.0,
     kv_offload: KvOffloadSpec | None = None,
     quantise_blocks_per_s: float | None = None,
+    record: RecordSpec | None = None,
+    exact: bool = True,
     run: bool = True,
     **options: Any,
 ) -> Server:
@@ -74,19 +76,24 @@ def serve(
     Args:
         blocks_per_s: Of the link, in one direction.
         quantise_blocks_per_s: See `CostSpec.quantise_bytes_per_s`.
+        record: What is kept of the run; by default times of tokens, and decisions.
+        exact: See `SimulationSpec.exact`.
+        run: Whether to run it.
+        options: Of `engine_spec`.
     """
     spec = SimulationSpec(
         engine=engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, **options}),
         hardware=HARDWARE,
+        exact=exact,
         cost=CostSpec(
             kind="constant",
             pcie_bytes_per_s=blocks_per_s * BLOCK_BYTES,
             copy_overhead_s=0.0,
             quantise_bytes_per_s=None if quantise_blocks_per_s is None else quantise_blocks_per_s * BLOCK_BYTES,
         ),
-        record=RecordSpec(token_times=True, decisions=True),
+        record=record or RecordSpec(token_times=True, decisions=True),
     )
-    scheduler = build_scheduler(spec.engine, num_blocks, HARDWARE)
+    scheduler = build_scheduler(spec.engine, num_blocks, HARDWARE, exact=exact)
     engine = make_engine(spec, scheduler, as_workload(workload), cost or PerTokenCost())
     if (tier := engine.collector.tier) is not None:
         tier.copies.auditor = TransferAuditor(scheduler)

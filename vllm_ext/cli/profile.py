@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.prediction.profile_loads import (
+from vllm_ext.step_time.profile_loads import (
     MAX_BATCH_TOKENS,
     OUTPUT_TOKENS,
     SHORTEST_PROMPT,
@@ -21,9 +21,9 @@ from vllm_ext.prediction.profile_loads import (
 
 if TYPE_CHECKING:
     from vllm_ext.observability.count_progress import CountProgress
-    from vllm_ext.prediction.pivot_search import PivotFound
-    from vllm_ext.prediction.profile import Profile
-    from vllm_ext.prediction.runtime import StepFeatures
+    from vllm_ext.step_time.pivot_search import PivotFound
+    from vllm_ext.step_time.profile import Profile
+    from vllm_ext.step_time.runtime import StepFeatures
 
 _PREFILLS = 4
 _ARRIVALS_PER_SEAT = 2
@@ -77,8 +77,8 @@ def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
     import vllm
     from vllm.platforms import current_platform
 
-    from vllm_ext.prediction.fit import fit
-    from vllm_ext.prediction.profile import Profile, default_path, engine_key, save
+    from vllm_ext.step_time.fit import fit
+    from vllm_ext.step_time.profile import Profile, default_path, engine_key, save
 
     llm = vllm.LLM(**{f.name: getattr(engine_args, f.name) for f in dataclasses.fields(engine_args)})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -90,7 +90,7 @@ def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
         result = fit(steps)
     except ValueError as error:
         raise _Unfit(str(error)) from error
-    path = out or default_path(*key)
+    path = out or default_path(key)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     if found is not None:
         fields |= {
@@ -125,7 +125,7 @@ def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFea
 def _measure_pivot(runner: _Runner, scheduler: Any) -> PivotFound | None:
     """Find the pivot forward size with steps made of fresh prompts only."""
     from vllm_ext.observability.count_progress import CountProgress
-    from vllm_ext.prediction.pivot_search import most_sizes, search
+    from vllm_ext.step_time.pivot_search import most_sizes, search
 
     seats, longest = scheduler.max_num_running_reqs, longest_prompt(scheduler.max_model_len)
     largest = min(scheduler.max_num_scheduled_tokens, seats * longest)
@@ -150,7 +150,7 @@ class _PromptSteps:
 
         None if the prompts did not fit into one step: the KV cache is too small for them, say.
         """
-        from vllm_ext.prediction.pivot_search import prompts_of
+        from vllm_ext.step_time.pivot_search import prompts_of
 
         prompts = prompts_of(tokens, self._longest, self._seats)
         durations: list[float] = []
@@ -235,7 +235,7 @@ def report(profile: Profile) -> str:
 
 def pivot_report(found: PivotFound | None) -> str:
     """Return the steps of prompts alone as text, and which of them is the pivot."""
-    from vllm_ext.prediction.pivot_search import SHARE
+    from vllm_ext.step_time.pivot_search import SHARE
 
     if found is None:
         return "pivot forward size: not measured, no prompts fill a step by themselves; the coefficients tell it"

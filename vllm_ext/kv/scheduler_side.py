@@ -189,6 +189,11 @@ class TierScheduler(IdleStoringScheduler):
         """Whether every chunk is stored as soon as it is full, whatever is decided."""
         return self.store == EARLY
 
+    @property
+    def looks_at_all(self) -> bool:
+        """Whether all who run may have to copy chunks in the step at hand, not only those that will leave soon."""
+        return self.store == AHEAD and self._is_full() and not self.copies_all
+
     def keeps(self, fate: Fate) -> bool:
         """Whether KV outlives the preemption of its request."""
         return self.stores_early or fate is not Fate.RECOMPUTE
@@ -260,7 +265,7 @@ class TierScheduler(IdleStoringScheduler):
             jobs = super()._build_store_jobs(shown)
             self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
             return jobs
-        leaving |= self._paying(scheduled) if self._is_full() and not self.copies_all else {}
+        leaving |= self._paying(scheduled) if self.looks_at_all else {}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, fates)
 
@@ -300,6 +305,10 @@ class TierScheduler(IdleStoringScheduler):
             computed[req_id] = statuses[req_id].req.num_computed_tokens + num_tokens
         if gaps is not None:
             computed.update({req_id: gaps.front(req_id, computed[req_id]) for req_id in scheduled})
+
+    def note_front(self, req_id: str, num_tokens: int) -> None:
+        """Note the same for one request that has computed so many tokens, those of steps under way included."""
+        self._computed[req_id] = num_tokens if self.gaps is None else self.gaps.front(req_id, num_tokens)
 
     def _forget_front(self, req_id: str) -> int:
         self._asked.pop(req_id, None)

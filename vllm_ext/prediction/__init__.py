@@ -1,1 +1,1 @@
-"""Forecasts a scheduler can act on: output length and run time."""
+"""Forecasts of output length that a scheduler can act on."""

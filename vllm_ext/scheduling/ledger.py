@@ -13,9 +13,9 @@ from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery
 from vllm_ext.prediction.oracle import true_output_tokens
-from vllm_ext.prediction.runtime import RuntimeModel
 from vllm_ext.scheduling.pace import PaceTracker
 from vllm_ext.slo import NO_SLO, Slo, resolve
+from vllm_ext.step_time.runtime import RuntimeModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

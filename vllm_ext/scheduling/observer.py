@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ext.prediction.runtime import RuntimeModel
+    from vllm_ext.step_time.runtime import RuntimeModel
 
 logger = init_logger("vllm.vllm_ext.observer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from vllm_ext.policies.contract import NO_PACE
-from vllm_ext.prediction.runtime import StepFeatures
+from vllm_ext.step_time.runtime import StepFeatures
 
 _RECENT_STEPS = 64
 _SHARE_BELOW = 0.95

@@ -21,7 +21,6 @@ from vllm_ext.patches import registry
 from vllm_ext.policies.contract import NO_PLAN, Rank, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
-from vllm_ext.prediction.profile import engine_key, load_runtime_model
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
 from vllm_ext.scheduling.engine_state import return_parked
@@ -35,6 +34,7 @@ from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.start_line import log_start
 from vllm_ext.scheduling.state import queue_state
+from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.systems import build
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SteeredScheduler(GapScheduler):
         self.policies = build(config)
         self.clock: Callable[[], float] = time.monotonic
         key = engine_key(self.vllm_config, current_platform.get_device_name())
-        runtime = load_runtime_model(config.profile, *key)
+        runtime = load_runtime_model(config.profile, key)
         predictor = LengthPredictor.from_config(config.prediction)
         self.ledger = Ledger(
             predictor,
@@ -119,7 +119,7 @@ class SteeredScheduler(GapScheduler):
             return
         self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
         self.tier.report_bad_hints(self.observer.bad_hint)
-        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: len(self.running)))
+        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: self.get_request_counts()[0]))
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
         self.fronts.host = self.tier

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ext.prediction.runtime import RuntimeModel
     from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.ranked_queue import RankedQueue
     from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.step_time.runtime import RuntimeModel
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""

@@ -6,7 +6,7 @@ import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_ext.prediction.runtime import StepFeatures
+from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -103,7 +103,7 @@ class QueueState:
         found = state.get("wait_forecast")
         if found is None:
             return None
-        prices: Sequence[float] = state["runtime"]["coefficients"]  # as prediction.runtime.Coefficients
+        prices: Sequence[float] = state["runtime"]["coefficients"]  # as step_time.runtime.Coefficients
         return cls(
             waiting=found["waiting"],
             tokens=found["tokens"],

@@ -6,6 +6,9 @@ engine. What is shown is scheduled by vLLM, unchanged, with the tokens and seats
 whose last KV block is full gets the next one from vLLM's own `allocate_slots`, in the order in which vLLM would have
 asked. A step in which nobody is shown, and nobody could join, isn't given to vLLM at all.
 
+A KV connector may copy what fills a block, and follows who gets one: with a connector, both are shown in that step. It
+plans its copies in each step, also in those that aren't given to vLLM; whom it is told of says `cohort_copies`.
+
 Every decision, and every number that a policy reads, is what it is without: `tests/simulation/test_cohort.py`.
 """
 
@@ -16,14 +19,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.simulation.cohort_copies import HiddenCopies
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
-from vllm_ext.simulation.cohort_step import Launch, QuietOutput, merged, together
+from vllm_ext.simulation.cohort_step import Launch, QuietOutput, limits_less, merged, most_blocks, together
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
@@ -59,6 +64,8 @@ class Cohort(AsyncScheduler):
         self.running: list[CohortRequest]
         self.finished_req_ids: set[str]
         self.reset_preempted_req_ids: set[str]
+        self._everybody = self.running
+        self._copies: HiddenCopies | None = None
         self._lengths: Mapping[str, int] | None = None
         self._told: Callable[[str, int, int], None] = lambda *_: None
 
@@ -70,9 +77,9 @@ class Cohort(AsyncScheduler):
             told: Called with a request's id, and the first step and the one after the last whose output it got a token
                 of while it was hidden; steps are counted as their outputs are processed.
         """
-        config = self.vllm_config
+        config, connector = self.vllm_config, self.connector
         plain = (
-            self.connector is None
+            (connector is None or isinstance(connector, OffloadingConnector))
             and self.ec_connector is None
             and config.lora_config is None
             and config.speculative_config is None
@@ -82,6 +89,7 @@ class Cohort(AsyncScheduler):
         )
         if plain:
             self._lengths, self._told = lengths, told
+            self._copies = None if connector is None else HiddenCopies(connector)
 
     @property
     def num_hidden(self) -> int:
@@ -94,7 +102,10 @@ class Cohort(AsyncScheduler):
         """As vLLM's; the output's ``num_scheduled_tokens`` names the hidden last."""
         step = self._ticks.scheduled
         self._show_due(step)
-        filling = any(request.hidden and request.fills_at == step for request in self._filling.pop(step, ()))
+        filling = [request for request in self._filling.pop(step, ()) if request.hidden and request.fills_at == step]
+        if self._copies is not None:  # the connector follows who gets a block
+            for request in filling:
+                self._show(request)
         if self._hidden and (
             throttle_prefills
             or self._pause_state != PauseState.UNPAUSED
@@ -121,7 +132,8 @@ class Cohort(AsyncScheduler):
             self._show(self.running[-1])
             shown, filling = self._split(step)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        needed = len(filling) + sum(map(self._most_blocks, shown))
+        budget, size = self.max_num_scheduled_tokens, self.block_size
+        needed = len(filling) + sum([most_blocks(request, budget, size) for request in shown])
         if needed > free and self._hidden:
             for request in filling:
                 self._show(request)
@@ -154,17 +166,10 @@ class Cohort(AsyncScheduler):
             shown.append(request)
         return shown, filling
 
-    def _most_blocks(self, request: Request) -> int:
-        """Return the most KV blocks that a running request could take in a step."""
-        if not request.is_prefill_chunk:
-            return 1
-        left = min(request.num_tokens - request.num_computed_tokens, self.max_num_scheduled_tokens)
-        blocks: int = left // self.block_size + 2
-        return blocks
-
     def _show_tail(self, blocks: int) -> None:
         """Show as many of the last as vLLM could preempt for so many blocks."""
-        if self.scheduler_config.policy != "fcfs":  # the victims are not the last
+        # With a connector blocks may come back too late, and whoever stands behind has to wait for them.
+        if self._copies is not None or self.scheduler_config.policy != "fcfs":  # else the victims are the last
             self._show_all()
             return
         held = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
@@ -195,36 +200,34 @@ class Cohort(AsyncScheduler):
         self.current_step += 1
         self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
         finished, preempted = self.finished_req_ids, self.reset_preempted_req_ids
-        if finished:
-            self.finished_req_ids = set()
-        if preempted:
-            self.reset_preempted_req_ids = set()
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        output = QuietOutput(self._hidden_tokens(), finished, preempted)
+        if self.connector is not None:
+            self._everybody = self.running
+            output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
+        self.sched_step_seq += self.defer_block_free
         self._ticks.scheduled += 1
-        return QuietOutput(self._hidden_tokens(), finished, preempted, self._launch(step, {}))
+        output.launch = self._launch(step, {})
+        return output
 
     def _step_of(self, step: int, shown: list[Request], throttle_prefills: bool) -> SchedulerOutput:
         """Let vLLM schedule a step of those who are shown, with the tokens and seats that the others leave."""
         hidden = len(self._hidden)
         self.prev_step_scheduled_req_ids.update(r.request_id for r in self._shown if r.status == RequestStatus.RUNNING)
+        everybody = self._everybody = self.running
         if not hidden:
             output = super().schedule(throttle_prefills)
         else:
-            everybody, self.running = self.running, shown.copy()
-            config = self.scheduler_config
-            limits = (
-                self.max_num_scheduled_tokens,
-                self.max_num_active_reqs,
-                self.max_num_running_reqs,
-                config.max_num_batched_tokens,
-            )
-            self._limit(*(limit - hidden for limit in limits))
+            self.running = shown.copy()
             self._out_of_sight = hidden
             try:
-                output = super().schedule(throttle_prefills)
+                with limits_less(self, hidden):
+                    output = super().schedule(throttle_prefills)
             finally:
-                self._limit(*limits)
                 self._out_of_sight = 0
                 self.running = merged(everybody, shown, self.running)
+            if not output.num_scheduled_tokens:  # vLLM counts steps with tokens
+                self.sched_step_seq += self.defer_block_free
         self._ticks.scheduled += 1
         tokens = output.num_scheduled_tokens
         launch = self._launch(step, tokens)
@@ -234,11 +237,11 @@ class Cohort(AsyncScheduler):
         setattr(output, "launch", launch)  # noqa: B010 - not an attribute of vLLM's class
         return output
 
-    def _limit(self, tokens: int, active: int, running: int, batched: int) -> None:
-        self.max_num_scheduled_tokens = tokens
-        self.max_num_active_reqs = active
-        self.max_num_running_reqs = running
-        self.scheduler_config.max_num_batched_tokens = batched
+    def _build_kv_connector_meta(self, connector: Any, scheduler_output: Any) -> Any:
+        build = functools.partial(super()._build_kv_connector_meta, connector, scheduler_output)
+        if self._copies is None:
+            return build()
+        return self._copies.build(scheduler_output, self._everybody, self._hidden, build)
 
     def _launch(self, step: int, shown: Mapping[str, int]) -> Launch:
         hidden = len(self._hidden)
@@ -253,20 +256,8 @@ class Cohort(AsyncScheduler):
     def execute(self, output: Any, runner: TokenRunner) -> tuple[ModelRunnerOutput, StepShape]:
         """Run a step that was just scheduled: the tokens of those who were shown, and the shape of the whole step."""
         launch: Launch = output.launch
-        hidden, context = launch.hidden, launch.context_tokens
         model_output, shape = runner.execute(launch.shown, self.requests, layouts_of(output))
-        if hidden:
-            requests, tokens, decodes, sampled, decode_context, prefill_context, pairs = shape
-            shape = StepShape(
-                requests + hidden,
-                tokens + hidden,
-                decodes + hidden,
-                sampled + hidden,
-                decode_context + context,
-                prefill_context,
-                pairs,
-            )
-        return model_output, shape
+        return model_output, launch.shape(shape) if launch.hidden else shape
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: ModelRunnerOutput) -> Any:
         """Let vLLM process the tokens of those who are shown now; the others' are counted."""
@@ -276,13 +267,17 @@ class Cohort(AsyncScheduler):
         if late:
             tokens, model_runner_output = together(launch, tokens, late, model_runner_output)
         outputs: Any = {}
-        if tokens or not isinstance(scheduler_output, QuietOutput):
+        quiet = isinstance(scheduler_output, QuietOutput) and model_runner_output.kv_connector_output is None
+        if tokens or not quiet:
             whole = scheduler_output.num_scheduled_tokens
             scheduler_output.num_scheduled_tokens = tokens
             try:
                 outputs = super().update_from_output(scheduler_output, model_runner_output)
             finally:
                 scheduler_output.num_scheduled_tokens = whole
+        elif self.defer_block_free:
+            self.processed_step_seq += 1
+            self._drain_deferred_frees()
         ticks = self._ticks
         ticks.processed += 1
         if self._shown:
@@ -324,6 +319,8 @@ class Cohort(AsyncScheduler):
         if last < ticks.scheduled + _WORTH_HIDING:
             return
         request.fills_at = ticks.scheduled + self._steps_to_fill(request.num_computed_tokens)
+        if self._copies is not None and request.fills_at == ticks.scheduled:
+            return
         request.shows_at = last
         request.hide()
         self._offsets += request.offset
@@ -339,9 +336,12 @@ class Cohort(AsyncScheduler):
         self._catch_up(request)
         self._offsets -= request.offset
         request.unhide()
+        request.last_sched_seq = self.sched_step_seq
         del self._hidden[request.request_id]
         self._quiet = None
         self._shown.append(request)
+        if self._copies is not None:
+            self._copies.shown(request)
 
     def _catch_up(self, request: CohortRequest) -> None:
         since = request.counted_to

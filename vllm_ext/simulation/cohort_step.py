@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,6 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.simulation.decision import Decision
+from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
 
 _FILLER = [FILLER_TOKEN_ID]
@@ -49,9 +51,24 @@ class Launch(NamedTuple):
             num_computed_tokens=tuple(before for _, before in in_order.values()),
         )
 
+    def shape(self, shown: StepShape) -> StepShape:
+        """Return the shape of the whole step, ``shown`` being that of those who are not hidden."""
+        hidden = self.hidden
+        requests, tokens, decodes, sampled, decode_context, prefill_context, pairs = shown
+        return StepShape(
+            requests + hidden,
+            tokens + hidden,
+            decodes + hidden,
+            sampled + hidden,
+            decode_context + self.context_tokens,
+            prefill_context,
+            pairs,
+        )
+
 
 class _NobodyCached(NamedTuple):
     req_ids: tuple[str, ...] = ()
+    new_block_ids: tuple[None, ...] = ()
     resumed_req_ids: frozenset[str] = frozenset()
     num_computed_tokens: tuple[int, ...] = ()
 
@@ -62,18 +79,58 @@ class QuietOutput:
     scheduled_new_reqs: ClassVar[tuple[Any, ...]] = ()
     scheduled_cached_reqs: ClassVar[_NobodyCached] = _NobodyCached()
     scheduled_spec_decode_tokens: ClassVar[dict[str, Any]] = {}
-    __slots__ = ("finished_req_ids", "launch", "num_scheduled_tokens", "preempted_req_ids")
+    kv_cache_block_copies: ClassVar[None] = None
+    kv_connector_block_state: ClassVar[None] = None
+    __slots__ = (
+        "finished_req_ids",
+        "kv_connector_metadata",
+        "launch",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "total_num_scheduled_tokens",
+    )
 
-    def __init__(self, tokens: dict[str, int], finished: set[str], preempted: set[str], launch: Launch) -> None:
+    launch: Launch
+    kv_connector_metadata: Any
+
+    def __init__(self, tokens: dict[str, int], finished: set[str], preempted: set[str]) -> None:
         self.num_scheduled_tokens = tokens
+        self.total_num_scheduled_tokens = len(tokens)
         self.finished_req_ids = finished
         self.preempted_req_ids = preempted
-        self.launch = launch
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the step."""
-        return len(self.num_scheduled_tokens)
+
+@contextmanager
+def limits_less(engine: Any, hidden: int) -> Iterator[None]:
+    """Let vLLM's scheduler have fewer tokens and seats for a while, as many as there are hidden requests."""
+    config = engine.scheduler_config
+    limits = (
+        engine.max_num_scheduled_tokens,
+        engine.max_num_active_reqs,
+        engine.max_num_running_reqs,
+        config.max_num_batched_tokens,
+    )
+    _limit(engine, *(limit - hidden for limit in limits))
+    try:
+        yield
+    finally:
+        _limit(engine, *limits)
+
+
+def _limit(engine: Any, tokens: int, active: int, running: int, batched: int) -> None:
+    engine.max_num_scheduled_tokens = tokens
+    engine.max_num_active_reqs = active
+    engine.max_num_running_reqs = running
+    engine.scheduler_config.max_num_batched_tokens = batched
+
+
+def most_blocks(request: Request, token_budget: int, block_size: int) -> int:
+    """Return the most KV blocks that a running request could take in a step."""
+    if not request.is_prefill_chunk:
+        return 1
+    left = min(request.num_tokens - request.num_computed_tokens, token_budget)
+    blocks: int = left // block_size + 2
+    return blocks
 
 
 def merged(everybody: list[Request], shown: list[Request], after: list[Request]) -> list[Request]:
@@ -96,4 +153,4 @@ def together(
         _FILLER if req_id in late else output.sampled_token_ids[output.req_id_to_index[req_id]] for req_id in together
     ]
     places = {req_id: place for place, req_id in enumerate(together)}
-    return together, ModelRunnerOutput(req_ids=list(together), req_id_to_index=places, sampled_token_ids=sampled)
+    return together, replace(output, req_ids=list(together), req_id_to_index=places, sampled_token_ids=sampled)

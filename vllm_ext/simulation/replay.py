@@ -23,11 +23,11 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import KEY
 from vllm_ext.observability.step_record import settings
-from vllm_ext.prediction.runtime import Pivot, RuntimeModel
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.recording import Add, EngineSettings, Finish, OtherCall, RecordingError, Run, Step, Update
 from vllm_ext.simulation.steered import steered
+from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 END_TOKEN_ID = -1
 _BY_ITSELF = {"stop", "repetition"}

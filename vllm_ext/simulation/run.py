@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.prediction.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
@@ -29,6 +28,7 @@ from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.tier import build_tier, connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
+from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.systems import resolve
 
 _TOTALS = ("steps", "empty_steps", "contended_steps", "prefill_tokens", "decode_tokens", "preemptions")
@@ -154,7 +154,7 @@ def build_scheduler(
     scheduler_cls = SteeredScheduler if upstream is None else AsyncScheduler
     with _quiet_vllm():
         return make_scheduler(
-            scheduler_cls if exact or connector else with_cohort(scheduler_cls),
+            scheduler_cls if exact else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},

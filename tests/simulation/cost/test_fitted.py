@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction import profile as profiles
-from vllm_ext.prediction.runtime import RuntimeModel, StepFeatures
 from vllm_ext.simulation.cost.fitted import FitQuality, Fitted, StepCurve, fit_steps
 from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.step_time import profile as profiles
+from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
 
 CURVE = StepCurve(
     base_s=2e-3, knots=(0.0, 8.0, 64.0), slopes=(1e-3, 1e-4, 3e-4), per_request=1e-5, per_decode_context=1e-7,
@@ -100,7 +100,7 @@ def test_held_out_steps_do_not_touch_the_curve_and_fits_are_deterministic() -> N
 @pytest.mark.parametrize(
     ("count", "seconds", "message"),
     [
-        (49, [1.0] * 49, "49 steps were recorded, at least 50"),
+        (49, [1.0] * 49, "49 steps were measured, at least 50"),
         (60, [1.0] * 59, "60 shapes but 59 durations"),
         (60, [1.0] * 59 + [0.0], r"seconds\[59\]=0.0: must be finite and greater than 0"),
         (60, [float("nan")] + [1.0] * 59, r"seconds\[0\]=nan"),

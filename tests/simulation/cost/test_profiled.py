@@ -7,12 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from vllm_ext.prediction.runtime import Coefficients, StepFeatures
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.profiled import Limits, features_of, profile, runtime_model, shapes
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.step_shape import CostModel, StepShape
+from vllm_ext.step_time.runtime import Coefficients, StepFeatures
 
 LIMITS = Limits(max_model_len=4096, max_num_seqs=128, max_num_batched_tokens=2048)
 PRICES = Coefficients(base_s=4e-3, decode_s=3e-5, prefill_token_s=6e-5, context_token_s=8e-8, pair_s=2e-9)

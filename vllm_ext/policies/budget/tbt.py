@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.contract import Budget, Split, Step
-from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.step_time.runtime import RuntimeModel
 
 _NO_CHANGE = Split()
 

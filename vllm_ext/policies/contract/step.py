@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vllm_ext.policies.contract.request import Pace, RequestView
 from vllm_ext.policies.contract.room import Candidate, Victim
-from vllm_ext.prediction.runtime import RuntimeModel
+from vllm_ext.step_time.runtime import RuntimeModel
 
 Lengths = npt.NDArray[np.int64]
 """Of shape [requests], in tokens."""

@@ -16,19 +16,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from vllm_ext.observability.files import replaced
-from vllm_ext.prediction import profile as profiles
 from vllm_ext.simulation.problem import first_problem
 from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.step_time import profile as profiles
+from vllm_ext.step_time.least_squares import FOLDS, checked, robust
 
 FORMAT: Literal["vllm-ext step cost 1"] = "vllm-ext step cost 1"
 _SHORTEST_S = 1e-6
-_FOLDS = 5
-_MIN_STEPS = 50
 _MIN_STEPS_PER_KNOT = 10
 _ROUNDS = 8
-_HUBER = 1.345
-"""Residuals beyond this many standard deviations count linearly: 95 % efficient on normal errors (Huber 1981)."""
-_SMALLEST_SIGMA = 1e-3
 _GAIN = 0.98
 """A curve must lower the validation error to this share of the straight line's to be taken."""
 
@@ -47,7 +43,7 @@ class StepCurve(_Data):
          + per_sampled * sampled rows + per_decode_context * decode context + per_prefill_context * prefill context
          + per_pair * prefill pairs + per_decode * decodes + per_chunk_token * tokens of prefill rows
 
-    The last two are the terms of `vllm_ext.prediction.runtime`, in place of those per request and per prefill token.
+    The last two are the terms of `vllm_ext.step_time.runtime`, in place of those per request and per prefill token.
     """
 
     base_s: _Price
@@ -221,14 +217,9 @@ def fit_steps(shapes: Sequence[StepShape], seconds: Sequence[float], source: str
     """
     if len(shapes) != len(seconds):
         raise ValueError(f"{len(shapes)} shapes but {len(seconds)} durations: each step needs both")
-    if len(shapes) < _MIN_STEPS:
-        raise ValueError(f"{len(shapes)} steps were recorded, at least {_MIN_STEPS} are needed")
-    durations = np.asarray(seconds, dtype=np.float64)
-    bad = np.flatnonzero(~(np.isfinite(durations) & (durations > 0)))
-    if len(bad):
-        raise ValueError(f"seconds[{bad[0]}]={seconds[bad[0]]!r}: must be finite and greater than 0")
+    durations = checked(seconds)
     work = np.asarray(shapes, dtype=np.float64)  # [steps, 7]
-    fold = np.arange(len(work)) % _FOLDS
+    fold = np.arange(len(work)) % FOLDS
     knots = _choose_knots(work[fold > 0], durations[fold > 0], fold[fold > 0] == 1)
     found = _fit(work[fold > 0], durations[fold > 0], knots)
     measured, predicted = durations[fold == 0], _features(work[fold == 0], knots) @ found
@@ -278,21 +269,8 @@ def _knots(tokens: _Vector) -> tuple[float, ...]:
 
 def _fit(work: _Vector, durations: _Vector, knots: tuple[float, ...]) -> _Vector:
     """Return one coefficient per feature, in seconds."""
-    from scipy.optimize import nnls  # an extra that serving does without
-
-    features = _features(work, knots)
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    features = features / scale
-    weights = 1 / durations
-    for _ in range(_ROUNDS):
-        solution, _residual = nnls(features * weights[:, None], durations * weights)
-        predicted = np.maximum(features @ solution, 1e-9)
-        residuals = (durations - predicted) / predicted
-        sigma = max(1.4826 * float(np.median(np.abs(residuals))), _SMALLEST_SIGMA)
-        robust = np.minimum(1.0, _HUBER * sigma / np.maximum(np.abs(residuals), 1e-12))
-        weights = np.sqrt(robust) / predicted
-    coefficients: _Vector = solution / scale
-    return coefficients
+    one_kind = np.zeros(len(work), dtype=np.int64)
+    return robust(_features(work, knots), durations, one_kind, huber_rounds=_ROUNDS).theta
 
 
 def _features(work: _Vector, knots: tuple[float, ...]) -> _Vector:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction.runtime import RuntimeModel, StepFeatures
+from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
 
 from .runtime_steps import TRUE, Steps
 

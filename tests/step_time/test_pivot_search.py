@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction.pivot_search import SHARE, most_sizes, prompts_of, search
-from vllm_ext.prediction.runtime import Pivot
+from vllm_ext.step_time.pivot_search import SHARE, most_sizes, prompts_of, search
+from vllm_ext.step_time.runtime import Pivot
 
 
 def knee(at: int) -> Callable[[int], float]:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError
-from vllm_ext.prediction import profile as module
-from vllm_ext.prediction.profile import AUTO, default_path, load, load_runtime_model, save
-from vllm_ext.prediction.runtime import DEFAULT, Pivot, RuntimeModel
+from vllm_ext.step_time import profile as module
+from vllm_ext.step_time.profile import AUTO, default_path, load, load_runtime_model, save
+from vllm_ext.step_time.runtime import DEFAULT, Pivot, RuntimeModel
 
 from .profile_parts import KEY, PROFILE, Told, cache, told
 
@@ -44,46 +44,34 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("model", 3, "model=3: must be a string"),
-        ("tensor_parallel_size", 0, "tensor_parallel_size=0: must be a whole number"),
-        ("tensor_parallel_size", True, "tensor_parallel_size=True"),
-        ("num_steps", 1.5, "num_steps=1.5"),
-        ("median_error", -0.1, "median_error=-0.1: must be a finite number"),
-        ("p90_error", float("nan"), "p90_error=nan"),
-        ("coefficients", (1e-3, 2e-5, 3e-5, 4e-8, -5e-10), "five finite numbers of at least 0"),
-        ("coefficients", (float("inf"), 0, 0, 0, 0), "five finite numbers of at least 0"),
-        ("coefficients", (1.0,), "five finite numbers"),
-        ("pivot_tokens", 512, r"pivot_s=None: must be a finite number"),
-        ("pivot_s", 0.1, r"pivot_tokens=None: must be a whole number of at least 1, or all of pivot_\* null"),
-        ("pivot_saturated", True, r"pivot_tokens=None"),
-    ],
-)
-def test_a_profile_with_a_senseless_field_is_not_built(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(PROFILE, **{field: value})
-
-
 PIVOT = replace(PROFILE, pivot_tokens=512, pivot_s=0.046, pivot_saturated=True)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value"),
     [
-        ("pivot_tokens", 0, "pivot_tokens=0"),
-        ("pivot_tokens", 512.0, r"pivot_tokens=512\.0"),
-        ("pivot_tokens", True, "pivot_tokens=True"),
-        ("pivot_s", 0, "pivot_s=0: must be a finite number greater than 0"),
-        ("pivot_s", float("nan"), "pivot_s=nan"),
-        ("pivot_s", float("inf"), "pivot_s=inf"),
-        ("pivot_s", None, "pivot_s=None"),
-        ("pivot_saturated", None, "pivot_saturated=None: must be true or false"),
+        ("model", 3),
+        ("tensor_parallel_size", 0),
+        ("tensor_parallel_size", True),
+        ("num_steps", 1.5),
+        ("median_error", -0.1),
+        ("p90_error", float("nan")),
+        ("coefficients", (1e-3, 2e-5, 3e-5, 4e-8, -5e-10)),
+        ("coefficients", (float("inf"), 0, 0, 0, 0)),
+        ("coefficients", (1.0,)),
+        ("pivot_tokens", 0),
+        ("pivot_tokens", 512.0),
+        ("pivot_tokens", True),
+        ("pivot_tokens", None),
+        ("pivot_s", 0),
+        ("pivot_s", float("nan")),
+        ("pivot_s", float("inf")),
+        ("pivot_s", None),
+        ("pivot_saturated", None),
     ],
 )
-def test_a_pivot_is_given_whole_or_not_at_all(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_profile_with_a_senseless_field_is_not_built(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
         replace(PIVOT, **{field: value})
 
 
@@ -161,16 +149,16 @@ DAMAGES = (
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_reported_set_aside_and_defaults_serve(name: str, tmp_path: Path, told: Told) -> None:
     content = _damaged(name, _raw(tmp_path))
-    path = default_path(*KEY)
+    path = default_path(KEY)
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
+    assert load_runtime_model(AUTO, KEY).coefficients == DEFAULT
     assert not path.exists()
-    assert path.with_name(path.name + ".damaged").read_text() == content
-    (error,) = told(logging.ERROR)
-    assert "is damaged" in error
-    load_runtime_model(AUTO, *KEY)
-    assert len(told(logging.ERROR)) == 1, "the second start finds none"
+    assert path.with_name(path.name + ".damaged-1").read_text() == content
+    (warning,) = told(logging.WARNING)
+    assert "the runtime profile not used" in warning
+    load_runtime_model(AUTO, KEY)
+    assert len(told(logging.WARNING)) == 1, "the second start finds none"
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -178,16 +166,16 @@ def test_a_damaged_file_that_was_named_is_refused_and_left_alone(name: str, tmp_
     path = tmp_path / "p.json"
     path.write_text(content := _damaged(name, _raw(tmp_path)))
     with pytest.raises(ConfigError, match="vllm-ext profile"):
-        load_runtime_model(str(path), *KEY)
+        load_runtime_model(str(path), KEY)
     assert path.read_text() == content
 
 
 def test_bytes_that_are_no_text_are_damage() -> None:
-    path = default_path(*KEY)
+    path = default_path(KEY)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\xff\xfe{")
-    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
-    assert path.with_name(path.name + ".damaged").read_bytes() == b"\xff\xfe{"
+    assert load_runtime_model(AUTO, KEY).coefficients == DEFAULT
+    assert path.with_name(path.name + ".damaged-1").read_bytes() == b"\xff\xfe{"
 
 
 def test_a_file_of_somebody_else_is_not_moved(tmp_path: Path) -> None:
@@ -201,15 +189,15 @@ def test_a_file_of_somebody_else_is_not_moved(tmp_path: Path) -> None:
 
 def test_a_damaged_file_that_can_t_be_moved_does_not_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only folder, or a second engine core that was quicker."""
-    path = default_path(*KEY)
+    path = default_path(KEY)
     path.parent.mkdir(parents=True)
     path.write_text("{")
 
     def refuse(source: object, target: object) -> None:
         raise FileNotFoundError(str(source))
 
-    monkeypatch.setattr(module.os, "replace", refuse)
-    assert load_runtime_model(AUTO, *KEY).coefficients == DEFAULT
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert load_runtime_model(AUTO, KEY).coefficients == DEFAULT
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder"])

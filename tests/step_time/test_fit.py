@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
-from vllm_ext.prediction.fit import fit
-from vllm_ext.prediction.nonnegative import minimum
-from vllm_ext.prediction.runtime import DEFAULT, FEATURE_SCALE, Coefficients, RuntimeModel, StepFeatures
+from vllm_ext.step_time.fit import fit
+from vllm_ext.step_time.runtime import DEFAULT, Coefficients, RuntimeModel, StepFeatures
 
 from .runtime_steps import TRUE, Steps
 
@@ -35,9 +35,9 @@ def profiled(count: int = 2000, *, seed: int = 0, noise: float = 0.05, wild: flo
 
 def plain(steps: Measured) -> Coefficients:
     """Non-negative least squares on relative errors, the fit that was here before."""
-    features = np.array([f.vector() / d for f, d in steps])
-    theta = minimum(features.T @ features, features.T @ np.ones(len(steps)))
-    return Coefficients(*(theta / FEATURE_SCALE).tolist())
+    scale = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
+    features = np.array([(1.0, *f) / scale / d for f, d in steps])
+    return Coefficients(*(nnls(features, np.ones(len(steps)))[0] / scale).tolist())
 
 
 def off(found: Sequence[float]) -> float:
@@ -164,5 +164,5 @@ def test_too_few_steps_are_refused() -> None:
 def test_a_duration_that_is_none_is_refused(duration: float) -> None:
     steps = profiled(60)
     steps[7] = (steps[7][0], duration)
-    with pytest.raises(ValueError, match=r"duration of step 7=.*finite and greater than 0"):
+    with pytest.raises(ValueError, match=r"seconds\[7\]=.*finite and greater than 0"):
         fit(steps)

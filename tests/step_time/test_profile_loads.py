@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from vllm_ext.prediction.profile_loads import Load, plan
+from vllm_ext.step_time.profile_loads import Load, plan
 
 
 def test_the_loads_span_batches_contexts_and_chunks() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.prediction.runtime import DEFAULT, MOST_TOKENS, Coefficients, RuntimeModel, StepFeatures
+from vllm_ext.step_time.runtime import DEFAULT, MOST_TOKENS, Coefficients, RuntimeModel, StepFeatures
 
 HAND = Coefficients(base_s=0.01, decode_s=1e-3, prefill_token_s=1e-4, context_token_s=1e-6, pair_s=1e-8)
 

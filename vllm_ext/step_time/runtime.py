@@ -13,20 +13,21 @@ T0 is then ``prefill`` (with ``pair`` for long prompts), alpha is ``context``, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_ext.prediction.online_fit import OnlineFit
+from vllm_ext.step_time.online_fit import ORDER_OF_MAGNITUDE, OnlineFit
 
-FEATURE_SCALE = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
-"""Typical size of each feature; regressing on scaled features keeps the numbers of one magnitude."""
+KINDS = ("decode", "prefill", "mixed")
+"""Kinds of steps, in the order of `StepFeatures.kind`: the last have decodes and prefill."""
 MOST_TOKENS = 1 << 30
 """Largest chunk that `RuntimeModel.largest_prefill` answers, where tokens cost nothing."""
 _PROFILE_KNOWN_WITHIN = 0.2
-_DEFAULT_KNOWN_WITHIN = 10.0
+_TYPICAL = np.array([1.0, 1e2, 1e3, 1e5, 1e6])
+"""Size of each feature in a step; tells how much time a coefficient that is 0 may be wrong by."""
 _BATCH_WEIGHT = 0.01
 _SATURATED = 0.8
 _LEAST_PIVOT, _LARGEST_PIVOT = 64, 16384
@@ -87,10 +88,12 @@ class StepFeatures(NamedTuple):
     prefill_context: float = 0.0
     """Sum over prefill chunks of chunk length times context of the chunk's middle, in tokens squared."""
 
-    def vector(self) -> npt.NDArray[np.float64]:
-        """Return the scaled features, shape [5], in the order of `Coefficients`."""
-        features: npt.NDArray[np.float64] = np.array((1.0, *self), dtype=np.float64) / FEATURE_SCALE
-        return features
+    @property
+    def kind(self) -> int:
+        """Index in `KINDS`."""
+        if not self.num_prefill_tokens:
+            return 0
+        return 2 if self.num_decodes else 1
 
 
 class RuntimeModel:
@@ -122,12 +125,12 @@ class RuntimeModel:
         self.given = None if coefficients is None else Coefficients.checked(coefficients)
         """What it started from; None if that was the defaults. A model given the same learns the same."""
         start = DEFAULT if self.given is None else self.given
-        known_within = _DEFAULT_KNOWN_WITHIN if self.given is None else _PROFILE_KNOWN_WITHIN
+        known_within = ORDER_OF_MAGNITUDE if self.given is None else _PROFILE_KNOWN_WITHIN
         self.given_pivot = pivot
         """The saturated step as it was measured; None if it is made of the coefficients."""
         self.tile_tokens = tile_tokens
         """Tile of the device's matrix products along the tokens: one token more than whole tiles costs another."""
-        self._online = OnlineFit(np.array(start) * FEATURE_SCALE, known_within)
+        self._online = OnlineFit(np.array(start), _TYPICAL, len(KINDS), known_within)
         self.num_observations = 0
         self.mean_abs_relative_error = 0.0
         """Moving average of |predicted - observed| / observed over steps."""
@@ -214,20 +217,24 @@ class RuntimeModel:
         Source: Sarathi-Serve, section 4.3 (budget from a TBT target), as a formula instead of a table; AccelGen, eq. 6.
         """
 
-        def fits(tokens: int) -> bool:
-            step = StepFeatures(decodes, tokens, context + computed + tokens, tokens * (computed + tokens / 2))
-            return self.step_time_s(step) <= budget_s
+        def seconds(tokens: int) -> float:
+            return self.step_time_s(
+                StepFeatures(decodes, tokens, context + computed + tokens, tokens * (computed + tokens / 2))
+            )
 
-        if at_most < 1 or not fits(1):
+        if at_most < 1 or not seconds(1) <= budget_s:  # not >, which is false for NaN
             return 0
-        if fits(at_most):
+        if seconds(at_most) <= budget_s:
             return at_most
         price = self._coefficients
         left_s = budget_s - self.step_time_s(StepFeatures(decodes, 0, context + computed))
         slope = price.prefill_token_s + price.context_token_s + price.pair_s * computed
         root = math.sqrt(slope * slope + 2 * price.pair_s * left_s)
         guess = int(min(max(2 * left_s / max(slope + root, 1e-300), 1.0), at_most - 1.0))
-        return _last_that_fits(fits, guess, at_most)
+        low, high = max(guess - 1, 1), min(guess + 2, at_most)
+        if not seconds(low) <= budget_s < seconds(high):  # rounding may leave the root off by more
+            low, high = 1, at_most
+        return low + bisect_right(range(low + 1, high), budget_s, key=seconds)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +243,7 @@ class RuntimeModel:
         if not _SHORTEST_S < duration_s < _LONGEST_S:  # false for NaN as well
             return
         predicted = self.step_time_s(features)
-        if not self._online.observe(features.vector(), duration_s):
+        if not self._online.observe(features.kind, (1.0, *features), predicted, duration_s):
             return
         error = abs(predicted - duration_s) / duration_s
         self.num_observations += 1
@@ -248,7 +255,7 @@ class RuntimeModel:
             weight = max(_BATCH_WEIGHT, 1 / self._batches)
             self._batch_decodes += weight * (features.num_decodes - self._batch_decodes)
             self._batch_context += weight * (features.num_context_tokens - self._batch_context)
-        self._use(Coefficients(*(self._online.theta / FEATURE_SCALE).tolist()))
+        self._use(Coefficients(*self._online.theta.tolist()))
 
     def _use(self, price: Coefficients) -> None:
         self._coefficients = price
@@ -257,31 +264,6 @@ class RuntimeModel:
         self._beta_s = max(beta_s, 1e-6)
         self._alpha_s, self._pair_s = price.context_token_s, price.pair_s  # asked for at every ranking
         self._prefill_token_s = max(price.prefill_token_s, 1e-9)
-
-
-def _last_that_fits(fits: Callable[[int], bool], guess: int, end: int) -> int:
-    """Return the largest n < ``end`` with ``fits(n)``; 1 fits, ``end`` does not, and ``guess`` lies close, in [1, end).
-
-    Rounding may leave the root of an equation some tokens off: strides that double lead from it to both sides.
-    """
-    low, high, stride = 1, end, 1
-    if fits(guess):
-        low = guess
-        while low + stride < end and fits(low + stride):
-            low, stride = low + stride, stride * 2
-        high = min(low + stride, end)
-    else:
-        high = guess
-        while high - stride > 1 and not fits(high - stride):
-            high, stride = high - stride, stride * 2
-        low = max(high - stride, 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _is_price(value: object) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vllm_ext.prediction.runtime import Coefficients, RuntimeModel, StepFeatures
+from vllm_ext.step_time.runtime import Coefficients, RuntimeModel, StepFeatures
 
 TRUE = Coefficients(base_s=8e-3, decode_s=5e-5, prefill_token_s=4e-5, context_token_s=4e-8, pair_s=2e-9)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.prediction import profile as module
-from vllm_ext.prediction.fit import RegimeError, TermSupport
-from vllm_ext.prediction.profile import EngineKey, Profile
-from vllm_ext.prediction.runtime import Coefficients
+from vllm_ext.step_time import profile as module
+from vllm_ext.step_time.fit import RegimeError, TermSupport
+from vllm_ext.step_time.profile import EngineKey, Profile
+from vllm_ext.step_time.runtime import Coefficients
 
 Told = Callable[[int], list[str]]
 """The messages logged at a level."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_ext.prediction.runtime import Pivot
+from vllm_ext.step_time.runtime import Pivot
 
 SHARE = 0.95
 """Of the best throughput measured, that counts as saturated."""
@@ -46,20 +46,21 @@ def search(measure: Callable[[int], float | None], largest: int) -> PivotFound |
     """
     times: dict[int, float] = {}
     for tokens in _doubling(largest):
-        step_s = measure(tokens)
-        if step_s is None:
+        if (step_s := measure(tokens)) is None:
             break
         times[tokens] = step_s
     if not times:
         return None
-    sizes = list(times)
-    high = _first_enough(times)
-    saturated = high < sizes[-1]
-    place = sizes.index(high)
-    if saturated and place:
-        _refine(measure, times, sizes[place - 1], high)
-        high = _first_enough(times)
-    undisturbed = _undisturbed(times)
+    low, high = 0, _first_enough(times)
+    if saturated := high < max(times):
+        low = max((tokens for tokens in times if tokens < high), default=high)
+    for _ in range(_REFINEMENTS if saturated else 0):
+        middle = (low + high) // 2
+        if middle in times or (step_s := measure(middle)) is None:
+            break
+        times[middle] = step_s
+        low, high = (low, middle) if _first_enough(times) <= middle else (middle, high)
+    high, undisturbed = _first_enough(times), _undisturbed(times)
     return PivotFound(pivot=Pivot(high, undisturbed[high]), saturated=saturated, times=undisturbed)
 
 
@@ -103,16 +104,3 @@ def _undisturbed(times: dict[int, float]) -> dict[int, float]:
     for tokens, step_s in sorted(times.items(), reverse=True):
         shortest = found[tokens] = min(shortest, step_s)
     return dict(reversed(found.items()))
-
-
-def _refine(measure: Callable[[int], float | None], times: dict[int, float], low: int, high: int) -> None:
-    """Halve the interval in which the share is reached, adding what is measured to ``times``."""
-    for _ in range(_REFINEMENTS):
-        middle = (low + high) // 2
-        if middle == low or (step_s := measure(middle)) is None:
-            return
-        times[middle] = step_s
-        if _first_enough(times) <= middle:
-            high = middle
-        else:
-            low = middle
