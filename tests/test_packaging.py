@@ -107,7 +107,7 @@ def test_base_install_needs_little(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     base = {canonicalize_name(r.name) for r in required if r.marker is None or r.marker.evaluate({"extra": ""})}
-    assert base == {"numpy", "packaging", "prometheus-client", "pydantic"}
+    assert base == {"numpy", "packaging", "prometheus-client", "pydantic", "scipy"}
 
 
 @pytest.fixture(scope="module")
