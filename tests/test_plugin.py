@@ -133,7 +133,7 @@ def test_options_of_others_stay_a_real_dictionary_and_in_the_hash(model: str) ->
 
 
 def test_the_configuration_survives_the_way_to_other_processes(model: str) -> None:
-    config = make_config(model, scheduler_cls="alise", additional_config={"vllm_ext": {"ordering": {"num_levels": 3}}})
+    config = make_config(model, scheduler_cls="alise", additional_config={"vllm_ext": {"ordering": {"gamma": 1.0}}})
     copy = pickle.loads(pickle.dumps(config))  # noqa: S301 - what vLLM does
     assert options_of(copy) == options_of(config)
     assert copy.compute_hash() == config.compute_hash()
@@ -157,14 +157,14 @@ def test_additional_config_hashes_what_is_not_ours() -> None:
 
 
 REFUSED = {
-    "unknown name": ({"scheduler_cls": "alize"}, "one of fcfs, alise"),
-    "unknown composition": ({"scheduler_cls": "fcfs+alize"}, "one of fcfs, alise"),
+    "unknown name": ({"scheduler_cls": "alize"}, "one of fcfs, fcfs-tuned, alise"),
+    "unknown composition": ({"scheduler_cls": "fcfs+alize"}, "one of fcfs, fcfs-tuned, alise"),
     "unknown option": ({"scheduler_cls": "alise", "ext": {"orderin": {}}}, "vllm_ext.orderin="),
     "unknown parameter": (
         {"scheduler_cls": "alise", "ext": {"ordering": {"agelimit": 1}}},
         "vllm_ext.ordering.agelimit",
     ),
-    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, alise"),
+    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, fcfs-tuned, alise"),
     "options without a system for a foreign class": ({"scheduler_cls": UPSTREAM, "ext": {}}, "options need a system"),
     "options that are no object": ({"scheduler_cls": "alise", "ext": 3}, "must be an object"),
     "foreign class": ({"scheduler_cls": UPSTREAM, "ext": {"system": "alise"}}, "needs a subclass of vllm_ext"),
@@ -236,12 +236,12 @@ def test_a_changed_vllm_is_refused_only_if_a_system_is_chosen(model: str, monkey
 
 
 def test_flags_reach_the_options_and_win_over_json(model: str) -> None:
-    json_options = json.dumps({"vllm_ext": {"ordering": {"age_limit_s": 9.0, "num_levels": 3}}})
+    json_options = json.dumps({"vllm_ext": {"ordering": {"gamma": 0.7, "theta": 0.0}}})
     args = from_command_line(
-        model, "--scheduler-cls", "alise", "--additional-config", json_options, "--ext-age-limit-s", "4"
+        model, "--scheduler-cls", "alise", "--additional-config", json_options, "--ext-optimise", "tail"
     )
     config = args.create_engine_config()
-    assert options_of(config).ordering == {"age_limit_s": 4.0, "num_levels": 3}
+    assert options_of(config).ordering == {"gamma": 1.0, "theta": 0.0}
 
 
 def test_dotted_options_reach_the_options(model: str) -> None:
@@ -251,7 +251,7 @@ def test_dotted_options_reach_the_options(model: str) -> None:
 
 def test_arguments_turned_into_a_dictionary_keep_the_flags(model: str) -> None:
     """``vllm bench throughput`` builds its engine from ``asdict`` of the parsed arguments."""
-    args = from_command_line(model, "--scheduler-cls", "alise", "--no-ext-preemption")
+    args = from_command_line(model, "--scheduler-cls", "auto", "--no-ext-preemption")
     again = AsyncEngineArgs(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
     assert options_of(again.create_engine_config()).admission == {"preempt": False}
 
@@ -262,7 +262,7 @@ def test_without_our_flags_the_parsed_arguments_are_untouched(model: str) -> Non
 
 def test_a_flag_without_a_system_says_what_is_missing(model: str) -> None:
     with pytest.raises(ConfigError, match="add --scheduler-cls NAME"):
-        from_command_line(model, "--ext-levels", "3").create_engine_config()
+        from_command_line(model, "--ext-optimise", "mean").create_engine_config()
 
 
 def test_help_lists_the_systems_and_the_flags() -> None:

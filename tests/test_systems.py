@@ -11,6 +11,7 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.tbt import TbtBudget
@@ -20,7 +21,7 @@ from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark
 from vllm_ext.policies.gates.whole_prompts import WholePrompts
 from vllm_ext.policies.ordering.arrival import Arrival
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
+from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
 from vllm_ext.systems import System, build, known, register, resolve
 from vllm_ext.systems_table import ROWS
 
@@ -52,11 +53,9 @@ def test_fcfs_has_nothing_to_steer() -> None:
 
 
 def test_parameters_reach_the_policies() -> None:
-    policies = build(
-        ExtConfig(system="alise", ordering={"num_levels": 2, "age_limit_s": 5}, admission={"preempt": False})
-    )
-    assert policies.ordering == RemainingTimeLevels(num_levels=2, age_limit_s=5)
-    assert policies.admission == Preemptive(preempt=False)
+    policies = build(ExtConfig(system="alise", ordering={"gamma": 1, "theta": 0.0}, admission={"passed_s": 0.0}))
+    assert policies.ordering == CostOverWait(gamma=1, theta=0.0)
+    assert policies.admission == PassAFew(passed_s=0.0)
     assert not policies.is_upstream
     assert "num_levels=2" in policies.describe()
 
@@ -92,9 +91,9 @@ def test_two_systems_that_select_differently_are_refused_by_name(name: str) -> N
     ],
 )
 def test_gates_of_several_systems_stand_behind_each_other(name: str, gates: list[type]) -> None:
-    policies = build(ExtConfig(system=name, admission={"max_victims": 2} if "alise" in name else {}))
+    policies = build(ExtConfig(system=name, admission={"max_passed": 2} if "alise" in name else {}))
     assert [type(gate) for gate in policies.gates] == gates
-    assert policies.admission == (Preemptive(max_victims=2) if "alise" in name else InOrder())
+    assert policies.admission == (PassAFew(max_passed=2) if "alise" in name else InOrder())
 
 
 def test_gates_that_differ_in_a_parameter_are_refused_by_name() -> None:
@@ -139,7 +138,7 @@ def test_a_composition_takes_each_axis_from_the_system_that_sets_it() -> None:
 def test_composing_with_fcfs_or_itself_changes_nothing() -> None:
     for name in ("fcfs+alise", "alise+fcfs", "alise+alise"):
         system = resolve(name)
-        assert (system.ordering, system.admission) == (RemainingTimeLevels, Preemptive)
+        assert (system.ordering, system.admission) == (CostOverWait, PassAFew)
 
 
 def test_a_composition_with_an_oracle_reads_the_truth() -> None:
@@ -157,7 +156,7 @@ def test_a_clash_names_the_axis_and_both_systems() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "alise+nonsense", "", "+", "alise+", "ALISE", " alise"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="fcfs, alise, oracle-alise"):
+    with pytest.raises(ConfigError, match="fcfs, fcfs-tuned, alise, oracle-alise"):
         resolve(name)
 
 
@@ -195,7 +194,7 @@ def test_registering_the_same_row_again_is_fine_and_another_one_is_not() -> None
 )
 def test_a_bad_parameter_is_named(axis: str, parameters: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(ExtConfig(system="alise", **{axis: parameters}))  # type: ignore[arg-type]
+        build(ExtConfig(system="alise-published", **{axis: parameters}))  # type: ignore[arg-type]
     assert caught.value.field == field
 
 
@@ -266,7 +265,7 @@ def test_every_row_can_be_built_and_says_what_it_is() -> None:
         policies = build(ExtConfig(system=system.name, allow_oracle=True))
         assert policies.describe().startswith(f"{system.name}: ordering=")
         assert system.summary
-        assert system.paper or system.name in ("fcfs", "auto")
+        assert system.paper or system.name in ("fcfs", "fcfs-tuned", "auto")
         assert system.oracle == system.name.startswith("oracle-")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ def comma_numbers(text: str) -> list[float]:
     return [float(item) for item in comma_list(text)]
 
 
+_GAMMA = {"normalised": 0.25, "mean": 0.5, "tail": 1.0}
+"""By what is to be short: how much waiting counts against cost."""
+
+
+def gamma_for(text: str) -> float:
+    """Return the power of waiting for ``normalised``, ``mean`` or ``tail``."""
+    if text not in _GAMMA:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be one of {', '.join(_GAMMA)}")
+    return _GAMMA[text]
+
+
 FLAGS: tuple[Flag, ...] = (
     Flag(
         name="--tbt-slo-ms",
@@ -91,18 +103,11 @@ FLAGS: tuple[Flag, ...] = (
         help="Seconds of waiting after which a request goes first, whatever its predicted length.",
     ),
     Flag(
-        name="--ext-levels",
-        path=("ordering", "num_levels"),
-        type=int,
-        metavar="N",
-        help="Number of priority queues of the ordering policy.",
-    ),
-    Flag(
-        name="--ext-base-level-s",
-        path=("ordering", "base_level_s"),
-        type=float,
-        metavar="S",
-        help="Predicted remaining time, in seconds, up to which a request belongs to the first queue.",
+        name="--ext-optimise",
+        path=("ordering", "gamma"),
+        type=gamma_for,
+        metavar="WHAT",
+        help="What alise and auto make short: normalised (latency per token), mean (the default), or tail.",
     ),
     Flag(
         name="--ext-preemption",

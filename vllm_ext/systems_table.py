@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_ext.policies.admission.backfill import Backfill
+from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.chunks_apart import ChunksApart
@@ -14,8 +15,9 @@ from vllm_ext.policies.gates.peak_memory import PREDICTED, PeakMemory
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark
 from vllm_ext.policies.gates.whole_prompts import WholePrompts
+from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
+from vllm_ext.policies.ordering.least_computed import ArrivalLeastComputedLeaves
 from vllm_ext.policies.ordering.pressing import PressingFirst
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
@@ -33,17 +35,23 @@ _OFFLINE = "offline benchmarks only"
 ROWS = (
     System(name="fcfs", summary="vLLM's own scheduling, with our metrics"),
     System(
+        name="fcfs-tuned",
+        ordering=ArrivalLeastComputedLeaves,
+        parameters={"admission": {"kv_reserve": 0.05}},
+        summary="order of arrival, KV blocks in reserve, and whoever computed least leaves when they run out",
+    ),
+    System(
         name="alise",
-        ordering=RemainingTimeLevels,
-        admission=Preemptive,
+        ordering=CostOverWait,
+        admission=PassAFew,
         residency=EstimatedWait,
         paper=_ALISE,
-        summary="shortest predicted remaining time first, preemptive, aged",
+        summary="least cost by predicted length and KV over a power of waiting, not preemptive",
     ),
     System(
         name="oracle-alise",
-        ordering=RemainingTimeLevels,
-        admission=Preemptive,
+        ordering=CostOverWait,
+        admission=PassAFew,
         residency=EstimatedWait,
         oracle=True,
         paper=f"{_ALISE}, Oracle",

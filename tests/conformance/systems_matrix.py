@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.extent import quick
+from tests.support.preempting import ORACLE, PREEMPTING
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 
@@ -34,6 +35,9 @@ class Row:
     aging_bound_s: float | None = None
     """Waiting time after which only older requests go first; None where the order is arrival, which needs no aging."""
 
+    unaged: Mapping[str, Any] = field(default_factory=lambda: {"age_limit_s": 1e9})
+    """Parameters of the ordering that switch aging off."""
+
     flood_starves: bool = True
     """Without aging, a flood of short requests with tight objectives would starve a long one with a loose objective."""
     examples: int = _FEW
@@ -49,17 +53,23 @@ SYSTEMS = (
     Row(
         name="alise",
         examples=_MANY,
-        options={"system": "alise", "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
+        options={"system": "alise", "ordering": {"gamma": 2.0, "grace_s": 0.2}},
+        # The long request costs about (48 / 2) ** 1.5 = 118 times a short one: 0.2 s * 118 ** (1 / 2), and lanes.
+        aging_bound_s=2.5,
+        unaged={"gamma": 1e-6},
+    ),
+    Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
+    Row(
+        name="oracle-alise", options={"system": "oracle-alise", "allow_oracle": True}, reads_truth=True, examples=_LEAST
+    ),
+    Row(
+        name="preempting",
+        options={"system": PREEMPTING, "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
     ),
     Row(
-        name="oracle-alise",
-        options={
-            "system": "oracle-alise",
-            "allow_oracle": True,
-            "ordering": _QUICK_AGING,
-            "admission": _EAGER_PREEMPTION,
-        },
+        name="oracle-preempting",
+        options={"system": ORACLE, "allow_oracle": True, "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
         reads_truth=True,
         aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
         examples=_LEAST,

@@ -54,7 +54,7 @@ def test_invariant_3_the_flood_would_starve_without_aging(row: Row) -> None:
     """The bound above is due to aging, not to a flood too weak to hold anyone back."""
     assert row.aging_bound_s is not None
     options = copy.deepcopy(dict(row.options))
-    options["ordering"] = {**options["ordering"], "age_limit_s": 1e9}
+    options["ordering"] = {**options["ordering"], **row.unaged}
     started, _ = flood(replace(row, options=options), 1, until_s=2 * row.aging_bound_s)
     assert started is None
 

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.support.audit import audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
+from tests.support.preempting import PREEMPTING
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Admission, Budget, Ordering, Rank, RequestView, Room, Split, Step
 from vllm_ext.scheduling.engine_state import seats
@@ -85,7 +86,12 @@ class Rig:
     """One scheduler with runner and loop. Time stands still unless the test lets it pass."""
 
     def __init__(
-        self, system: str | None = "alise", *, depth: int = 1, options: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        system: str | None = PREEMPTING,
+        *,
+        depth: int = 1,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ):
         self.clock = VirtualClock(100.0)
         self.lengths: dict[str, int] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.preempting import PREEMPTING
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.run import simulate
@@ -49,7 +50,7 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
 def test_a_wait_ends_with_the_requests_own_promotion() -> None:
     """ALISE, equation 7: the promotion of its own queue, not of the lowest one."""
     rig = Rig(
-        "alise", max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
+        PREEMPTING, max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
     )
     scheduler = rig.scheduler
     prices = SimpleNamespace(store_s=lambda tokens: 1.0, load_s=lambda tokens: 1.0, kept_tokens=lambda tokens: tokens)

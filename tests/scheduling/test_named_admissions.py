@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from tests.support.preempting import PREEMPTING
 from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.simulation.harness import make_request
@@ -82,7 +83,7 @@ def test_loads_count_in_forecasts(system: str) -> None:
 
 def test_the_first_rank_knows_what_the_host_has() -> None:
     """The connector is told of a request after the queue; priced in full, it would stay behind what is shorter."""
-    rig = Rig("alise", num_blocks=400, enable_prefix_caching=False)
+    rig = Rig(PREEMPTING, num_blocks=400, enable_prefix_caching=False)
     loads = Loads(rig, {})
     loads.untold["cached"] = 320
     rig.scheduler.tier = loads
@@ -97,7 +98,7 @@ def test_the_first_rank_knows_what_the_host_has() -> None:
 
 def test_a_load_takes_its_seat_when_its_kv_has_come() -> None:
     """As upstream has it. Loads that took seats from the start cost tier rows up to 2.7 % of their end-to-end time."""
-    rig = Rig("alise", max_num_seqs=3, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
+    rig = Rig(PREEMPTING, max_num_seqs=3, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
     loads = Loads(rig, {f"L{number}": 64 for number in range(9)})
     for number in range(9):
         rig.add(f"L{number}", 80, length=8)
@@ -176,7 +177,7 @@ class _Open:
 def test_nobody_leaves_for_a_request_that_would_get_no_token() -> None:
     """The budget is asked first: of 47 steps that preempted 23 admitted nobody."""
     rig = Rig(
-        "alise+sarathi",
+        f"{PREEMPTING}+sarathi",
         max_num_seqs=4,
         num_blocks=400,
         options={"slo": {"tbt_ms": 20.0}, "admission": {"priced": False}, "budget": {"min_prefill_tokens": 8}},

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conformance.systems_matrix import SYSTEMS, Row
 from tests.extent import quick
+from tests.support.preempting import PREEMPTING
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.requests import SimRequest, Slo
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
@@ -21,7 +22,7 @@ from .parts import ListWorkload, PerTokenCost, ask, make_engine
 from .tier_parts import offload, own_tier, serve
 
 _ROWS: list[Row | str] = ["upstream-fcfs", "upstream-priority", *(row for row in SYSTEMS if row.scheduler_cls)]
-_ALISE = next(row.options for row in SYSTEMS if row.name == "alise")
+_PREEMPTING = next(row.options for row in SYSTEMS if row.name == "preempting")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Tiered:
 
 
 def _tiered(name: str, system: str, blocks: int = 40, **tier: Any) -> Tiered:
-    options = {key: each for key, each in _ALISE.items() if key != "system"} if system == "alise" else {}
+    options = {key: each for key, each in _PREEMPTING.items() if key != "system"} if system == PREEMPTING else {}
     return Tiered(name, {"system": system, "options": options | own_tier(blocks, **{"chunk_tokens": 16, **tier})})
 
 
@@ -55,8 +56,8 @@ _TIERS = (
     _tiered("fcfs, late, large chunks", "fcfs", store="late", chunk_tokens=32),
     _tiered("fcfs, auto", "fcfs", free_fraction=0.5, load="auto"),
     _tiered("fcfs, all copies, in-step", "fcfs", copies="all", load="in-step"),
-    _tiered("alise, late", "alise", store="late"),
-    _tiered("alise, early, 8 bits", "alise", store="early", bits=8, chunk_tokens=32),
+    _tiered("preempting, late", PREEMPTING, store="late"),
+    _tiered("preempting, early, 8 bits", PREEMPTING, store="early", bits=8, chunk_tokens=32),
     _tiered("alise, auto", "alise"),
     Tiered("pensieve", {**_tiered("", "pensieve").engine, **_CACHED}),
     _tiered("auto", "auto"),

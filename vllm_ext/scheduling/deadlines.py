@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from vllm_ext.scheduling.lazy_heap import COMPACT_ABOVE
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-COMPACT_ABOVE = 64
-"""Superseded entries that are left alone, however few requests there are."""
 
 
 class Deadlines:

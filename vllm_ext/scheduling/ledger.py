@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config import RETRIEVAL, SloConfig
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
-from vllm_ext.policies.contract import RequestView
+from vllm_ext.policies.contract import NO_SERVER, RequestView
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery
@@ -94,6 +94,7 @@ class Ledger:
         self._conditional = refresh == "conditional"
         self.runtime = runtime
         self.use_oracle = use_oracle
+        self.server = NO_SERVER
         self.jobs: dict[str, Job] = {}
         self.front: Callable[[Request], Front] | None = None
         """Looks up what of a waiting request needs no computing; None where nothing is steered."""
@@ -273,5 +274,7 @@ class Ledger:
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,
+            job.prediction.law,
+            self.server,
             ready,
         )

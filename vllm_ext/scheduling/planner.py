@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.policies.contract import NO_PLAN, RequestView, Room, StepPlan, Victim
+from vllm_ext.policies.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
 from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading, parked, seats
 from vllm_ext.scheduling.step import EngineStep, pool_of
+from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.running_order import RunningOrder
 
 _LOOKED_AFTER_STEPS = 64
+_TYPICAL_TOKENS = 512
+"""Length of the sequences of a full batch, where it only matters of which order its step is."""
 _CHANGED = 1.25
 """Times by which the price of a step must have changed since ranks were made of it."""
 
@@ -72,6 +75,7 @@ class Planner:
         self._free_to_vllm = admission.is_vllms and not gates
         self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
+        self._measure_server()
 
     def plan(self, now: float) -> StepPlan:
         """Return the plan for a step at clock time ``now`` (s).
@@ -152,9 +156,19 @@ class Planner:
         for now, then in zip(price, self._priced_at, strict=True):
             if not then / _CHANGED <= now <= then * _CHANGED:
                 self._priced_at = price
+                self._measure_server()
                 self._queue.rerank_all()
                 self._order.rerank_all()
                 return
+
+    def _measure_server(self) -> None:
+        """Tell the ledger what requests take their share of: seats, KV, and steps of a batch that fills both."""
+        pool, runtime = pool_of(self._engine), self._ledger.runtime
+        kv_tokens = max(1, pool.total * pool.block_size)
+        decodes = max(1, min(seats(self._engine), kv_tokens // _TYPICAL_TOKENS))
+        step_s = runtime.step_time_s(StepFeatures(decodes, 0, min(kv_tokens, decodes * _TYPICAL_TOKENS)))
+        token_s = runtime.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
+        self._ledger.server = Server(seats(self._engine), kv_tokens, token_s / max(step_s, 1e-9))
 
     def _step_price(self) -> tuple[float, float]:
         runtime = self._ledger.runtime

@@ -6,14 +6,15 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_ext.policies.contract import Rank
-from vllm_ext.scheduling.deadlines import COMPACT_ABOVE, Deadlines
+from vllm_ext.policies.contract import Ageing, Rank
+from vllm_ext.scheduling.deadlines import Deadlines
 from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
+from vllm_ext.scheduling.lanes import Lanes
+from vllm_ext.scheduling.lazy_heap import COMPACT_ABOVE, LazyHeap
 
 _MAX_DUE = 16
 """Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
@@ -23,9 +24,6 @@ are served in this order, so that the aging bound holds however long the queue i
 _BLOCKED_ASKED = 64
 """Requests whose grammar is being compiled that are looked at in a step, in turn."""
 
-_SUPERSEDED_SEEN, _KEPT_CLEAN = 64, 64
-"""Superseded entries that looks may meet before they are dropped, and live ones among which that is done."""
-
 Entry = tuple[tuple[float, ...], int, Request, Rank]
 """Key with its ties, insertion number, request, rank."""
 
@@ -33,30 +31,36 @@ Entry = tuple[tuple[float, ...], int, Request, Rank]
 class RankedQueue(RequestQueue):
     """Requests by rank, with lazy aging, offers, and an arrival-ordered fallback.
 
-    A heap holds one live entry per request; entries that were superseded stay behind until they surface. A second heap
-    knows when ranks expire, so that aging touches only what is due. peek and pop agree within a step: ranks change in
-    `begin_step` only, and by requests that join. Requests whose grammar is being compiled stand apart: vLLM would pass
+    A heap holds those whose rank is a key, another knows when ranks expire, so that aging touches only what is due;
+    those whose rank has a cost stand in `Lanes`. peek and pop agree within a step: ranks change in `begin_step` only,
+    and by requests that join. Requests whose grammar is being compiled stand apart: vLLM would pass
     over them, and however many there are they hide nobody.
     """
 
-    def __init__(self, rank: Callable[[Request], Rank], ties: Callable[[Request], tuple[float, int]]) -> None:
+    def __init__(
+        self,
+        rank: Callable[[Request], Rank],
+        ties: Callable[[Request], tuple[float, int]],
+        ageing: Ageing | None = None,
+    ) -> None:
         """Create an empty queue.
 
         Args:
             rank: Asks the policy; called when a request joins and when its rank expires.
             ties: Arrival time and a unique number of a request; they end every comparison.
+            ageing: How waiting counts against costs; None: no rank has one.
         """
         self._rank = rank
         self._ties = ties
         self._live: dict[Request, Entry] = {}
-        self._heap: list[Entry] = []
+        self._heap: LazyHeap[Entry] = LazyHeap(lambda entry: self._live.get(entry[2]) is entry)
+        self._lanes = None if ageing is None else Lanes(ageing, self._in_force)
         self._expiry = Deadlines(self._in_force)
-        self._arrivals: list[tuple[tuple[float, int], Request]] = []
+        self._arrivals: LazyHeap[tuple[tuple[float, int], Request]] = LazyHeap(lambda entry: entry[1] in self._live)
         self._blocked: dict[Request, None] = {}
         self._failed: dict[Request, None] = {}
         self._stale: deque[Request] = deque()
         self._counter = 0
-        self._superseded = 0
         self._offered: deque[Request] | None = None
         self.by_arrival = False
         """Serve in order of arrival, whatever the ranks: what a step falls back to when a policy fails."""
@@ -77,7 +81,7 @@ class RankedQueue(RequestQueue):
         elif grammar_failed(request):
             self._failed[request] = None
         self._push(request)
-        heapq.heappush(self._arrivals, (self._ties(request), request))
+        self._arrivals.push((self._ties(request), request))
 
     def prepend_request(self, request: Request) -> None:
         """Add a request: its rank decides, there is no front to put it at."""
@@ -128,7 +132,7 @@ class RankedQueue(RequestQueue):
         return len(self._live)
 
     def __iter__(self) -> Iterator[Request]:
-        return (entry[2] for entry in sorted(self._live.values()))
+        return iter(sorted(self._live, key=self.key))
 
     # --- what steering adds -----------------------------------------------------------------------------------------
 
@@ -139,14 +143,15 @@ class RankedQueue(RequestQueue):
         """Rank again what is due at clock time ``now`` (s), and let those in whose grammar has come."""
         self.offer(None)
         self.by_arrival = False
-        if self._superseded > _SUPERSEDED_SEEN:
-            self._drop_superseded()
+        self._heap.tidy()
+        if self._lanes is not None:
+            self._lanes.now = now
+            self._lanes.tidy()
         self._unblock()
-        self._first_arrival()  # drops what is gone from the front
+        self._arrivals.first()  # drops what is gone from the front
         due = list(islice(self._expiry.due(now), _MAX_DUE))
-        for _, request in islice(_ascending(self._arrivals), _OLDEST_KEPT_FRESH):
-            entry = self._live.get(request)
-            if entry is not None and entry[3].until_s <= now and request not in due:
+        for _, request in islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH):
+            if self._live[request][3].until_s <= now and request not in due:
                 due.append(request)
         while self._stale and len(due) < _MAX_DUE:
             request = self._stale.popleft()
@@ -177,30 +182,28 @@ class RankedQueue(RequestQueue):
         self._stale = deque(self._live)
 
     def key(self, request: Request) -> tuple[float, ...]:
-        """Return the key of a request in the queue, ties included."""
-        return self._live[request][0]
+        """Return the key of a request in the queue, ties included, as it is in this step."""
+        key, _, _, rank = self._live[request]
+        return key if self._lanes is None or not rank.cost else self._lanes.key(rank, self._ties(request))
 
     def rank(self, request: Request) -> Rank:
         """Return the rank of a request in the queue."""
         return self._live[request][3]
 
     def best(self, count: int) -> Iterator[Request]:
-        """Yield up to ``count`` requests that wait for nothing but room, best rank first, without changing the queue.
-
-        Superseded entries on the way are looked at too, and dropped in the next step if they are many.
-        """
+        """Yield up to ``count`` requests that wait for nothing but room, best rank first; the queue stays as it is."""
         return islice(self._by_rank(), count)
 
     def _by_rank(self) -> Iterator[Request]:
-        for entry in _ascending(self._heap):
-            if self._live.get(entry[2]) is entry:
-                yield entry[2]
-            else:
-                self._superseded += 1
+        if self._lanes is None:
+            return (entry[2] for entry in self._heap.ascending())
+        ranked = ((entry[0], entry[2]) for entry in self._heap.ascending())
+        return (request for _, request in heapq.merge(ranked, self._lanes.ascending()))
 
     def oldest(self) -> Request | None:
         """Return the request that arrived first."""
-        return self._first_arrival()
+        first = self._arrivals.first()
+        return None if first is None else first[1]
 
     def _push(self, request: Request) -> None:
         rank = self._rank(request)
@@ -211,24 +214,20 @@ class RankedQueue(RequestQueue):
         self._count(rank.level, 1)
         self._live[request] = entry
         if request not in self._blocked:
-            heapq.heappush(self._heap, entry)
+            self._enter(entry)
         self._expiry.add(rank.until_s, self._counter, request, requests=len(self._live))
         self._compact()
+
+    def _enter(self, entry: Entry) -> None:
+        _, number, request, rank = entry
+        if self._lanes is None or not rank.cost:
+            self._heap.push(entry)
+        else:
+            self._lanes.add(request, rank, self._ties(request), number)
 
     def _in_force(self, request: Request, number: int) -> bool:
         entry = self._live.get(request)
         return entry is not None and entry[1] == number
-
-    def _drop_superseded(self) -> None:
-        """Drop superseded entries among the first of the heap."""
-        kept: list[Entry] = []
-        while self._heap and len(kept) < _KEPT_CLEAN:
-            entry = heapq.heappop(self._heap)
-            if self._live.get(entry[2]) is entry:
-                kept.append(entry)
-        for entry in kept:
-            heapq.heappush(self._heap, entry)
-        self._superseded = 0
 
     def _unblock(self) -> None:
         """Look at some of those whose grammar is being compiled, in turn; whose grammar has come waits like others."""
@@ -238,7 +237,7 @@ class RankedQueue(RequestQueue):
                 self._blocked[request] = None
                 continue
             self.changes += 1
-            heapq.heappush(self._heap, self._live[request])
+            self._enter(self._live[request])
             if grammar_failed(request):
                 self._failed[request] = None
 
@@ -253,27 +252,18 @@ class RankedQueue(RequestQueue):
         if not self._live:  # nothing to keep alive finished requests for
             for structure in (self._heap, self._expiry, self._arrivals, self._stale):
                 structure.clear()
+            if self._lanes is not None:
+                self._lanes.rebuild(iter(()))
 
     def _first(self) -> Request | None:
         if self.by_arrival:
-            return self._first_arrival()
+            return self.oldest()
         if self._offered is not None:
             return self._offered[0] if self._offered else None
-        heap, live = self._heap, self._live
-        while heap:
-            entry = heap[0]
-            if live.get(entry[2]) is entry:
-                return entry[2]
-            heapq.heappop(heap)
-        return None
-
-    def _first_arrival(self) -> Request | None:
-        while self._arrivals:
-            request = self._arrivals[0][1]
-            if request in self._live:
-                return request
-            heapq.heappop(self._arrivals)
-        return None
+        if self._lanes is not None:
+            return next(self._by_rank(), None)
+        first = self._heap.first()
+        return None if first is None else first[2]
 
     def _count(self, level: int, change: int) -> None:
         left = self.levels.get(level, 0) + change
@@ -284,27 +274,12 @@ class RankedQueue(RequestQueue):
 
     def _compact(self) -> None:
         """Drop superseded entries once they outnumber the live ones, so that memory follows the queue's length."""
-        limit = 2 * len(self._live) + COMPACT_ABOVE
-        if len(self._heap) > limit:
-            self._heap = [e for e in self._live.values() if e[2] not in self._blocked]
-            heapq.heapify(self._heap)
-        if len(self._arrivals) > limit:
-            self._arrivals = [(self._ties(r), r) for r in self._live]
-            heapq.heapify(self._arrivals)
+        count = len(self._live)
+        self._heap.compact(count, lambda: (entry for entry in self._open() if self._lanes is None or not entry[3].cost))
+        self._arrivals.compact(count, lambda: ((self._ties(r), r) for r in self._live))
+        if self._lanes is not None and self._counter % COMPACT_ABOVE == 0 and self._lanes.held > 2 * count:
+            costly = (entry for entry in self._open() if entry[3].cost)
+            self._lanes.rebuild((r, rank, self._ties(r), number) for _, number, r, rank in costly)
 
-
-_Item = TypeVar("_Item")
-
-
-def _ascending(heap: list[_Item]) -> Iterator[_Item]:
-    """Yield the items of a heap in order without changing it.
-
-    A child never goes before its parent, so the next item is always a child of one that was already yielded.
-    """
-    frontier = [(heap[0], 0)] if heap else []
-    while frontier:
-        item, place = heapq.heappop(frontier)
-        yield item
-        for child in (2 * place + 1, 2 * place + 2):
-            if child < len(heap):
-                heapq.heappush(frontier, (heap[child], child))
+    def _open(self) -> Iterator[Entry]:
+        return (entry for entry in self._live.values() if entry[2] not in self._blocked)

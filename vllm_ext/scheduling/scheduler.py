@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.config import KEY, parse
 from vllm_ext.kv.step_loads import Engine
 from vllm_ext.patches import registry
-from vllm_ext.policies.contract import NO_PLAN, Rank, StepPlan, check_rank
+from vllm_ext.policies.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
@@ -96,7 +96,10 @@ class SteeredScheduler(GapScheduler):
         self.swapper: KvSwapper | None = None
         self._join_tier()
         manager = self.kv_cache_manager
-        reserved = int(self.policies.residency.device_reserve * manager.block_pool.num_gpu_blocks)
+        share = max(
+            self.policies.residency.device_reserve, self.policies.admission.device_reserve(tier=self.tier is not None)
+        )
+        reserved = int(share * manager.block_pool.num_gpu_blocks)
         manager.watermark_blocks = max(manager.watermark_blocks, reserved)
         self.scheduler_reserve_full_isl &= not self.policies.budget.starts_partly
         if self._steers:
@@ -135,9 +138,11 @@ class SteeredScheduler(GapScheduler):
         self.ledger.load_s, self.ledger.resumed = self.swapper.load_s, self.swapper.resumed
 
     def _steer(self) -> None:
-        self._orders_by_arrival = type(self.policies.ordering) is Arrival
+        ordering = self.policies.ordering
+        self._orders_by_arrival = isinstance(ordering, Arrival)
+        self._running_alike = self._orders_by_arrival and type(ordering).running_rank is Ordering.running_rank
         self.ledger.front = self.fronts.of
-        self.ranked = self.waiting = RankedQueue(self._rank, self._ties)
+        self.ranked = self.waiting = RankedQueue(self._rank, self._ties, ordering.ageing)
         self.running_order = RunningOrder(
             self,
             self._running_rank,
@@ -340,19 +345,19 @@ class SteeredScheduler(GapScheduler):
     def _rank(self, request: Request) -> Rank:
         job = self.ledger[request.request_id]
         self.ledger.start_wait(job, self._now)
-        return self._ask_rank(job)
+        return self._ask_rank(job, self.policies.ordering.rank, by_arrival=self._orders_by_arrival)
 
     def _running_rank(self, request: Request) -> tuple[tuple[float, ...], Rank]:
         job = self.ledger[request.request_id]
-        rank = self._ask_rank(job)
+        rank = self._ask_rank(job, self.policies.ordering.running_rank, by_arrival=self._running_alike)
         return (*rank.key, *job.ties), rank
 
-    def _ask_rank(self, job: Job) -> Rank:
+    def _ask_rank(self, job: Job, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool) -> Rank:
         self.observer.counters.demotions += self.ledger.outlived(job)
-        if self._orders_by_arrival:  # the same for every request: no view is needed to know it
+        if by_arrival:  # the same for every request: no view is needed to know it
             return BY_ARRIVAL
         try:
-            rank = self.policies.ordering.rank(self.ledger.view(job), self._now)
+            rank = ask(self.ledger.view(job), self._now)
             check_rank(rank)
             return rank
         except Exception:  # noqa: BLE001 - see _plan

@@ -49,17 +49,23 @@ CANDIDATES = (
         note="a reserve of 5 % of the KV blocks saves preemptions when memory is short",
     ),
     Candidate(
+        name="fcfs-tuned",
+        system="fcfs-tuned",
+        flags=("--scheduler-cls", "fcfs-tuned"),
+        note="the same order and reserve; whoever has computed least leaves when memory runs out",
+    ),
+    Candidate(
         name="alise",
         system="alise",
         flags=("--scheduler-cls", "alise"),
         note="lengths predicted from the history of finished requests only, learnt during the trace",
     ),
     Candidate(
-        name="alise, no preemption",
+        name="alise, for the tail",
         system="alise",
-        engine={"options.admission.preempt": False},
-        flags=("--scheduler-cls", "alise", "--no-ext-preemption"),
-        note="as alise, but running requests keep their seats",
+        engine={"options.ordering.gamma": 1.0},
+        flags=("--scheduler-cls", "alise", "--ext-optimise", "tail"),
+        note="as alise, but nearer to the order of arrival",
     ),
     *(
         Candidate(name=name, system=name, flags=("--scheduler-cls", name), note=note)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_ext.policies.checks import require
 from vllm_ext.policies.contract import Admission, Candidate, Room, Step
 
 
@@ -26,6 +27,16 @@ class InOrder(Admission):
     """
 
     uses_predictions: ClassVar[bool] = False
+
+    kv_reserve: float = 0.0
+    """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.kv_reserve < 1, "admission.kv_reserve", self.kv_reserve, "at least 0 and less than 1")
+
+    def device_reserve(self, *, tier: bool) -> float:
+        """Return the share of the device's blocks that admissions leave to running requests."""
+        return self.kv_reserve
 
     @property
     def is_vllms(self) -> bool:

@@ -2,7 +2,17 @@
 
 from vllm_ext.policies.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency
 from vllm_ext.policies.contract.fate import Fate, Parting
-from vllm_ext.policies.contract.request import AGED, NO_PACE, Pace, Rank, RequestView, check_rank
+from vllm_ext.policies.contract.request import (
+    AGED,
+    NO_PACE,
+    NO_SERVER,
+    Ageing,
+    Pace,
+    Rank,
+    RequestView,
+    Server,
+    check_rank,
+)
 from vllm_ext.policies.contract.room import Candidate, Demand, Gate, Room, Victim
 from vllm_ext.policies.contract.step import NO_PLAN, Batch, Pool, Split, Step, StepPlan
 
@@ -10,7 +20,9 @@ __all__ = [
     "AGED",
     "NO_PACE",
     "NO_PLAN",
+    "NO_SERVER",
     "Admission",
+    "Ageing",
     "Batch",
     "Budget",
     "Candidate",
@@ -27,6 +39,7 @@ __all__ = [
     "RequestView",
     "Residency",
     "Room",
+    "Server",
     "Split",
     "Step",
     "StepPlan",

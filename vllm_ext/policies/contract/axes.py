@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.policies.contract.fate import Fate, Parting
-from vllm_ext.policies.contract.request import Rank, RequestView
+from vllm_ext.policies.contract.request import Ageing, Rank, RequestView
 from vllm_ext.policies.contract.room import Gate, Room
 from vllm_ext.policies.contract.step import Split, Step
 
@@ -52,9 +52,21 @@ class Policy:
 class Ordering(Policy, ABC):
     """Who first?"""
 
+    @property
+    def ageing(self) -> Ageing | None:
+        """How waiting counts against the cost of a rank; None: it does not, and no rank has a cost."""
+        return None
+
     @abstractmethod
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request`` at time ``now`` (s); lower keys go first."""
+
+    def running_rank(self, request: RequestView, now: float) -> Rank:
+        """Return the place of a running ``request``: the last one is preempted first. The same as `rank`, by default.
+
+        A cost counts for nothing here: its key alone says who goes before whom.
+        """
+        return self.rank(request, now)
 
 
 class Budget(Policy, ABC):
@@ -108,6 +120,14 @@ class Admission(Policy, ABC):
     def preempts(self) -> bool:
         """Whether it preempts, which needs KV blocks that can be counted: full attention."""
         return False
+
+    def device_reserve(self, *, tier: bool) -> float:
+        """Return the share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``.
+
+        Args:
+            tier: Whether there is a KV tier, so that preemptions cost less.
+        """
+        return 0.0
 
     @abstractmethod
     def select(self, step: Step, room: Room) -> None:

@@ -10,11 +10,13 @@ import math
 from typing import NamedTuple
 
 from vllm_ext.hints import NO_HINTS, RequestHints
+from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.slo import NO_SLO, Slo
 
 AGED = -1
 """Level of requests that waited so long that only older ones go before them."""
 
+NO_LAW = LengthLaw.point(1)
 _NUMBERS = (float, int)
 
 
@@ -34,6 +36,9 @@ class Rank(NamedTuple):
     """Clock time from which only older requests go before a waiting one, in seconds: then it is not passed."""
     level: int = 0
     """Queue the request counts into, for metrics."""
+    cost: float = 0.0
+    """Above 0, where the ordering ages (`Ordering.ageing`): requests of equal key compete by cost over a power of their
+    waiting, and a rank with a cost and one without must differ in their keys. 0: none."""
 
 
 def check_rank(rank: Rank) -> None:
@@ -42,11 +47,30 @@ def check_rank(rank: Rank) -> None:
         value = getattr(rank, name)
         if value != value:
             raise ValueError(f"{rank}: {name} must not be NaN")
+    if not 0 <= rank.cost < math.inf:
+        raise ValueError(f"{rank}: cost must be finite and not below 0")
     for part in rank.key:
         if not isinstance(part, _NUMBERS):
             raise TypeError(f"{rank}: the key must consist of numbers")
         if part != part:
             raise ValueError(f"{rank}: the key must not hold NaN")
+
+
+class Ageing(NamedTuple):
+    """How waiting counts against cost: score = cost / (now - arrival + ``grace_s``) ** ``power``, the least goes first.
+
+    Two scores may change places as both wait, but of two requests of one cost the older always stays ahead. One of cost
+    c yields to newcomers of cost d only until it has waited about ``grace_s`` * (c / d) ** (1 / ``power``).
+    """
+
+    power: float
+    """Above 0: the greater, the nearer to the order of arrival."""
+    grace_s: float = 1.0
+    """Waiting that everybody is taken to have behind it, in seconds, above 0."""
+
+    def score(self, cost: float, waited_s: float) -> float:
+        """Return what decides between requests that have waited differently long, in seconds."""
+        return float(cost / (max(waited_s, 0.0) + self.grace_s) ** self.power)
 
 
 class Pace(NamedTuple):
@@ -63,6 +87,20 @@ class Pace(NamedTuple):
 
 
 NO_PACE = Pace()
+
+
+class Server(NamedTuple):
+    """What a request's share of the engine is measured against."""
+
+    max_num_seqs: int = 256
+    """Seats."""
+    kv_tokens: int = 1 << 18
+    """Tokens whose KV the device holds."""
+    prefill_steps: float = 0.01
+    """Decode steps of a full batch that the computation of one prompt token takes as long as."""
+
+
+NO_SERVER = Server()
 
 
 class RequestView(NamedTuple):
@@ -105,6 +143,9 @@ class RequestView(NamedTuple):
     prompt_s: float = 0.0
     """The same for the whole prompt, computed or not."""
     pace: Pace = NO_PACE
+    law: LengthLaw = NO_LAW
+    """Law of the total output length, as it was predicted: nothing generated is taken off."""
+    server: Server = NO_SERVER
     cached_tokens: int = 0
     """Of a waiting request: tokens at its front that the prefix cache or the host tier has, which need no computing."""
 

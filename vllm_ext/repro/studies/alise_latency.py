@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config_kv import EARLY
+from vllm_ext.policies.residency.estimated_wait import PRICED
 from vllm_ext.repro.bench import Bench
 from vllm_ext.repro.studies import alise as base
 from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
@@ -23,13 +24,13 @@ SEATS = 1024
 """Memory is to be what is short, as in the paper."""
 
 
-def _strategy(name: str, system: str = base.PAPER.row, **options: Mapping[str, Any]) -> Contender:
+def _strategy(name: str, **options: Mapping[str, Any]) -> Contender:
     """What becomes of preempted KV; a tier has the study's size and keeps KV as soon as a chunk is full."""
     if "kv_tier" in options:
         options["kv_tier"] = {**base.TIER, "store": EARLY, **options["kv_tier"]}
     return Contender(
         name=name,
-        system=system,
+        system=base.PAPER.row,
         options={"ordering": base.LATE_AGING, **options},
         engine={"max_num_seqs": SEATS},
         workload=base.announced(base.PAPER_ERROR["alpaca"]),
@@ -41,8 +42,13 @@ RECOMPUTE = _strategy("Recompute")
 SWAP_16 = _strategy("swap, 16 bits", kv_tier={"bits": 16})
 SWAP_8 = _strategy("swap, 8 bits", kv_tier={"bits": 8})
 SWAP_8_LARGE = _strategy("swap, 8 bits, chunks of 64", kv_tier={"bits": 8, "chunk_tokens": 64})
-PRICED_RECOMPUTE = _strategy("Recompute where that pays", "alise")
-PRICED_8 = _strategy("ours: keep, swap or recompute, 8 bits", "alise", kv_tier={"bits": 8})
+PRICED_RECOMPUTE = _strategy("Recompute where that pays", admission=base.PRICED)
+PRICED_8 = _strategy(
+    "keep, swap or recompute where that pays, 8 bits",
+    admission=base.PRICED,
+    residency={"choose": PRICED},
+    kv_tier={"bits": 8},
+)
 STRATEGIES = (DEFER, RECOMPUTE, SWAP_16, SWAP_8, SWAP_8_LARGE, PRICED_RECOMPUTE, PRICED_8)
 OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
 """The paper's largest ratios of normalised latency at one rate."""
@@ -54,7 +60,7 @@ OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
     "Defer, Recompute and swapping of preempted KV over the request rate",
     (
         "Strategies of the paper are the row alise-published with what becomes of KV as named; those where it has to "
-        "pay are alise.",
+        "pay have our prices.",
         *(text for text in base.DIFFERENCES if "alise-published" not in text),
         "One model of the figure's three. 1024 seats, so that memory is what is short; 64 GiB of host memory behind a "
         "PCIe 3 link of 12 GB/s.",

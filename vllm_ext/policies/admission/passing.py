@@ -1,0 +1,61 @@
+"""Admit in order, past a few that do not fit, for a short time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from vllm_ext.policies.checks import require
+from vllm_ext.policies.contract import Admission, Room, Step
+
+_NOTE = "passing.since"
+_NOTED = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassAFew(Admission):
+    """Take waiting requests in order; one that does not fit is passed by others for a while, and then holds them up.
+
+    A short prompt need not wait until there is room for the long one before it, but passed without bound the long one
+    starves. Nobody is preempted for those who wait; running requests keep a reserve of KV blocks to grow into.
+    """
+
+    uses_predictions: ClassVar[bool] = False
+
+    kv_reserve: float = 0.05
+    """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
+    kv_reserve_with_tier: float = 0.02
+    """The same where there is a KV tier: a preemption then costs a copy."""
+    max_passed: int = 16
+    """Requests that may be passed over in one step because they do not fit."""
+    passed_s: float = 2.0
+    """How long one may be passed since it first did not fit, in seconds."""
+
+    def __post_init__(self) -> None:
+        for field in ("kv_reserve", "kv_reserve_with_tier"):
+            value = getattr(self, field)
+            require(0 <= value < 1, f"admission.{field}", value, "at least 0 and less than 1")
+        require(self.max_passed >= 0, "admission.max_passed", self.max_passed, "an integer of at least 0")
+        require(self.passed_s >= 0, "admission.passed_s", self.passed_s, "seconds, at least 0")
+
+    def device_reserve(self, *, tier: bool) -> float:
+        """Return the share of the device's blocks that admissions leave to running requests."""
+        return self.kv_reserve_with_tier if tier else self.kv_reserve
+
+    def select(self, step: Step, room: Room) -> None:
+        """Take those who fit."""
+        since: dict[str, float] = step.memo.setdefault(_NOTE, {})
+        passed: list[str] = []
+        for candidate in step.waiting() if room.open else ():
+            if room.fits(candidate):
+                room.take(candidate)
+                since.pop(candidate.req_id, None)
+                if not room.open:
+                    break
+                continue
+            passed.append(candidate.req_id)
+            if step.now - since.setdefault(candidate.req_id, step.now) > self.passed_s or len(passed) > self.max_passed:
+                break
+        if len(since) > _NOTED:  # those who are gone
+            for req_id in since.keys() - set(passed):
+                del since[req_id]
