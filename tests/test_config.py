@@ -170,13 +170,13 @@ def given_flags(*arguments: str) -> dict[str, Any]:
 
 def test_flags_set_their_options() -> None:
     given = given_flags(
-        *("--ext-age-limit-s", "3", "--ext-levels", "4", "--ext-base-level-s", "0.5", "--no-ext-preemption"),
+        *("--ext-age-limit-s", "3", "--no-ext-preemption"),
         *("--ext-prediction-sources", "history, hint,", "--ext-modules", "a.b", "--ext-request-log", "f"),
         *("--ext-metrics-interval-s", "2", "--ext-profile", "p"),
     )
     merged = merge_flags({}, given)
     assert merged == {
-        "ordering": {"age_limit_s": 3.0, "num_levels": 4, "base_level_s": 0.5},
+        "ordering": {"age_limit_s": 3.0},
         "admission": {"preempt": False},
         "prediction": {"sources": ["history", "hint"]},
         "modules": ["a.b"],
@@ -206,7 +206,7 @@ def test_a_switched_off_preemption_is_not_an_absent_one() -> None:
 
 def test_a_flag_below_an_option_that_is_no_object_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^vllm_ext.ordering=3"):
-        merge_flags({"ordering": 3}, given_flags("--ext-levels", "2"))
+        merge_flags({"ordering": 3}, given_flags("--ext-age-limit-s", "2"))
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -231,7 +231,7 @@ def test_flags_are_added_to_a_parser_once() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     add_flags(parser)
-    assert parser.format_help().count("--ext-levels") == 2  # usage and list
+    assert parser.format_help().count("--ext-age-limit-s") == 2  # usage and list
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
@@ -261,3 +261,14 @@ def test_policy_of_ones_own_needs_no_system(tmp_path: Path) -> None:
     assert type(build(config).ordering).__name__ == "Mine"
     with pytest.raises(ConfigError, match="leave out --scheduling-policy priority"):
         engine_config.refuse_priority(config, "priority")
+
+
+@pytest.mark.parametrize(("what", "gamma"), [("normalised", 0.25), ("mean", 0.5), ("tail", 1.0)])
+def test_what_is_to_be_short_sets_how_much_waiting_counts(what: str, gamma: float) -> None:
+    assert merge_flags({}, given_flags("--ext-optimise", what)) == {"ordering": {"gamma": gamma}}
+
+
+def test_what_can_be_short_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        given_flags("--ext-optimise", "throughput")
+    assert "'throughput': must be one of normalised, mean, tail" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_our_scheduler_class_is_kept(model: str) -> None:
 
 def test_a_hash_of_compiled_graphs_does_not_depend_on_our_options(model: str) -> None:
     plain = make_config(model)
-    for options in ({}, {"ordering": {"age_limit_s": 3.0}}, {"metrics_interval_s": 5, "record_capacity": 7}):
+    for options in ({}, {"ordering": {"gamma": 1.0}}, {"metrics_interval_s": 5, "record_capacity": 7}):
         config = make_config(model, scheduler_cls="alise", additional_config={"vllm_ext": options})
         assert config.compute_hash() == plain.compute_hash()
 

@@ -57,7 +57,7 @@ def test_parameters_reach_the_policies() -> None:
     assert policies.ordering == CostOverWait(gamma=1, theta=0.0)
     assert policies.admission == PassAFew(passed_s=0.0)
     assert not policies.is_upstream
-    assert "num_levels=2" in policies.describe()
+    assert "theta=0.0" in policies.describe()
 
 
 def test_the_baselines_have_their_papers_and_differ_from_upstream() -> None:

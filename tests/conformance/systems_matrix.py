@@ -15,6 +15,9 @@ AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
 _MANY, _FEW, _LEAST = quick(25, full=50), quick(6, full=12), quick(3, full=12)
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
+_COST_AGING, _NOT_AGED = {"gamma": 2.0, "grace_s": 0.2}, {"gamma": 1e-6}
+COST_BOUND_S = 2.5
+"""The long request of a flood costs some (48 / 2) ** 1.5 = 118 short ones: 0.2 s * 118 ** (1 / 2), and lanes."""
 _TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
 _SMALL_MATCH = {"long_prompt_tokens": 40, "min_progress_tokens": 2, "gamma_s": 0.2}
 _MIXED_SLOS = {"ttft_ms": 300.0, "tbt_ms": 30.0}
@@ -53,14 +56,18 @@ SYSTEMS = (
     Row(
         name="alise",
         examples=_MANY,
-        options={"system": "alise", "ordering": {"gamma": 2.0, "grace_s": 0.2}},
-        # The long request costs about (48 / 2) ** 1.5 = 118 times a short one: 0.2 s * 118 ** (1 / 2), and lanes.
-        aging_bound_s=2.5,
-        unaged={"gamma": 1e-6},
+        options={"system": "alise", "ordering": _COST_AGING},
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
     ),
     Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
     Row(
-        name="oracle-alise", options={"system": "oracle-alise", "allow_oracle": True}, reads_truth=True, examples=_LEAST
+        name="oracle-alise",
+        options={"system": "oracle-alise", "allow_oracle": True, "ordering": _COST_AGING},
+        reads_truth=True,
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
+        examples=_LEAST,
     ),
     Row(
         name="preempting",
@@ -170,8 +177,9 @@ SYSTEMS = (
     Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}, examples=_LEAST),
     Row(
         name="alise+pensieve",
-        options={"system": "alise+pensieve", "ordering": _QUICK_AGING, "admission": _EAGER_PREEMPTION},
-        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        options={"system": "alise+pensieve", "ordering": _COST_AGING},
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
         examples=_LEAST,
     ),
     Row(
@@ -183,21 +191,22 @@ SYSTEMS = (
         name="alise+past-future",
         options={
             "system": "alise+past-future",
-            "ordering": _QUICK_AGING,
-            "admission": {**_EAGER_PREEMPTION, "cold_requests": 4, "window": 32},
+            "ordering": _COST_AGING,
+            "admission": {"cold_requests": 4, "window": 32},
         },
-        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
         examples=_LEAST,
     ),
     Row(
         name="alise+sarathi",
         options={
             "system": "alise+sarathi",
-            "ordering": _QUICK_AGING,
-            "admission": _EAGER_PREEMPTION,
+            "ordering": _COST_AGING,
             "budget": _TIGHT_BUDGET,
         },
-        aging_bound_s=AGE_LIMIT_S * NUM_LEVELS,
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
         examples=_LEAST,
     ),
 )

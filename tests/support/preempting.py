@@ -19,5 +19,5 @@ PREEMPTING, ORACLE = (
             summary="for tests",
         )
     ).name
-    for name, oracle in (("test-preempting", False), ("test-preempting-oracle", True))
+    for name, oracle in (("test-preempting", False), ("oracle-test-preempting", True))
 )

@@ -26,9 +26,8 @@ DIFFERENCES = (
     "512 (Alpaca) or 1024 tokens (ShareGPT); that is what ORCA reserves. The paper does not say what its ORCA "
     "reserved.",
     "ALISE is the row alise-published: it preempts whoever ranks worse and always swaps, in 8 bits, over a PCIe 3 "
-    "link, to 64 GiB of host memory in chunks of 16 tokens. `alise, ours` has another order and does not preempt by it. "
-    "The rows with "
-    "true lengths are the same row without host memory, with prices.",
+    "link, to 64 GiB of host memory in chunks of 16 tokens. `alise, ours` has another order and does not preempt by "
+    "it. The rows with true lengths are the same row without host memory, with prices.",
     "ALISE's lengths are announced by clients with log-normal errors of the stated mean; its own predictor is not in "
     "these runs.",
     "The paper leaves the age threshold open; these runs use 300 s per promotion (20 s turn a queue of more than two "
