@@ -28,9 +28,8 @@ small prefill chunks, which is what it offers for the time between tokens."""
 
 COLD, WARM = "cold", "warm"
 """States of a predictor: nothing learned, or what rows that are not measured teach."""
-_PREEMPTING: Mapping[str, Any] = {"admission": {"priced": False}}
-"""As published: whenever a better job waits, and not only where it pays."""
-_SWAPPING: Mapping[str, Any] = {**_PREEMPTING, "residency": {"choose": "swap"}}
+_PREEMPTING: Mapping[str, Any] = {"residency": {"choose": "recompute"}}
+_SWAPPING: Mapping[str, Any] = {"residency": {"choose": "swap"}}
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "defer": {"admission": {"preempt": False}},
@@ -39,8 +38,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "swap-8": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "early"}},
     "swap-8-late": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "late"}},
     "swap-8-ahead": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "ahead"}},
-    "cost-8": {"kv_tier": {"bits": 8, "store": "early"}},
-    "cost-8-ahead": {"kv_tier": {"bits": 8, "store": "ahead"}},
+    "cost-8": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "early"}},
+    "cost-8-ahead": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "ahead"}},
     "tier-early": {"kv_tier": {"bits": 16, "store": "early"}},
     "tier-late": {"kv_tier": {"bits": 16, "store": "late"}},
     "tier-ahead": {"kv_tier": {"bits": 16, "store": "ahead"}},
@@ -68,14 +67,14 @@ _ROWS = {
         *(BASELINE, "upstream-watermark", "fcfs", "sarathi", "alise", "accelgen"),
         *("past-future", "aggressive", "conservative", _OPTIONAL),
     ),
-    SWAPPING: (BASELINE, *(f"alise:{name}" for name in VARIANTS if not name.startswith("tier-"))),
+    SWAPPING: (BASELINE, *(f"alise-published:{name}" for name in VARIANTS if not name.startswith("tier-"))),
     UNUSED_TIER: (BASELINE, "fcfs", *(f"fcfs:{name}" for name in VARIANTS if name.startswith("tier-"))),
 }
 _QUICK_ROWS = {
     LENGTHS: (BASELINE, "oracle-alise"),
     MIXED_SLO: (BASELINE, "sarathi", "accelgen"),
     MEMORY_BOUND: (BASELINE, "aggressive", "past-future"),
-    SWAPPING: (BASELINE, "alise:recompute", "alise:swap-8"),
+    SWAPPING: (BASELINE, "alise-published:recompute", "alise-published:swap-8"),
     UNUSED_TIER: ("fcfs", "fcfs:tier-early"),
 }
 WORKLOADS = tuple(_ROWS)

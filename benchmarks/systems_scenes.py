@@ -99,7 +99,7 @@ SYSTEMS = {
         Contender(name="upstream", system="upstream-fcfs"),
         Contender(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
         Contender(name="alise", system="alise"),
-        Contender(name="alise, aged late", system="alise", options={"ordering": {"age_limit_s": 300.0}}),
+        Contender(name="alise, for the tail", system="alise", options={"ordering": {"gamma": 1.0}}),
         *(
             Contender(name=name, system=name)
             for name in ("sarathi", "accelgen", "past-future", "fastgen", "fastserve", "auto")

@@ -154,10 +154,10 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
 def test_flags_win_over_the_file_and_may_set_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "spec.json"
     file.write_text(json.dumps({"engine": {"system": "alise", "max_num_seqs": 9}, "workload": {"rate_per_s": 5}}))
-    option = "engine.options.ordering.age_limit_s=5"
+    option = "engine.options.ordering.grace_s=5"
     spec = printed(capsys, "--spec", str(file), "--max-num-seqs", "3", "--set", "workload.cv=1.0", "--set", option)
     assert (spec.engine.system, spec.engine.max_num_seqs, spec.workload.rate_per_s) == ("alise", 3, 5)
-    assert spec.engine.options == {"ordering": {"age_limit_s": 5}}
+    assert spec.engine.options == {"ordering": {"grace_s": 5}}
 
 
 def test_printed_spec_describes_the_same_run_and_what_is_no_json_is_named_with_its_line(
@@ -202,7 +202,7 @@ def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str]
         (["--rate", "1", "--set", "workload.rate_per_s=2"], ["--set", "another flag"]),
         (
             ["--system", "alise", "--set", "engine.options.ordering.age=1"],
-            ["engine.options.ordering.age", "age_limit_s"],
+            ["engine.options.ordering.age", "grace_s"],
         ),
         (["--slo", "ttft=0"], ["--slo", "above 0"]),
         (["--slo", "tfft=1"], ["--slo", "ttft"]),

@@ -70,7 +70,14 @@ def alise(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPa
 
     folder = tmp_path_factory.mktemp("alise")
     request_log = folder / "requests.jsonl"
-    args = ["--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2", "--ext-request-log", str(request_log)]
+    args = [
+        "--scheduler-cls",
+        "alise-published",
+        "--ext-metrics-interval-s",
+        "0.2",
+        "--ext-request-log",
+        str(request_log),
+    ]
     args += ["--additional-config", json.dumps(EAGER)]
     small = ["--max-num-seqs", "4", "--num-gpu-blocks-override", "40"]
     log = folder / "server.log"

@@ -32,14 +32,10 @@ BASE_ENGINE: Mapping[str, Any] = {
 memory to be free, and walks through the many blocks it makes of it.
 """
 
-EAGER: Mapping[str, Any] = {
-    "vllm_ext": {"admission": {"gain_ratio": 1e-9}, "prediction": {"sources": ["hint", "history"]}}
-}
-"""Options with which alise preempts for anything that ranks better, not only where it pays; without the predictor's
-process, which would be one more of them for every engine (`test_e2e_prediction` has it).
-
-Servers see that by the step times they measure, and so by what else the machine does; these tests are of what a
-preemption does to the output.
+EAGER: Mapping[str, Any] = {"vllm_ext": {"prediction": {"sources": ["hint", "history"]}}}
+"""Options of alise-published, which preempts for anything that ranks better; without the predictor's process, which
+would be one more of them for every engine (`test_e2e_prediction` has it). These tests are of what a preemption does to
+the output.
 """
 
 SEATS: Mapping[str, Any] = {"max_num_seqs": 3}

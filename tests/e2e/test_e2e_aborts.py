@@ -24,7 +24,7 @@ STORES = quick(("late",), full=("late", "early"))
 def under_alise(store: str) -> dict[str, Any]:
     tier = {"gib": 64 / 1024, "bits": 16, "store": store}
     ours = {**EAGER["vllm_ext"], "kv_tier": tier, "residency": {"choose": "swap"}}
-    return {"scheduler_cls": "alise", "additional_config": {"vllm_ext": ours}, **FULL_POOL}
+    return {"scheduler_cls": "alise-published", "additional_config": {"vllm_ext": ours}, **FULL_POOL}
 
 
 @pytest.fixture(scope="module")

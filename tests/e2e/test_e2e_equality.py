@@ -15,7 +15,7 @@ from engines import BASE_ENGINE, EAGER, SEATS, TIGHT, Engines, Outcome, long_the
 
 pytestmark = pytest.mark.e2e
 
-STEERED: Mapping[str, Any] = {"scheduler_cls": "alise", "additional_config": EAGER}
+STEERED: Mapping[str, Any] = {"scheduler_cls": "alise-published", "additional_config": EAGER}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 JSON_SCHEMA = {
     "type": "object",

@@ -57,7 +57,7 @@ def server(
     folder = tmp_path_factory.mktemp("faults")
     tier = {"gib": GIB, "bits": 16, "disk_dir": str(disk / "kv"), "disk_gib": 64 / 1024}
     ours = {**EAGER["vllm_ext"], "kv_tier": tier, "modules": ["odd_disks"]}
-    args = ["--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"]
+    args = ["--scheduler-cls", "alise-published", "--ext-metrics-interval-s", "0.2"]
     args += ["--additional-config", json.dumps({"vllm_ext": ours})]
     args += ["--max-num-seqs", "4", "--num-gpu-blocks-override", "20"]
     env = {"PYTHONPATH": str(HERE), odd_disks.VARIABLE: str(switch(disk))}

@@ -32,7 +32,7 @@ _openings = itertools.count(10, 8)
 @pytest.fixture(scope="module")
 def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Host memory for a few conversations, and a device that holds the last ones only."""
-    args = ["--scheduler-cls", "alise", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
+    args = ["--scheduler-cls", "alise-published", "--additional-config", json.dumps(OPTIONS), "--api-key", KEY]
     args += [
         "--kv-tier-gib",
         str((CHUNKS + 0.5) * CHUNK_BYTES / 2**30),

@@ -46,17 +46,20 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("turns-64-tokens", llama, TURNS, **tier(chunk_tokens=64, policy="lru"), **FEW_BLOCKS),
         spec("turns-prompts", llama, TURNS, **tier(prompt_only=True), **FEW_BLOCKS),
         spec("turns-tiny", llama, TURNS, **tier(gib=0.4 * MIB), **FEW_BLOCKS),
-        spec("longs-16", llama, LONGS, **tier("alise"), **PRESSED),
+        spec("longs-16", llama, LONGS, **tier("alise-published"), **PRESSED),
         spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
-        spec("longs-late", llama, LONGS, **tier("alise", store="late"), **PRESSED),
+        spec("longs-late", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
-        spec("longs-ahead", llama, LONGS, **tier("alise", store="ahead"), **PRESSED),
+        spec("longs-ahead", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
     ]
     naps = [
         {**spec("turns-paused", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 0)},
         {**spec("turns-slept", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 1)},
-        {**spec("longs-slept", llama, LONGS, **tier("alise", store="late"), **PRESSED), "naps": {20: 1, 21: 1, 40: 1}},
+        {
+            **spec("longs-slept", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
+            "naps": {20: 1, 21: 1, 40: 1},
+        },
     ]
     return runs + naps
 
@@ -70,10 +73,10 @@ def runs(run_engines: Engines, llama: Path, opt: Path) -> dict[str, Outcome]:
 def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     wanted = [
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
-        spec("longs-late", llama, LONGS, **tier("alise", store="late"), **PRESSED),
-        spec("longs", llama, LONGS, **tier("alise"), **PRESSED),
+        spec("longs-late", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
+        spec("longs", llama, LONGS, **tier("alise-published"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
-        spec("longs-ahead", llama, LONGS, **tier("alise", store="ahead"), **PRESSED),
+        spec("longs-ahead", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
     ]
     return run_engines(wanted, boot="async")
 

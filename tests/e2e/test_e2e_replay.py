@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 _SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream": {},
-    "alise": {"scheduler_cls": "alise", "additional_config": EAGER},
+    "alise": {"scheduler_cls": "alise-published", "additional_config": EAGER},
 }
 
 

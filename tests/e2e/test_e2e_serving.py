@@ -269,7 +269,7 @@ def test_metrics_of_the_server_include_ours_once(alise: Served) -> None:
     wait_until(lambda: len(alise.our_series()) > 0, "vllm_ext:* in /metrics")
     ours = alise.our_series()
     assert len(ours) == len(set(ours))
-    assert alise.metric("vllm_ext:system_info", system="alise") == 1
+    assert alise.metric("vllm_ext:system_info", system="alise-published") == 1
     wait_until(lambda: alise.metric("vllm_ext:steps_total") > 0, "steps counted in vllm_ext:*")
 
 
@@ -285,4 +285,4 @@ def test_server_stops_cleanly_and_serves_again_on_its_port(alise: Served) -> Non
     alise.start()
     assert alise.base_url == url
     assert complete(alise, prompt(7), 10) == before
-    wait_until(lambda: alise.metric("vllm_ext:system_info", system="alise") == 1, "our metrics")
+    wait_until(lambda: alise.metric("vllm_ext:system_info", system="alise-published") == 1, "our metrics")

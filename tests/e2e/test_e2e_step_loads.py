@@ -19,7 +19,7 @@ def turns(name: str, model: Path, odd: str | None = None, **options: Any) -> dic
 
 
 def longs(name: str, model: Path, odd: str | None = None, **options: Any) -> dict[str, Any]:
-    made = spec(name, model, LONGS, **tier("alise", load="in-step", **options), **PRESSED)
+    made = spec(name, model, LONGS, **tier("alise-published", load="in-step", **options), **PRESSED)
     return made if odd is None else {**made, "odd_loads": odd}
 
 

@@ -7,14 +7,15 @@ import random
 import pytest
 
 from tests.extent import with_full
+from tests.support.preempting import PREEMPTING
 
 from .gap_talks import DEPTHS, Talks, words
 
 
 @DEPTHS
 @pytest.mark.parametrize("seed", with_full(range(2), range(6)))
-@pytest.mark.parametrize(("system", "gaps"), [("fcfs", "fused"), ("alise", "fused"), ("auto", "fused"),
-                                              ("fcfs", "phased"), ("alise", "phased")])  # fmt: skip
+@pytest.mark.parametrize(("system", "gaps"), [("fcfs", "fused"), (PREEMPTING, "fused"), ("auto", "fused"),
+                                              ("fcfs", "phased"), (PREEMPTING, "phased")])  # fmt: skip
 def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
     """Random turns in a pool that is too small, random drops, aborts; every read is checked."""
     rng = random.Random(seed)
@@ -55,7 +56,7 @@ def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
     talks.drain()
     counts = talks.scheduler.gaps.counts
     assert counts.requests > 3, "the walk went past what it is for"
-    if (system, gaps, seed) == ("alise", "fused", 0):
+    if (system, gaps, seed) == (PREEMPTING, "fused", 0):
         assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
     assert talks.manager.placements == {}
     assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1

@@ -50,8 +50,7 @@ def test_only_a_positive_whole_number_is_a_length(extra: dict[str, Any] | None, 
 def _run(system: str, told: dict[str, int | None], *, max_tokens: int = 60) -> tuple[bytes, list[dict[str, Any]]]:
     """Serve the same requests with the same true lengths; ``told`` is what ``bench_output_len`` says."""
     clock = VirtualClock()
-    admission = {} if system == "fcfs" else {"gain_ratio": 0.1}
-    options = {"system": system, "allow_oracle": system.startswith("oracle"), "admission": admission}
+    options = {"system": system, "allow_oracle": system.startswith("oracle")}
     scheduler: Any = make_scheduler(STEERED, max_num_seqs=3, additional_config={"vllm_ext": options})
     scheduler.clock = clock
     rng = random.Random(3)
@@ -85,7 +84,7 @@ def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(sys
 
     def run(lengths: dict[str, int]) -> tuple[list[Any], dict[str, Any]]:
         clock = VirtualClock()
-        options = {"system": system, "admission": {} if system == "fcfs" else {"gain_ratio": 0.1}}
+        options = {"system": system}
         scheduler: Any = make_scheduler(STEERED, max_num_seqs=4, additional_config={"vllm_ext": options})
         scheduler.clock = clock
         true_lengths = {f"r{i}": 100 for i in range(12)}

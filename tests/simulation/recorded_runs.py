@@ -15,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from tests.support.laws import nine
+from tests.support.preempting import PREEMPTING
 from vllm_ext.observability import step_record
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation import recording
@@ -31,9 +32,9 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},
     "upstream-priority": {"scheduling_policy": "priority"},
     "fcfs": {"options": {"system": "fcfs"}},
-    "alise": {"options": {"system": "alise", "admission": {"gain_ratio": 1e-9}}},
+    "alise": {"options": {"system": PREEMPTING, "admission": {"gain_ratio": 1e-9}}},
 }
-"""Options of each; alise preempts for anything that ranks better here, not only where it pays."""
+"""Options of each; "alise" is the preempting row of the tests, for anything that ranks better."""
 
 INTAKE_S, DELIVERY_S = 0.003, 0.002
 """What lies between the clients of a simulated engine and its scheduler."""

@@ -189,7 +189,7 @@ def test_shortest_first_beats_first_come_when_lengths_differ() -> None:
     for system in ("fcfs", "oracle-alise"):
         found = simulate(asked, system=system, max_num_seqs=1)[0].requests
         mean[system] = float(np.mean(found.floats("finish_s") - found.floats("arrival_s")))
-    assert mean["oracle-alise"] < 0.5 * mean["fcfs"]
+    assert mean["oracle-alise"] < 0.65 * mean["fcfs"]
 
 
 @_DEPTHS

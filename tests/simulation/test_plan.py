@@ -162,7 +162,7 @@ def served(system: str, rate: float) -> dict[str, float]:
 def test_what_only_orders_does_as_the_defaults_where_nobody_waits() -> None:
     """What `compare` relies on, for every candidate that it may skip."""
     systems = {c.system for c in CANDIDATES if only_orders(with_values(SimulationSpec(), {"engine.system": c.system}))}
-    assert systems == {"alise"}
+    assert systems == {"alise", "fcfs-tuned"}
     default, crowded = served("upstream-fcfs", 0.5), served("upstream-fcfs", 50.0)
     assert (default["contended_steps"], crowded["contended_steps"] > 0) == (0, True)
     for system in systems:

@@ -146,6 +146,15 @@ class LengthLaw:
         capped._known = self._known
         return capped
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LengthLaw):
+            return NotImplemented
+        same = self.most == other.most and self._stopped == other._stopped and self._known == other._known
+        return same and np.array_equal(self.edges, other.edges) and np.array_equal(self.mass, other.mass)
+
+    def __hash__(self) -> int:
+        return hash((self.most, self.mass.tobytes()))
+
     # --- asked for --------------------------------------------------------------------------------------------------
 
     @cached_property

@@ -50,7 +50,7 @@ def test_sweep_survives_json_with_the_same_points() -> None:
         ({SYSTEM: ("alise+accelgen",)}, {}, ["engine.system='alise+accelgen'", "both set ordering"]),
         ({RATE: (1.0, -1.0)}, {}, [RATE, "-1.0", "greater than 0"]),
         ({"workload.arrivals": ("poison",)}, {}, ["'poison'", "'poisson'"]),
-        ({"engine.options.ordering.age": (1,), SYSTEM: ("alise",)}, {}, ["engine.options.ordering.age", "age_limit_s"]),
+        ({"engine.options.ordering.age": (1,), SYSTEM: ("alise",)}, {}, ["engine.options.ordering.age", "grace_s"]),
         ({"engine.options.windows": (1,)}, {}, ["engine.options.windows", "prediction"]),
         ({RATE: ()}, {}, [RATE, "at least one value"]),
         ({RATE: (1.0, 2.0, 1.0)}, {}, [RATE, "1.0", "twice"]),
