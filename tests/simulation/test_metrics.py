@@ -111,7 +111,7 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             **spread("tpot", "ms", mean=1500, p99=1990),  # 2 s / 2 and 4 s / 2
             **spread("tbt", "ms", mean=1500, p50=1000, p90=2400, p99=2940, max=3000),  # gaps 1, 1, 1, 3 s
             **spread("scheduling_delay", "s", mean=1, p50=0, p99=0.98 * 3),  # 0, 0, 3 s
-            **spread("waited", "s", mean=5 / 3, p99=2 + 0.98),  # 0, 2, 3 s
+            **spread("waited", "s", mean=5 / 3, p99=2 + 0.98, max=3),  # 0, 2, 3 s
             "throughput_tokens_per_s": 7 / 7,
             "throughput_requests_per_s": 3 / 7,
             "goodput_requests_per_s": 2 / 7,
