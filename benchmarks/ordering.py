@@ -4,8 +4,8 @@ Question: for loads around tuned vLLM's own saturation, how much better or worse
 the tail and cell by cell, and is that more than noise?
 
 Method: the real schedulers in virtual time, with lengths of a folder of real data. Load 1.0 of a workload is what tuned
-vLLM serves of it from a lasting backlog: two runs, in which N and 3 N sessions come at once; what the second serves
-more, over the time it takes longer. Every system then serves the same requests at the same times, seed by seed; the A/A
+vLLM ends per second of a backlog that lasts: the same run cut off at a quarter and at the end of the workload's
+duration, the difference over the time between. Every system then serves the same requests at the same times, seed by seed; the A/A
 row is the baseline with other seeds, so its interval is what seeds alone do. A value is tuned vLLM's over the
 system's, above 1 is better; intervals are Student's t over the seeds' logarithms. Runs that ended are kept in the cache
 of vllm-ext: interrupted, the same command goes on.
@@ -33,23 +33,30 @@ LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
 SEEDS = 5
 QUICK = ("sharegpt",), (TUNED, AGAIN, "fcfs-tuned", "alise"), (1.0,)
 QUICK_SHARE = 0.1
-"""Of durations and backlogs."""
+"""Of durations."""
+_WARM = 0.25
+"""Share of a lasting backlog that is not counted."""
 
 
 def saturations(scenes: Mapping[str, Scene], data: Path, seed: int, jobs: int, share: float) -> dict[str, float]:
-    """Return sessions/s that tuned vLLM serves of each workload while there is a queue."""
-    counts = {name: (int(scene.backlog * share), 3 * int(scene.backlog * share)) for name, scene in scenes.items()}
+    """Return requests/s that tuned vLLM serves of each workload while there is a queue.
+
+    Raises:
+        SystemExit: runs failed, or a backlog did not last.
+    """
+    spans = {name: (scene.duration_s * share * _WARM, scene.duration_s * share) for name, scene in scenes.items()}
     runs = {
-        f"{name}, {count} at once": scene.spec(data, TUNED, seed, arrivals="at-once", cv=1.0, num_requests=count)
+        f"{name}, backlog for {span:g} s": scene.backlogged(data, TUNED, seed, span)
         for name, scene in scenes.items()
-        for count in counts[name]
+        for span in spans[name]
     }
-    # Sessions of several turns wait for their clients between them: there the rate is of requests, from the counts.
     found = simulated(runs, jobs, label="saturation")
     rates = {}
-    for name, (few, many) in counts.items():
-        short, long = found[f"{name}, {few} at once"], found[f"{name}, {many} at once"]
-        rates[name] = (long["requests"] - short["requests"]) / (long["run_duration_s"] - short["run_duration_s"])
+    for name, (start, end) in spans.items():
+        short, long = (found[f"{name}, backlog for {span:g} s"] for span in (start, end))
+        if not long["unfinished_requests"]:
+            raise SystemExit(f"{name}: its backlog ended within {end:g} s, so that nothing is saturated")
+        rates[name] = (long["requests"] - short["requests"]) / (end - start)
     return rates
 
 
@@ -139,7 +146,7 @@ def main(argv: Sequence[str]) -> None:
             "systems": systems,
             "loads": args.loads,
             "duration_s": {name: args.duration or scene.duration_s for name, scene in scenes.items()},
-            "saturation_sessions_per_s": rates,
+            "saturation_requests_per_s": rates,
             "hardware": {name: scene.hardware.model_dump(mode="json") for name, scene in scenes.items()},
             "watermark": WATERMARK,
             "quick": args.quick,
@@ -152,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
         baselines={system: found for system, found in flat.items() if system != own},
         goals=goals(compared, scenes),
     )
-    saturation = format_table(["workload", "load 1.0, sessions/s"], list(rates.items()))
+    saturation = format_table(["workload", "load 1.0, requests/s"], list(rates.items()))
     emit(result, [saturation, *tables(compared, values, shown), worst(compared, shown)], args.out)
 
 

@@ -15,6 +15,8 @@ TUNED, AGAIN = "upstream tuned", "upstream tuned, other seeds"
 OTHER_SEEDS = 1000
 """Added to the seeds of the A/A row."""
 WATERMARK = 0.05
+_BACKLOG = 600
+"""Clients that keep a queue: more than two for each seat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +66,6 @@ class Scene:
     hardware: HardwareSpec = HardwareSpec(model="opt-13b", device="a100-40")
     engine: Mapping[str, Any] = field(default_factory=lambda: {"max_model_len": 2048})
     duration_s: float = 600.0
-    backlog: int = 250
-    """Sessions at once by which saturation is measured, and three times as many."""
     group: str = ""
     """Which of the issue's goals for the mean end-to-end latency it has: ``chat``, ``alpaca``, ``azure`` or none."""
     loads: tuple[float, ...] = ()
@@ -74,6 +74,12 @@ class Scene:
     def missing(self, data: Path) -> list[str]:
         """Return the files that are not there."""
         return [name for name in filter(None, (self.path, self.prompts)) if not (data / name).is_file()]
+
+    def backlogged(self, data: Path, system: str, seed: int, span_s: float) -> SimulationSpec:
+        """Return a run of ``span_s`` in which there is always more than is served, with all turns of conversations."""
+        clients = {"arrivals": "closed-loop", "rate_per_s": None, "cv": 1.0, "clients": _BACKLOG, "duration_s": span_s}
+        made = self.spec(data, system, seed, **clients, rate_counts="sessions")
+        return made.model_copy(update={"max_time_s": span_s})
 
     def spec(self, data: Path, system: str, seed: int, **arrivals: Any) -> SimulationSpec:
         """Return a run; ``arrivals`` says how many come when: fields of a `WorkloadSpec`."""
@@ -103,7 +109,6 @@ SCENES: Mapping[str, Scene] = {
         path="single_turn/alpaca.jsonl.gz",
         fields={"where": {"src": ("random9k", "subset5k")}, "min_output_tokens": 1, "max_tokens": 1024},
         duration_s=300.0,
-        backlog=1000,
         group="alpaca",
     ),
     "sharegpt": Scene(path=_SHAREGPT, fields=_CHAT, group="chat"),
