@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> None:
         flat[system][f"{name}.{load:g}.{measure}.ratio"] = one.value
         if len(seeds) >= MIN_SEEDS:
             flat[system] |= {f"{name}.{load:g}.{measure}.low": one.low, f"{name}.{load:g}.{measure}.high": one.high}
-    own = next((system for system in ("alise", "auto", *shown) if system in systems))
+    own = next(system for system in ("alise", "auto", *shown) if system in systems)
     digests = [hashlib.sha256((args.data / scene.path).read_bytes()).hexdigest() for scene in scenes.values()]
     result = Result(
         name="ordering",

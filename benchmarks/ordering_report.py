@@ -140,5 +140,7 @@ def goals(found: Found, scenes: Mapping[str, Scene]) -> list[Goal]:
         if early:
             hold(f"{system} up to 0.9: worst P99 e2e, x tuned", min(early), round(1 / _TAIL_WORSE, 4))
         if at_1:
-            hold(f"{system} at 1: P99 e2e, geometric mean x tuned", math.exp(mean(at_1)), round(1 / _TAIL_WORSE_AT_1, 4))
+            hold(
+                f"{system} at 1: P99 e2e, geometric mean x tuned", math.exp(mean(at_1)), round(1 / _TAIL_WORSE_AT_1, 4)
+            )
     return wanted

@@ -53,6 +53,9 @@ MEASURES = (
 )
 
 
+_OPT = HardwareSpec(model="opt-13b", device="a100-40")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scene:
     """Whose lengths, on which hardware."""
@@ -63,7 +66,7 @@ class Scene:
     """Of a `WorkloadSpec`."""
     prompts: str = ""
     """File whose prompt lengths are drawn, where the first has none."""
-    hardware: HardwareSpec = HardwareSpec(model="opt-13b", device="a100-40")
+    hardware: HardwareSpec = _OPT
     engine: Mapping[str, Any] = field(default_factory=lambda: {"max_model_len": 2048})
     duration_s: float = 600.0
     group: str = ""
@@ -113,9 +116,7 @@ SCENES: Mapping[str, Scene] = {
     ),
     "sharegpt": Scene(path=_SHAREGPT, fields=_CHAT, group="chat"),
     "wildchat": Scene(path=_WILDCHAT, fields=_CHAT, group="chat"),
-    "lmsys": Scene(
-        path="single_turn/lmsys_output_lengths.csv.gz", prompts=_WILDCHAT, fields=_CHAT, group="chat"
-    ),
+    "lmsys": Scene(path="single_turn/lmsys_output_lengths.csv.gz", prompts=_WILDCHAT, fields=_CHAT, group="chat"),
     "azure-conv": Scene(
         path="traces/azure_2023_conv.csv.gz",
         fields=_CHAT,
