@@ -5,10 +5,10 @@ the tail and cell by cell, and is that more than noise?
 
 Method: the real schedulers in virtual time, with lengths of a folder of real data. Load 1.0 of a workload is what tuned
 vLLM ends per second of a backlog that lasts: the same run cut off at a quarter and at the end of the workload's
-duration, the difference over the time between. Every system then serves the same requests at the same times, seed by seed; the A/A
-row is the baseline with other seeds, so its interval is what seeds alone do. A value is tuned vLLM's over the
-system's, above 1 is better; intervals are Student's t over the seeds' logarithms. Runs that ended are kept in the cache
-of vllm-ext: interrupted, the same command goes on.
+duration, the difference over the time between. Every system then serves the same requests at the same times, seed by
+seed; the A/A row is the baseline with other seeds, so its interval is what seeds alone do. A value is tuned vLLM's over
+the system's, above 1 is better; intervals are Student's t over the seeds' logarithms. Runs that ended are kept in the
+cache of vllm-ext: interrupted, the same command goes on.
 
     python benchmarks/ordering.py --data DIR --quick
     python benchmarks/ordering.py --data DIR --jobs 2 --out benchmarks/results/ordering.json
@@ -56,7 +56,9 @@ def saturations(scenes: Mapping[str, Scene], data: Path, seed: int, jobs: int, s
         short, long = (found[f"{name}, backlog for {span:g} s"] for span in (start, end))
         if not long["unfinished_requests"]:
             raise SystemExit(f"{name}: its backlog ended within {end:g} s, so that nothing is saturated")
-        rates[name] = (long["requests"] - short["requests"]) / (end - start)
+        if (ended := long["requests"] - short["requests"]) <= 0:
+            raise SystemExit(f"{name}: no request ended between {start:g} and {end:g} s; its duration is too short")
+        rates[name] = ended / (end - start)
     return rates
 
 

@@ -92,7 +92,7 @@ def test_a_grid_of_made_up_conversations_is_measured_and_written(
     file.parent.mkdir()
     turns = [[{"from": "human", "value": "why " * (5 + 7 * i)}, {"from": "gpt", "value": "so " * 40}] for i in range(9)]
     file.write_text("".join(json.dumps({"conversations": one}) + "\n" for one in turns), encoding="utf-8")
-    small = scenes.Scene(path=str(file.relative_to(tmp_path)), duration_s=3.0, group="chat")
+    small = scenes.Scene(path=str(file.relative_to(tmp_path)), duration_s=12.0, group="chat")
     monkeypatch.setattr(scenes, "SCENES", {"sharegpt": small})
     ordering = importlib.import_module("ordering")
     monkeypatch.setattr(ordering, "SCENES", {"sharegpt": small})
