@@ -22,8 +22,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
-from ordering_report import MIN_SEEDS, Cells, compare, goals, means, tables, worst
+from ordering_report import MIN_SEEDS, Cells, compare, goals, kind, means, tables, worst
 from ordering_scenes import AGAIN, MEASURES, SCENES, SYSTEMS, TUNED, WATERMARK, Scene
 from parallel import simulated
 
@@ -132,12 +133,18 @@ def main(argv: Sequence[str]) -> None:
     shown = [system for system in systems if system != TUNED]
     values = means(compared)
     flat: dict[str, dict[str, float]] = {system: {} for system in systems}
-    for (name, load, system, seed), metrics in cells.items():
-        flat[system] |= {f"{name}.{load:g}.seed{seed}.{m.metric}": metrics[m.metric] for m in MEASURES}
+    for name, load, system in dict.fromkeys(key[:3] for key in cells):
+        for m in MEASURES:
+            flat[system][f"{name}.{load:g}.{m.metric}"] = mean(
+                cells[name, load, system, one][m.metric] for one in seeds
+            )
     for (name, load, system, measure), one in compared.items():
-        flat[system][f"{name}.{load:g}.{measure}.ratio"] = one.value
+        flat[system][f"{name}.{load:g}.{measure}.{kind(measure)}"] = one.value
         if len(seeds) >= MIN_SEEDS:
             flat[system] |= {f"{name}.{load:g}.{measure}.low": one.low, f"{name}.{load:g}.{measure}.high": one.high}
+    for (load, system, measure), value in values.items():
+        flat[system][f"all.{load:g}.{measure}.{kind(measure)}"] = value
+    flat = {system: {key: float(f"{value:.5g}") for key, value in found.items()} for system, found in flat.items()}
     own = next(system for system in ("alise", "auto", *shown) if system in systems)
     digests = [hashlib.sha256((args.data / scene.path).read_bytes()).hexdigest() for scene in scenes.values()]
     result = Result(

@@ -39,6 +39,11 @@ Found = Mapping[tuple[str, float, str, str], Compared]
 """Workload, load, system and name of the measure."""
 
 
+def kind(name: str) -> str:
+    """Return how a measure is compared: by the ``ratio``, or by the difference in ``points``."""
+    return "points" if _BY_NAME[name].points else "ratio"
+
+
 def _one(measure: Measure, ours: float, tuned: float) -> float:
     """Return the difference in points, or the logarithm of the ratio."""
     if measure.points:
