@@ -111,7 +111,8 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             **spread("tpot", "ms", mean=1500, p99=1990),  # 2 s / 2 and 4 s / 2
             **spread("tbt", "ms", mean=1500, p50=1000, p90=2400, p99=2940, max=3000),  # gaps 1, 1, 1, 3 s
             **spread("scheduling_delay", "s", mean=1, p50=0, p99=0.98 * 3),  # 0, 0, 3 s
-            **spread("waited", "s", mean=5 / 3, p99=2 + 0.98),  # 0, 2, 3 s
+            **spread("waited", "s", mean=5 / 3, p99=2 + 0.98, max=3),  # 0, 2, 3 s
+            "on_time_fraction": 0,  # 1, 5/3 and 5 s/token; 0.2 are allowed
             "throughput_tokens_per_s": 7 / 7,
             "throughput_requests_per_s": 3 / 7,
             "goodput_requests_per_s": 2 / 7,
@@ -306,3 +307,13 @@ def test_objectives_that_nobody_has_are_met_by_all_who_finished(rows: list[Row])
     if metrics["requests"]:
         assert metrics["slo_attainment_fraction"] == pytest.approx(metrics["requests"] / len(rows))
         assert metrics["goodput_tokens_per_s"] == metrics["throughput_tokens_per_s"]
+
+
+def test_a_request_is_on_time_by_its_first_token_and_by_its_last() -> None:
+    rows = [
+        Row(arrival_s=0, scheduled_s=0, tokens_s=(0.1, 0.2, 0.6)),  # exactly 0.2 s/token
+        Row(arrival_s=0, scheduled_s=0, tokens_s=(0.1, 0.2, 0.61)),
+        Row(arrival_s=0, scheduled_s=4, tokens_s=(5.1, *(5.2 + 0.01 * i for i in range(50)))),  # a late first token
+        Row(arrival_s=0, scheduled_s=4, tokens_s=(4.9, *(5.0 + 0.01 * i for i in range(50)))),
+    ]
+    assert summarise(make_run(rows))["on_time_fraction"] == 0.5

@@ -20,6 +20,8 @@ from vllm_ext.simulation.run_data import RequestTable, RunData
 __all__ = ["BUCKET_TOKENS", "Constraint", "met_objectives", "summarise"]
 
 _MS = 1000.0
+ON_TIME_TTFT_S, ON_TIME_PER_TOKEN_S = 5.0, 0.2
+"""A request is on time that has its first token within 5 s of its arrival and its last within 200 ms for each."""
 BUCKET_TOKENS = 200
 """Width of the length buckets. ALISE's "evenly divided bins" have no stated number; this width is ours."""
 
@@ -61,7 +63,10 @@ def _latencies(run: RunData, finished: NDArray[np.bool_]) -> dict[str, float]:
         output_tokens=ints("output_tokens"),
     )
     metrics.update(spread("scheduling_delay", floats("first_scheduled_s") - arrival_s, "s", ("mean", "p50", "p99")))
-    metrics.update(spread("waited", floats("waited_s"), "s", ("mean", "p99")))
+    metrics.update(spread("waited", floats("waited_s"), "s", ("mean", "p99", "max")))
+    ttft_s, e2e_s = floats("first_token_s") - arrival_s, floats("finish_s") - arrival_s
+    on_time = (ttft_s <= ON_TIME_TTFT_S) & (e2e_s <= ON_TIME_PER_TOKEN_S * ints("output_tokens"))
+    metrics["on_time_fraction"] = float(on_time.mean())
     metrics["prompt_tokens"] = float(prompt_tokens)
     metrics["cached_prompt_tokens_fraction"] = float(ints("cached_prompt_tokens").sum() / prompt_tokens)
     metrics["preempted_requests_fraction"] = float((ints("preemptions") > 0).mean())
