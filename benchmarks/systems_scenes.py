@@ -41,7 +41,7 @@ NORMALISED = Measure(
     name="mean normalised latency",
     metric="normalised_latency_mean_ms_per_token",
     unit="ms/token",
-    owner="alise, aged late",
+    owner="alise",
     floor=1.0,
 )
 TBT_MET = Measure(
@@ -99,7 +99,6 @@ SYSTEMS = {
         Contender(name="upstream", system="upstream-fcfs"),
         Contender(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
         Contender(name="alise", system="alise"),
-        Contender(name="alise, for the tail", system="alise", options={"ordering": {"gamma": 1.0}}),
         *(
             Contender(name=name, system=name)
             for name in ("sarathi", "accelgen", "past-future", "fastgen", "fastserve", "auto")

@@ -107,7 +107,7 @@ FLAGS: tuple[Flag, ...] = (
         path=("ordering", "gamma"),
         type=gamma_for,
         metavar="WHAT",
-        help="What alise and auto make short: normalised (latency per token), mean (the default), or tail.",
+        help="What alise makes short: normalised (latency per token), mean (the default), or tail.",
     ),
     Flag(
         name="--ext-preemption",

@@ -40,8 +40,9 @@ def test_plan_reports_every_candidate_at_every_load_and_one_recommendation(
     assert result["metrics"]["own_rate_per_s"] == pytest.approx(2.0)
     assert {key.split(".load_")[0] for key in result["metrics"] if ".load_" in key} == {
         "vLLM tuned",
+        "fcfs-tuned",
         "alise",
-        "alise, no preemption",
+        "alise, for the tail",
         "sarathi",
         "past-future",
         "accelgen",

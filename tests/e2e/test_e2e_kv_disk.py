@@ -27,7 +27,6 @@ HISTORY_TOKENS = NUM * ((USER_TOKENS + ANSWER_TOKENS - 1) // 32 * 32)
 def tier(folder: Path | None, **options: Any) -> dict[str, Any]:
     disk = {} if folder is None else {"disk_dir": str(folder), "disk_gib": 64 * MIB}
     ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, **disk, **options}}
-    del ours["admission"]
     return {"scheduler_cls": "fcfs", "additional_config": {"vllm_ext": ours}, **FEW_BLOCKS}
 
 

@@ -25,9 +25,7 @@ MIB = 1 / 1024
 
 def tier(system: str = "fcfs", **options: Any) -> dict[str, Any]:
     ours = {**EAGER["vllm_ext"], "kv_tier": {"gib": 64 * MIB, "bits": 16, "store": "early", **options}}
-    if system == "fcfs":
-        del ours["admission"]
-    else:
+    if system != "fcfs":
         ours["residency"] = {"choose": "swap"}
     return {"scheduler_cls": system, "additional_config": {"vllm_ext": ours}}
 
