@@ -146,10 +146,14 @@ def _sliding_window_kv() -> KVCacheConfig:
 
 def test_hybrid_kv_is_refused_with_preemption_and_the_remedy_is_named() -> None:
     with pytest.raises(ValueError, match="--no-ext-preemption"):
-        _build("alise", _sliding_window_kv())
+        _build("alise-published", _sliding_window_kv())
 
 
-@pytest.mark.parametrize("options", [{"system": "fcfs"}, {"system": "alise", "admission": {"preempt": False}}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"system": "fcfs"}, {"system": "alise"}, {"system": "alise-published", "admission": {"preempt": False}}],
+    ids=str,
+)
 def test_hybrid_kv_is_served_without_preemption(options: dict[str, Any]) -> None:
     assert _build(kv=_sliding_window_kv(), **options) is not None
 
@@ -166,7 +170,7 @@ def test_vllm_s_priority_policy_is_refused_where_a_system_orders_itself() -> Non
         ({"system": "nonsense"}, "system"),
         ({"system": "oracle-alise"}, "system"),
         ({"unknown": 1}, "unknown"),
-        ({"system": "alise", "ordering": {"num_levels": 0}}, "ordering.num_levels"),
+        ({"system": "alise", "ordering": {"gamma": 0}}, "ordering.gamma"),
     ],
     ids=str,
 )
