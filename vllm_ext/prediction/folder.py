@@ -1,10 +1,8 @@
-"""A predictor's folder: what length prediction learned of one served model, and what `vllm-ext predictor train` wrote.
+"""A predictor's folder: what length prediction learned of one served model.
 
-    <folder>/store/                 past prompts' embeddings with their output lengths (`store_files`)
-    <folder>/decoder.safetensors    the decoder trained from them (`decoder_file`); missing until there was enough
-    <folder>/encoder/               the encoder tuned for lengths (`tuned_encoder`), if one was
-
-Each is replaced whole, on its own: a decoder may be older than the store beside it.
+    <folder>/lengths.sqlite          finished requests: embedding, output length and what else is known (`store`)
+    <folder>/regression.safetensors  fitted to them (`regression`); missing until there are enough
+    <folder>/*.damaged-<n>           what was found damaged and set aside, three of each at most
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ import re
 from pathlib import Path
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.observability.files import set_aside
-from vllm_ext.prediction import decoder_file
-from vllm_ext.prediction.decoder import KNOWN_FEATURES, Decoder
 
-logger = logging.getLogger(__name__)
-
-STORE = "store"
-DECODER = "decoder.safetensors"
+STORE = "lengths.sqlite"
+REGRESSION = "regression.safetensors"
+COMPANIONS = ("-wal", "-shm", "-journal")
+"""What sqlite keeps beside a database."""
 _LONGEST_SLUG = 120
+_MOST_ASIDE = 3
 
 
 def default_folder(model: str) -> Path:
@@ -43,27 +39,33 @@ def default_folder(model: str) -> Path:
     return cache_dir() / "predictors" / f"{slug or 'model'}-{digest}"
 
 
-def load_decoder(folder: Path, encoder: str) -> Decoder | None:
-    """Read the decoder of a folder for use; None where there is none that can be used.
-
-    A damaged one, or one of another encoder or format, is reported by a warning and renamed to
-    ``decoder.safetensors.damaged-N``: it can be trained again from the store.
-
-    Args:
-        folder: The predictor's folder; it need not exist.
-        encoder: `Encoder.name` of the encoder in use.
+def set_aside(path: Path, damage: Exception, logger: logging.Logger) -> None:
+    """Rename a damaged file, with sqlite's beside it, to ``<name>.damaged-<n>``, and warn; three are kept, newest last.
 
     Raises:
-        OSError: it is there but can't be read (permissions, a failing disk); it is left alone.
+        OSError: it can't be renamed: a read-only place.
     """
-    path = folder / DECODER
-    try:
-        decoder = decoder_file.load(path, encoder=encoder)
-        if decoder.spec.features not in KNOWN_FEATURES:
-            raise ValueError(f"{path}: features={decoder.spec.features!r}: must be one of {KNOWN_FEATURES}")
-        return decoder
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, IsADirectoryError) as damage:
-        set_aside(path, damage, what="length decoder", instead="going on without", logger=logger)
-        return None
+    free = next((n for n in range(1, _MOST_ASIDE + 1) if not aside(path, n).exists()), None)
+    if free is None:
+        for n in range(1, _MOST_ASIDE):
+            aside(path, n + 1).replace(aside(path, n))
+        free = _MOST_ASIDE
+    for companion in COMPANIONS:  # of no use without the file, and of harm beside the next one
+        path.with_name(path.name + companion).unlink(missing_ok=True)
+    path.replace(aside(path, free))
+    logger.warning("%s is damaged (%s): set aside as %s; learning starts anew", path, damage, aside(path, free).name)
+
+
+def aside(path: Path, n: int) -> Path:
+    """Return the name of the n-th damaged file."""
+    return path.with_name(f"{path.name}.damaged-{n}")
+
+
+def clear(folder: Path) -> int:
+    """Delete what a folder holds of a predictor, and the folder if nothing else is in it; returns the files deleted."""
+    files = [file for name in (STORE, REGRESSION) for file in folder.glob(f"{name}*") if file.is_file()]
+    for file in files:
+        file.unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+    return len(files)

@@ -50,7 +50,7 @@ class LengthLaw:
 
         Args:
             mass: By cell, [n]; none below 0, the sum above 0. Scaled to sum to 1.
-            edges: Bounds of the cells in tokens, [n + 1], ascending; those that all laws share, but for a point.
+            edges: Bounds of the cells in tokens, [n + 1], ascending; those that all laws share, but for exact ones.
             most: Bound on the length, in tokens: quantiles stop there, within the cell as well.
 
         Raises:
@@ -75,8 +75,16 @@ class LengthLaw:
         return cls(np.bincount(cells(lengths), weights, minlength=CELLS).astype(np.float64))
 
     @classmethod
+    def exact(cls, lengths: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> LengthLaw:
+        """Return the law of a few observed lengths as they are, on cells of its own; arguments as of `of`."""
+        whole = np.clip(np.asarray(lengths, dtype=np.int64), 1, LONGEST)
+        edges = np.unique(np.concatenate((whole - 1, whole)))
+        mass = np.bincount(np.searchsorted(edges, whole) - 1, weights, minlength=len(edges) - 1)
+        return cls(mass.astype(np.float64), edges)
+
+    @classmethod
     def point(cls, tokens: int) -> LengthLaw:
-        """Return the law of somebody who is sure. It can't be mixed with others."""
+        """Return the law of somebody who is sure."""
         return cls(np.ones(1), np.array([tokens - 1, tokens], dtype=np.int64))
 
     @classmethod
@@ -128,8 +136,12 @@ class LengthLaw:
         return law
 
     def mixed(self, other: LengthLaw, weight: float) -> LengthLaw:
-        """Return the law of a choice: ``other`` with probability ``weight``, else this one. Neither may be a point."""
-        return LengthLaw((1 - weight) * self.mass + weight * other.mass)
+        """Return the law of a choice: ``other`` with probability ``weight``, else this one; on the cells of both."""
+        if np.array_equal(self.edges, other.edges):
+            return LengthLaw((1 - weight) * self.mass + weight * other.mass, self.edges)
+        edges = np.union1d(self.edges, other.edges)
+        mine, theirs = (np.diff(np.interp(edges, law.edges, law._reached)) for law in (self, other))
+        return LengthLaw((1 - weight) * mine + weight * theirs, edges)
 
     def capped(self, max_tokens: int) -> LengthLaw:
         """Return the law of those that are stopped at ``max_tokens`` at the latest; at least 1."""
@@ -137,11 +149,13 @@ class LengthLaw:
             return self
         if len(self.mass) == 1:
             return LengthLaw.point(max_tokens)
-        at = int(cells(max_tokens))
+        at = int(np.searchsorted(self.edges, max_tokens)) - 1
+        if at < 0:  # all are longer
+            return LengthLaw.point(max_tokens)
         mass = self.mass.copy()
         mass[at] += mass[at + 1 :].sum()
         mass[at + 1 :] = 0
-        capped = LengthLaw(mass, most=max_tokens)
+        capped = LengthLaw(mass, self.edges, most=max_tokens)
         capped._stopped = self.survival(max_tokens)
         capped._known = self._known
         return capped
