@@ -25,7 +25,7 @@ from vllm_ext.observability.files import replaced
 from vllm_ext.prediction.law import CELLS, EDGES, LengthLaw, cells
 
 Floats = npt.NDArray[np.float64]
-Vectors = npt.NDArray[np.float32]
+Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
 FORMAT = "vllm-ext ridge 1"
 LEAST_EXAMPLES = 64
@@ -314,10 +314,10 @@ def nearest_of(
     count = min(count, len(among))
     rows = np.empty((len(asked), count), dtype=np.intp)
     similar = np.empty((len(asked), count))
-    others = vectors[among]
+    others = vectors[among].astype(np.float32)
     for start in range(0, len(asked), 128):
         some = asked[start : start + 128]
-        found = vectors[some] @ others.T
+        found = vectors[some].astype(np.float32) @ others.T
         found[groups[some][:, None] != groups[among][None, :]] = -np.inf
         best = np.argpartition(found, -count, axis=1)[:, -count:]
         rows[start : start + 128] = among[best]
