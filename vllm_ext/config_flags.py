@@ -123,13 +123,6 @@ FLAGS: tuple[Flag, ...] = (
         help="Where length predictions come from, in order of preference: hint, retrieval, history.",
     ),
     Flag(
-        name="--ext-predictor-strategy",
-        path=("predictor", "strategy"),
-        type=str,
-        metavar="NAME",
-        help="How the predictor combines past prompts and its decoder: shrunk, alise.",
-    ),
-    Flag(
         name="--ext-predictor-encoder",
         path=("predictor", "encoder"),
         type=str,

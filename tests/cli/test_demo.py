@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.extent import HANG_S
-from vllm_ext.prediction.estimate import BLEND, DECODER, RETRIEVAL
+from vllm_ext.prediction.learned import BLEND, REGRESSED, RETRIEVAL
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
@@ -40,7 +40,7 @@ sys.exit(main(sys.argv[2:]))
 STUBBORN = "import os, time; os.fork(); time.sleep(600)"
 """Two processes that never answer."""
 FAILING = "import sys; exit(f'no model in {sys.argv[1]}')"
-PREDICTED = (RETRIEVAL, DECODER, BLEND)
+PREDICTED = (RETRIEVAL, REGRESSED, BLEND)
 """Where lengths come from once the predictor has started, which may take longer than all requests, or not."""
 OFFLINE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.prediction.estimate import Estimate
-from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
 
 class Obedient:
@@ -45,7 +45,7 @@ class Obedient:
         self._write({"saved": self._learned})
 
     def status(self) -> dict[str, int]:
-        return {"entries": self._learned, "decoder_examples": 0}
+        return {"entries": self._learned, "examples": 0}
 
     def _write(self, entry: dict[str, Any]) -> None:
         with self._log.open("a", encoding="utf-8") as file:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Two API servers, which vLLM spawns always, and two tensor-parallel workers."""
     folder = tmp_path_factory.mktemp("several")
-    args = options(folder / "predictor", save_interval_s=1, timeout_s=HANG_S)
+    args = options(folder / "predictor", timeout_s=HANG_S)
     args += ["--api-server-count", "2", "--tensor-parallel-size", "2"]
     with Served(llama, args, log_path=folder / "server.log", forks=forks, env={"PYTHONPATH": str(HERE)}) as running:
         yield running

@@ -34,7 +34,7 @@ _HELP = {
     "new-policy": "write a policy of your own to start from, and its test",
     "patches": "list the hooks into vLLM and the verified versions",
     "plan": "simulate every system on your trace and recommend one",
-    "predictor": "train, evaluate, inspect and move what length prediction learned",
+    "predictor": "train, judge, show and clear what length prediction learned",
     "profile": "measure step times for the runtime model",
     "repro": "measure figures and tables of papers again on the simulator",
     "simulate": "serve a workload in virtual time",

@@ -1,8 +1,8 @@
 """A predictor's folder: what length prediction learned of one served model.
 
-    <folder>/lengths.sqlite          finished requests: embedding, output length and what else is known (`store`)
-    <folder>/regression.safetensors  fitted to them (`regression`); missing until there are enough
-    <folder>/*.damaged-<n>           what was found damaged and set aside, three of each at most
+<folder>/lengths.sqlite          finished requests: embedding, output length and what else is known (`store`)
+<folder>/regression.safetensors  fitted to them (`regression`); missing until there are enough
+<folder>/*.damaged-<n>           what was found damaged and set aside, three of each at most
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class LearnedPredictor:
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._lock = threading.Lock()  # of the vectors and answers
         self._encoder_lock = threading.Lock()
-        self._last = 0
+        self._last = self._opened = 0
         self._ridge = self._saved_regression()
         self._tried = 0 if self._ridge is None else self._ridge.inserted
         self._reload()
@@ -97,9 +97,7 @@ class LearnedPredictor:
         if ridge is not None:
             laws = ridge.laws(self._asked(prompts, vectors))
         width = DEFAULT_WIDTH if ridge is None else ridge.width
-        return [
-            self._mixed(prompt, found, law, width) for prompt, found, law in zip(prompts, near, laws, strict=True)
-        ]
+        return [self._mixed(prompt, found, law, width) for prompt, found, law in zip(prompts, near, laws, strict=True)]
 
     def status(self) -> dict[str, int]:
         """Return the number of finished requests known, and how many the regression was fitted on."""
@@ -126,7 +124,9 @@ class LearnedPredictor:
         found: dict[int, Near] = {}
         for key, rows in groups.items():
             tags = [prompts[at].tag for at in rows]
-            found.update(zip(rows, self._neighbours.search(key, vectors[rows], self._config.neighbours, tags), strict=True))
+            found.update(
+                zip(rows, self._neighbours.search(key, vectors[rows], self._config.neighbours, tags), strict=True)
+            )
         return [found[at] for at in range(len(prompts))]
 
     def _asked(self, prompts: Sequence[Prompt], vectors: Vector) -> Examples:
@@ -140,6 +140,11 @@ class LearnedPredictor:
             [prompt.tag for prompt in prompts],
             [prompt.model for prompt in prompts],
         )
+
+    @property
+    def in_memory(self) -> str:
+        """Why what is learned is not kept; empty if it is."""
+        return self._store.in_memory
 
     # --- the learner's thread ---------------------------------------------------------------------------------------
 
@@ -157,14 +162,20 @@ class LearnedPredictor:
         self._store.add([_entry(done, vector) for done, vector in known])
         self._upkeep()
 
+    def fit(self) -> None:
+        """Fit the regression now, if there are enough examples and any is new."""
+        if self._ridge is None or self._ridge.inserted != self._store.inserted():
+            self._fit(self._store.inserted())
+
     def close(self) -> None:
         """Let go of the store; everything in it is written."""
         self._store.close()
 
     def _upkeep(self) -> None:
         if self._store.is_replaced():
-            self._last = 0
             self._reload()
+        if self._store.opened != self._opened:  # it was damaged: what is known of it stays in memory
+            self._opened, self._last = self._store.opened, 0
         full: dict[Key, None] = {}
         for entries in self._store.since(self._last):
             self._last = int(entries.ids[-1])
@@ -178,9 +189,9 @@ class LearnedPredictor:
         self._fit_if_due()
 
     def _reload(self) -> None:
+        self._opened = self._store.opened
         entries = joined(list(self._store.since(0)), self._encoder.dim)
-        if len(entries):
-            self._last = int(entries.ids[-1])
+        self._last = int(entries.ids[-1]) if len(entries) else 0
         with self._lock:
             self._answers.clear()
         self._recent.clear()
@@ -203,8 +214,14 @@ class LearnedPredictor:
         inserted = self._store.inserted()
         if inserted < self._tried:  # another file since
             self._tried = 0
-        if inserted < max(_FIRST_AT, min(_GROWTH * self._tried, self._tried + _MOST_BETWEEN)) or inserted == self._tried:
+        if (
+            inserted < max(_FIRST_AT, min(_GROWTH * self._tried, self._tried + _MOST_BETWEEN))
+            or inserted == self._tried
+        ):
             return
+        self._fit(inserted)
+
+    def _fit(self, inserted: int) -> None:
         self._tried = inserted
         entries = self._store.newest(MOST_EXAMPLES)
         observed = Observed(entries.tokens, entries.aborted, _numbered(zip(entries.models, entries.salts, strict=True)))

@@ -47,7 +47,7 @@ class Near(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What is known of rows beside their vectors, [n] each; those beyond `_View.count` may be added to."""
+    """What is known of rows beside their vectors, [n] each; those beyond `_View.filled` may be added to."""
 
     tokens: Ints
     tags: Ints
@@ -61,13 +61,13 @@ class _View(NamedTuple):
     indexed: _Rows
     tail: Vectors
     tail_rows: _Rows
-    count: int
-    """Rows of the tail that count."""
+    filled: int
+    """Rows of the tail that are filled."""
 
     @property
     def rows(self) -> int:
         """All that can be found."""
-        return self.count + len(self.indexed.tokens)
+        return self.filled + len(self.indexed.tokens)
 
 
 class Neighbours:
@@ -107,7 +107,7 @@ class Neighbours:
         """Take in entries whose length is known; returns the groups whose tail is full, which `load` makes anew."""
         for key, picked in by_group(entries).items():
             self._set(key, _extended(self._views.get(key) or _empty(self._dim), entries, picked))
-        return [key for key, view in self._views.items() if view.count > TAIL]
+        return [key for key, view in self._views.items() if view.filled > TAIL]
 
     def load(self, key: Key, entries: Entries, picked: npt.NDArray[np.intp] | None) -> None:
         """Make a group anew from those entries that are picked; None if there are none."""
@@ -144,18 +144,19 @@ class Neighbours:
 
 def _extended(view: _View, entries: Entries, picked: npt.NDArray[np.intp]) -> _View:
     """Return a view that sees more rows of the tail; those that searches hold see what they did."""
-    count = view.count + len(picked)
+    count = view.filled + len(picked)
     tail, rows = view.tail, view.tail_rows
     if count > len(tail):
         room = max(count, len(tail) + len(tail) // 2)
         tail = np.empty((room, tail.shape[1]), np.float32)
         rows = _Rows(np.empty(room, np.int64), np.empty(room, np.int64))
-        for new, old in zip((tail, *rows), (view.tail, *view.tail_rows), strict=True):
-            new[: view.count] = old[: view.count]
-    tail[view.count : count] = entries.vectors[picked]
-    rows.tokens[view.count : count] = entries.tokens[picked]
-    rows.tags[view.count : count] = [_tag(entries.tags[at]) for at in picked]
-    return view._replace(tail=tail, tail_rows=rows, count=count)
+        tail[: view.filled] = view.tail[: view.filled]
+        rows.tokens[: view.filled] = view.tail_rows.tokens[: view.filled]
+        rows.tags[: view.filled] = view.tail_rows.tags[: view.filled]
+    tail[view.filled : count] = entries.vectors[picked]
+    rows.tokens[view.filled : count] = entries.tokens[picked]
+    rows.tags[view.filled : count] = [_tag(entries.tags[at]) for at in picked]
+    return view._replace(tail=tail, tail_rows=rows, filled=count)
 
 
 def _empty(dim: int) -> _View:
@@ -166,18 +167,16 @@ def _empty(dim: int) -> _View:
 _NOTHING = Near(np.empty(0, np.int64), np.empty(0, np.float64))
 
 
-def _found(
-    view: _View, vectors: Vectors, count: int
-) -> tuple[npt.NDArray[np.float32], Ints, Ints]:
+def _found(view: _View, vectors: Vectors, count: int) -> tuple[npt.NDArray[np.float32], Ints, Ints]:
     """Return similarities, lengths and tags, [n, up to 2 * count]; what is none has a similarity of -inf."""
     parts = []
     if view.index is not None:
         similar, at = view.index.search(vectors, min(count, len(view.indexed.tokens)))
         parts.append((np.where(at < 0, -np.inf, similar), view.indexed.tokens[at], view.indexed.tags[at]))
-    if view.count:
-        similar = vectors @ view.tail[: view.count].T
-        few = min(count, view.count)
-        at = np.argpartition(similar, view.count - few, axis=1)[:, view.count - few :]
+    if view.filled:
+        similar = vectors @ view.tail[: view.filled].T
+        few = min(count, view.filled)
+        at = np.argpartition(similar, view.filled - few, axis=1)[:, view.filled - few :]
         parts.append((np.take_along_axis(similar, at, axis=1), view.tail_rows.tokens[at], view.tail_rows.tags[at]))
     similar, tokens, tags = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     return similar, tokens, tags
@@ -189,6 +188,7 @@ def _build(vectors: npt.NDArray[np.float16], picked: npt.NDArray[np.intp]) -> An
     faiss.omp_set_num_threads(1)
     count, dim = len(picked), vectors.shape[1]
     lists = min(_LISTS, count // _PER_LIST)
+    index: Any
     sample = picked[:: max(1, count // (lists * _PER_LIST))]
     if count < LISTED_FROM:
         index = faiss.index_factory(dim, "SQfp16", faiss.METRIC_INNER_PRODUCT)

@@ -10,6 +10,7 @@ import logging
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +25,7 @@ from vllm_ext.prediction.folder import STORE, set_aside
 logger = logging.getLogger("vllm_ext.predictor")
 
 MOST_COPIES = 32
-"""Entries of one text and model that are kept, the newest."""
+"""Entries of one text, model and salt that are kept, the newest."""
 _CHUNK = 1024
 _KEPT_SHARE = 0.95
 """Of the bound on its size, once it was reached: not to delete a few rows at each commit."""
@@ -101,6 +102,8 @@ class Store:
         self._dim, self._encoder, self._capacity = dim, encoder, capacity
         self._max_bytes, self._keep_prompts = max_mib * _MIB, keep_prompts
         self._warned: set[str] = set()
+        self.opened = 0
+        """Times that a file was opened: ids begin anew in another one."""
         self._open()
 
     def _open(self) -> None:
@@ -108,6 +111,7 @@ class Store:
         if self.in_memory:
             self._warn("memory", f"can't be written ({self.in_memory}): what is learned lasts until the process ends")
         self._file = self._inode()
+        self.opened += 1
 
     def close(self) -> None:
         """Let go of the file."""
@@ -136,7 +140,7 @@ class Store:
         rows, hashes = [], []
         for entry in entries:
             blob = entry.vector.astype(np.float16).tobytes()
-            hashes.append(digest(entry.text, entry.model) or digest(" ", entry.model))
+            hashes.append(digest(entry.text or " ", entry.model, entry.salt.hex()))
             rows.append((
                 hashes[-1], _text(entry.model), entry.salt, _text(entry.tag), entry.conversation, entry.turn,
                 entry.prompt_tokens, entry.tokens, int(entry.aborted), entry.time_s, self._encoder, blob,
@@ -146,7 +150,7 @@ class Store:
             "text_hash, model, salt, tag, conversation, turn, prompt_tokens, tokens, aborted, time_s, encoder, vector,"
             "crc, prompt"
         )
-        self._db.executemany(f"INSERT INTO entries ({names}) VALUES ({','.join('?' * 14)})", rows)  # noqa: S608 - no input
+        self._db.executemany(f"INSERT INTO entries ({names}) VALUES ({','.join('?' * 14)})", rows)
         self._db.executemany(
             "DELETE FROM entries WHERE text_hash = ?1 AND id NOT IN "
             "(SELECT id FROM entries WHERE text_hash = ?1 ORDER BY id DESC LIMIT ?2)",
@@ -157,9 +161,7 @@ class Store:
         if (size := self._used_bytes()) > self._max_bytes:
             excess = max(excess, count - int(_KEPT_SHARE * count * self._max_bytes / size))
         if excess > 0:
-            self._db.execute(
-                "DELETE FROM entries WHERE id IN (SELECT id FROM entries ORDER BY id LIMIT ?)", (excess,)
-            )
+            self._db.execute("DELETE FROM entries WHERE id IN (SELECT id FROM entries ORDER BY id LIMIT ?)", (excess,))
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
 
     # --- read -------------------------------------------------------------------------------------------------------
@@ -167,13 +169,14 @@ class Store:
     def since(self, last: int, group: tuple[str, bytes] | None = None) -> Iterator[Entries]:
         """Yield what was added after an id, by this process or another, oldest first, some at a time.
 
-        Of one model and salt if ``group`` says so. Rows whose checksum or norm is wrong are deleted, and warned of once. What can't be read ends it.
+        Of one model and salt if ``group`` says so. Rows whose checksum or norm is wrong are deleted, and warned of
+        once. What can't be read ends it.
         """
         where = "" if group is None else "AND model = ? AND salt = ?"
         while True:
             try:
                 rows = self._db.execute(
-                    f"SELECT {_COLUMNS} FROM entries WHERE id > ? AND encoder = ? {where} ORDER BY id LIMIT {_CHUNK}",  # noqa: S608
+                    f"SELECT {_COLUMNS} FROM entries WHERE id > ? AND encoder = ? {where} ORDER BY id LIMIT {_CHUNK}",
                     (last, self._encoder, *(group or ())),
                 ).fetchall()
             except sqlite3.Error as error:
@@ -225,7 +228,7 @@ class Store:
         if len(kept) < len(rows):
             ids = {row[0] for row in rows} - {row[0] for row in kept}
             self._warn("rows", f"has damaged entries: {len(ids)} deleted")
-            with self._db:
+            with suppress(sqlite3.Error), self._db:
                 self._db.executemany("DELETE FROM entries WHERE id = ?", [(each,) for each in ids])
         ids_, models, salts, tags, conversations, turns, prompt_tokens, _, aborted = (
             [row[column] for row in kept] for column in range(9)
@@ -244,10 +247,8 @@ class Store:
         same = self._inode() == self._file
         self._db.close()
         if same:
-            try:
+            with suppress(OSError):  # `open_store` finds out, and goes on in memory
                 set_aside(self._path, error, logger)
-            except OSError:
-                pass  # `open_store` finds out, and goes on in memory
         self._open()
         return True
 

@@ -1,4 +1,4 @@
-"""The store's database file: opened for one owner, in WAL mode, checked; damaged ones set aside; else kept in memory."""
+"""The store's database file: opened for its owner only, in WAL mode, and checked; a damaged one is set aside."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ logger = logging.getLogger("vllm_ext.predictor")
 VERSION = 1
 SCHEMA = f"""
 PRAGMA auto_vacuum = INCREMENTAL;
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS entries (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     text_hash BLOB NOT NULL, model TEXT NOT NULL, salt BLOB NOT NULL, tag TEXT NOT NULL,
@@ -25,6 +26,7 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE INDEX IF NOT EXISTS by_text ON entries (text_hash);
 PRAGMA user_version = {VERSION};
+COMMIT;
 """
 """AUTOINCREMENT: an id is never given twice, so that others find what is new by ``id > :last``."""
 _BUSY_S = 10.0
@@ -96,6 +98,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         except sqlite3.OperationalError as error:  # two that open a new one at once; sqlite doesn't wait for this
             if "locked" not in str(error) or attempt == _ATTEMPTS - 1:
                 raise
+            connection.rollback()
             time.sleep(0.05)
     if mode != "wal":
         logger.warning("%s: no write-ahead log is possible here (journal %s); commits take longer", path, mode)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.prediction.estimate import Estimate
-from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
 TOKENS, P90 = 7, 9
 FOREVER_S = 3600.0
@@ -79,13 +79,13 @@ class Obedient:
             if done.prompt.text == "learn hangs":
                 time.sleep(FOREVER_S)
         self._learned += len(finished)
-        self.note(learned=[[*done.prompt, done.tokens] for done in finished])
+        self.note(learned=[[*done.prompt[:4], done.tokens] for done in finished])
 
     def save(self) -> None:
         self.note(saved=self._learned)
 
     def status(self) -> dict[str, Any]:
-        return {"entries": self._learned, "decoder_examples": 11}
+        return {"entries": self._learned, "examples": 11}
 
     def note(self, **entry: Any) -> None:
         with self._log.open("a", encoding="utf-8") as file:
@@ -96,7 +96,7 @@ class OddStatus(Obedient):
     """What it says of itself is nothing that could be sent."""
 
     def status(self) -> dict[str, Any]:
-        return {"entries": math.nan, "decoder_examples": None}
+        return {"entries": math.nan, "examples": None}
 
 
 class RaisingStatus(Obedient):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_ext.prediction.estimate import Estimate
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.service.messages import Told, pack
-from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt
 
 from .desk_parts import ANN, BOB, make_desk, question, served
 from .fake_predictors import ODD, Obedient, good

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.prediction.service import work
 from vllm_ext.prediction.service.messages import Told, pack
-from vllm_ext.prediction.service.predictor import Prompt
 
 from .desk_parts import ANN, make_desk, question, served
 from .fake_predictors import Obedient, OddStatus, RaisingStatus

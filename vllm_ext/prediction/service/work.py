@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, SupportsIndex
 
 from vllm_ext.prediction.estimate import LONGEST_TOKENS, Estimate
+from vllm_ext.prediction.law import Prediction
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt, PromptPredictor
 from vllm_ext.prediction.service.messages import ENDED, ERROR, EXPIRED, OVERLOAD, UNKNOWN, Ask, Status, Told
-from vllm_ext.prediction.service.predictor import FinishedPrompt, Prompt, PromptPredictor
 from vllm_ext.prediction.service.quality import Quality
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,9 @@ class Desk:
         self.answered += len(too_late)
         return batch, too_late
 
-    def predict(self, predictor: PromptPredictor, batch: Sequence[Waiting]) -> list[Estimate | None] | None:
+    def predict(
+        self, predictor: PromptPredictor, batch: Sequence[Waiting]
+    ) -> list[Estimate | Prediction | None] | None:
         """Ask the predictor; None where it failed. Runs in a thread of its own."""
         prompts = [_prompt(w.ask) for w in batch]
         try:
@@ -131,7 +134,9 @@ class Desk:
             self._failed("predict", error)
             return None
 
-    def answers(self, batch: Sequence[Waiting], found: Sequence[Estimate | None] | None) -> list[tuple[int, Told]]:
+    def answers(
+        self, batch: Sequence[Waiting], found: Sequence[Estimate | Prediction | None] | None
+    ) -> list[tuple[int, Told]]:
         """Return the answer to each question of a batch, with its connection, and remember what was predicted."""
         self.answered += len(batch)
         if found is None:
@@ -167,7 +172,7 @@ class Desk:
         entries = decoder_examples = 0
         try:
             own = predictor.status()
-            entries, decoder_examples = _count(own.get("entries", 0)), _count(own.get("decoder_examples", 0))
+            entries, decoder_examples = _count(own.get("entries", 0)), _count(own.get("examples", 0))
         except Exception as error:  # noqa: BLE001 - see predict
             self._failed("status", error)
         quality = self._quality
@@ -195,7 +200,7 @@ def _prompt(ask: Ask) -> Prompt:
     return Prompt(ask.text, ask.max_tokens, ask.model, ask.prompt_tokens)
 
 
-def _checked(found: Sequence[Estimate | None], wanted: int) -> list[Estimate | None]:
+def _checked(found: Sequence[Estimate | Prediction | None], wanted: int) -> list[Estimate | Prediction | None]:
     """Return the estimates, or raise ValueError if one is no length: a NaN must not reach a scheduler."""
     if len(found) != wanted:
         raise ValueError(f"predict: {len(found)} estimates for {wanted} prompts")

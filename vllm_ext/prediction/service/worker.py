@@ -24,6 +24,8 @@ from pathlib import Path
 import msgspec
 
 from vllm_ext.config import ConfigError, PredictorConfig
+from vllm_ext.prediction.learned import LearnedPredictor
+from vllm_ext.prediction.predictor import PromptPredictor
 from vllm_ext.prediction.service.messages import (
     Answer,
     Ask,
@@ -36,7 +38,6 @@ from vllm_ext.prediction.service.messages import (
     pack,
     read_question,
 )
-from vllm_ext.prediction.service.predictor import PromptPredictor, RetrievalPredictor
 from vllm_ext.prediction.service.work import Desk
 from vllm_ext.prediction.service.worker_options import CANNOT_START, WorkerOptions
 
@@ -49,6 +50,7 @@ _LAST_S = 30.0
 _LISTENER_S = 10.0
 """Time in which a front end is to connect that is told why there is no predictor."""
 _LONGEST_REASON = 2000
+_SAVE_S = 20.0
 _REST_PER_SAVE = 100
 """A full store takes a second to write: then the disk is left alone for a hundred."""
 
@@ -111,7 +113,7 @@ class Worker:
 
     def _load(self) -> PromptPredictor:
         if self._config.factory is None:
-            return RetrievalPredictor(self._config, self._folder)
+            return LearnedPredictor(self._config, self._folder)
         module, name = self._config.factory.split(":")
         predictor: PromptPredictor = getattr(importlib.import_module(module), name)(self._config, self._folder)
         return predictor
@@ -194,7 +196,7 @@ class Worker:
     async def _keep_up(self, predictor: PromptPredictor) -> None:
         """Learn, save and report, once per second at most; ends, having saved, when the process is to stop."""
         parent = os.getppid()
-        next_save = time.monotonic() + self._config.save_interval_s
+        next_save = time.monotonic() + _SAVE_S
         while not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _STATUS_S)
@@ -204,13 +206,15 @@ class Worker:
             if (started := time.monotonic()) >= next_save:
                 await self._save(predictor)
                 took = time.monotonic() - started
-                next_save = started + max(self._config.save_interval_s, _REST_PER_SAVE * took)
+                next_save = started + max(_SAVE_S, _REST_PER_SAVE * took)
             self._broadcast(self._desk.status(predictor))
         await self._learn(predictor)  # what finished during the last save, for instance
         await self._save(predictor)
 
     async def _save(self, predictor: PromptPredictor) -> None:
-        act: Callable[[], None] = partial(self._desk.guarded, "save", predictor.save)
+        act: Callable[[], None] = partial(
+            self._desk.guarded, "save", getattr(predictor, "save", lambda: predictor.learn([]))
+        )
         await asyncio.get_running_loop().run_in_executor(self._learning, act)
 
     async def _learn(self, predictor: PromptPredictor) -> None:

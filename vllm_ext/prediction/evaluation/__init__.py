@@ -1,1 +1,0 @@
-"""Comparison of length predictors on prompts whose output lengths are known."""
