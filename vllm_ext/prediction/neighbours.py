@@ -187,15 +187,16 @@ def _build(vectors: npt.NDArray[np.float16], picked: npt.NDArray[np.intp]) -> An
 
     faiss.omp_set_num_threads(1)
     count, dim = len(picked), vectors.shape[1]
-    lists = min(_LISTS, count // _PER_LIST)
     index: Any
-    sample = picked[:: max(1, count // (lists * _PER_LIST))]
     if count < LISTED_FROM:
         index = faiss.index_factory(dim, "SQfp16", faiss.METRIC_INNER_PRODUCT)
+        sample = picked[:1]  # nothing is learned of them
     else:
+        lists = min(_LISTS, count // _PER_LIST)
         index = faiss.index_factory(dim, f"IVF{lists},SQfp16", faiss.METRIC_INNER_PRODUCT)
         index.cp.niter, index.cp.max_points_per_centroid = 6, _PER_LIST
         index.nprobe = max(1, _PROBED * lists // _LISTS)
+        sample = picked[:: count // (lists * _PER_LIST)]
     index.train(vectors[sample].astype(np.float32))
     for start in range(0, count, TAIL):
         index.add(vectors[picked[start : start + TAIL]].astype(np.float32))

@@ -15,6 +15,7 @@ import os
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ _JUDGED = 1000
 _LOG_UPPER = np.log(EDGES[1:-1] + 0.5)
 
 
-class Examples(NamedTuple):
+@dataclass(frozen=True)
+class Examples:
     """n prompts, oldest first, in columns; lengths in tokens."""
 
     vectors: Vectors

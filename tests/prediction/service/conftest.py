@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.prediction.service import predictor
 from vllm_ext.prediction.service.messages import Status
 
 from .fake_predictors import Obedient
 from .parts import Front
-from .retrieval_parts import FakeEncoder, NoRefresh, retrieval
 from .worker_parts import WorkerProcess
 
 
@@ -55,14 +53,6 @@ def start(short: Path) -> Iterator[Callable[..., WorkerProcess]]:
     yield begin
     for process in started:
         process.end()
-
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., predictor.RetrievalPredictor]:
-    """Makes predictors, each as after a restart, in one folder; of Algorithm 1, whose lengths are easily told."""
-    monkeypatch.setattr(predictor, "Encoder", FakeEncoder)
-    monkeypatch.setattr(predictor, "DecoderRefresh", NoRefresh)
-    return lambda **options: predictor.RetrievalPredictor(retrieval(**options), tmp_path)
 
 
 @pytest.fixture

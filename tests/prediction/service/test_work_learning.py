@@ -20,7 +20,7 @@ def test_what_finished_is_taken_once(obedient: Obedient) -> None:
     served(desk, obedient)
     desk.finished(ANN, "a", 12)
     desk.finished(ANN, "a", 13)
-    ((prompt, tokens, time_s),) = desk.take_finished()
+    ((prompt, tokens, time_s, _),) = desk.take_finished()
     assert (prompt, tokens) == (Prompt("text", 100, "m"), 12)
     assert time_s > 1e9
     assert desk.take_finished() == []

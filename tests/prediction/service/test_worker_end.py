@@ -77,7 +77,7 @@ def test_it_ends_while_its_model_is_still_loaded(start: Start, by_signal: bool) 
 
 
 def test_it_saves_from_time_to_time(start: Start) -> None:
-    worker = start()
+    worker = start(patch="worker._SAVE_S = 0.01")
     front = worker.connect().ready()
     learn(front)
     until(lambda: 1 in worker.noted("saved"), "a save")

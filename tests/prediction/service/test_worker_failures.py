@@ -34,7 +34,7 @@ def test_a_predictor_that_cannot_say_how_it_is_predicts_and_learns_all_the_same(
 
 
 def test_what_cannot_be_learned_or_saved_is_counted_and_predictions_go_on(start: Start) -> None:
-    worker = start(factory=factory("RaisingSave"))
+    worker = start(factory=factory("RaisingSave"), patch="worker._SAVE_S = 0.01")
     front = worker.connect().ready()
     front.ask("a", "learn raises")
     front.answer_to("a")

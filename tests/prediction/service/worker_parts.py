@@ -98,7 +98,6 @@ def worker_command(folder: Path, *, patch: str = "", name: str = "s", **config: 
 import logging, os, sys
 from vllm_ext.prediction.service import work, worker
 worker._STATUS_S = 0.02
-worker._SAVE_S = 0.01
 {patch}
 status = worker.main(sys.argv[1:])
 logging.shutdown()
