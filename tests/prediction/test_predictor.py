@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_it_is_fitted_again_when_there_is_a_fifth_more_and_not_at_each_start(tmp
         fitted.append(predictor.status()["examples"])
     steps = sorted(set(fitted))
     assert steps[:4] == [0, 70, 90, 110]
-    assert all(later >= 1.2 * earlier for earlier, later in zip(steps[1:], steps[2:], strict=False))
+    assert all(later >= 1.2 * earlier for earlier, later in pairwise(steps))
     predictor.close()
     written = (tmp_path / REGRESSION).stat().st_mtime_ns
     made(tmp_path)

@@ -1,4 +1,4 @@
-"""What may happen to a store's file: damage, a full disk, a place that can't be written, deletion. Predictions go on."""
+"""What may happen to a store's file: damage, a full disk, a read-only place, deletion. Predictions go on."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class FullDisk:
     def __enter__(self) -> Any:
         return self._real.__enter__()
 
-    def __exit__(self, *error: Any) -> Any:
+    def __exit__(self, *error: Any) -> Any:  # noqa: PYI036 - handed on
         return self._real.__exit__(*error)
 
     def executemany(self, *_: Any) -> None:
