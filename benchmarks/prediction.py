@@ -1,8 +1,8 @@
 """How good are predicted output lengths, within what was learned and beyond it?
 
 Method: public prompts with their answers, in word pieces of the default encoder. In distribution: 70 % of a data set
-are learned, the others judged, over three splits; no prompt and no conversation is on both sides. Later turns are judged
-after the conversation's earlier ones were learned, as a server would. Across: learned on one set, judged on another.
+are learned, the others judged, over three splits; no prompt and no conversation is on both sides. Later turns are
+judged after the earlier ones were learned, as a server would. Across: learned on one set, judged on another.
 
 Rows: `ridge+neighbours` is the predictor that ships, `ridge` its regression alone, `mlp` a network in its place (as
 ALISE has, without the columns of conversations), `history` the law of the last 1000 lengths.
