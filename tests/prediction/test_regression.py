@@ -56,6 +56,20 @@ def test_the_same_data_and_seed_give_the_same_law_and_another_seed_another() -> 
     assert one.laws(examples) != other.laws(examples)
 
 
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_prompt_that_came_again_is_not_judged_by_its_own_copies(copies: int) -> None:
+    one = made_up(count=100)[0].vectors
+    vectors = np.concatenate([one + copy * 1e-7 for copy in range(copies)])  # as of another batch
+    held = regression._held_out(vectors, np.random.default_rng(0)).reshape(copies, 100)
+    assert (held == held[0]).all()
+    assert held[0].sum() == 20
+
+
+def test_copies_of_few_prompts_judge_each_other() -> None:
+    held = regression._held_out(np.repeat(made_up(count=3)[0].vectors, 50, axis=0), np.random.default_rng(0))
+    assert held.sum() == 30
+
+
 def test_there_is_none_of_too_few() -> None:
     examples, observed = made_up(count=LEAST_EXAMPLES)
     assert fit(examples, observed, encoder="e", inserted=0) is not None

@@ -39,6 +39,10 @@ LAST_ANSWERS = 4
 _STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _WIDTHS = (0.05, 0.1, 0.15, 0.2, 0.3)
 _HASHED = 16
+_TELLING = 32
+"""Numbers of an embedding that tell texts apart."""
+_LEAST_TEXTS = 10
+"""With fewer, copies of a prompt judge what was learned of it: there is nobody else."""
 _LEVELS = np.linspace(0, 1, 41)
 _AT_ONCE = 4096
 _JUDGED = 1000
@@ -181,8 +185,8 @@ def fit(examples: Examples, observed: Observed, *, encoder: str, inserted: int, 
     known = np.flatnonzero(~observed.aborted)
     if len(known) < LEAST_EXAMPLES:
         return None
-    order = np.random.default_rng(seed).permutation(known)
-    held, used = np.sort(order[: len(known) // 5]), np.sort(order[len(known) // 5 :])
+    is_held = _held_out(examples.vectors[known], np.random.default_rng(seed))
+    held, used = known[is_held], known[~is_held]
     y = np.log(np.maximum(observed.tokens, 1).astype(np.float64))
     center = float(y[used].mean())
     least, tried = np.inf, None
@@ -209,6 +213,17 @@ def fit(examples: Examples, observed: Observed, *, encoder: str, inserted: int, 
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _held_out(vectors: Vectors, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
+    """Pick a fifth, [n]. A prompt that came again is on one side only: else what is learned would judge itself."""
+    # Rounded, as the same text embedded in another batch differs in its last bits.
+    rounded = np.round(vectors[:, :_TELLING].astype(np.float32) * 64).astype(np.int8)
+    texts = np.unique(rounded, axis=0, return_inverse=True)[1].ravel()
+    count = int(texts.max()) + 1
+    if count < _LEAST_TEXTS:
+        texts, count = np.arange(len(vectors)), len(vectors)
+    return np.isin(texts, rng.permutation(count)[: count // 5])
 
 
 def _columns(examples: Examples, center: float, rows: slice | npt.NDArray[np.intp]) -> Floats:
