@@ -5,7 +5,7 @@ some centres, and questions of so many words that were never asked. Each part is
 is the process's resident set when all of it is loaded.
 
 Output: milliseconds of a question alone and in a batch of 16, of a search among all entries and its recall, of a commit
-of 16 finished requests, seconds of loading the store and of fitting the regression; MiB in memory and on disk; the goals.
+of 16 finished requests, seconds of loading the store and of fitting the regression; MiB in memory and on disk; goals.
 
     python benchmarks/prediction_cost.py --quick
     python benchmarks/prediction_cost.py --out benchmarks/results/prediction_cost.json
@@ -116,12 +116,10 @@ def _question_costs(predictor: LearnedPredictor) -> dict[str, float]:
     metrics = {}
     for words in (12, 50, 100):
         texts = [_text(words, number) for number in range(16 + 10 * _BATCH)]
-        alone = [lambda text=text: predictor.predict([Prompt(text, 1000, "m", words)]) for text in texts[:16]]
+        asked = [Prompt(text, 1000, "m", words) for text in texts]
+        alone = [lambda one=one: predictor.predict([one]) for one in asked[:16]]
         batches = [
-            lambda some=texts[16 + n * _BATCH : 16 + (n + 1) * _BATCH]: predictor.predict(
-                [Prompt(text, 1000, "m", words) for text in some]
-            )
-            for n in range(10)
+            lambda some=asked[16 + n * _BATCH : 16 + (n + 1) * _BATCH]: predictor.predict(some) for n in range(10)
         ]
         metrics[f"question_of_{words}_words_ms"] = _median_ms(alone)
         metrics[f"question_of_{words}_words_in_16_ms"] = _median_ms(batches) / _BATCH
