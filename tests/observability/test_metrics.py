@@ -74,6 +74,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "policies": "alise: x",
         "waiting_by_level": {},
         "runtime": {"mean_abs_relative_error": 0.0},
+        "sharing": {"clients": 0, "spread": 0.0},
         "preemptions": {},
         "refusals": {},
         "fates": {},
