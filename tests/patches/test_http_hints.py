@@ -158,7 +158,9 @@ def handler() -> Iterator[OpenAIServingCompletion]:
     async def release(request_id: str, *_: Any, **__: Any) -> None:
         handler.released.append(request_id)  # type: ignore[attr-defined]
 
-    handler.engine_client = SimpleNamespace(notify_kv_transfer_request_rejected=release)  # type: ignore[assignment]
+    handler.engine_client = SimpleNamespace(  # type: ignore[assignment]
+        notify_kv_transfer_request_rejected=release, vllm_config=SimpleNamespace(additional_config={})
+    )
     yield handler
     undo()
 
