@@ -164,7 +164,7 @@ REFUSED = {
         {"scheduler_cls": "alise", "ext": {"ordering": {"agelimit": 1}}},
         "vllm_ext.ordering.agelimit",
     ),
-    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, fcfs-tuned, fair, alise"),
+    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, fcfs-tuned, fair"),
     "options without a system for a foreign class": ({"scheduler_cls": UPSTREAM, "ext": {}}, "options need a system"),
     "options that are no object": ({"scheduler_cls": "alise", "ext": 3}, "must be an object"),
     "foreign class": ({"scheduler_cls": UPSTREAM, "ext": {"system": "alise"}}, "needs a subclass of vllm_ext"),
