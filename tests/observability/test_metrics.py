@@ -75,6 +75,8 @@ def state(**changes: Any) -> dict[str, Any]:
         "waiting_by_level": {},
         "runtime": {"mean_abs_relative_error": 0.0},
         "sharing": {"clients": 0, "spread": 0.0},
+        "load": {"waiting_share": 0.0, "kv_share": 0.0},
+        "longest_wait_by_level": {},
         "preemptions": {},
         "refusals": {},
         "fates": {},

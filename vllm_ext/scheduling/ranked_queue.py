@@ -13,6 +13,7 @@ from vllm_ext.policies.contract import Ageing, Rank
 from vllm_ext.scheduling.deadlines import Deadlines
 from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
 from vllm_ext.scheduling.lazy_heap import LazyHeap
+from vllm_ext.scheduling.load import LongestWaits
 from vllm_ext.scheduling.places import Places
 from vllm_ext.scheduling.shares import Shares
 
@@ -73,6 +74,7 @@ class RankedQueue(RequestQueue):
         """Counts who joined or left."""
         self.levels: dict[int, int] = {}
         """Number of requests per level."""
+        self.longest_waits = LongestWaits()
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
@@ -260,6 +262,8 @@ class RankedQueue(RequestQueue):
 
     def _remove(self, request: Request, *, admitted: bool = False) -> None:
         entry = self._live.pop(request)
+        if admitted and not request.num_preemptions:
+            self.longest_waits.admitted(entry[3].level, self._now - self._ties(request)[0], self._now)
         if self.shares is not None:
             self.shares.left(request, admitted=admitted)
             if not self.shares.waiting(client := self.shares.client(request)):

@@ -195,6 +195,7 @@ class SteeredScheduler(GapScheduler):
         if self.tier_account is not None:
             self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)
+        self.observer.load.stepped(now, waiting=len(self.waiting) > 0, kv_used=self.kv_cache_manager.usage)
         return output
 
     def _plan(self, now: float) -> StepPlan:
