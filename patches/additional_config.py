@@ -39,6 +39,13 @@ def with_options(additional: Mapping[str, Any], options: Mapping[str, Any]) -> d
     return AdditionalConfig(merged) if len(merged) == 1 else merged
 
 
+def takes_turns_by_key(vllm_config: Any) -> bool:
+    """Whether clients take turns by their API keys."""
+    options = (vllm_config.additional_config or {}).get(KEY)
+    by: str = (options or {}).get("sharing", {}).get("by", "")
+    return by == "key"
+
+
 def server_ttl_s(vllm_config: Any) -> float:
     """Return ``kv_tier.ttl_s``, in seconds; 0: conversations have no end, or none of our options was chosen."""
     options = (vllm_config.additional_config or {}).get(KEY)

@@ -11,12 +11,13 @@ The handlers are wrapped outside of their own clean-up of remote KV transfers, s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import hints
 from vllm_ext.observability import slo_report
-from vllm_ext.patches.additional_config import server_ttl_s
+from vllm_ext.patches.additional_config import server_ttl_s, takes_turns_by_key
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
 from vllm_ext.prediction.service import said
@@ -31,6 +32,8 @@ async def _create(
             hints.check_lifetime(found, request.cache_salt, server_ttl_s(self.engine_client.vllm_config))
     except hints.HintError as error:
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
+    if raw_request is not None and takes_turns_by_key(self.engine_client.vllm_config):
+        name_client(request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
     said.during(request)
     report = slo_report.asked(request)
@@ -52,10 +55,22 @@ async def add_hints(request: Any, raw_request: Any) -> hints.RequestHints:
     found = {} if raw_request is None else hints.from_headers(raw_request.headers)
     found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
     given = await _as_sent(request.vllm_xargs or {}, raw_request)
+    if hints.CLIENT_KEY in given:
+        raise hints.HintError(
+            hints.CLIENT_KEY, given[hints.CLIENT_KEY], "absent, as the server makes it of the API key"
+        )
     said_in_body = hints.from_extra_args(given)
     if found or hints.REPORT_KEY in given:
         request.vllm_xargs = {**found, **given}
     return said_in_body
+
+
+def name_client(request: Any, raw_request: Any) -> None:
+    """Put a hash of the API key into ``request.vllm_xargs``; requests without a key stay as they are."""
+    key = raw_request.headers.get("authorization") or raw_request.headers.get("x-api-key")
+    if key:
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        request.vllm_xargs = {**(request.vllm_xargs or {}), hints.CLIENT_KEY: digest}
 
 
 async def _as_sent(given: dict[str, Any], raw_request: Any) -> dict[str, Any]:

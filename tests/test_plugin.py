@@ -157,14 +157,14 @@ def test_additional_config_hashes_what_is_not_ours() -> None:
 
 
 REFUSED = {
-    "unknown name": ({"scheduler_cls": "alize"}, "one of fcfs, fcfs-tuned, alise"),
-    "unknown composition": ({"scheduler_cls": "fcfs+alize"}, "one of fcfs, fcfs-tuned, alise"),
+    "unknown name": ({"scheduler_cls": "alize"}, "one of fcfs, fcfs-tuned, fair, alise"),
+    "unknown composition": ({"scheduler_cls": "fcfs+alize"}, "one of fcfs, fcfs-tuned, fair, alise"),
     "unknown option": ({"scheduler_cls": "alise", "ext": {"orderin": {}}}, "vllm_ext.orderin="),
     "unknown parameter": (
         {"scheduler_cls": "alise", "ext": {"ordering": {"agelimit": 1}}},
         "vllm_ext.ordering.agelimit",
     ),
-    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, fcfs-tuned, alise"),
+    "options without a system": ({"ext": {"ordering": {}}}, "add --scheduler-cls NAME, one of fcfs, fcfs-tuned, fair"),
     "options without a system for a foreign class": ({"scheduler_cls": UPSTREAM, "ext": {}}, "options need a system"),
     "options that are no object": ({"scheduler_cls": "alise", "ext": 3}, "must be an object"),
     "foreign class": ({"scheduler_cls": UPSTREAM, "ext": {"system": "alise"}}, "needs a subclass of vllm_ext"),

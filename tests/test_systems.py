@@ -156,7 +156,7 @@ def test_a_clash_names_the_axis_and_both_systems() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "alise+nonsense", "", "+", "alise+", "ALISE", " alise"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="fcfs, fcfs-tuned, alise, oracle-alise"):
+    with pytest.raises(ConfigError, match="fcfs, fcfs-tuned, fair, alise, oracle-alise"):
         resolve(name)
 
 

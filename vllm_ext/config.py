@@ -38,8 +38,8 @@ __all__ = [
     "to_dict",
 ]
 
-AXES = ("ordering", "admission", "budget", "residency")
-"""The four policies of a system; each has a dictionary of parameters in `ExtConfig`."""
+AXES = ("ordering", "admission", "budget", "residency", "sharing")
+"""The five policies of a system; each has a dictionary of parameters in `ExtConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,9 @@ class ExtConfig:
 
     residency: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the system's KV residency policy; checked when the system is built."""
+
+    sharing: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the policy by which clients take turns; checked when the system is built."""
 
     prediction: PredictionConfig = field(default_factory=PredictionConfig)
     """How output lengths are predicted."""

@@ -110,6 +110,13 @@ FLAGS: tuple[Flag, ...] = (
         help="What alise makes short: normalised (latency per token), mean (the default), or tail.",
     ),
     Flag(
+        name="--ext-share-by",
+        path=("sharing", "by"),
+        type=str,
+        metavar="WHAT",
+        help="What tells clients apart where they take turns (fair): tag (the default), salt, adapter, or key.",
+    ),
+    Flag(
         name="--ext-preemption",
         path=("admission", "preempt"),
         type=bool,

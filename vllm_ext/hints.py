@@ -27,7 +27,9 @@ MAX_TTL_S = 30 * 86400.0
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
 REPORT_KEY = "slo_report"
 PIN_KEY = "kv_pin"
-KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", PIN_KEY, REPORT_KEY)
+CLIENT_KEY = "client_key"
+"""Hash of the API key, which the front end adds where clients take turns by it; nobody may send it."""
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", PIN_KEY, REPORT_KEY, CLIENT_KEY)
 """The keys of ``extra_args`` that are ours."""
 
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
@@ -87,6 +89,9 @@ class RequestHints:
     kv_ttl_s: float | None = None
     """How long after its last use the conversation's KV may stay in the tier, in seconds; see `check_lifetime`."""
 
+    client_key: str | None = None
+    """What tells clients apart by their API keys, added by the front end."""
+
     slo_report: bool = False
     """Whether the response's usage is to say how long the request took and whether its objectives were met."""
 
@@ -120,6 +125,7 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         osl=check_osl("osl", found.get("osl")),
         tag=check_tag("tag", found.get("tag")),
         kv_ttl_s=check_ttl_s("kv_ttl_s", found.get("kv_ttl_s")),
+        client_key=check_tag(CLIENT_KEY, found.get(CLIENT_KEY)),
         slo_report=check_flag(REPORT_KEY, found.get(REPORT_KEY)),
     )
 

@@ -1,4 +1,4 @@
-"""What a serving system is: a policy for each of four axes, and gates before admission."""
+"""What a serving system is: a policy for each of five axes, and gates before admission."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from vllm_ext.config import AXES
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency
+from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.residency.recompute import Recompute
+from vllm_ext.policies.sharing.undivided import Undivided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class System:
     """Who must not join, although there is room; all of them must let a request pass."""
     budget: Callable[..., Budget] = StaticBudget
     residency: Callable[..., Residency] = Recompute
+    sharing: Callable[..., Sharing] = Undivided
+    """Whose turn it is, before the ordering is asked."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By axis: parameters in which the row differs from its policies' defaults. Those of gates are admission's."""
     oracle: bool = False
@@ -52,17 +55,18 @@ class Policies:
     gates: tuple[GatePolicy, ...]
     budget: Budget
     residency: Residency
+    sharing: Sharing
 
     @property
     def all(self) -> tuple[Policy, ...]:
         """Every policy of the system."""
-        return (self.ordering, self.admission, *self.gates, self.budget, self.residency)
+        return (self.ordering, self.admission, *self.gates, self.budget, self.residency, self.sharing)
 
     @property
     def is_upstream(self) -> bool:
-        """Whether order, admission and budget are vLLM's own rules, so that there is nothing to steer."""
+        """Whether order, turns, admission and budget are vLLM's own rules, so that there is nothing to steer."""
         own = type(self.ordering) is Arrival and self.admission.is_vllms and self.budget.is_vllms
-        return own and not self.gates
+        return own and not self.gates and not self.sharing.divides
 
     @property
     def use_predictions(self) -> bool:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_ext.config import ConfigError
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Residency
+from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Residency, Sharing
 from vllm_ext.system import System
 
 BASES: dict[str, type] = {
@@ -21,6 +21,7 @@ BASES: dict[str, type] = {
     "gates": GatePolicy,
     "budget": Budget,
     "residency": Residency,
+    "sharing": Sharing,
 }
 """What a policy of each axis is derived from, by the field of `System`."""
 

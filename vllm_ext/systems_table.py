@@ -1,4 +1,4 @@
-"""The rows of the systems table: each paper in four policies."""
+"""The rows of the systems table: each paper in five policies."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import SWAPPED, EstimatedWait
 from vllm_ext.policies.residency.retention import Retention
+from vllm_ext.policies.sharing.turns import TakeTurns
 from vllm_ext.system import System
 
 _ALISE = "ALISE (arXiv 2410.23537)"
@@ -39,6 +40,12 @@ ROWS = (
         ordering=ArrivalLeastComputedLeaves,
         parameters={"admission": {"kv_reserve": 0.05}},
         summary="order of arrival, KV blocks in reserve, and whoever computed least leaves when they run out",
+    ),
+    System(
+        name="fair",
+        sharing=TakeTurns,
+        paper="VTC (OSDI '24)",
+        summary="clients take turns by the tokens they were served, whatever they send",
     ),
     System(
         name="alise",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -89,7 +90,7 @@ class Rig:
         shared = min(arrival.shared_len, arrival.prompt_len)
         tokens = [1000 + 1000 * arrival.family + i % 900 for i in range(shared)]
         tokens += [100 + (7 * len(self.arrivals) + i) % 800 for i in range(arrival.prompt_len - shared)]
-        extra_args = {"bench_output_len": arrival.true_len}
+        extra_args: dict[str, Any] = {"bench_output_len": arrival.true_len, "tag": f"client {arrival.family}"}
         if arrival.osl is not None:
             extra_args["osl"] = arrival.osl
         if arrival.ttft_slo_ms is not None:

@@ -62,6 +62,12 @@ SYSTEMS = (
     ),
     Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
     Row(
+        name="fair",
+        options={"system": "fair+alise", "ordering": _COST_AGING},
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
+    ),
+    Row(
         name="oracle-alise",
         options={"system": "oracle-alise", "allow_oracle": True, "ordering": _COST_AGING},
         reads_truth=True,

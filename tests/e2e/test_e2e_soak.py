@@ -1,9 +1,9 @@
 """A server under mixed load for ``SOAK_MINUTES``: its memory does not grow, and no request is lost.
 
 `make soak` runs it for as long as one likes; `make test-all` for a minute, which says nothing of memory. Memory is what
-is resident of all processes of the server that stay, together; one that trains a decoder comes and goes. It is compared
-after a warm-up of half the time and at most 15 minutes, in which pools, caches and histories fill up. The growth is a
-median of slopes, so that a few samples of a collection or a save under way do not make it.
+is resident of all processes of the server that stay, together. It is compared after a warm-up of half the time, and at
+most 15 minutes, in which pools, caches and histories fill up. The growth is a median of slopes, so that a few samples
+of a collection under way do not make it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -102,6 +103,7 @@ MALFORMED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "pin": ({}, {"vllm_xargs": {"kv_pin": True}}, "kv_pin"),
     "no pin": ({}, {"vllm_xargs": {"kv_pin": False}}, "kv_pin"),
     "long conversation": ({}, {"vllm_xargs": {"conversation_id": "x" * 257}}, "conversation_id"),
+    "client key": ({}, {"vllm_xargs": {"client_key": "me"}}, "client_key"),
     "header": ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms"),
     "length header": ({"x-dynamo-osl": "0"}, {}, "x-dynamo-osl"),
     "header, though the body says better": ({"x-dynamo-osl": "0"}, {"vllm_xargs": {"osl": 3}}, "x-dynamo-osl"),
@@ -156,7 +158,9 @@ def handler() -> Iterator[OpenAIServingCompletion]:
     async def release(request_id: str, *_: Any, **__: Any) -> None:
         handler.released.append(request_id)  # type: ignore[attr-defined]
 
-    handler.engine_client = SimpleNamespace(notify_kv_transfer_request_rejected=release)  # type: ignore[assignment]
+    handler.engine_client = SimpleNamespace(  # type: ignore[assignment]
+        notify_kv_transfer_request_rejected=release, vllm_config=SimpleNamespace(additional_config={})
+    )
     yield handler
     undo()
 
@@ -188,6 +192,29 @@ async def test_a_life_that_its_client_may_not_set_is_refused(
         await handler.create_completion(request, raw)
     error = create_error_response(caught.value).error
     assert (error.code, error.param) == (400, "kv_ttl_s")
+
+
+@pytest.mark.parametrize(
+    ("sharing", "headers", "named"),
+    [
+        ({"by": "key"}, {"Authorization": "Bearer one"}, True),
+        ({"by": "key"}, {"X-Api-Key": "one"}, True),
+        ({"by": "key"}, {}, False),
+        ({}, {"Authorization": "Bearer one"}, False),
+    ],
+    ids=str,
+)
+async def test_clients_are_named_by_a_hash_of_their_key_where_they_take_turns_by_it(
+    handler: OpenAIServingCompletion, sharing: dict[str, str], headers: dict[str, str], named: bool
+) -> None:
+    options = {"vllm_ext": {"system": "fair", "sharing": sharing}}
+    handler.engine_client.vllm_config = SimpleNamespace(additional_config=options)  # type: ignore[misc]
+    request, raw = make_request("completion", headers)
+    with contextlib.suppress(AttributeError):  # there is no engine behind it
+        await handler.create_completion(request, raw)
+    key = (request.vllm_xargs or {}).get("client_key", "")
+    assert bool(key) == named
+    assert "one" not in key
 
 
 async def test_a_refusal_releases_the_remote_kv_of_the_request(handler: OpenAIServingCompletion) -> None:

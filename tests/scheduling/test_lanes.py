@@ -89,6 +89,6 @@ def test_what_was_superseded_is_dropped() -> None:
     for number in range(1000):
         costs.ranks["one"] = Rank((0.0, 1.0), cost=1.0 + number)
         costs.queue.rerank(costs.requests["one"])
-    lanes: Any = costs.queue._lanes
+    lanes: Any = costs.queue._all._lanes
     assert lanes.held < 200
     assert costs.order(1.0) == ["one"]

@@ -334,7 +334,7 @@ def test_keys_of_different_length_and_size_can_be_compared() -> None:
 
 
 def _sizes(queue: RankedQueue) -> list[int]:
-    return [len(x) for x in (queue._heap, queue._expiry, queue._arrivals, queue._blocked, queue._stale)]
+    return [len(x) for x in (queue._all, queue._expiry, queue._arrivals, queue._blocked, queue._stale)]
 
 
 @pytest.mark.parametrize("offer", [False, True], ids=["by-rank", "offered"])

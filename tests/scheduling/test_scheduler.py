@@ -281,12 +281,12 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
         assert (scheduler.fronts._starts, scheduler.fronts._behind) == ({}, {})
         queue = scheduler.ranked
         assert queue.levels == {}
-        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._stale))) <= 2 * len(ids) + 64
+        assert max(map(len, (queue._all, queue._expiry, queue._arrivals, queue._stale))) <= 2 * len(ids) + 64
         assert not queue._blocked
         # Once it is idle, what is left behind is a constant, whatever the queue's length was.
         rig.add("last", length=2)
         rig.drain()
-        assert max(map(len, (queue._heap, queue._expiry, queue._arrivals, queue._stale))) <= 64 + 2
+        assert max(map(len, (queue._all, queue._expiry, queue._arrivals, queue._stale))) <= 64 + 2
 
 
 @pytest.mark.parametrize("system", ["fcfs", "alise"])

@@ -88,7 +88,8 @@ def test_state_is_json_and_complete(system: str) -> None:
         "preemptions", "fallbacks", "stalls", "demotions", "bad_hints", "policy_steps", "policy_s", "steps", "runtime",
         "records", "next_record", "lost_records", "system", "policies", "running", "waiting_by_level", "oldest_wait_s",
         "late_predictions", "wait_forecast", "fates", "waits_compared", "wait_expected_s", "wait_actual_s",
-        "wait_error_s", "refusals", "waiting_for", "why_waiting",
+        "wait_error_s", "refusals", "waiting_for", "why_waiting", "sharing", "load",
+        "longest_wait_by_level",
     }  # fmt: skip
     assert (state["system"], state["running"], state["steps"]) == (system, 1, 2)
     assert sum(state["waiting_by_level"].values()) == 1

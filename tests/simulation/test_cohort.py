@@ -103,7 +103,7 @@ def _request(asked: Mapping[str, Any]) -> SimRequest:
         asked["output"],
         max_tokens=asked["max_tokens"],
         token_ids=ids,
-        extra_args=None if asked["osl"] is None else {"osl": asked["osl"]},
+        extra_args={"tag": f"client {asked['priority']}", **({} if asked["osl"] is None else {"osl": asked["osl"]})},
         priority=asked["priority"],
         slo=Slo(tbt_s=asked["tbt_s"]),
         abort_after_s=asked["abort_after_s"],

@@ -5,7 +5,7 @@ so that prediction works without a network. Any other sentence-transformers mode
 the Hugging Face hub. Weights are read from safetensors only, and code that comes with a model is never run.
 
 What is embedded of a long prompt is a window of `max_tokens` tokens of the encoder's own tokenizer: the head, the tail,
-or half of each. `benchmarks/prediction_encoder.py` measures which of them ranks output lengths best.
+or half of each.
 
 Nothing heavy is imported before an `Encoder` is built: the engine core's process must never build one. Building one
 sets the number of threads of PyTorch and switches off those of the tokenizer, **for the whole process**: it belongs

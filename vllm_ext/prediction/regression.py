@@ -199,7 +199,7 @@ def fit(examples: Examples, observed: Observed, *, encoder: str, inserted: int, 
     if tried is None:
         return None  # no loss is finite
     strength, weights, residuals = tried
-    quantiles = np.quantile(residuals, _LEVELS)
+    quantiles = np.quantile(residuals, _LEVELS).astype(np.float64)
     width = _kernel_width(
         examples, observed, (used, held[-_JUDGED:]), _point(examples, center, weights, held), quantiles
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config import RETRIEVAL, SloConfig
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
-from vllm_ext.policies.contract import NO_SERVER, RequestView
+from vllm_ext.policies.contract import NO_SERVER, Origin, RequestView
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.length import LengthPredictor, LengthQuery
@@ -42,6 +42,8 @@ class Job:
     prediction: Prediction = _UNKNOWN
     """Made of the prompt: what the estimate follows, and the record keeps."""
     slo: Slo = NO_SLO
+    client: str = ""
+    """Whose turn it waits for, where clients take turns."""
     missed: bool = False
     """Whether an objective was missed already; gaps between steps are not looked at."""
     estimate: int = 1
@@ -64,6 +66,13 @@ class Job:
         """Renew what lengths are predicted from: a streaming session's prompt grows, and its bound moves."""
         request = self.request
         self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, self.hints.osl, self.hints.tag)
+
+    @property
+    def origin(self) -> Origin:
+        """What tells whose it is."""
+        request, hints = self.request, self.hints
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        return Origin(hints.tag or "", request.cache_salt or "", adapter, hints.client_key or "")
 
     @property
     def ties(self) -> tuple[float, int]:
@@ -95,6 +104,8 @@ class Ledger:
         self.runtime = runtime
         self.use_oracle = use_oracle
         self.server = NO_SERVER
+        self.client: Callable[[Origin], str] = lambda _: ""
+        """Whose a request is."""
         self.jobs: dict[str, Job] = {}
         self.front: Callable[[Request], Front] | None = None
         """Looks up what of a waiting request needs no computing; None where nothing is steered."""
@@ -122,6 +133,7 @@ class Ledger:
             hints, problem = NO_HINTS, error
         self._count += 1
         job = Job(request, self._count, now, hints)
+        job.client = self.client(job.origin)
         job.slo = resolve(hints, request.num_prompt_tokens, self._slo)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:

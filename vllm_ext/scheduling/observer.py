@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm_ext.hints import HintError
 from vllm_ext.observability.records import OWN_ENDS, Counters, RecordBook, RequestRecord
 from vllm_ext.scheduling.ledger import Job, Ledger
+from vllm_ext.scheduling.load import Load
 from vllm_ext.scheduling.step_timer import StepTimer
 from vllm_ext.scheduling.wait_forecast import WaitForecast
 
@@ -33,6 +34,7 @@ class Observer:
         self._ledger = ledger
         self.timer = StepTimer(ledger.runtime, ledger.pace)
         self.waits = WaitForecast()
+        self.load = Load()
         self._awaiting_first_token: dict[str, Job] = {}
         self._hint_logged = False
 
@@ -150,6 +152,7 @@ class Observer:
                 "mean_abs_relative_error": runtime.mean_abs_relative_error,
             },
             "wait_forecast": self.waits.state(),
+            "load": self.load.state(),
             "records": records,
             "next_record": self.book.next_seq,
             "lost_records": lost,

@@ -72,7 +72,7 @@ class Planner:
         self.memo: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.swapper: KvSwapper | None = None
-        self._free_to_vllm = admission.is_vllms and not gates
+        self._free_to_vllm = admission.is_vllms and not gates and queue.shares is None
         self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
         self._measure_server()

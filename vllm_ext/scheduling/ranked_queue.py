@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,8 +12,10 @@ from vllm.v1.request import Request
 from vllm_ext.policies.contract import Ageing, Rank
 from vllm_ext.scheduling.deadlines import Deadlines
 from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
-from vllm_ext.scheduling.lanes import Lanes
-from vllm_ext.scheduling.lazy_heap import COMPACT_ABOVE, LazyHeap
+from vllm_ext.scheduling.lazy_heap import LazyHeap
+from vllm_ext.scheduling.load import LongestWaits
+from vllm_ext.scheduling.places import Places
+from vllm_ext.scheduling.shares import Shares
 
 _MAX_DUE = 16
 """Bound on ranks that are asked for again in a step; the rest follows in the next ones."""
@@ -31,10 +32,10 @@ Entry = tuple[tuple[float, ...], int, Request, Rank]
 class RankedQueue(RequestQueue):
     """Requests by rank, with lazy aging, offers, and an arrival-ordered fallback.
 
-    A heap holds those whose rank is a key, another knows when ranks expire, so that aging touches only what is due;
-    those whose rank has a cost stand in `Lanes`. peek and pop agree within a step: ranks change in `begin_step` only,
-    and by requests that join. Requests whose grammar is being compiled stand apart: vLLM would pass
-    over them, and however many there are they hide nobody.
+    They stand in `Places`, one for all or one per client; a heap knows when ranks expire, so that aging touches only
+    what is due. peek and pop agree within a step: ranks change in `begin_step` only, and by requests that join.
+    Requests whose grammar is being compiled stand apart: vLLM would pass over them, and however many there are they
+    hide nobody.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RankedQueue(RequestQueue):
         rank: Callable[[Request], Rank],
         ties: Callable[[Request], tuple[float, int]],
         ageing: Ageing | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """Create an empty queue.
 
@@ -49,12 +51,16 @@ class RankedQueue(RequestQueue):
             rank: Asks the policy; called when a request joins and when its rank expires.
             ties: Arrival time and a unique number of a request; they end every comparison.
             ageing: How waiting counts against costs; None: no rank has one.
+            shares: Whose turn it is; None: everybody's.
         """
         self._rank = rank
         self._ties = ties
         self._live: dict[Request, Entry] = {}
-        self._heap: LazyHeap[Entry] = LazyHeap(lambda entry: self._live.get(entry[2]) is entry)
-        self._lanes = None if ageing is None else Lanes(ageing, self._in_force)
+        self._ageing, self.shares = ageing, shares
+        self._all = Places(ageing, self._in_force)
+        self._of_clients: dict[str, Places] = {}
+        self._looked_at: dict[str, Places] = {}
+        self._now = 0.0
         self._expiry = Deadlines(self._in_force)
         self._arrivals: LazyHeap[tuple[tuple[float, int], Request]] = LazyHeap(lambda entry: entry[1] in self._live)
         self._blocked: dict[Request, None] = {}
@@ -68,6 +74,7 @@ class RankedQueue(RequestQueue):
         """Counts who joined or left."""
         self.levels: dict[int, int] = {}
         """Number of requests per level."""
+        self.longest_waits = LongestWaits()
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
@@ -106,7 +113,7 @@ class RankedQueue(RequestQueue):
     def pop_request(self) -> Request:
         """Remove and return the request that peek_request returns."""
         request = self.peek_request()
-        self._remove(request)
+        self._remove(request, admitted=True)
         return request
 
     def remove_request(self, request: Request) -> None:
@@ -143,10 +150,9 @@ class RankedQueue(RequestQueue):
         """Rank again what is due at clock time ``now`` (s), and let those in whose grammar has come."""
         self.offer(None)
         self.by_arrival = False
-        self._heap.tidy()
-        if self._lanes is not None:
-            self._lanes.now = now
-            self._lanes.tidy()
+        self._now = now
+        self._all.begin_step(now)
+        self._looked_at.clear()
         self._unblock()
         self._arrivals.first()  # drops what is gone from the front
         due = list(islice(self._expiry.due(now), _MAX_DUE))
@@ -181,10 +187,14 @@ class RankedQueue(RequestQueue):
         """Ask for all ranks again, some in each of the next steps: what they were made of changed."""
         self._stale = deque(self._live)
 
+    def finished(self, request: Request) -> None:
+        """Note that a request ended, wherever it was."""
+        if self.shares is not None:
+            self.shares.finished(request)
+
     def key(self, request: Request) -> tuple[float, ...]:
         """Return the key of a request in the queue, ties included, as it is in this step."""
-        key, _, _, rank = self._live[request]
-        return key if self._lanes is None or not rank.cost else self._lanes.key(rank, self._ties(request))
+        return self._places(request).key(self._live[request], self._ties(request))
 
     def rank(self, request: Request) -> Rank:
         """Return the rank of a request in the queue."""
@@ -195,10 +205,24 @@ class RankedQueue(RequestQueue):
         return islice(self._by_rank(), count)
 
     def _by_rank(self) -> Iterator[Request]:
-        if self._lanes is None:
-            return (entry[2] for entry in self._heap.ascending())
-        ranked = ((entry[0], entry[2]) for entry in self._heap.ascending())
-        return (request for _, request in heapq.merge(ranked, self._lanes.ascending()))
+        return self._all.ascending() if self.shares is None else self.shares.in_turn(self._in_order)
+
+    def _in_order(self, client: str) -> Iterator[Request]:
+        return self._freshened(client).ascending()
+
+    def _places(self, request: Request) -> Places:
+        return self._all if self.shares is None else self._freshened(self.shares.client(request))
+
+    def _freshened(self, client: str) -> Places:
+        """Return a client's places as of this step; those that nobody looks at cost nothing."""
+        places = self._looked_at.get(client)
+        if places is None:
+            places = self._of_clients.get(client)
+            if places is None:
+                places = self._of_clients[client] = Places(self._ageing, self._in_force)
+            places.begin_step(self._now)
+            self._looked_at[client] = places
+        return places
 
     def oldest(self) -> Request | None:
         """Return the request that arrived first."""
@@ -211,19 +235,14 @@ class RankedQueue(RequestQueue):
         entry = ((*rank.key, *self._ties(request)), self._counter, request, rank)
         if (old := self._live.get(request)) is not None:
             self._count(old[3].level, -1)
+        elif self.shares is not None:
+            self.shares.joined(request)
         self._count(rank.level, 1)
         self._live[request] = entry
         if request not in self._blocked:
-            self._enter(entry)
+            self._places(request).enter(entry, self._ties(request))
         self._expiry.add(rank.until_s, self._counter, request, requests=len(self._live))
-        self._compact()
-
-    def _enter(self, entry: Entry) -> None:
-        _, number, request, rank = entry
-        if self._lanes is None or not rank.cost:
-            self._heap.push(entry)
-        else:
-            self._lanes.add(request, rank, self._ties(request), number)
+        self._compact(request)
 
     def _in_force(self, request: Request, number: int) -> bool:
         entry = self._live.get(request)
@@ -237,12 +256,19 @@ class RankedQueue(RequestQueue):
                 self._blocked[request] = None
                 continue
             self.changes += 1
-            self._enter(self._live[request])
+            self._places(request).enter(self._live[request], self._ties(request))
             if grammar_failed(request):
                 self._failed[request] = None
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request, *, admitted: bool = False) -> None:
         entry = self._live.pop(request)
+        if admitted and not request.num_preemptions:
+            self.longest_waits.admitted(entry[3].level, self._now - self._ties(request)[0], self._now)
+        if self.shares is not None:
+            self.shares.left(request, admitted=admitted)
+            if not self.shares.waiting(client := self.shares.client(request)):
+                self._of_clients.pop(client, None)
+                self._looked_at.pop(client, None)
         if self._offered and request in self._offered:
             self._offered.remove(request)
         self._blocked.pop(request, None)
@@ -250,20 +276,15 @@ class RankedQueue(RequestQueue):
         self.changes += 1
         self._count(entry[3].level, -1)
         if not self._live:  # nothing to keep alive finished requests for
-            for structure in (self._heap, self._expiry, self._arrivals, self._stale):
+            for structure in (self._all, self._of_clients, self._looked_at, self._expiry, self._arrivals, self._stale):
                 structure.clear()
-            if self._lanes is not None:
-                self._lanes.rebuild(iter(()))
 
     def _first(self) -> Request | None:
         if self.by_arrival:
             return self.oldest()
         if self._offered is not None:
             return self._offered[0] if self._offered else None
-        if self._lanes is not None:
-            return next(self._by_rank(), None)
-        first = self._heap.first()
-        return None if first is None else first[2]
+        return self._all.first() if self.shares is None else next(self._by_rank(), None)
 
     def _count(self, level: int, change: int) -> None:
         left = self.levels.get(level, 0) + change
@@ -272,14 +293,20 @@ class RankedQueue(RequestQueue):
         else:
             self.levels.pop(level, None)
 
-    def _compact(self) -> None:
+    def _compact(self, request: Request) -> None:
         """Drop superseded entries once they outnumber the live ones, so that memory follows the queue's length."""
         count = len(self._live)
-        self._heap.compact(count, lambda: (entry for entry in self._open() if self._lanes is None or not entry[3].cost))
         self._arrivals.compact(count, lambda: ((self._ties(r), r) for r in self._live))
-        if self._lanes is not None and self._counter % COMPACT_ABOVE == 0 and self._lanes.held > 2 * count:
-            costly = (entry for entry in self._open() if entry[3].cost)
-            self._lanes.rebuild((r, rank, self._ties(r), number) for _, number, r, rank in costly)
+        if self.shares is None:
+            self._all.compact(count, self._open, self._ties)
+        else:
+            client = self.shares.client(request)
+            self._places(request).compact(
+                self.shares.waiting(client), lambda: (e for e in self._open() if self._client(e) == client), self._ties
+            )
+
+    def _client(self, entry: Entry) -> str:
+        return "" if self.shares is None else self.shares.client(entry[2])
 
     def _open(self) -> Iterator[Entry]:
         return (entry for entry in self._live.values() if entry[2] not in self._blocked)

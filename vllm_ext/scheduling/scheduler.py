@@ -32,6 +32,7 @@ from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.running_order import RunningOrder
+from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.start_line import log_start
 from vllm_ext.scheduling.state import queue_state
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
@@ -142,7 +143,12 @@ class SteeredScheduler(GapScheduler):
         self._orders_by_arrival = isinstance(ordering, Arrival)
         self._running_alike = self._orders_by_arrival and type(ordering).running_rank is Ordering.running_rank
         self.ledger.front = self.fronts.of
-        self.ranked = self.waiting = RankedQueue(self._rank, self._ties, ordering.ageing)
+        shares = None
+        if self.policies.sharing.divides:
+            of = lambda request: self.ledger[request.request_id].client  # noqa: E731
+            shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.fronts.of(r).ready_tokens)
+            self.ledger.client = shares.name
+        self.ranked = self.waiting = RankedQueue(self._rank, self._ties, ordering.ageing, shares)
         self.running_order = RunningOrder(
             self,
             self._running_rank,
@@ -189,6 +195,7 @@ class SteeredScheduler(GapScheduler):
         if self.tier_account is not None:
             self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)
+        self.observer.load.stepped(now, waiting=len(self.waiting) > 0, kv_used=self.kv_cache_manager.usage)
         return output
 
     def _plan(self, now: float) -> StepPlan:
@@ -333,6 +340,7 @@ class SteeredScheduler(GapScheduler):
         result = super()._free_request(request, *args, **kwargs)
         if self._steers:
             self.running_order.forget(request)
+            self.ranked.finished(request)
         self.fronts.forget(request.request_id)
         self.observer.closed(request, self._now)
         return result

@@ -33,6 +33,8 @@ def queue_state(
         "running": len(engine.running),
         "waiting_by_level": {str(level): count for level, count in levels.items()},
         "oldest_wait_s": 0.0 if oldest is None else _wait_s(ledger, oldest, now),
+        "longest_wait_by_level": {} if queue is None else queue.longest_waits.state(now),
+        "sharing": {"clients": 0, "spread": 0.0} if queue is None or queue.shares is None else queue.shares.state(),
         "waiting_for": dict(Counter(why.values())),
         "why_waiting": dict(why),
     }

@@ -1,12 +1,13 @@
 """The contract between policies and a step: what they see, what they decide, and the one place that counts."""
 
-from vllm_ext.policies.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency
+from vllm_ext.policies.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.policies.contract.fate import Fate, Parting
 from vllm_ext.policies.contract.request import (
     AGED,
     NO_PACE,
     NO_SERVER,
     Ageing,
+    Origin,
     Pace,
     Rank,
     RequestView,
@@ -31,6 +32,7 @@ __all__ = [
     "Gate",
     "GatePolicy",
     "Ordering",
+    "Origin",
     "Pace",
     "Parting",
     "Policy",
@@ -40,6 +42,7 @@ __all__ = [
     "Residency",
     "Room",
     "Server",
+    "Sharing",
     "Split",
     "Step",
     "StepPlan",

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.policies.contract.fate import Fate, Parting
-from vllm_ext.policies.contract.request import Ageing, Rank, RequestView
+from vllm_ext.policies.contract.request import Ageing, Origin, Rank, RequestView
 from vllm_ext.policies.contract.room import Gate, Room
 from vllm_ext.policies.contract.step import Split, Step
 
@@ -67,6 +67,28 @@ class Ordering(Policy, ABC):
         A cost counts for nothing here: its key alone says who goes before whom.
         """
         return self.rank(request, now)
+
+
+class Sharing(Policy, ABC):
+    """Whose turn? Clients take turns in joining; the ordering says which of a client's requests goes first."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether there are turns at all."""
+        return True
+
+    @property
+    def prices(self) -> tuple[float, float]:
+        """Service that a client is counted for a prompt token that is computed, and for a generated one."""
+        return 1.0, 2.0
+
+    @abstractmethod
+    def client(self, origin: Origin) -> str:
+        """Return the client whose request it is; asked once for each request."""
+
+    def weight(self, client: str) -> float:
+        """Return the client's share, above 0: one of 2 is served twice as much as one of 1."""
+        return 1.0
 
 
 class Budget(Policy, ABC):

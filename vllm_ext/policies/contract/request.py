@@ -56,6 +56,19 @@ def check_rank(rank: Rank) -> None:
             raise ValueError(f"{rank}: the key must not hold NaN")
 
 
+class Origin(NamedTuple):
+    """What may tell whose request it is; empty where nothing was said."""
+
+    tag: str = ""
+    """The client's name of its application or tenant."""
+    salt: str = ""
+    """vLLM's ``cache_salt``."""
+    adapter: str = ""
+    """Name of the LoRA adapter."""
+    key: str = ""
+    """Hash of the API key, from the front end."""
+
+
 class Ageing(NamedTuple):
     """How waiting counts against cost: score = cost / (now - arrival + ``grace_s``) ** ``power``, the least goes first.
 

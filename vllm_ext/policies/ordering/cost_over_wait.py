@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ from vllm_ext.policies.contract import Ageing, Rank, RequestView
 from vllm_ext.policies.ordering.least_computed import LeastComputedLeaves
 
 RETURNING, FRESH = 0.0, 1.0
+_CLASSES, _PER_CLASS = 12, 4.0
+"""For metrics: classes of cost, the times by which one costs more than the one below."""
 
 
 def cost(request: RequestView, theta: float) -> float:
@@ -63,4 +66,10 @@ class CostOverWait(LeastComputedLeaves):
         """Return the place of ``request``; it holds while the request waits."""
         if request.num_preemptions:
             return Rank((request.priority, RETURNING), level=0)
-        return Rank((request.priority, FRESH), cost=cost(request, self.theta), level=1)
+        steps = cost(request, self.theta)
+        return Rank((request.priority, FRESH), cost=steps, level=cost_class(steps))
+
+
+def cost_class(steps: float) -> int:
+    """Return 1 for a cost of less than 4 steps, 2 for less than 16, and so on to 12."""
+    return 1 + min(max(0, math.floor(math.log(steps, _PER_CLASS))), _CLASSES - 1)

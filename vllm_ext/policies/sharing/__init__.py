@@ -1,0 +1,1 @@
+"""Policies of the axis *sharing*: whose turn is it?"""
