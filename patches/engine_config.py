@@ -65,8 +65,11 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
         note_model(vllm_config, config.kv_tier.disk_dir)
     config = let_gaps_be_crossed(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
-    for name in needed_groups(config, usage):
+    groups = needed_groups(config, usage)
+    for name in groups:
         registry.install(name)
+    if "prediction" in groups and getattr(vllm_config.parallel_config, "_api_process_rank", 0) < 0:
+        envs.share_predictor()  # this process starts API servers, and serves nothing itself
     if usage in _SERVERS:
         let_failure_show()
     return vllm_config

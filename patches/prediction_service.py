@@ -1,10 +1,10 @@
 """Joins the length predictor to the front end: new requests, ended ones, and the way of its hints to the scheduler.
 
-Upstream symbols: ``OutputProcessor.add_request`` and ``_update_stats_from_finished``, through which each request and
-each of n samples passes, online and offline; ``LLMEngine.add_request``, where the service starts offline (a server's
-starts with its event loop: ``output_handler``); ``LLMEngine.step``, after which offline hints are sent. Seams tried:
-the prompt's text never reaches the engine core; a logits processor sees no text; stat-logger plugins see neither
-requests nor the engine client.
+Upstream symbols: ``OutputProcessor.add_request``, ``_update_stats_from_finished`` and ``abort_requests``, through which
+each request and each of n samples passes, online and offline; ``LLMEngine.add_request``, where the service starts
+offline (a server's starts with its event loop: ``output_handler``); ``LLMEngine.step``, after which offline answers are
+sent. Seams tried: the prompt's text never reaches the engine core; a logits processor sees no text; stat-logger plugins
+see neither requests nor the engine client.
 Breaks without: lengths are predicted from hints and history only (source ``retrieval``).
 Can go: when a front-end plugin sees requests with their text, and can speak to the scheduler.
 
@@ -31,11 +31,8 @@ def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: 
     result = original(self, request, prompt, *args, **kwargs)
     from vllm_ext.prediction.service.attach import attached
 
-    params = request.sampling_params  # nothing of it but the bound goes on: benchmarks hide true lengths in it
-    if is_new and params is not None and (found := attached(self)) is not None:  # None: pooling, which has no length
-        adapter = None if request.lora_request is None else request.lora_request.lora_name
-        bound = params.max_tokens or 1
-        guarded(found.asked, request.request_id, prompt, request.prompt_token_ids, bound, adapter, self.tokenizer)
+    if is_new and (found := attached(self)) is not None:
+        guarded(found.asked, request, prompt, self.tokenizer)
     return result
 
 
@@ -47,6 +44,23 @@ def _update_stats_from_finished(
     if (found := attached(self)) is not None:
         guarded(found.ended, req_state, str(finish_reason))
     return original(self, req_state, finish_reason, *args, **kwargs)
+
+
+def _abort_requests(
+    original: Callable[..., Any], self: Any, request_ids: Any, internal: bool, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm_ext.prediction.service.attach import attached
+
+    if (found := attached(self)) is None:
+        return original(self, request_ids, internal, *args, **kwargs)
+    request_ids = list(request_ids)
+    # Samples of a request are aborted by a call of their own, which passes here as well.
+    known = request_ids if internal else [own for each in request_ids for own in self.external_req_ids.get(each, ())]
+    states = [self.request_states[each] for each in known if each in self.request_states]
+    result = original(self, request_ids, internal, *args, **kwargs)
+    for state in states:
+        guarded(found.ended, state, "abort")
+    return result
 
 
 def _offline_add_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,6 +113,15 @@ HOOKS: tuple[Hook, ...] = (
         "079720ea588e8b47",
     ),
     _patch(
+        f"{_ENGINE}.output_processor:OutputProcessor.abort_requests",
+        "the one place where requests pass that their clients give up",
+        _abort_requests,
+        "bac4bc6a6d9e74ca",
+        "bac4bc6a6d9e74ca",
+        "bac4bc6a6d9e74ca",
+        "bac4bc6a6d9e74ca",
+    ),
+    _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.add_request",
         "offline, the service starts with the first request",
         _offline_add_request,
@@ -109,7 +132,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.step",
-        "offline, there is no event loop: hints are sent between steps",
+        "offline, there is no event loop: answers are sent between steps",
         _step,
         "6321ad9b21d9226b",
         "6321ad9b21d9226b",

@@ -8,6 +8,7 @@ process may set them late. A value that is not allowed is an error, never a defa
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 BENCH_FORCED_LENGTH = "VLLM_EXT_BENCH_FORCED_LENGTH"
@@ -20,6 +21,9 @@ ADMIN_KEY = "VLLM_EXT_ADMIN_KEY"
 """Key of the KV tier's admin endpoint, without which that does not open."""
 
 LEAST_KEY_CHARS = 16
+
+PREDICTOR = "VLLM_EXT_PREDICTOR"
+"""Set by a server for its API servers, not by users: the random name of the predictor that they share."""
 
 CACHE = "VLLM_EXT_CACHE"
 """Folder for files that can be made again, such as the tiny model; by default ``vllm-ext`` in the user's cache."""
@@ -35,6 +39,16 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "vllm-ext"
     return Path.home() / ".cache" / "vllm-ext"
+
+
+def share_predictor() -> None:
+    """Name a predictor for the processes that this one will start; never one that this process was told of."""
+    os.environ[PREDICTOR] = secrets.token_hex(8)
+
+
+def shared_predictor() -> str:
+    """Return the name of the predictor that the API servers of one server share; empty if there is none."""
+    return os.environ.get(PREDICTOR, "")
 
 
 def admin_key() -> str:

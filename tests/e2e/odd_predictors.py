@@ -7,10 +7,14 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from vllm_ext.prediction.estimate import Estimate
+from vllm_ext.prediction.law import LEVELS, LengthLaw, Prediction
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
+
+NAN: Any = SimpleNamespace(quantiles=lambda: [float("nan")] * len(LEVELS))
+"""No law, as one of `LengthLaw` can't be made of NaN."""
 
 
 class Obedient:
@@ -21,7 +25,7 @@ class Obedient:
         self._log = folder / "log.jsonl"
         self._learned = 0
 
-    def predict(self, prompts: Sequence[Prompt]) -> list[Estimate | None]:
+    def predict(self, prompts: Sequence[Prompt]) -> list[Prediction | None]:
         for prompt in prompts:
             self._write({"asked": prompt.text, "max_tokens": prompt.max_tokens, "model": prompt.model})
             if "fault:raise" in prompt.text:
@@ -31,17 +35,18 @@ class Obedient:
             if "fault:hang" in prompt.text:
                 time.sleep(3600)
             if "fault:nan" in prompt.text:
-                return [Estimate(float("nan"), float("nan"), "retrieval")] * len(prompts)  # type: ignore[arg-type]
+                return [Prediction(NAN, "retrieval")] * len(prompts)
             if "fault:slow" in prompt.text:
                 time.sleep(0.5)
-        return [Estimate(7, 9, "retrieval") for _ in prompts]
+        return [Prediction(LengthLaw.through([7] * 6 + [9] * 3), "retrieval") for _ in prompts]
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
         for done in finished:
             self._learned += 1
-            self._write({"finished": done.prompt.text, "tokens": done.tokens})
+            aborted = {"aborted": True} if done.aborted else {}
+            self._write({"finished": done.prompt.text, "tokens": done.tokens, **aborted})
 
-    def save(self) -> None:
+    def close(self) -> None:
         self._write({"saved": self._learned})
 
     def status(self) -> dict[str, int]:

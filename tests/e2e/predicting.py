@@ -10,7 +10,7 @@ from servers import MODEL, Served, wait_until
 
 HERE = Path(__file__).parent
 LONG = 120
-"""Output tokens with which a request still runs when its question is asked: a lone one waits for 0.1 s (`Deferral`)."""
+"""Output tokens with which a request still runs when its prediction comes, where cores are busy."""
 TIMEOUT_S = 4
 """``predictor.timeout_s``: a hanging predictor is found out 5 s after that."""
 

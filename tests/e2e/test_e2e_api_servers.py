@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forks import ForkServer
 from predicting import HERE, LONG, asked, complete, options, predictor_log, up, worker_pid
-from servers import HANG_S, Served, wait_until
+from servers import HANG_S, MODEL, Served, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
@@ -47,18 +48,30 @@ def test_two_api_servers_report_our_metrics_once(server: Served) -> None:
 
 
 def test_api_servers_share_one_predictor_and_tensor_parallel_workers_have_none(server: Served) -> None:
-    """What one front end's requests teach is known to all.
-
-    vLLM kills API servers with all that they started when it stops, so what counts is what was saved before.
-    """
+    """What one front end's requests teach is known to all."""
     wait_until(lambda: complete(server, "anybody?", 2) == 2 and up(server), "the predictor ready")
     assert together(server, 16, LONG) == [LONG] * 16
     assert server.metric("vllm_ext:predictor_starts_total") == 1
     assert worker_pid(server)
     hello = {f"hello {i}" for i in range(16)}
     wait_until(lambda: hello <= set(asked(server)), "all of them asked for")
+    wait_until(
+        lambda: sum(entry.get("finished") in hello for entry in predictor_log(server)) == 28, "all of them learned"
+    )
 
-    def saved() -> int:
-        return max((entry["saved"] for entry in predictor_log(server) if "saved" in entry), default=0)
 
-    wait_until(lambda: saved() >= 16, "all of them saved")
+def test_a_request_that_its_client_gives_up_is_learned_as_such(server: Served) -> None:
+    """Clients give up what is long: a predictor that never heard of them took everything for short."""
+    body = {"ignore_eos": True}
+    with server.client().completions.create(
+        model=MODEL, prompt="never mind", max_tokens=400, stream=True, extra_body=body
+    ) as answer:
+        next(iter(answer))
+
+    def learned() -> list[Any]:
+        return [entry for entry in predictor_log(server) if entry.get("finished") == "never mind"]
+
+    wait_until(learned, "it to be learned")
+    (entry,) = learned()
+    assert entry["aborted"]
+    assert 1 <= entry["tokens"] < 400

@@ -16,13 +16,12 @@ from prometheus_client import REGISTRY, CollectorRegistry, multiprocess
 
 from tests.extent import HANG_S
 from vllm_ext.observability.predictor_metrics import PredictorMetrics
-from vllm_ext.prediction.service.client import ServiceMetrics
 from vllm_ext.prediction.service.messages import Status
 
 _numbers = itertools.count()
 
 STATUS = Status(
-    entries=30, learned=20, waiting=3, answered=40, errors=1, decoder_examples=25, judged=20, coverage=0.9,
+    ready=True, entries=30, learned=20, waiting=3, errors=1, examples=25, judged=20, coverage=0.9,
     relative_error=0.4, tau=-0.25,
 )  # fmt: skip
 JUDGEMENTS = ("predictor_p90_coverage", "predictor_relative_error", "predictor_kendall_tau")
@@ -37,11 +36,6 @@ class Read:
         return REGISTRY.get_sample_value(f"vllm_ext:{name}", {"model_name": self.model, **labels})
 
 
-def test_they_are_what_the_service_reports_to() -> None:
-    metrics: ServiceMetrics = Read().metrics
-    assert isinstance(metrics, PredictorMetrics)
-
-
 def test_outcomes_are_counted_by_their_names() -> None:
     read = Read()
     read.metrics.outcome("predicted")
@@ -51,6 +45,15 @@ def test_outcomes_are_counted_by_their_names() -> None:
     assert read("length_predictions_total", outcome="predicted") == 2
     assert read("length_predictions_total", outcome="lost") == 5
     assert read("length_predictions_total", outcome="timeout") is None
+
+
+def test_what_was_dropped_is_counted_by_what_it_was() -> None:
+    read = Read()
+    read.metrics.dropped("finished", 3)
+    read.metrics.dropped("finished")
+    read.metrics.dropped("message", 0)
+    assert read("predictor_dropped_total", what="finished") == 4
+    assert read("predictor_dropped_total", what="message") is None
 
 
 def test_latencies_fill_a_histogram() -> None:
@@ -83,7 +86,7 @@ def test_a_predictor_is_down_until_it_says_how_it_is_and_when_it_is_gone() -> No
 def test_a_status_fills_the_gauges() -> None:
     read = Read()
     read.metrics.status(STATUS)
-    names = ("entries", "learned", "queue", "errors", "decoder_examples")
+    names = ("entries", "learned", "queue", "errors", "examples")
     assert [read(f"predictor_{name}") for name in names] == [30, 20, 3, 1, 25]
     assert [read(name) for name in JUDGEMENTS] == [0.9, 0.4, -0.25]
     read.metrics.status(Status(entries=31, judged=21, tau=0.5))

@@ -189,7 +189,7 @@ def test_importing_the_modules_imports_nothing_heavy() -> None:
         "vllm",
     )
     program = (
-        "import vllm_ext.prediction.encoder, vllm_ext.prediction.prompt_text, sys, json; "
+        "import vllm_ext.prediction.encoder, vllm_ext.prediction.text, sys, json; "
         f"print(json.dumps([m for m in {heavy!r} if m in sys.modules]))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)

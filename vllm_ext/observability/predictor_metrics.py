@@ -23,6 +23,11 @@ class _Metrics:
             "Requests for which the predictor was to be asked, by what came of it.",
             (*_LABELS, "outcome"),
         )
+        self.dropped = Counter(
+            "vllm_ext:predictor_dropped",
+            "What did not reach the predictor: finished requests that are not learned, messages that are none.",
+            (*_LABELS, "what"),
+        )
         self.latency = Histogram(
             "vllm_ext:length_prediction_seconds",
             "From asking the predictor to its answer.",
@@ -36,7 +41,7 @@ class _Metrics:
             "learned": self._gauge("predictor_learned", "Requests learned since the predictor's process started."),
             "waiting": self._gauge("predictor_queue", "Prompts that wait for their prediction."),
             "errors": self._gauge("predictor_errors", "Times the predictor failed since its process started."),
-            "decoder_examples": self._gauge("predictor_decoder_examples", "Examples the decoder was trained on."),
+            "examples": self._gauge("predictor_examples", "Finished requests the regression was fitted on."),
             "coverage": self._gauge("predictor_p90_coverage", "Share of recent requests that ended within their P90."),
             "relative_error": self._gauge(
                 "predictor_relative_error", "Median of |predicted - true| / true over recent requests."
@@ -71,6 +76,11 @@ class PredictorMetrics:
         """Count requests by what came of their prediction."""
         if count:
             self._metrics.outcomes.labels(**self._labels, outcome=name).inc(count)
+
+    def dropped(self, what: str, count: int = 1) -> None:
+        """Count what did not reach the predictor: ``finished`` requests, or a ``message`` that is none."""
+        if count:
+            self._metrics.dropped.labels(**self._labels, what=what).inc(count)
 
     def latency(self, seconds: float) -> None:
         """Note how long a prediction took."""

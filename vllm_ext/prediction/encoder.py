@@ -52,6 +52,10 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """What CPUs say in /proc/cpuinfo: x86, x86 with matrix units, ARM."""
 
 
+class ModelUnavailable(ConnectionError, ValueError):
+    """There is no such model in reach: perhaps there is none at all, perhaps the hub is down."""
+
+
 class Encoder:
     """Turns prompts into unit vectors, in batches, on so many CPU threads.
 
@@ -85,7 +89,8 @@ class Encoder:
 
         Raises:
             ModuleNotFoundError: sentence-transformers, or the package of the default model, is missing.
-            ValueError: a value is not allowed, or the model cannot be found, read, or embed `max_tokens` tokens.
+            ValueError: a value is not allowed, or the model cannot be found, read, or embed `max_tokens` tokens;
+                `ModelUnavailable` where trying again may help.
         """
         for name, value, least in (
             ("threads", threads, 1),
@@ -230,7 +235,8 @@ def find_model(model: str | None) -> tuple[str, Path]:
 
     Raises:
         ModuleNotFoundError: the package of the default model, or huggingface_hub, is missing.
-        ValueError: there is no such model.
+        ModelUnavailable: neither the hub nor its local cache has it now.
+        ValueError: there is no such folder, or ``model`` is no name.
     """
     if model is None or model == DEFAULT_MODEL:
         return DEFAULT_MODEL, Path(_import(_PACKAGE).get_model_path())
@@ -244,7 +250,7 @@ def find_model(model: str | None) -> tuple[str, Path]:
     try:
         return model, Path(_import("huggingface_hub").snapshot_download(model, allow_patterns=list(_MODEL_FILES)))
     except (OSError, ValueError) as error:  # its own errors are of these, those of the network too
-        raise ValueError(
+        raise ModelUnavailable(
             f"model={model!r}: neither a folder nor a model that the hub or its local cache has ({error})"
         ) from error
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 _CHARS_PER_TOKEN = 4
 """Of ASCII text, roughly; any other character counts as a token, as it does in an English vocabulary."""
@@ -34,6 +34,7 @@ _SEARCHED_CHARS = 1 << 16
 """Characters at either end of a rendered prompt in which the turns of a chat are looked for."""
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _USER_ROLES = frozenset({"user", "human"})
+_ANSWER_ROLES = frozenset({"assistant", "model"})
 _LEAST_TOKENS = 8
 """A part of an earlier turn shorter than this says nothing."""
 _MARKED = (
@@ -47,6 +48,14 @@ _NAMED = re.compile(r"\s*(system|developer|user|human|assistant|model|tool|ipyth
 
 Message = Mapping[str, object]
 """``role`` (text) and ``content``: text, a list of parts, or None (an assistant's call of a tool)."""
+
+
+class Read(NamedTuple):
+    """What a request says."""
+
+    text: str
+    turn: int
+    """Earlier turns: messages of the assistant in the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +84,18 @@ class PromptText:
         messages: Sequence[Message] | None = None,
         tokenizer: Any = None,
     ) -> str | None:
-        """Return the text, cut in its middle and fit for UTF-8, or None if nothing is known that could be read.
+        """Return the text of `read`, or None if nothing is known that could be read."""
+        found = self.read(prompt, token_ids, messages, tokenizer)
+        return None if found is None else found.text
+
+    def read(
+        self,
+        prompt: str | None,
+        token_ids: Sequence[int] | None,
+        messages: Sequence[Message] | None,
+        tokenizer: Any,
+    ) -> Read | None:
+        """Return the text, cut in its middle and fit for UTF-8, and the turn; None if nothing is known to be read.
 
         Messages say most, then the prompt's text, then its tokens. Messages of a form that only vLLM understands are
         read from the rendered prompt.
@@ -87,6 +107,7 @@ class PromptText:
             tokenizer: Of the served model; None without one.
         """
         text = None
+        turns: Sequence[Message] | None = messages
         if messages:
             with suppress(ValueError):
                 text = self.from_messages(messages)
@@ -101,7 +122,8 @@ class PromptText:
         if text is None:
             return None
         # A lone surrogate, which JSON may hold, can't be sent.
-        return _ends(text, min(self.max_tokens * _SENT_PER_TOKEN, _SEARCHED_CHARS)).encode("utf-8", "replace").decode()
+        text = _ends(text, min(self.max_tokens * _SENT_PER_TOKEN, _SEARCHED_CHARS)).encode("utf-8", "replace").decode()
+        return Read(text, sum(turn["role"] in _ANSWER_ROLES for turn in turns or ()))
 
     def from_messages(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat; without any user's words, that of the last message that has some.

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.prediction.service.messages import Status
-
 from .fake_predictors import Obedient
 from .parts import Front
 from .worker_parts import WorkerProcess
@@ -18,27 +16,33 @@ from .worker_parts import WorkerProcess
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder whose path is short enough for a Unix socket, unlike ``tmp_path``, which has the name of the test."""
+    """A folder whose path is short enough for a socket, unlike ``tmp_path``, which has the name of the test."""
     with tempfile.TemporaryDirectory(prefix="s-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture
-def front(short: Path) -> Iterator[Front]:
-    made = Front(short)
-    yield made
-    made.service.close()
-    made.stop_listening()
+def make_front(short: Path) -> Iterator[Callable[..., Front]]:
+    made = list[Front]()
+
+    def make(**options: Any) -> Front:
+        made.append(Front(short, **options))
+        return made[-1]
+
+    yield make
+    for front in made:
+        front.service.close()
+        front.hang_up()
+
+
+@pytest.fixture
+def front(make_front: Callable[..., Front]) -> Front:
+    return make_front()
 
 
 @pytest.fixture
 def connected(front: Front) -> Front:
-    worker = front.listen()
-    front.service.poll()
-    worker.say(Status(entries=3))
-    front.service.poll()
-    assert front.service.ready
-    return front
+    return front.connect()
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def start(short: Path) -> Iterator[Callable[..., WorkerProcess]]:
 
     yield begin
     for process in started:
-        process.end()
+        process.kill()
 
 
 @pytest.fixture

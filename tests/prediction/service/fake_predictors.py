@@ -10,34 +10,35 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from vllm_ext.prediction.estimate import Estimate
+from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
-TOKENS, P90 = 7, 9
+TOKENS = 7
 FOREVER_S = 3600.0
+GOOD = Prediction(LengthLaw.point(TOKENS), "retrieval")
 
 
-def good(tokens: Any = TOKENS, p90: Any = P90, source: Any = "retrieval") -> Estimate:
-    return Estimate(tokens, p90, source)
+def odd(*quantiles: Any) -> Any:
+    return GOOD._replace(law=SimpleNamespace(quantiles=lambda: quantiles))  # type: ignore[arg-type]
 
 
 ODD: dict[str, list[Any]] = {
-    "nan": [good(tokens=math.nan)],
-    "nan p90": [good(p90=math.nan)],
-    "infinite": [good(p90=math.inf)],
-    "zero": [good(tokens=0)],
-    "negative": [good(tokens=-5)],
-    "p90 below": [good(tokens=9, p90=7)],
-    "too many": [good(), good()],
-    "too few": [],
-    "no estimate": ["seven"],
-    "text": [good(tokens="7")],
-    "no source": [good(source=None)],
-    "empty source": [good(source="")],
-    "broken source": [good(source="\ud800")],
-    "long source": [good(source="x" * 65)],
+    "nan": [odd(*[math.nan] * 9)],
+    "infinite": [odd(*range(1, 9), math.inf)],
+    "zero": [odd(*range(9))],
+    "descending": [odd(*range(9, 0, -1))],
+    "eight": [odd(*range(1, 9))],
+    "huge": [odd(*range(1, 9), 2**70)],
+    "no law": [GOOD._replace(law=None)],  # type: ignore[arg-type]
+    "no prediction": ["seven"],
+    "too many": [GOOD, GOOD],
+    "no source": [GOOD._replace(source=None)],  # type: ignore[arg-type]
+    "empty source": [GOOD._replace(source="")],
+    "broken source": [GOOD._replace(source="\ud800")],
+    "long source": [GOOD._replace(source="x" * 65)],
 }
 """What `Obedient` returns for a prompt of that text: no prediction, whatever it is."""
 
@@ -49,12 +50,12 @@ class Obedient:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.jsonl"
         self._learned = 0
+        self.note(pid=os.getpid())
 
-    def predict(self, prompts: Sequence[Prompt]) -> list[Estimate | None]:
-        texts = [prompt.text for prompt in prompts]
-        self.note(asked=texts)
+    def predict(self, prompts: Sequence[Prompt]) -> list[Prediction | None]:
+        self.note(asked=[prompt.text for prompt in prompts])
         found: list[Any] = []
-        for text in texts:
+        for text in (prompt.text for prompt in prompts):
             if text == "raise":
                 raise RuntimeError("told to")
             if text == "hang":
@@ -65,11 +66,7 @@ class Obedient:
                 os.kill(os.getpid(), signal.SIGKILL)
             if text == "sys.exit":
                 sys.exit(4)
-            if text == "slow":
-                time.sleep(0.2)
-            found += ODD.get(text) or [None if text == "unknown" else good()]
-            if text == "too few":
-                found.pop()
+            found += ODD.get(text) or [None if text == "unknown" else GOOD]
         return found
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
@@ -78,14 +75,18 @@ class Obedient:
                 raise RuntimeError("not that one")
             if done.prompt.text == "learn hangs":
                 time.sleep(FOREVER_S)
+            if done.prompt.text == "learn exits":
+                os._exit(3)
         self._learned += len(finished)
-        self.note(learned=[[*done.prompt[:4], done.tokens] for done in finished])
-
-    def save(self) -> None:
-        self.note(saved=self._learned)
+        for done in finished:
+            self.note(learned=[done.prompt.text, done.tokens, done.aborted])
+        self.note(upkeep=len(finished))
 
     def status(self) -> dict[str, Any]:
         return {"entries": self._learned, "examples": 11}
+
+    def close(self) -> None:
+        self.note(closed=self._learned)
 
     def note(self, **entry: Any) -> None:
         with self._log.open("a", encoding="utf-8") as file:
@@ -99,25 +100,18 @@ class OddStatus(Obedient):
         return {"entries": math.nan, "examples": None}
 
 
-class RaisingStatus(Obedient):
-    def status(self) -> dict[str, Any]:
-        raise RuntimeError("not now")
+class Raising(Obedient):
+    """Whatever is done beside predicting fails, as with a full disk."""
 
-
-class RaisingSave(Obedient):
-    def save(self) -> None:
+    def learn(self, finished: Sequence[FinishedPrompt]) -> None:
         raise OSError(28, "No space left on device")
 
-
-class RaisingClose(Obedient):
-    def close(self) -> None:
-        raise RuntimeError("can't let go")
+    status = close = learn  # type: ignore[assignment]
 
 
 class HangingStart(Obedient):
     def __init__(self, config: Any, folder: Path) -> None:
         super().__init__(config, folder)
-        self.note(loading=True)
         time.sleep(FOREVER_S)
 
 
@@ -133,9 +127,18 @@ class CrashingStart(Obedient):
         raise RuntimeError("this time")
 
 
+class NoHub(Obedient):
+    """Out of reach twice."""
+
+    def __init__(self, config: Any, folder: Path) -> None:
+        super().__init__(config, folder)
+        if len((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()) < 3:
+            raise ConnectionError("the hub is down")
+
+
 def missing_package(config: Any, folder: Path) -> Obedient:
     raise ModuleNotFoundError("No module named 'sentence_transformers'")
 
 
 def wrong_option(config: Any, folder: Path) -> Obedient:
-    raise ValueError(f"model='\ud800{'x' * 5000}': there is no such folder")
+    raise ValueError("model='\ud800': there is no such folder")

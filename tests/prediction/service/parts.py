@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-import socket
+import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import zmq
 
 from tests.extent import HANG_S
 from vllm_ext.config import PredictorConfig
-from vllm_ext.prediction.service.client import LateHint, PredictionService
-from vllm_ext.prediction.service.messages import Answer, Frames, Question, Status, pack, read_question
+from vllm_ext.prediction.predictor import Prompt
+from vllm_ext.prediction.service.client import PredictionClient
+from vllm_ext.prediction.service.messages import Answer, Ask, Finished, Message, Status, pack, unpack
 
-DIM = 6
+HERE = Path(__file__).parent
 LIMIT_S = 30 + 5
 """Silence after which the predictor is given up by default: ``timeout_s`` and a margin."""
-OBEDIENT = "fake_predictors:Obedient"
+LAW = (7,) * 9
 
 
 def make_config(**changes: Any) -> PredictorConfig:
-    return PredictorConfig(**{"factory": OBEDIENT, "nice": 0, **changes})
+    return PredictorConfig(**{"factory": "fake_predictors:Obedient", "nice": 0, **changes})
 
 
-def units(count: int, seed: int = 0) -> NDArray[np.float32]:
-    """Random unit vectors, [count, DIM]."""
-    rows = np.random.default_rng(seed).standard_normal((count, DIM))
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows.astype(np.float32)
+def prompt(text: str = "hello") -> Prompt:
+    return Prompt(text, 50, "m", 4)
 
 
 def until(reached: Callable[[], object], what: str) -> None:
-    """Wait for something that another process does."""
+    """Wait for something that another thread or process does."""
     deadline = time.monotonic() + HANG_S
     while not reached():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
+        time.sleep(0.002)
+
+
+def noted(folder: Path, key: str) -> list[Any]:
+    """What a fake predictor wrote under a key."""
+    try:
+        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [entry[key] for entry in entries if key in entry]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Clock:
@@ -53,17 +68,20 @@ class Clock:
 
 
 class Recorder:
-    """`ServiceMetrics` that remember."""
+    """Metrics that remember."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.drops: Counter[str] = Counter()
         self.latencies: list[float] = []
         self.statuses: list[Status | None] = []
         self.started = 0
 
     def outcome(self, name: str, count: int = 1) -> None:
-        assert name
         self.outcomes[name] += count
+
+    def dropped(self, what: str, count: int = 1) -> None:
+        self.drops[what] += count
 
     def latency(self, seconds: float) -> None:
         self.latencies.append(seconds)
@@ -88,7 +106,7 @@ class FakeProcess:
         self.calls: list[str] = []
 
     def ensure(self, now: float) -> None:
-        self.calls.append("ensure")
+        pass
 
     def works(self) -> None:
         self.calls.append("works")
@@ -104,61 +122,51 @@ class FakeWorker:
     """The predictor's end of the socket, in the test's own thread: hears and says what the test wants."""
 
     def __init__(self, path: Path) -> None:
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(str(path))
-        self._listening.listen()
-        self._connection: socket.socket | None = None
-        self._frames = Frames()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(f"ipc://{path}")
+        self.peer = b""
+        self.heard: list[Message] = []
+
+    def hear(self) -> list[Message]:
+        """All messages so far."""
+        while self._socket.poll(0):
+            self.peer, body = self._socket.recv_multipart()
+            self.heard.append(unpack(body))
+        return self.heard
 
     @property
-    def connection(self) -> socket.socket:
-        if self._connection is None:
-            self._listening.setblocking(False)
-            self._connection, _ = self._listening.accept()
-            self._connection.setblocking(False)
-            self._frames = Frames()
-        return self._connection
+    def asked(self) -> list[str]:
+        return [message.req_id for message in self.hear() if isinstance(message, Ask)]
 
-    def heard(self) -> list[Question]:
-        """What has come since the last call."""
-        found: list[Question] = []
-        while True:
-            try:
-                data = self.connection.recv(1 << 20)
-            except BlockingIOError:
-                return found
-            if not data:
-                return found
-            found += map(read_question, self._frames.feed(data))
+    @property
+    def finished(self) -> list[Finished]:
+        return [message for message in self.hear() if isinstance(message, Finished)]
 
-    def say(self, *answers: Answer) -> None:
-        for answer in answers:
-            self.connection.sendall(pack(answer))
-
-    def hang_up(self) -> None:
-        self.connection.close()
-        self._connection = None
+    def say(self, *messages: Message | bytes) -> None:
+        for message in messages:
+            self._socket.send_multipart([self.peer, message if isinstance(message, bytes) else pack(message)])
 
     def close(self) -> None:
-        self._listening.close()
-        if self._connection is not None:
-            self._connection.close()
+        self._context.destroy(linger=0)
 
 
 class Front:
-    """A service with everything around it in the test's hands."""
+    """A client with everything around it in the test's hands."""
 
     def __init__(self, folder: Path, *, owner: bool = True, **config: Any) -> None:
-        self.clock, self.metrics = Clock(), Recorder()
-        self.process = FakeProcess() if owner else None
+        self.clock, self.metrics, self.process = Clock(), Recorder(), FakeProcess()
         self.path = folder / "s"
         self.worker: FakeWorker | None = None
-        self.service = PredictionService(make_config(**config), self.path, self.process, self.metrics, self.clock)
+        process: Any = self.process if owner else None
+        metrics: Any = self.metrics
+        self.service = PredictionClient(make_config(**config), self.path, process, metrics, self.clock)
+        self.answers: list[Answer] = []
 
     def listen(self) -> FakeWorker:
         """Let there be a predictor, once more."""
-        self.stop_listening()
-        self.path.unlink(missing_ok=True)
+        self.hang_up()
         self.worker = FakeWorker(self.path)
         return self.worker
 
@@ -167,20 +175,44 @@ class Front:
         assert self.worker is not None
         return self.worker
 
-    def stop_listening(self) -> None:
+    def hang_up(self) -> None:
         if self.worker is not None:
             self.worker.close()
+            self.worker = None
+
+    def connect(self, status: Status | None = None) -> Front:
+        """Let there be a predictor, loaded or in that state, that is heard of."""
+        worker = self.listen()
+        until(lambda: self.pass_s(0.2) and worker.hear(), "a ping")
+        self.tell(status or Status(ready=True, entries=3))
+        return self
+
+    def tell(self, *messages: Message | bytes) -> None:
+        """Say something, and wait until the client has taken it in, which shows by what is said last: no message."""
+        self.there.say(*messages, b"no message")
+        drops = self.metrics.drops
+        known = drops["message"]
+        expected = known + 1 + sum(isinstance(message, bytes) for message in messages)
+        until(lambda: self.pass_s(0) and drops["message"] == expected, "what was said")
+        drops["message"] -= 1
+
+    def pass_s(self, seconds: float) -> bool:
+        self.clock.now += seconds
+        self.answers += self.service.poll()
+        return True
 
     def ask(self, *req_ids: str) -> None:
         for req_id in req_ids:
-            self.service.ask(req_id, f"text of {req_id}", 50, "m", 4)
+            self.service.ask(req_id, prompt(f"text of {req_id}"))
 
-    def pass_s(self, seconds: float) -> list[LateHint]:
-        self.clock.now += seconds
-        return self.service.poll()
+    def lose(self) -> None:
+        """Let the predictor go, and wait until that is known."""
+        self.hang_up()
+        known = self.metrics.statuses.count(None)
+        until(lambda: self.pass_s(0) and self.metrics.statuses.count(None) > known, "the end to be known")
 
-    @property
-    def calls(self) -> list[str]:
-        """What the process was told to do, asked for again left out."""
-        assert self.process is not None
-        return [call for call in self.process.calls if call != "ensure"]
+
+def child_environment() -> dict[str, str]:
+    """Of a process that is to find the fake predictors."""
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

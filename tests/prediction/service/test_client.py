@@ -1,148 +1,268 @@
-"""The front end's half: asks without waiting, and counts what came of each question once."""
+"""The front end's half: each question has one outcome, nobody waits, and what ended is kept until it was learned."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from collections.abc import Callable
 
 import pytest
 
-from vllm_ext.prediction.service.client import LateHint
-from vllm_ext.prediction.service.messages import Ask, Finished, Gone, Status, Told
+from vllm_ext.prediction.predictor import Prompt
+from vllm_ext.prediction.service import client
+from vllm_ext.prediction.service.messages import MAX_BYTES, Answer, Status
 
-from .parts import Front
+from .parts import LAW, LIMIT_S, Front, prompt, until
+
+Make = Callable[..., Front]
 
 
-def test_a_prediction_becomes_a_hint(connected: Front) -> None:
-    connected.ask("a")
-    assert connected.there.heard() == [Ask("a", "text of a", 50, "m", 4)]
-    assert connected.service.waiting == 1
-    connected.there.say(Told("a", 7, 9, "retrieval"))
-    assert connected.pass_s(0.25) == [LateHint("a", 7, 9, "retrieval")]
-    assert connected.service.poll() == []
+def test_a_prediction_becomes_what_the_scheduler_is_told(connected: Front) -> None:
+    connected.ask("a", "b")
+    assert connected.service.waiting == 2
+    until(lambda: connected.there.asked == ["a", "b"], "the questions")
+    connected.clock.now += 0.25
+    answer = Answer("b", tuple(range(1, 10)), "blend")
+    connected.tell(answer)
+    assert connected.answers == [answer]
     assert connected.metrics.counted == {"predicted": 1}
     assert connected.metrics.latencies == [0.25]
-    assert connected.service.waiting == 0
+    assert connected.service.waiting == 1
 
 
 @pytest.mark.parametrize("source", ["unknown", "expired", "overload", "error"])
-def test_an_answer_without_a_prediction_is_counted_by_its_reason_and_hints_nothing(
-    connected: Front, source: str
-) -> None:
+def test_a_question_without_a_prediction_is_counted_by_its_reason(connected: Front, source: str) -> None:
     connected.ask("a")
-    connected.there.say(Told("a", source=source))
-    assert connected.service.poll() == []
+    connected.tell(Answer("a", source=source))
+    assert connected.answers == []
     assert connected.metrics.counted == {source: 1}
-    assert connected.metrics.latencies == []
-    assert connected.service.waiting == 0
 
 
-@pytest.mark.parametrize(("tokens", "p90"), [(0, 9), (-1, 9), (9, 7), (5, 0)])
-def test_a_hint_is_never_made_of_what_is_no_length(connected: Front, tokens: int, p90: int) -> None:
+@pytest.mark.parametrize("quantiles", [(7,) * 8, (0,) * 9, (9, *LAW[1:])])
+def test_an_answer_that_is_no_law_is_an_error(connected: Front, quantiles: tuple[int, ...]) -> None:
     connected.ask("a")
-    connected.there.say(Told("a", tokens, p90, "retrieval"))
-    assert connected.service.poll() == []
-    assert sum(connected.metrics.counted.values()) == 1
+    connected.tell(Answer("a", quantiles, "retrieval"))
+    assert connected.answers == []
+    assert connected.metrics.counted == {"error": 1}
 
 
-def test_a_second_answer_and_one_to_a_question_never_asked_are_nothing(connected: Front) -> None:
-    connected.ask("a")
-    told = Told("a", 7, 9, "retrieval")
-    connected.there.say(told, told, Told("stranger", 7, 9, "retrieval"))
-    assert len(connected.service.poll()) == 1
-    assert connected.metrics.counted == {"predicted": 1}
-
-
-def test_a_request_that_ends_before_its_prediction_is_counted_as_late_and_is_learned(connected: Front) -> None:
+def test_a_request_that_ends_first_is_late_and_its_answer_goes_to_nobody(connected: Front) -> None:
     connected.ask("a", "b")
-    connected.service.finished("a", 12)
-    connected.service.gone("b")
-    assert connected.there.heard()[2:] == [Finished("a", 12), Gone("b")]
-    assert connected.metrics.counted == {"late": 2}
-    connected.there.say(Told("a", 7, 9, "retrieval"), Told("b", source="ended"))
-    assert connected.service.poll() == []
-    assert connected.metrics.counted == {"late": 2}
-    connected.service.gone("a")
+    connected.service.ended("a", 3)
+    connected.service.ended("b", 0, aborted=True)
+    connected.tell(Answer("a", LAW, "retrieval"), Answer("b", source="unknown"), Answer("nobody's", LAW, "retrieval"))
+    assert connected.answers == []
     assert connected.metrics.counted == {"late": 2}
 
 
-def test_the_end_of_a_predicted_request_is_told_and_counts_nothing_more(connected: Front) -> None:
-    connected.ask("a")
-    connected.there.say(Told("a", 7, 9, "retrieval"))
-    connected.service.poll()
-    connected.service.finished("a", 8)
-    assert connected.there.heard()[-1] == Finished("a", 8)
-    assert connected.metrics.counted == {"predicted": 1}
-
-
-def test_without_a_predictor_questions_are_counted_as_not_ready(front: Front) -> None:
-    front.ask("a", "b")
-    front.service.finished("a", 5)
-    assert front.service.poll() == []
+def test_a_question_to_nobody_is_not_ready(front: Front) -> None:
+    front.ask("a")
+    front.pass_s(0.2)
+    front.ask("b")
     assert front.metrics.counted == {"not-ready": 2}
     assert not front.service.ready
 
 
-def test_what_is_asked_while_the_model_is_loaded_waits_for_it(front: Front) -> None:
-    worker = front.listen()
+def test_a_model_that_is_still_loaded_is_asked_but_not_ready(front: Front) -> None:
+    front.connect(Status(busy_s=3.0))
+    assert not front.service.ready
+    assert front.metrics.statuses == []
     front.ask("a")
-    front.pass_s(100)
-    assert front.service.waiting == 1
-    worker.say(Status(), Told("a", 7, 9, "retrieval"))
-    assert front.pass_s(100) == [LateHint("a", 7, 9, "retrieval")]
+    until(lambda: front.there.asked, "the question")
+    front.tell(Status(ready=True), Answer("a", LAW, "retrieval"))
+    assert front.service.ready
     assert front.metrics.counted == {"predicted": 1}
-    assert "kill" not in front.calls
 
 
-def test_more_questions_than_the_limit_are_counted_as_overload_and_room_comes_back(short: Path) -> None:
-    front = Front(short, queue_limit=3)
-    worker = front.listen()
-    front.service.poll()
+def test_more_questions_than_may_wait_are_refused_here(make_front: Make) -> None:
+    front = make_front(queue_limit=3).connect()
     front.ask(*"abcde")
     assert front.metrics.counted == {"overload": 2}
-    assert len(worker.heard()) == 3
-    worker.say(Told("b", 7, 9, "retrieval"))
-    front.service.poll()
+    front.tell(Answer("a", LAW, "retrieval"))
     front.ask("f")
-    assert [question.req_id for question in worker.heard()] == ["f"]
     assert front.metrics.counted == {"overload": 2, "predicted": 1}
 
 
-def test_questions_whose_requests_ended_still_count_towards_the_limit(short: Path) -> None:
-    """They wait in the predictor's queue until it comes to them."""
-    front = Front(short, queue_limit=2)
-    worker = front.listen()
-    front.service.poll()
+@pytest.mark.parametrize("salt", ["\ud800", "x" * MAX_BYTES])
+def test_what_no_message_can_hold_is_an_error_and_stops_nothing(connected: Front, salt: str) -> None:
+    connected.service.ask("a", Prompt("hello", 5, "m", salt=salt))
+    connected.service.ended("a", 3)
+    connected.ask("b")
+    until(lambda: connected.there.asked == ["b"], "the other question")
+    assert connected.metrics.counted == {"error": 1}
+
+
+def test_malformed_messages_are_ignored_and_counted(connected: Front) -> None:
+    connected.ask("a")
+    connected.tell(b"", b"\x93\xa6answer", b"garbage", Answer("a", LAW, "retrieval"))
+    assert connected.metrics.counted == {"predicted": 1}
+    assert connected.metrics.drops["message"] == 3
+
+
+def test_a_question_that_is_never_answered_times_out_though_the_predictor_lives(connected: Front) -> None:
+    """Its answer may have been malformed, for instance."""
+    connected.ask("a")
+    for _ in range(LIMIT_S):
+        connected.pass_s(1)
+        connected.tell(Status(ready=True))
+    assert connected.metrics.counted == {}
+    connected.pass_s(1)
+    assert connected.metrics.counted == {"timeout": 1}
+    assert connected.process.calls == []
+
+
+# --- what ended -------------------------------------------------------------------------------------------------------
+
+
+def test_what_ended_is_told_whole_with_what_was_predicted(connected: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client.time, "time", lambda: 1e9)
+    connected.ask("a", "b")
+    connected.tell(Answer("a", (1, 2, 3, 4, 5, 6, 7, 8, 9), "retrieval"))
+    connected.service.ended("a", 12)
+    connected.service.ended("b", 5, aborted=True)
+    connected.service.ended("never asked", 5)
+    until(lambda: len(connected.there.finished) == 2, "both")
+    first, second = connected.there.finished
+    assert (first.number, first.p50, first.p90) == (1, 4, 7)
+    assert first.done == (prompt("text of a"), 12, 1e9, False)
+    assert (second.number, second.p50, second.p90) == (2, 0, 0)
+    assert second.done == (prompt("text of b"), 5, 1e9, True)
+
+
+def test_a_request_that_was_aborted_before_its_first_token_teaches_nothing(connected: Front) -> None:
+    connected.ask("a", "b")
+    connected.service.ended("a", 0, aborted=True)
+    connected.service.ended("b", 1, aborted=True)
+    until(lambda: connected.there.finished, "what ended")
+    assert [message.done.tokens for message in connected.there.finished] == [1]
+
+
+def test_what_ends_while_nobody_is_there_is_learned_later(front: Front) -> None:
     front.ask("a", "b")
-    front.service.gone("a")
-    front.ask("c")
-    assert front.metrics.counted == {"late": 1, "overload": 1}
-    worker.say(Told("a", source="ended"))
-    front.service.poll()
-    front.ask("d")
-    assert front.service.waiting == 2
+    front.service.ended("a", 3)
+    front.connect()
+    front.service.ended("b", 4)
+    until(lambda: len(front.there.finished) == 2, "both")
+    assert [message.done.tokens for message in front.there.finished] == [3, 4]
+    assert not +front.metrics.drops
 
 
-def test_a_socket_that_takes_no_more_is_overload_as_well(short: Path) -> None:
-    front = Front(short, queue_limit=1000)
-    worker = front.listen()
-    front.service.poll()
-    front.service.ask("a", "x" * 500_000, 1, "m")
-    for i in range(1010):
-        front.service.finished(f"f{i}", 1)  # kept for later, but not without a bound
-    front.ask("b")
-    assert front.metrics.counted == {"overload": 1}
-    heard = list[str]()
-    for _ in range(100):
-        heard += [question.req_id for question in worker.heard()]
-        front.service.poll()
-    assert heard == ["a", *(f"f{i}" for i in range(999))]
+def test_what_was_not_acknowledged_is_sent_to_the_next_predictor(connected: Front) -> None:
+    for number in range(1, 5):
+        connected.ask(f"r{number}")
+        connected.service.ended(f"r{number}", number)
+    until(lambda: len(connected.there.finished) == 4, "all")
+    connected.tell(Status(ready=True, taken=2))
+    connected.lose()
+    connected.ask("r5")
+    connected.service.ended("r5", 5)
+    connected.connect()
+    until(lambda: len(connected.there.finished) == 3, "the others")
+    assert [message.number for message in connected.there.finished] == [3, 4, 5]
+    assert not +connected.metrics.drops
 
 
-def test_a_question_that_no_frame_can_hold_is_an_error_and_the_next_one_is_asked(connected: Front) -> None:
-    connected.service.ask("a", "\ud800", 1, "m")
-    connected.service.ask("b", "x" * (1 << 20), 1, "m")
-    connected.service.finished("\ud800", 3)
+def test_what_two_predictors_took_along_is_not_sent_to_a_third(
+    connected: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be what they died of."""
+    connected.ask("a", "b", "c")
+    connected.service.ended("a", 1)
+    until(lambda: connected.there.finished, "it")
+    connected.lose()
+    connected.connect()
+    connected.service.ended("b", 2)
+    until(lambda: len(connected.there.finished) == 2, "it again, and the next")
+    connected.lose()
+    connected.connect()
+    connected.service.ended("c", 3)
+    until(lambda: len(connected.there.finished) == 2, "what followed")
+    assert [message.done.tokens for message in connected.there.finished] == [2, 3]
+    assert connected.metrics.drops["finished"] == 1
+    assert caplog.text.count("finished requests are not learned") == 1
+
+
+def test_what_there_is_no_room_for_is_dropped_counted_and_warned_of_once(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "MOST_KEPT", 3)
+    for number in range(5):
+        front.ask(f"r{number}")
+        front.service.ended(f"r{number}", number + 1)
+    assert front.metrics.drops == {"finished": 2}
+    assert caplog.text.count("finished requests are not learned") == 1
+    front.connect()
+    until(lambda: len(front.there.finished) == 3, "the newest")
+    assert [message.done.tokens for message in front.there.finished] == [3, 4, 5]
+
+
+def test_beyond_the_bound_of_requests_the_oldest_are_let_go(connected: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MOST_OPEN", 2)
+    connected.ask("a", "b", "c")
+    connected.service.ended("a", 3)
+    assert connected.metrics.counted == {"late": 1}
+    assert connected.metrics.drops == {"message": 0, "finished": 1}
+
+
+def test_a_socket_that_takes_no_more_loses_nothing_that_ended(
+    make_front: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A predictor that stands still: the high-water mark is reached, and what is beyond it waits here."""
+    monkeypatch.setattr(client, "MOST_KEPT", 5000)
+    front = make_front(queue_limit=1).connect()
+    count = 4000
+    for number in range(count):
+        front.service.ask(f"r{number}", prompt("x" * 1000))
+        front.service.ended(f"r{number}", number + 1)
+    assert front.metrics.outcomes["overload"] > count / 4
+    assert not +front.metrics.drops
+    until(lambda: front.pass_s(0) and len(front.there.finished) == count, "all of them")
+    assert [message.done.tokens for message in front.there.finished] == list(range(1, count + 1))
+
+
+# --- the end, and forks -----------------------------------------------------------------------------------------------
+
+
+def test_a_closed_client_asks_nothing_and_starts_nothing(connected: Front) -> None:
+    connected.ask("a", "b")
+    connected.service.ended("b", 3)
+    for _ in range(2):
+        connected.service.close()
     connected.ask("c")
-    assert connected.metrics.counted == {"error": 2}
-    assert [question.req_id for question in connected.there.heard()] == ["c"]
-    assert connected.service.ready
+    connected.service.ended("c", 3)
+    connected.clock.now += 10
+    assert connected.service.poll() == []
+    assert connected.process.calls == ["close"]
+    assert (connected.service.connection[1], connected.service.ready) == (-1, False)
+    assert connected.metrics.counted == {"late": 1, "lost": 1, "not-ready": 1}
+    until(lambda: len(connected.there.finished) == 1, "what ended before")
+
+
+def test_what_was_never_sent_is_counted_at_the_end(front: Front) -> None:
+    front.ask("a")
+    front.service.ended("a", 3)
+    front.service.close()
+    assert front.metrics.drops == {"finished": 1}
+
+
+def test_a_forked_process_has_a_context_of_its_own_and_ends_nothing_of_its_parents(connected: Front) -> None:
+    """A ZeroMQ context that is used across a fork aborts the process or takes the parent's messages."""
+    connected.ask("a")
+    until(lambda: connected.there.asked == ["a"], "the question")
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            connected.ask("of the child")
+            connected.service.ended("a", 3)  # which is the parent's request
+            for _ in range(3):
+                connected.pass_s(1)
+            calls = list(connected.process.calls)
+            connected.service.close()
+            ended = 0 if calls == connected.process.calls == [] else 2
+        finally:
+            os._exit(ended)
+    assert os.waitpid(child, 0)[1] == 0
+    connected.tell(Answer("a", LAW, "retrieval"))
+    assert connected.metrics.counted == {"predicted": 1}
+    connected.ask("b")
+    until(lambda: connected.there.asked == ["a", "b"], "the next question")

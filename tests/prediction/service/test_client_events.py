@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from vllm_ext.prediction.service import client
-from vllm_ext.prediction.service.client import LateHint
-from vllm_ext.prediction.service.messages import Ask, Status, Told
+from vllm_ext.prediction.service.messages import Answer, Finished, Message, Status
 
-from .parts import LIMIT_S, Front
+from .parts import LAW, LIMIT_S, Front, until
 
 
 class Events(RuleBasedStateMachine):
-    """A service, and a predictor's end of the socket that does anything."""
+    """A client, and a predictor's end of the socket that does anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,28 +25,20 @@ class Events(RuleBasedStateMachine):
         self.front = Front(Path(self.folder.name), queue_limit=5)
         self.asked = 0
         self.running: list[str] = []
-        self.owed: list[str] = []
-        self.hinted: list[LateHint] = []
+        self.told: set[str] = set()
+        self.sent: list[Finished] = []
+        """What ended and reached any predictor."""
         self.warnings: list[str] = []
-
-    @initialize()
-    def begin(self) -> None:
         client.logger.addFilter(self.note)
-        self.front.listen()
 
     def note(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING:
             self.warnings.append(record.getMessage())
         return False
 
-    @contextlib.contextmanager
-    def worker(self) -> Iterator[None]:
-        """Do something at the predictor's end; nothing happens where nobody is connected."""
-        try:
-            self.owed += [question.req_id for question in self.front.there.heard() if isinstance(question, Ask)]
-            yield
-        except (BlockingIOError, ConnectionError):
-            self.owed.clear()
+    @property
+    def there(self) -> bool:
+        return self.front.worker is not None
 
     @rule(count=st.integers(1, 3))
     def ask(self, count: int) -> None:
@@ -59,51 +48,72 @@ class Events(RuleBasedStateMachine):
             self.asked += 1
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), aborted=st.booleans())
-    def end(self, data: st.DataObject, aborted: bool) -> None:
+    @rule(data=st.data(), tokens=st.integers(0, 1), aborted=st.booleans())
+    def end(self, data: st.DataObject, tokens: int, aborted: bool) -> None:
         req_id = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        if aborted:
-            self.front.service.gone(req_id)
-        else:
-            self.front.service.finished(req_id, 4)
+        self.front.service.ended(req_id, tokens, aborted=aborted)
+        self.told |= {f"text of {req_id}"} if tokens else set()
 
-    @rule(data=st.data(), source=st.sampled_from(["retrieval", "decoder", "unknown", "expired", "overload", "error"]))
-    def answer(self, data: st.DataObject, source: str) -> None:
-        with self.worker():
-            if self.owed:
-                req_id = self.owed.pop(data.draw(st.integers(0, len(self.owed) - 1)))
-                length = (7, 9) if source in ("retrieval", "decoder") else (0, 0)
-                self.front.there.say(Told(req_id, *length, source))
+    @precondition(lambda self: not self.there)
+    @rule(ready=st.booleans())
+    def begin(self, ready: bool) -> None:
+        self.front.connect(Status(ready=ready))
 
-    @rule(answered=st.integers(0, 2), errors=st.integers(0, 1))
-    def tell_status(self, answered: int, errors: int) -> None:
-        with self.worker():
-            self.front.there.say(Status(answered=answered, errors=errors))
+    @precondition(lambda self: self.there)
+    @rule(
+        replies=st.lists(st.sampled_from(["law", "no law", "unknown", "overload", "error"]), max_size=4),
+        again=st.booleans(),
+    )
+    def answer(self, replies: list[str], again: bool) -> None:
+        """The newest questions first, and some twice; some are answered that were never asked."""
+        asked = [*reversed(self.front.there.asked), "nobody's"]
+        found: list[Message | bytes] = []
+        for req_id, reply in zip(asked, replies, strict=False):
+            law = {"law": LAW, "no law": (0,) * 9}.get(reply, ())
+            found += [Answer(req_id, law, "retrieval" if law else reply)] * (1 + again)
+        self.front.tell(*found)
 
-    @rule(garbage=st.sampled_from([b"", b"garbage!", b"\0\0\0\0"]))
-    def hang_up(self, garbage: bytes) -> None:
-        with self.worker():
-            self.front.there.connection.sendall(garbage)
-            self.front.there.hang_up()
-            self.owed.clear()
+    @precondition(lambda self: self.there)
+    @rule(taken=st.booleans(), errors=st.integers(0, 1), garbage=st.sampled_from([b"", b"garbage"]))
+    def tell_status(self, taken: bool, errors: int, garbage: bytes) -> None:
+        numbers = [message.number for message in self.front.there.finished]
+        self.front.tell(Status(ready=True, errors=errors, taken=max(numbers, default=0) if taken else 0), garbage)
+
+    @precondition(lambda self: self.there)
+    @rule()
+    def lose(self) -> None:
+        self.sent += self.front.there.finished
+        self.front.lose()
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, LIMIT_S + 1.0]))
     def poll(self, seconds: float) -> None:
-        self.hinted += self.front.pass_s(seconds)
+        downs = self.front.metrics.statuses.count(None)
+        self.front.pass_s(seconds)
+        if self.there and self.front.metrics.statuses.count(None) > downs:  # given up for its silence
+            self.sent += self.front.there.finished
+            self.front.hang_up()
 
     def teardown(self) -> None:
+        front, metrics = self.front, self.front.metrics
         try:
-            for _ in range(3):
-                self.poll(400)
-            assert self.front.service.waiting == 0
-            assert sum(self.front.metrics.counted.values()) == self.asked
-            assert len(self.hinted) == self.front.metrics.outcomes["predicted"]
-            assert len({hint.req_id for hint in self.hinted}) == len(self.hinted)
-            assert len(self.warnings) <= 1
+            if self.there:
+                self.lose()
+            front.connect()
+            until(lambda: front.pass_s(0) and not front.service._unsent, "all to be sent")
+            front.service.close()
+            assert front.service.waiting == 0
+            assert sum(metrics.counted.values()) == self.asked
+            assert len(front.answers) == metrics.outcomes["predicted"]
+            assert len({answer.req_id for answer in front.answers}) == len(front.answers)
+            kept = len(front.service._sent)
+            until(lambda: len(front.there.finished) >= kept, "what was sent last")
+            learned = {message.done.prompt.text for message in [*self.sent, *front.there.finished]}
+            assert learned <= self.told
+            assert len(self.told - learned) <= metrics.drops["finished"]
+            assert len(self.warnings) == len(set(self.warnings))
         finally:
             client.logger.removeFilter(self.note)
-            self.front.service.close()
-            self.front.stop_listening()
+            front.hang_up()
             self.folder.cleanup()
 
 

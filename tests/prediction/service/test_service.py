@@ -10,53 +10,67 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.prediction.service.client import LateHint, PredictionService
+from vllm_ext.prediction.service import client
+from vllm_ext.prediction.service.client import PredictionClient
+from vllm_ext.prediction.service.messages import Answer
 from vllm_ext.prediction.service.process import PredictorProcess
 
 from .fake_predictors import ODD
-from .parts import LIMIT_S, Clock, Recorder, make_config, until
-from .worker_parts import HERE, noted
+from .parts import LAW, LIMIT_S, Clock, Recorder, alive, child_environment, make_config, noted, prompt, until
 
 
 class Served:
-    """A service that owns a real process. Its clock stands still unless told to go on."""
+    """A client that owns a real process. Its clock stands still unless told to go on."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.folder = folder / "kept"
         self.clock, self.metrics = Clock(), Recorder()
-        made = make_config(**config)
-        self.process = PredictorProcess(made, self.folder, folder / "s")
-        self.service = PredictionService(made, folder / "s", self.process, self.metrics, self.clock)
-        self.hints: list[LateHint] = []
+        self.config, self.path = make_config(**config), folder / "p" / "s"
+        self.process = PredictorProcess(self.config, self.folder, self.path)
+        self.service = self.client(self.process)
+        self.answers: list[Answer] = []
         self.asked = 0
-        self.paused_s = 0.0
-        """Time without a process."""
+
+    def client(self, process: PredictorProcess | None) -> PredictionClient:
+        metrics: Any = self.metrics
+        return PredictionClient(self.config, self.path, process, metrics, self.clock)
 
     def poll(self) -> bool:
-        """Returns whether the predictor is ready."""
-        self.hints += self.service.poll()
+        """Poll, and see to the process though the clock stands still; returns whether the predictor is ready."""
+        self.service._next_tend_s = self.service._next_ping_s = 0.0
+        self.answers += self.service.poll()
         return self.service.ready
 
     def ready(self) -> Served:
         """Wait for the predictor, over the pauses between its starts."""
 
         def reached() -> bool:
-            if self.service.link is None:
-                self.clock.now += 0.2
-                self.paused_s += 0.2 * (self.process.pid is None)
+            if self.process.pid is None:
+                self.clock.now += 0.1
             return self.poll()
 
         until(reached, "the predictor")
         return self
 
-    def ask(self, *texts: str) -> None:
-        for text in texts:
-            self.service.ask(f"r{self.asked}", text, 50, "m", 4)
-            self.asked += 1
+    def ask(self, *texts: str) -> list[str]:
+        """Returns the ids of the requests."""
+        first, self.asked = self.asked, self.asked + len(texts)
+        ids = [f"r{number}" for number in range(first, self.asked)]
+        for req_id, text in zip(ids, texts, strict=True):
+            self.service.ask(req_id, prompt(text))
+        return ids
 
     def settle(self) -> None:
         """Wait until nothing is owed."""
         until(lambda: (self.poll() or True) and not self.service.waiting, "all answers")
+
+    def lose(self) -> None:
+        until(lambda: not self.poll(), "its end to be known")
+
+    def learned(self, count: int) -> list[Any]:
+        """Wait until so many requests were learned."""
+        until(lambda: self.ready() and len(noted(self.folder, "learned")) >= count, f"{count} to be learned")
+        return noted(self.folder, "learned")
 
     @property
     def pid(self) -> int:
@@ -66,7 +80,7 @@ class Served:
 
 @pytest.fixture
 def serve(short: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
     made = list[Served]()
 
     def begin(**config: Any) -> Served:
@@ -79,18 +93,23 @@ def serve(short: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
         served.service.close()
 
 
-def test_predictions_become_hints_and_what_finishes_is_learned(serve: Callable[..., Served]) -> None:
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_predictions_come_and_what_ended_is_learned_aborted_or_not(serve: Callable[..., Served]) -> None:
     served = serve().ready()
-    served.ask("a", "unknown", "c")
+    ids = served.ask("a", "unknown", "c")
     served.settle()
-    assert served.hints == [LateHint("r0", 7, 9, "retrieval"), LateHint("r2", 7, 9, "retrieval")]
+    assert served.answers == [Answer("r0", LAW, "retrieval"), Answer("r2", LAW, "retrieval")]
     assert served.metrics.counted == {"predicted": 2, "unknown": 1}
-    served.service.finished("r0", 12)
-    served.service.gone("r1")
-    until(lambda: (served.poll() or True) and noted(served.folder, "learned"), "it to be learned")
-    assert noted(served.folder, "learned") == [[["a", 50, "m", 4, 12]]]
+    served.service.ended(ids[0], 12)
+    served.service.ended(ids[1], 3, aborted=True)
+    assert served.learned(2) == [["a", 12, False], ["unknown", 3, True]]
+    pid = served.pid
     served.service.close()
-    until(lambda: noted(served.folder, "saved"), "a save")
+    until(lambda: not alive(pid), "its end")
+    assert noted(served.folder, "closed") == [2]
     assert served.metrics.started == 1
 
 
@@ -98,11 +117,10 @@ def test_whatever_it_predicts_each_question_has_one_outcome_and_there_is_one_war
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve(batch_size=1).ready()
-    texts = ["hello", *ODD, "raise", "unknown", "hello"]
-    served.ask(*texts)
+    served.ask("hello", *ODD, "raise", "unknown", "hello")
     served.settle()
     assert served.metrics.counted == {"predicted": 2, "error": len(ODD) + 1, "unknown": 1}
-    assert len(served.hints) == 2
+
     until(lambda: (served.poll() or True) and warnings(caplog), "the warning")
     served.ask("raise")
     served.settle()
@@ -111,123 +129,150 @@ def test_whatever_it_predicts_each_question_has_one_outcome_and_there_is_one_war
     assert served.metrics.started == 1
 
 
-def test_one_that_crashes_is_started_again_and_predicts(
-    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["crash", "kill -9"])
+def test_one_that_ends_is_started_again_and_predicts(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     served = serve(batch_size=1).ready()
-    served.ask("a")
+    first = served.ask("a")
     served.settle()
-    served.ask("kill", "b", "c")
-    served.settle()
-    assert served.metrics.counted == {"predicted": 1, "lost": 3}
+    if how == "crash":
+        served.ask("exit", "b")
+    else:
+        os.kill(served.pid, signal.SIGKILL)
+    served.lose()
     assert served.metrics.statuses[-1] is None
     served.ask("while it is gone")
+    served.service.ended(first[0], 5)
     served.ready()
     served.ask("again")
     served.settle()
-    assert served.metrics.counted == {"predicted": 2, "lost": 3, "not-ready": 1}
+    lost = {"lost": 2} if how == "crash" else {}
+    assert served.metrics.counted == {"predicted": 2, **lost, "not-ready": 1}
+    assert served.learned(1) == [["a", 5, False]]
     assert served.metrics.started == 2
     assert len(warnings(caplog)) == 1
 
 
-def test_one_killed_from_outside_is_started_again(serve: Callable[..., Served]) -> None:
+def test_what_ended_survives_a_predictor_that_dies_of_it_once(serve: Callable[..., Served]) -> None:
+    """What it took along is sent to the next one, once: what kills each that learns it must not kill all."""
     served = serve().ready()
-    os.kill(served.pid, signal.SIGKILL)
-    until(lambda: not served.poll(), "its end")
-    served.ready()
-    assert served.metrics.started == 2
-    served.ask("a")
-    served.settle()
-    assert served.metrics.counted == {"predicted": 1}
+    for req_id, text in zip(served.ask("learn exits", "a"), ("learn exits", "a"), strict=True):
+        served.service.ended(req_id, len(text))
+    for _ in range(2):
+        served.lose()
+        served.ready()
+    (last,) = served.ask("b")
+    served.service.ended(last, 3)
+    assert served.learned(1) == [["b", 3, False]]
+    assert served.metrics.drops["finished"] == 2
+    assert served.metrics.started == 3
 
 
-def test_one_that_hangs_is_killed_after_its_time_and_started_again(
-    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("how", ["hang in predict", "SIGSTOP"])
+def test_one_that_is_silent_is_killed_after_its_time_and_started_again(
+    serve: Callable[..., Served], caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     served = serve(batch_size=1).ready()
-    served.ask("hang", "b")
     hanging = served.pid
-    until(lambda: noted(served.folder, "asked"), "it to hang")
-    served.service.gone("r0")  # the client has no patience either
-    statuses = len(served.metrics.statuses)
-    until(lambda: served.poll() and len(served.metrics.statuses) > statuses + 1, "statuses, which it goes on to send")
+    if how == "SIGSTOP":
+        os.kill(hanging, signal.SIGSTOP)
+        ids = served.ask(*["x" * 10_000] * 100)  # more than the socket takes
+    else:
+        ids = served.ask("hang", "b")
+        until(lambda: noted(served.folder, "asked"), "it to hang")
+    served.service.ended(ids[0], 4)
+    served.clock.now += 1
+    served.poll()  # a ping, and what was on its way
+    silent = len(served.metrics.statuses)
     served.clock.now += LIMIT_S
     served.poll()
     assert served.pid == hanging
-    served.clock.now += 0.1
+    assert len(served.metrics.statuses) == silent
+    served.clock.now += 0.2
     served.poll()
     served.ready()
-    assert served.pid != hanging
+    assert not alive(hanging)
     served.ask("c")
     served.settle()
-    assert served.metrics.counted == {"late": 1, "timeout": 1, "predicted": 1}
-    assert [hint.req_id for hint in served.hints] == ["r2"]
+    assert served.metrics.counted == {"late": 1, "timeout": len(ids) - 1, "predicted": 1}
+    assert served.learned(1)[0][1:] == [4, False], "it waited for the next predictor"
     assert len(warnings(caplog)) == 1
     assert "has not answered for 35 s" in warnings(caplog)[0]
 
 
-def test_one_that_is_stopped_whole_is_killed_as_well(serve: Callable[..., Served]) -> None:
-    """As by a debugger, or a call that never lets go of the interpreter: not even its event loop runs."""
+def test_one_that_hangs_while_it_learns_is_killed_though_it_predicts(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     served = serve().ready()
-    stopped = served.pid
-    os.kill(stopped, signal.SIGSTOP)
-    served.ask(*["x" * 10_000] * 100)  # more than the socket takes
-    for i in range(100):
-        served.service.finished(f"r{i}", 3)
-    assert served.metrics.counted == {"late": 100}
-    served.clock.now += LIMIT_S + 1
-    served.poll()
-    served.ready()
-    assert served.pid != stopped
-    served.ask("a")
+    monkeypatch.setattr(client, "BUSY_S", 0.3)
+    hanging = served.pid
+    (req_id,) = served.ask("learn hangs")
     served.settle()
-    assert served.metrics.counted == {"late": 100, "predicted": 1}
+    served.service.ended(req_id, 3)
+
+    def dead() -> bool:
+        served.ask("b")
+        served.settle()
+        return not alive(hanging)
+
+    until(dead, "it to be killed")
+    assert any("has been at learning for 0.3 s" in text for text in warnings(caplog))
+    assert served.metrics.outcomes["predicted"] >= 2
 
 
 def test_one_that_cannot_start_is_told_once_and_not_tried_again(
     serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     served = serve(factory="fake_predictors:missing_package")
-    served.ask("a")
 
-    def given_up() -> bool:
-        served.clock.now += 0.2
-        served.poll()
-        return served.process.given_up
-
-    until(given_up, "it to be given up")
+    until(lambda: (served.poll() or True) and served.process.given_up, "it to be given up")
     for _ in range(10):
         served.ask("b")
         served.clock.now += 100
         served.poll()
     assert served.metrics.started == 1
     (warning,) = warnings(caplog)
-    assert "can't start: ModuleNotFoundError: No module named 'sentence_transformers'" in warning
-    assert sum(served.metrics.counted.values()) == 11
-    assert set(served.metrics.counted) <= {"not-ready", "lost"}
+    assert "the length predictor" in warning
+    assert served.metrics.counted == {"not-ready": 10}
 
 
 def test_one_that_crashes_over_every_prompt_is_started_less_and_less_often(serve: Callable[..., Served]) -> None:
     """It is ready each time, which was once enough for the next start to follow after a second."""
-    served, pauses = serve(), list[float]()
+    served, pauses = serve().ready(), list[float]()
     for _ in range(3):
-        before = served.paused_s
-        served.ready()
-        pauses.append(served.paused_s - before)
         served.ask("exit")
-        served.settle()
+        served.lose()
+        until(lambda: served.poll() or served.process.pid is None, "its end")
+        pause = 0.0
+        while served.process.pid is None:
+            served.clock.now += 0.1
+            pause += 0.1
+            served.poll()
+        pauses.append(pause)
+        served.ready()
     assert served.metrics.counted == {"lost": 3}
-    assert pauses[1:] == pytest.approx([1, 2], abs=0.4)
+    assert pauses == pytest.approx([1, 2, 4], abs=0.3)
 
 
-def test_a_slow_one_delays_nobody_and_all_its_answers_count(serve: Callable[..., Served]) -> None:
-    served = serve(batch_size=1).ready()
-    served.ask("slow", "slow", "slow")
-    assert served.service.poll() == []
-    served.service.finished("r1", 3)
+def test_several_clients_share_one_predictor(serve: Callable[..., Served]) -> None:
+    served = serve().ready()
+    other = served.client(None)
+
+    def connected() -> bool:
+        other._next_tend_s = other._next_ping_s = 0.0
+        other.poll()
+        return other.ready
+
+    until(connected, "the other one's connection")
+    served.ask("a")
+    other.ask("o", prompt("of the other"))
     served.settle()
-    assert served.metrics.counted == {"predicted": 2, "late": 1}
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    until(lambda: [answer.req_id for answer in other.poll()] == ["o"], "its answer")
+    other.ended("o", 8)
+    assert served.learned(1) == [["of the other", 8, False]]
+    other.close()
+    served.ask("b")
+    served.settle()
+    assert served.metrics.counted == {"predicted": 3}
+    assert served.metrics.started == 1

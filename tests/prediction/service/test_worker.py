@@ -1,203 +1,246 @@
-"""The predictor's process with a fake predictor: each question is answered once, whatever the predictor does."""
+"""The predictor's process on its own: it answers, learns, survives what it is told, and ends when it is to end."""
 
 from __future__ import annotations
 
-import itertools
-import socket
+import contextlib
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from functools import partial
+from pathlib import Path
+
+import pytest
 
 from tests.extent import HANG_S
-from vllm_ext.prediction.service.messages import Finished, Gone, Status, Told, pack
+from vllm_ext.prediction.service.messages import Answer, Ask
+from vllm_ext.prediction.service.process import CANNOT_START
 
 from .fake_predictors import ODD
-from .parts import until
-from .worker_parts import FrontEnd, WorkerProcess
+from .parts import LAW, alive, child_environment, noted, prompt, until
+from .worker_parts import FrontEnd, WorkerProcess, worker_command
 
 Start = Callable[..., WorkerProcess]
 
 
-def factory(name: str) -> str:
-    return f"fake_predictors:{name}"
-
-
-def test_questions_are_answered_and_what_finished_is_learned_and_saved(start: Start) -> None:
+def test_questions_are_answered_and_what_ended_is_learned_and_judged(start: Start) -> None:
     worker = start()
     front = worker.connect().ready()
-    front.ask("a", "first", max_tokens=50, model="lora", prompt_tokens=33)
-    front.ask("b", "unknown")
-    assert front.answer_to("a") == Told("a", 7, 9, "retrieval")
-    assert front.answer_to("b") == Told("b", source="unknown")
-    front.send(Finished("a", 12))
-    front.send(Gone("b"))
-    until(lambda: worker.noted("learned"), "what finished to be learned")
-    assert worker.noted("learned") == [[["first", 50, "lora", 33, 12]]]
-    until(lambda: front.status and front.status.entries == 1, "a status")
-    assert front.status is not None
-    assert (front.status.learned, front.status.judged, front.status.answered) == (1, 1, 2)
-    assert (front.status.coverage, front.status.waiting, front.status.errors) == (0.0, 0, 0)
-    worker.end_input()
-    assert worker.ended() == 0
-    assert worker.noted("saved") == [1]
-    assert not worker.socket.exists()
-
-
-def test_each_question_is_answered_once_whatever_is_predicted(start: Start) -> None:
-    worker = start(batch_size=1)
-    front = worker.connect().ready()
-    texts = ["hello", "raise", "unknown", *ODD, "slow", "hello"]
-    for i, text in enumerate(texts):
-        front.ask(f"r{i}", text)
-    until(lambda: len(front.told) == len(texts), "all answers")
-    until(lambda: front.status and front.status.answered == len(texts), "a status after them")
-    expected = {"hello": "retrieval", "slow": "retrieval", "unknown": "unknown"}
-    assert [(told.req_id, told.source) for told in front.told] == [
-        (f"r{i}", expected.get(text, "error")) for i, text in enumerate(texts)
-    ]
-    assert front.status is not None
-    assert front.status.errors == len(ODD) + 1
-    assert worker.log.count("Traceback") == 1
-    assert worker.log.count("counted from now on, not logged") == 1
-
-
-def test_questions_that_come_at_once_are_predicted_in_batches(start: Start) -> None:
-    worker = start(batch_size=4)
-    front = worker.connect().ready()
-    for i in range(20):
-        front.ask(f"r{i}", "slow" if i == 0 else "hello")
-    until(lambda: len(front.told) == 20, "all answers")
-    sizes = list(map(len, worker.noted("asked")))
-    assert max(sizes) == 4, "while the first one is predicted, the others come"
-    assert sum(sizes) == 20
-
-
-def test_what_waits_for_too_long_expires_and_what_finds_no_room_is_refused(start: Start) -> None:
-    worker = start(batch_size=1, queue_limit=2, timeout_s=0.05)
-    front = worker.connect().ready()
-    front.ask("slow", "slow")
-    until(lambda: worker.noted("asked"), "the slow one to be at work")
-    for i in range(4):
-        front.ask(f"r{i}")
-    until(lambda: len(front.told) == 5, "all answers")
-    assert [(told.req_id, told.source) for told in front.told] == [
-        ("r2", "overload"), ("r3", "overload"), ("slow", "retrieval"), ("r0", "expired"), ("r1", "expired"),
-    ]  # fmt: skip
-    front.ask("later")
-    assert front.answer_to("later").source == "retrieval"
-
-
-def test_a_request_that_ends_before_its_turn_is_not_predicted(start: Start) -> None:
-    worker = start(batch_size=1)
-    front = worker.connect().ready()
-    front.ask("slow", "slow")
-    front.ask("a", "of a")
-    front.ask("b", "of b")
-    front.send(Gone("a"))
-    assert front.answer_to("b").source == "retrieval"
-    assert front.answer_to("a").source == "ended"
-    assert worker.noted("asked") == [["slow"], ["of b"]]
-
-
-def test_what_is_asked_while_the_model_is_loaded_waits_for_it(start: Start) -> None:
-    worker = start(factory=factory("SlowStart"))
-    front = worker.connect()
     front.ask("a")
-    assert front.listen() == []
-    (worker.folder / "kept" / "go").parent.mkdir(exist_ok=True)
+    front.ask("b", "unknown")
+    assert front.answer_to("a") == Answer("a", LAW, "retrieval")
+    assert front.answer_to("b") == Answer("b", source="unknown")
+    front.end(1, predicted=7)
+    front.end(2, predicted=7)
+    front.end(9)
+    until(lambda: front.status().taken == 9, "it to be learned")
+    status = front.status()
+    assert (status.learned, status.entries, status.examples, status.errors) == (3, 3, 11, 0)
+    assert (status.judged, status.coverage) == (2, 1.0)
+    assert [entry[1] for entry in worker.noted("learned")] == [1, 2, 9]
+
+
+def test_front_ends_share_it_and_hear_of_their_own_questions_alone(start: Start) -> None:
+    worker = start()
+    one, other = worker.connect().ready(), worker.connect().ready()
+    one.ask("same name")
+    other.ask("same name", "unknown")
+    one.end(5)
+    assert one.answer_to("same name").source == "retrieval"
+    assert other.answer_to("same name").source == "unknown"
+    until(lambda: one.status().taken == 5, "it to be learned")
+    assert (other.status().taken, other.status().learned) == (0, 1)
+    other.close()
+    one.ask("next")
+    assert one.answer_to("next").source == "retrieval"
+
+
+def test_questions_that_come_together_are_predicted_together(start: Start) -> None:
+    worker = start(factory="fake_predictors:SlowStart", batch_size=4)
+    front = worker.connect()
+    for name in "abcdef":
+        front.ask(name, name)
+    assert not front.status().ready
+    assert front.status().waiting == 6
     (worker.folder / "kept" / "go").touch()
-    assert front.answer_to("a").source == "retrieval"
+    front.answer_to("f")
+    assert worker.noted("asked") == [["a", "b", "c", "d"], ["e", "f"]]
 
 
-# --- front ends -------------------------------------------------------------------------------------------------------
+def test_what_waits_for_too_long_or_has_no_room_is_told_so_while_the_model_is_loaded(start: Start) -> None:
+    worker = start(factory="fake_predictors:HangingStart", queue_limit=1, timeout_s=0.05)
+    front = worker.connect()
+    front.send(Ask("a", prompt()), Ask("b", prompt()))
+    assert front.answer_to("b").source in ("overload", "expired")
+    assert front.answer_to("a").source == "expired"
+    assert front.status().busy_s > 0
 
 
-def answered(front: FrontEnd, count: int) -> bool:
-    return len(front.told) == count
-
-
-def knows(front: FrontEnd, entries: int) -> bool:
-    return front.status is not None and front.status.entries == entries
-
-
-def test_front_ends_share_one_predictor_and_each_hears_its_own_answers(start: Start) -> None:
-    worker = start(batch_size=2)
-    fronts = [worker.connect().ready() for _ in range(3)]
-    for i in range(5):
-        for number, front in enumerate(fronts):
-            front.ask(f"r{i}", f"{number}-{i}", model=f"m{number}")
-    for front in fronts:
-        until(partial(answered, front, 5), "all answers")
-        assert [told.req_id for told in front.told] == [f"r{i}" for i in range(5)]
-        front.send(Finished("r0", 3))
-    until(lambda: sum(map(len, worker.noted("learned"))) == 3, "what each of them learned")
-    assert sorted(itertools.chain(*worker.noted("learned"))) == [[f"{n}-0", 100, f"m{n}", 0, 3] for n in range(3)]
-    for front in fronts:
-        until(partial(knows, front, 3), "what all learned")
-
-
-def test_a_front_end_that_hangs_up_takes_its_questions_along(start: Start) -> None:
-    worker = start(batch_size=1)
-    leaving, staying = worker.connect().ready(), worker.connect().ready()
-    leaving.ask("slow", "slow")
-    until(lambda: worker.noted("asked"), "the slow one to be at work")
-    for i in range(3):
-        leaving.ask(f"l{i}", "of the one that left")
-        staying.ask(f"s{i}", "of the one that stays")
-    leaving.link.close()
-    until(lambda: len(staying.told) == 3, "its answers")
-    assert [*itertools.chain(*worker.noted("asked"))] == ["slow", *["of the one that stays"] * 3]
-    again = worker.connect().ready()
-    again.ask("l0", "again")
-    assert again.answer_to("l0").source == "retrieval"
-    assert "Traceback" not in worker.log
-    assert "not understood" not in worker.log, "to hang up is nothing to report"
-
-
-GARBAGE = {
-    "a length of 4 GiB": b"\xff\xff\xff\xff",
-    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
-    "no MessagePack": b"\x03\0\0\0abc",
-    "an empty frame": b"\0\0\0\0",
-    "broken UTF-8": b"\x08\0\0\0\x92\xa4gone\xa1\xff",
-    "an answer": pack(Told("a", 1, 2, "retrieval")),
-}
-
-
-def test_who_sends_garbage_is_hung_up_on_and_nobody_else(start: Start) -> None:
+def test_malformed_messages_are_counted_and_nothing_else(start: Start) -> None:
     worker = start()
     front = worker.connect().ready()
-    for what, garbage in GARBAGE.items():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-            stranger.settimeout(HANG_S)
-            stranger.connect(str(worker.socket))
-            stranger.sendall(garbage)
-            while stranger.recv(1 << 16):
-                pass  # what it is told of the status before it is hung up on
-        front.ask(what)
-        assert front.answer_to(what).source == "retrieval"
-    assert worker.log.count("not understood any more") == len(GARBAGE)
+    front.send(b"", b"garbage", Answer("a", LAW, "an answer is no question"))
+    front.socket.send_multipart([b"two", b"parts"])
+    front.ask("a")
+    assert front.answer_to("a").source == "retrieval"
+    assert front.status().errors == 3
+    assert worker.log.count("failed in reading a message") == 1
+
+
+def test_whatever_is_predicted_the_next_batch_is_predicted(start: Start) -> None:
+    worker = start(batch_size=1)
+    front = worker.connect().ready()
+    texts = ["raise", *ODD]
+    for text in texts:
+        front.ask(text, text)
+    front.ask("last")
+    assert front.answer_to("last").source == "retrieval"
+    assert {front.answer_to(text).source for text in texts} == {"error"}
+    assert front.status().errors == len(texts)
+
+
+@pytest.mark.parametrize(("text", "status"), [("exit", 3), ("kill", -9), ("sys.exit", 4)])
+def test_a_predictor_may_take_its_process_along(start: Start, text: str, status: int) -> None:
+    worker = start()
+    worker.connect().ready().ask("a", text)
+    assert worker.ended() == status
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_is_obeyed_after_the_last_words_were_learned(start: Start, number: signal.Signals) -> None:
+    worker = start(patch="learner.EVERY_S = 3600")
+    front = worker.connect().ready()
+    for count in range(1, 101):
+        front.end(count)
+    front.status()  # so that it heard of all
+    worker.process.send_signal(number)
+    assert worker.ended() == 0
+    assert worker.noted("closed") == [100]
+    assert not worker.socket.parent.exists()
+
+
+def test_ctrl_c_does_not_end_it_before_the_front_end(start: Start) -> None:
+    worker = start()
+    front = worker.connect().ready()
+    for i in range(3):
+        worker.process.send_signal(signal.SIGINT)
+        front.ask(f"r{i}")
+        front.answer_to(f"r{i}")
+    assert worker.terminate() == 0
+
+
+def test_it_ends_while_its_model_is_still_loaded(start: Start) -> None:
+    """A download that hangs once kept it for ever."""
+    worker = start(factory="fake_predictors:HangingStart", patch="worker._LAST_S = 0.1")
+    until(lambda: worker.noted("pid"), "the model to be loaded")
+    assert worker.terminate() == 0
+
+
+def test_what_hangs_does_not_keep_it_from_its_end(start: Start) -> None:
+    worker = start(patch="worker._LAST_S = 0.1")
+    front = worker.connect().ready()
+    front.end(1, "learn hangs")
+    for i in range(5):
+        front.ask(f"r{i}")
+        assert front.answer_to(f"r{i}").source == "retrieval", "predictions go on"
+    assert worker.terminate() == 0
+
+
+def test_a_prediction_that_hangs_does_not_keep_it_from_learning_and_its_end(start: Start) -> None:
+    worker = start(batch_size=1, patch="learner.GRACE_S = 0.1")
+    front = worker.connect().ready()
+    front.end(1)
+    front.ask("a", "hang")
+    until(lambda: worker.noted("asked"), "it to hang")
+    assert worker.terminate() == 1
+    assert worker.noted("closed") == [1]
+
+
+FRONT_END = """
+import os, subprocess, sys, time
+worker = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if os.fork():
+    print(worker.pid, flush=True)
+time.sleep(3600)  # a process that was forked from it lives on
+"""
+
+
+@pytest.mark.parametrize("factory", ["Obedient", "HangingStart"])
+def test_a_front_end_that_is_killed_takes_it_along(short: Path, factory: str) -> None:
+    """Also while the model is loaded, when it was once left behind for ever."""
+    command = worker_command(short, factory=f"fake_predictors:{factory}", patch="worker._LAST_S = 0.1")
+    front_end = subprocess.Popen(
+        [sys.executable, "-c", FRONT_END, *command],
+        stdout=subprocess.PIPE,
+        env=child_environment(),
+        start_new_session=True,
+        text=True,
+    )
+    front = FrontEnd(short / "p" / "s")
+    try:
+        assert front_end.stdout is not None
+        pid = int(front_end.stdout.readline())
+        front.status()
+        until(lambda: noted(short / "kept", "pid"), "the model to be loaded")
+        front.end(1)
+        front_end.kill()
+        front_end.wait(HANG_S)
+        until(lambda: not alive(pid), "its end")
+        assert noted(short / "kept", "closed") == ([1] if factory == "Obedient" else [])
+        assert not (short / "p").exists()
+    finally:
+        front.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(front_end.pid, signal.SIGKILL)
+        front_end.communicate()
+
+
+@pytest.mark.parametrize("factory", ["missing_package", "wrong_option"])
+def test_a_start_that_cannot_succeed_is_told_as_such(start: Start, factory: str) -> None:
+    worker = start(factory=f"fake_predictors:{factory}")
+    assert worker.ended() == CANNOT_START
+    assert worker.log.count("can't start: ") == 1
     assert "Traceback" not in worker.log
 
 
-def test_half_a_frame_is_no_reason_to_wait_for_others(start: Start) -> None:
+@pytest.mark.parametrize("factory", ["fake_predictors:nobody", "no_such_module:nobody"])
+def test_a_factory_that_is_not_there_is_told_as_such(start: Start, factory: str) -> None:
+    assert start(factory=factory).ended() == CANNOT_START
+
+
+def test_a_start_that_fails_for_another_reason_may_be_tried_again(start: Start) -> None:
+    worker = start(factory="fake_predictors:CrashingStart")
+    assert worker.ended() == 1
+    assert "RuntimeError: this time" in worker.log
+
+
+def test_a_hub_that_comes_back_is_found(start: Start) -> None:
+    worker = start(factory="fake_predictors:NoHub")
+    worker.connect().ready()
+    assert len(worker.noted("pid")) == 3
+    assert len(set(worker.noted("pid"))) == 1
+
+
+def test_a_place_where_no_socket_can_be_is_a_reason_to_give_up(start: Start) -> None:
+    worker = start(name="n" * 200)
+    assert worker.ended() == CANNOT_START
+    assert worker.log.count("can't listen") == 1
+    assert "Traceback" not in worker.log
+
+
+def test_others_cannot_enter_where_it_listens(start: Start) -> None:
     worker = start()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        front = worker.connect().ready()
-        stranger.connect(str(worker.socket))
-        stranger.sendall(b"\x10\0\0\0abc")
-        front.ask("a")
-        assert front.answer_to("a").source == "retrieval"
+    worker.connect().ready()
+    assert worker.socket.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_front_end_that_does_not_read_is_sent_answers_but_no_pile_of_statuses(start: Start) -> None:
-    """An offline engine between two batches reads nothing for hours."""
-    worker = start(patch="worker._STATUS_S = 0.0005")
-    idle, front = worker.connect(), worker.connect().ready()
-    until(lambda: len(front.listen()) > 800, "statuses that fill a socket")
-    for i in range(100):
-        idle.ask(f"r{i}")
-    until(lambda: front.status and front.status.answered == 100, "the answers")
-    until(lambda: len(front.listen()) > 1600, "more statuses")
-    until(lambda: len(idle.told) == 100, "its answers, when it reads again")
-    assert [told.req_id for told in idle.told] == [f"r{i}" for i in range(100)]
-    assert sum(isinstance(answer, Status) for answer in idle.answers) < 800
+def test_neither_side_of_the_service_imports_what_is_heavy() -> None:
+    """The scheduler's process may hold a front end, too: the model is loaded in the predictor's process alone."""
+    names = ("client", "messages", "process", "said", "worker")
+    program = f"import sys, {', '.join(f'vllm_ext.prediction.service.{name}' for name in names)}\n"
+    program += "print([m for m in ('torch', 'faiss', 'vllm', 'sentence_transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S)
+    assert done.stdout.strip() == "[]"

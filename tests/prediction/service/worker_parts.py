@@ -1,105 +1,91 @@
-"""What tests with a real predictor's process share: the process, and a connection to it that remembers."""
+"""What tests with a real predictor's process share: the process, and a socket to it that remembers."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 from tests.extent import HANG_S
-from vllm_ext.prediction.service.link import Link, LinkBroken
-from vllm_ext.prediction.service.messages import Answer, Ask, Question, Status, Told
-from vllm_ext.prediction.service.worker_options import WorkerOptions
+from vllm_ext.prediction.predictor import FinishedPrompt
+from vllm_ext.prediction.service.messages import Answer, Ask, Finished, Message, Ping, Status, pack, unpack
+from vllm_ext.prediction.service.process import WorkerOptions
 
-from .parts import make_config, until
-
-HERE = Path(__file__).parent
+from .parts import child_environment, make_config, noted, prompt, until
 
 
 class FrontEnd:
-    """A connection to a predictor's process, with what it said."""
+    """A socket to a predictor's process, with what that said."""
 
     def __init__(self, path: Path) -> None:
-        self.link = _connected(path)
-        self.answers: list[Answer] = []
-        self._broken = False
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.connect(f"ipc://{path}")
+        self.heard: list[Message] = []
 
-    def ask(
-        self, req_id: str, text: str = "hello", *, max_tokens: int = 100, model: str = "m", prompt_tokens: int = 0
-    ) -> None:
-        self.send(Ask(req_id, text, max_tokens, model, prompt_tokens))
+    def send(self, *messages: Message | bytes) -> None:
+        for message in messages:
+            self.socket.send(message if isinstance(message, bytes) else pack(message))
 
-    def send(self, question: Question) -> None:
-        assert self.link.send(question)
+    def ask(self, req_id: str, text: str = "hello") -> None:
+        self.send(Ask(req_id, prompt(text)))
 
-    def listen(self) -> list[Answer]:
-        """Return what has come so far."""
-        if not self._broken:
-            try:
-                self.answers += self.link.receive()
-            except LinkBroken:
-                self._broken = True
-        return self.answers
+    def end(self, number: int, text: str = "hello", *, predicted: int = 0) -> None:
+        done = FinishedPrompt(prompt(text), number, 1.0)
+        self.send(Finished(number, done, predicted, predicted))
 
-    def broken(self) -> bool:
-        """Whether the process hung up, and all it said was read."""
-        self.listen()
-        return self._broken
+    def listen(self) -> list[Message]:
+        while self.socket.poll(0):
+            self.heard.append(unpack(self.socket.recv()))
+        return self.heard
 
-    @property
-    def told(self) -> list[Told]:
-        return [answer for answer in self.listen() if isinstance(answer, Told)]
-
-    @property
-    def status(self) -> Status | None:
-        """The last one."""
-        return next((answer for answer in reversed(self.listen()) if isinstance(answer, Status)), None)
-
-    def answer_to(self, req_id: str) -> Told:
+    def answer_to(self, req_id: str) -> Answer:
         """Wait for the answer to a question, which must be the only one."""
-        until(lambda: any(told.req_id == req_id for told in self.told), f"the answer to {req_id}")
-        (found,) = (told for told in self.told if told.req_id == req_id)
-        return found
+
+        def found() -> list[Answer]:
+            return [each for each in self.listen() if isinstance(each, Answer) and each.req_id == req_id]
+
+        until(found, f"the answer to {req_id}")
+        (answer,) = found()
+        return answer
+
+    def status(self) -> Status:
+        known = len(self.listen())
+        self.send(Ping())
+        until(lambda: any(isinstance(each, Status) for each in self.listen()[known:]), "its status")
+        return next(each for each in reversed(self.heard) if isinstance(each, Status))
 
     def ready(self) -> FrontEnd:
-        until(lambda: self.status, "a predictor that is ready")
+        until(lambda: self.status().ready, "a predictor that is ready")
         return self
 
-
-def _connected(path: Path) -> Link:
-    deadline = time.monotonic() + HANG_S
-    while True:
-        try:
-            return Link(path, max_unsent=10_000)
-        except OSError:
-            assert time.monotonic() < deadline, f"nobody listens at {path}"
-            time.sleep(0.005)
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
-def worker_command(folder: Path, *, patch: str = "", name: str = "s", **config: Any) -> list[str]:
-    """What runs a predictor's process that learns every 20 ms.
+def worker_command(folder: Path, *, patch: str = "", name: str = "p/s", **config: Any) -> list[str]:
+    """What runs a predictor's process that learns every 20 ms; its parent is who starts it.
 
     Args:
         folder: Its own, with a short path.
-        patch: Statements that change constants of its modules ``worker`` and ``work``.
+        patch: Statements that change constants of its modules ``worker`` and ``learner``.
         name: Of the socket in the folder.
         config: As of `PredictorConfig`.
     """
     made = msgspec.to_builtins(make_config(**config))
-    options = WorkerOptions(socket=str(folder / name), folder=str(folder / "kept"), config=made)
+    options = WorkerOptions(str(folder / name), str(folder / "kept"), 0, made)
     code = f"""
 import logging, os, sys
-from vllm_ext.prediction.service import work, worker
-worker._STATUS_S = 0.02
+from vllm_ext.prediction.service import learner, worker
+learner.EVERY_S = 0.02
+learner._FIRST_PAUSE_S = 0.02
 {patch}
-status = worker.main(sys.argv[1:])
+status = worker.main([sys.argv[1].replace('"parent":0', f'"parent":{{os.getppid()}}')])
 logging.shutdown()
 os._exit(status)
 """
@@ -107,37 +93,36 @@ os._exit(status)
 
 
 class WorkerProcess:
-    """A predictor's process with a fake predictor, as a front end starts it."""
+    """A predictor's process with a fake predictor."""
 
-    def __init__(self, folder: Path, *, name: str = "s", **options: Any) -> None:
+    def __init__(self, folder: Path, *, name: str = "p/s", **options: Any) -> None:
         """Start it; arguments as of `worker_command`."""
-        self.folder = folder
-        self.socket = folder / name
+        self.folder, self.socket = folder, folder / name
         self._stderr = folder / "stderr"
+        self._fronts: list[FrontEnd] = []
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
                 worker_command(folder, name=name, **options),
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stderr=stderr,
                 env=child_environment(),
             )
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill it if it still runs."""
         self.process.kill()
         self.process.wait(HANG_S)
-        self.end_input()
+        for front in self._fronts:
+            front.close()
 
     def connect(self) -> FrontEnd:
-        return FrontEnd(self.socket)
+        self._fronts.append(FrontEnd(self.socket))
+        return self._fronts[-1]
 
-    def end_input(self) -> None:
-        """What a front end does that goes, however it goes."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+    def terminate(self) -> int:
+        """Have it end; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
 
     def ended(self) -> int:
         """Wait for its end; returns the exit status."""
@@ -150,18 +135,3 @@ class WorkerProcess:
     def noted(self, key: str) -> list[Any]:
         """What the fake predictor was asked or told."""
         return noted(self.folder / "kept", key)
-
-
-def noted(folder: Path, key: str) -> list[Any]:
-    """What a fake predictor wrote under a key."""
-    try:
-        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    entries = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [entry[key] for entry in entries if key in entry]
-
-
-def child_environment() -> dict[str, str]:
-    """Of a process that is to find the fake predictors."""
-    return {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}

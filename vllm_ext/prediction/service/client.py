@@ -5,272 +5,331 @@ Nothing here waits or computes: requests go on whatever the predictor does, on w
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ext.config import PredictorConfig
-from vllm_ext.prediction.service.link import Link, LinkBroken
+import zmq
+
+from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.prediction.law import LEVELS
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.service.messages import (
     ERROR,
     OVERLOAD,
     UNKNOWN,
+    Answer,
     Ask,
-    Failed,
+    BadMessage,
     Finished,
-    FrameError,
-    Gone,
-    Question,
+    Ping,
     Status,
-    Told,
+    is_law,
+    pack,
+    unpack,
 )
+
+if TYPE_CHECKING:
+    from vllm_ext.observability.predictor_metrics import PredictorMetrics
+    from vllm_ext.prediction.service.process import PredictorProcess
 
 logger = logging.getLogger("vllm.vllm_ext.predictor")
 
-_CONNECT_EVERY_S = 0.1
-_MARGIN_S = 5.0
-_LOADING_S = 300.0
-"""Time a predictor has to load its model, when it is fetched from a hub for instance."""
-
 PREDICTED, LATE, LOST, TIMEOUT, NOT_READY = "predicted", "late", "lost", "timeout", "not-ready"
-"""What came of a question, beside the reasons of `messages.Told`."""
+"""What came of a question, beside the reasons of `messages.Answer`."""
+UNLEARNED, MALFORMED = "finished", "message"
+"""What is dropped: requests that ended and are not learned; messages that are none."""
+
+MARGIN_S = 5.0
+"""A process is given up that answers nothing for so much longer than a question may wait."""
+BUSY_S = 300.0
+"""Time for loading a model, when it is fetched from a hub for instance, and for learning."""
+MOST_KEPT = 8192
+"""Requests that ended and are not known to be learned."""
+MOST_OPEN = 65_536
+"""Requests that have not ended: offline, all come at once."""
+_TEND_S, _PING_S = 0.1, 1.0
+_LINGER_MS = 100
+"""Longest wait of an orderly end for what was sent last."""
 
 
-class LateHint(NamedTuple):
-    """What the scheduler is to be told of a request that it has already queued. Lengths in tokens."""
+class _Asked(NamedTuple):
+    """A request that has not ended, with the P50 and P90 that were predicted; 0 until then."""
 
-    req_id: str
-    tokens: int
-    p90: int
-    source: str
-
-
-class Process(Protocol):
-    """What is needed of `PredictorProcess`."""
-
-    given_up: bool
-    starts: int
-
-    def ensure(self, now: float) -> None:
-        """Start the process unless it runs, is to pause, or was given up. Does not wait."""
-
-    def works(self) -> None:
-        """Note that the process answered: if it ends now, it is started again after a short pause."""
-
-    def kill(self) -> None:
-        """End a process that answers nothing any more."""
-
-    def close(self) -> None:
-        """Let the process save and end; returns at once."""
+    prompt: Prompt
+    p50: int = 0
+    p90: int = 0
 
 
-class ServiceMetrics(Protocol):
-    """Where the service reports; see `observability.predictor_metrics`."""
+class _Ended(NamedTuple):
+    """A request that ended, as a message, and whether it is sent for the second time."""
 
-    def outcome(self, name: str, count: int = 1) -> None:
-        """Count requests by what came of their prediction."""
-
-    def latency(self, seconds: float) -> None:
-        """Note how long a prediction took."""
-
-    def status(self, status: Status | None) -> None:
-        """Take over what the predictor says of itself; None when it is gone."""
-
-    def starts(self, total: int) -> None:
-        """Take over how often the process was started."""
+    number: int
+    body: bytes
+    again: bool = False
 
 
-class PredictionService:
+class PredictionClient:
     """One per front-end process. The one that owns the predictor's process keeps it running; others only connect.
 
-    Used from one thread.
+    A prompt is kept until its request ends and was learned, so that a predictor that was started again loses nothing.
+    Used from one thread. In a process forked from this one it is a client of its own, which owns nothing.
     """
 
     def __init__(
         self,
         config: PredictorConfig,
-        socket: Path,
-        process: Process | None,
-        metrics: ServiceMetrics,
+        path: Path,
+        process: PredictorProcess | None,
+        metrics: PredictorMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
-        self._socket = socket
-        self._process = process
-        self._metrics = metrics
-        self._clock = clock
-        self._link: Link | None = None
-        self._asked: OrderedDict[str, float] = OrderedDict()
-        """Questions without an answer yet, oldest first, with the time they were sent."""
-        self._late: set[str] = set()
-        """Of these, those whose requests ended. They are owed too: else nobody who hangs is found out by short ones."""
-        self._heard_at = 0.0
-        """When the predictor last answered a question, of whichever front end."""
-        self._answered = 0
-        self._ready = False
-        self._next_connect = 0.0
-        self._warned = False
-        self._closed = False
+        self._config, self._path, self._process = config, path, process
+        self._metrics, self._clock = metrics, clock
+        self._limit_s = config.timeout_s + MARGIN_S
+        self._numbers = itertools.count(1)
+        self._connections = 0
+        self._warned = self._warned_of_drops = self._closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._open: OrderedDict[str, _Asked] = OrderedDict()
+        self._waiting: OrderedDict[str, float] = OrderedDict()
+        """Questions without an answer, oldest first, with the time they were sent."""
+        self._unsent: deque[_Ended] = deque()
+        self._sent: deque[_Ended] = deque()
+        """Not known to be learned, oldest first."""
+        self._status: Status | None = None
+        self._since_s = 0.0
+        """When the connection in use was begun."""
+        self._pinged_s: float | None = None
+        """When the first ping was sent after which nothing was heard."""
+        self._next_tend_s = self._next_ping_s = 0.0
 
     @property
     def ready(self) -> bool:
         """Whether the predictor has loaded its model and is connected."""
-        return self._ready
-
-    @property
-    def link(self) -> Link | None:
-        """The connection, for an event loop to watch."""
-        return self._link
+        return self._status is not None and self._status.ready
 
     @property
     def waiting(self) -> int:
         """Questions without an answer."""
-        return len(self._asked)
+        return len(self._waiting)
+
+    @property
+    def connection(self) -> tuple[int, int]:
+        """Which connection it is, and its descriptor for an event loop, whose number may be that of the one before.
+
+        -1 without one. The descriptor tells of a change only: `readable` is to be asked, too.
+        """
+        return self._connections, -1 if self._socket is None else self._socket.FD
+
+    @property
+    def readable(self) -> bool:
+        """Whether `poll` would find a message. Sending may consume what the descriptor tells."""
+        return self._socket is not None and _readable(self._socket)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def ask(self, req_id: str, text: str, max_tokens: int, model: str, prompt_tokens: int = 0) -> None:
+    def ask(self, req_id: str, prompt: Prompt) -> None:
         """Ask for the output length of a request; what comes of it is in a later `poll`."""
-        if self._link is None and not self._closed:
-            self._tend(self._clock())
-        if self._link is None:
+        self._check_process()
+        if self._closed:
             self._metrics.outcome(NOT_READY)
-        elif len(self._asked) >= self._config.queue_limit:
-            self._metrics.outcome(OVERLOAD)
-        elif (failure := self._send(Ask(req_id, text, max_tokens, model, prompt_tokens))) is not None:
-            self._metrics.outcome(failure)
-        else:
-            self._asked[req_id] = self._clock()
-
-    def finished(self, req_id: str, tokens: int) -> None:
-        """Tell the predictor how long a request became that ended by itself."""
-        self._ended(req_id, Finished(req_id, tokens))
-
-    def gone(self, req_id: str) -> None:
-        """Tell the predictor that a request was aborted."""
-        self._ended(req_id, Gone(req_id))
-
-    def _ended(self, req_id: str, message: Question) -> None:
-        if req_id in self._asked and req_id not in self._late:
-            self._late.add(req_id)
-            self._metrics.outcome(LATE)
-        self._send(message)
-
-    def _send(self, message: Question) -> str | None:
-        """Send a message; returns the outcome of a question that can't be."""
-        if self._link is None:
-            return LOST
+            return
         try:
-            return None if self._link.send(message) else OVERLOAD
-        except FrameError:
-            return ERROR
-        except LinkBroken:
-            # Left to `poll`: there may be a last word to read, and an event loop may still watch the descriptor, whose
-            # number must not become that of a client's connection before `poll`'s caller has let go of it.
-            return LOST
+            body = pack(Ask(req_id, prompt))
+        except BadMessage:
+            self._metrics.outcome(ERROR)
+            return
+        self._open[req_id] = _Asked(prompt)
+        if len(self._open) > MOST_OPEN:
+            self._forget(next(iter(self._open)))
+        if len(self._waiting) >= self._config.queue_limit:
+            self._metrics.outcome(OVERLOAD)
+        elif not self._send(body):
+            full = self._status is not None and self._monitor is not None and not _readable(self._monitor)
+            self._metrics.outcome(OVERLOAD if full else NOT_READY)
+        else:
+            self._waiting[req_id] = self._clock()
+
+    def ended(self, req_id: str, tokens: int, *, aborted: bool = False) -> None:
+        """Have the predictor learn how long a request became, or was when its client gave it up."""
+        self._check_process()
+        asked = self._open.pop(req_id, None)
+        if asked is None:
+            return
+        if self._waiting.pop(req_id, None) is not None:
+            self._metrics.outcome(LATE)
+        if tokens < 1 or self._closed:
+            return
+        number = next(self._numbers)
+        done = FinishedPrompt(asked.prompt, tokens, time.time(), aborted)
+        self._unsent.append(_Ended(number, pack(Finished(number, done, asked.p50, asked.p90))))
+        if len(self._sent) + len(self._unsent) > MOST_KEPT:
+            (self._unsent or self._sent).popleft()  # what was sent is on its way
+            self._drop(1)
+        self._send_ended()
+
+    def _forget(self, req_id: str) -> None:
+        """Let go of one of too many requests: it will not be learned."""
+        del self._open[req_id]
+        if self._waiting.pop(req_id, None) is not None:
+            self._metrics.outcome(LATE)
+        self._drop(1)
+
+    def _send_ended(self) -> None:
+        while self._unsent and self._send(self._unsent[0].body):
+            self._sent.append(self._unsent.popleft())
+
+    def _send(self, body: bytes) -> bool:
+        """Send a message; False where nobody is connected, or the socket takes no more."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(body, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # forked: sockets and process are those of the other, and not to be touched
+            self._process = None
+            self._begin()
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
-    def poll(self) -> list[LateHint]:
+    def poll(self) -> list[Answer]:
         """Take in what came, see to the process, and return what the scheduler is to be told. Returns at once."""
+        self._check_process()
         if self._closed:
             return []
         now = self._clock()
-        hints = self._receive(now)
-        self._tend(now)
-        return hints
+        gone = self._monitor is not None and _readable(self._monitor)
+        found = self._receive(now)  # what it said before it went is there by now
+        if gone:
+            self._down(LOST, "is gone")
+        if now >= self._next_tend_s:
+            self._next_tend_s = now + _TEND_S
+            self._tend(now)
+        self._send_ended()
+        return found
 
-    def _receive(self, now: float) -> list[LateHint]:
-        if self._link is None:
-            return []
-        hints = []
-        try:
-            for answer in self._link.receive():
-                if isinstance(answer, Told):
-                    if (hint := self._told(answer, now)) is not None:
-                        hints.append(hint)
-                elif isinstance(answer, Status):
-                    self._report(answer, now)
-                elif isinstance(answer, Failed):
-                    self._warn(f"can't start: {answer.reason}")
-            self._link.flush()  # after the last words of a process that is gone were read
-        except LinkBroken as error:
-            self._broken(str(error))
-        return hints
+    def _receive(self, now: float) -> list[Answer]:
+        found = []
+        while self._socket is not None:
+            try:
+                reply = unpack(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            except BadMessage:
+                self._metrics.dropped(MALFORMED)
+                continue
+            self._pinged_s = None
+            if isinstance(reply, Status):
+                self._report(reply)
+            elif isinstance(reply, Answer) and self._take(reply, now):
+                found.append(reply)
+        return found
 
-    def _told(self, answer: Told, now: float) -> LateHint | None:
-        if answer.tokens or answer.source != OVERLOAD:  # which says that it listens, not that it predicts
-            self._heard_at = now
-        if self._process is not None and (answer.tokens or answer.source == UNKNOWN):
+    def _take(self, answer: Answer, now: float) -> bool:
+        """Take in an answer; whether the scheduler is to be told."""
+        predicted = is_law(answer.quantiles)
+        if self._process is not None and (predicted or answer.source == UNKNOWN):
             self._process.works()
-        asked = self._asked.pop(answer.req_id, None)
-        if asked is None:
-            return None
-        if answer.req_id in self._late:  # it was counted when it ended
-            self._late.discard(answer.req_id)
-            return None
-        if not 1 <= answer.tokens <= answer.p90:
-            self._metrics.outcome(answer.source)
-            return None
+        sent_s = self._waiting.pop(answer.req_id, None)
+        if sent_s is None:  # its request ended, which was counted
+            return False
+        if not predicted:
+            self._metrics.outcome(ERROR if answer.quantiles else answer.source)
+            return False
+        p50, p90 = (answer.quantiles[LEVELS.index(level)] for level in (0.5, 0.9))
+        self._open[answer.req_id] = self._open[answer.req_id]._replace(p50=p50, p90=p90)
         self._metrics.outcome(PREDICTED)
-        self._metrics.latency(now - asked)
-        return LateHint(answer.req_id, answer.tokens, answer.p90, answer.source)
+        self._metrics.latency(now - sent_s)
+        return True
 
-    def _report(self, status: Status, now: float) -> None:
-        self._metrics.status(status)
-        if status.answered != self._answered:
-            self._answered, self._heard_at = status.answered, now
-        if not self._ready:
-            self._ready, self._heard_at = True, now
+    def _report(self, status: Status) -> None:
+        if status.ready and not self.ready:
             logger.info("length prediction is ready: %d finished requests known", status.entries)
+        self._status = status
+        if status.ready:
+            self._metrics.status(status)
         if status.errors:
             self._warn("raises errors, see its log")
+        while self._sent and self._sent[0].number <= status.taken:
+            self._sent.popleft()
 
     # --- the process ------------------------------------------------------------------------------------------------
 
     def _tend(self, now: float) -> None:
-        if self._link is not None:
-            self._check_silence(now)
-        if self._link is None and now >= self._next_connect:
-            self._next_connect = now + _CONNECT_EVERY_S
-            if self._process is not None:
-                self._process.ensure(now)
-                self._metrics.starts(self._process.starts)
-                if self._process.given_up:
-                    self._warn("can't start, see its log")
-                elif self._process.starts > 1:
-                    self._warn("ended and was started again, see its log")
+        if self._process is not None:
+            self._process.ensure(now)
+            self._metrics.starts(self._process.starts)
+            if self._process.given_up:
+                self._warn("can't start, see its log")
+            elif self._process.starts > 1:
+                self._warn("ended and was started again, see its log")
+        if self._socket is None:
             self._connect(now)
+        if now >= self._next_ping_s and self._send(pack(Ping())):
+            self._next_ping_s = now + _PING_S
+            if self._pinged_s is None:
+                self._pinged_s = now
+        if why := self._hangs(now):
+            if self._process is not None:
+                self._process.kill()
+            self._down(TIMEOUT, why)
+        while self._waiting and now - next(iter(self._waiting.values())) > self._limit_s:
+            self._waiting.popitem(last=False)
+            self._metrics.outcome(TIMEOUT)
+
+    def _hangs(self, now: float) -> str:
+        """Why the process is taken to hang; empty if it is not."""
+        if self._pinged_s is not None and now - self._pinged_s > self._limit_s:
+            return f"has not answered for {self._limit_s:g} s"
+        if self._status is None and now - self._since_s > BUSY_S:
+            return f"has not begun to listen within {BUSY_S:g} s"
+        if self._status is not None and self._status.busy_s > BUSY_S:
+            return f"has been at {'learning' if self._status.ready else 'loading its model'} for {BUSY_S:g} s"
+        return ""
 
     def _connect(self, now: float) -> None:
-        try:
-            self._link = Link(self._socket, max_unsent=self._config.queue_limit)
-        except OSError:
-            return  # not there yet
-        self._heard_at = now
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.sndhwm = 2 * self._config.queue_limit
+        self._socket.immediate = 1  # nothing is queued for a process that is not there
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"ipc://{self._path}")
+        self._connections += 1
+        self._since_s = self._next_ping_s = now
 
-    def _check_silence(self, now: float) -> None:
-        """Give up on a process that owes answers and has given none for too long, alive as it may look otherwise."""
-        limit = self._config.timeout_s + _MARGIN_S if self._ready else _LOADING_S
-        oldest = next(iter(self._asked.values()), now)
-        if now - max(oldest, self._heard_at) <= limit:
-            return
-        if self._process is not None:
-            self._process.kill()
-        self._broken(f"has not answered for {limit:g} s", TIMEOUT)
+    def _disconnect(self, linger_ms: int = 0) -> None:
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger_ms)
+        self._socket = self._monitor = self._status = self._pinged_s = None
 
-    def _broken(self, why: str, outcome: str = LOST) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
-        self._ready = False
-        self._metrics.outcome(outcome, len(self._asked) - len(self._late))
+    def _down(self, outcome: str, why: str) -> None:
+        """Begin anew: the process is gone or given up, and with it what it was asked."""
+        self._disconnect()
         self._metrics.status(None)
-        self._asked.clear()
-        self._late.clear()
+        self._metrics.outcome(outcome, len(self._waiting))
+        self._waiting.clear()
+        # What it took along is sent once more, and only once: it may be what it died of.
+        self._drop(sum(ended.again for ended in self._sent))
+        self._unsent.extendleft(ended._replace(again=True) for ended in reversed(self._sent) if not ended.again)
+        self._sent.clear()
         self._warn(why)
 
     def _warn(self, why: str) -> None:
@@ -282,12 +341,30 @@ class PredictionService:
                 why,
             )
 
+    def _drop(self, count: int) -> None:
+        self._metrics.dropped(UNLEARNED, count)
+        if count and not self._warned_of_drops:
+            self._warned_of_drops = True
+            logger.warning(
+                "finished requests are not learned: the length predictor is gone or too slow "
+                "(counted in vllm_ext:predictor_dropped_total, not logged again)"
+            )
+
     def close(self) -> None:
-        """Hang up, and let the process save and end if it is ours. Nothing starts it again; questions get no answer."""
+        """Hang up, and let the process learn what ended and end if it is ours. Questions get no answer any more."""
+        self._check_process()
+        if self._closed:
+            return
+        self._send_ended()
         self._closed = True
-        self._ready = False
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        self._metrics.outcome(LOST, len(self._waiting))
+        self._waiting.clear()
+        self._drop(len(self._unsent))
+        self._disconnect(_LINGER_MS)
+        self._context.term()  # waits no longer than that
         if self._process is not None:
             self._process.close()
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -1,78 +1,78 @@
-"""What a front end and the predictor's process say to each other over a Unix socket.
+"""What front ends and the predictor's process say to each other: over ZeroMQ, one structure in MessagePack per message.
 
-A frame is the length of its body (4 bytes, little endian) and a body in MessagePack: one of the structures below.
+A front end asks, tells what ended, and pings; the process answers each question once and each ping with its status.
+pyzmq and msgspec come with vLLM.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import msgspec
 
-MAX_FRAME_BYTES = 1 << 20
-"""Longest body; a prompt is cut far below it before it is sent."""
-_LENGTH_BYTES = 4
+from vllm_ext.prediction.law import LEVELS
+from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
-UNKNOWN, EXPIRED, OVERLOAD, ERROR, ENDED = "unknown", "expired", "overload", "error", "ended"
-"""Why there is no prediction: nothing to go by; it waited too long; the queue is full; the predictor failed; the
-request ended before its turn came."""
+MAX_BYTES = 1 << 20
+"""Longest message; a prompt's text is cut far below it before it is sent."""
+_LONGEST_TOKENS = 2**40
+
+UNKNOWN, EXPIRED, OVERLOAD, ERROR = "unknown", "expired", "overload", "error"
+"""Why there is no prediction: nothing to go by; it waited too long; the queue is full; the predictor failed."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
-    """Predict the output length of a request; answered by one `Told`."""
+    """Predict the output length of a request; answered by one `Answer`."""
 
     req_id: str
-    text: str
-    """What stands for the prompt (`prompt_text`), cut."""
-    max_tokens: int
-    """The client's bound on the output."""
-    model: str = ""
-    """Name of the model or LoRA adapter that answers."""
-    prompt_tokens: int = 0
-    """Length of the prompt in tokens of that model; 0 where unknown."""
+    prompt: Prompt
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", array_like=True):
-    """A request ended by itself after so many tokens: learn it."""
+    """A request ended: learn it. Acknowledged by `Status.taken`."""
 
-    req_id: str
-    tokens: int
-
-
-class Gone(msgspec.Struct, frozen=True, tag="gone", array_like=True):
-    """A request was aborted: forget it."""
-
-    req_id: str
-
-
-class Told(msgspec.Struct, frozen=True, tag="told", array_like=True):
-    """The answer to one `Ask`."""
-
-    req_id: str
-    tokens: int = 0
-    """Predicted output length; 0 where there is no prediction."""
+    number: int
+    """Counts a front end's messages of this kind, from 1."""
+    done: FinishedPrompt
+    p50: int = 0
+    """What was predicted for it, in tokens; 0 where nothing was."""
     p90: int = 0
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping", array_like=True):
+    """Say how you are; answered by a `Status`."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
+    """The answer to one `Ask`, and what the scheduler takes."""
+
+    req_id: str
+    quantiles: tuple[int, ...] = ()
+    """Of the output length in tokens, at `law.LEVELS`; empty where there is no prediction."""
     source: str = ""
-    """Who predicts, as of `estimate.SOURCES`; or why there is no prediction: `UNKNOWN`, `EXPIRED`, `OVERLOAD`, `ERROR`,
-    `ENDED`."""
+    """Who predicts; or why there is no prediction: `UNKNOWN`, `EXPIRED`, `OVERLOAD`, `ERROR`."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status", array_like=True):
-    """How the predictor is, told to every front end when it is ready and about once per second from then on.
+    """How the predictor is. It comes from the thread that predicts, so that none comes while a prediction hangs."""
 
-    That it comes does not show that predictions do: it is sent while one hangs.
-    """
-
+    ready: bool = False
+    """Whether the model is loaded."""
+    busy_s: float = 0.0
+    """For how long the learner's thread has been at what it does now: loading or learning; 0 while it rests."""
+    taken: int = 0
+    """Number of the last `Finished` of the front end that asks which was learned."""
     entries: int = 0
-    """Finished requests in the store."""
+    """Finished requests that are remembered."""
+    examples: int = 0
+    """Of these, those that the regression was fitted on."""
     learned: int = 0
-    """Of these, learned since the process started."""
+    """Requests learned since the process started."""
     waiting: int = 0
     """Prompts that wait for their prediction."""
-    answered: int = 0
-    """Questions of any front end that left the queue and were answered, since the process started."""
     errors: int = 0
-    """Times the predictor raised, or gave what is no prediction."""
-    decoder_examples: int = 0
-    """Examples the decoder in use was trained on; 0 without one."""
+    """Times the predictor raised or gave what is no prediction, and messages that were none."""
     judged: int = 0
     """Predictions whose requests finished, of the last 500."""
     coverage: float = 0.0
@@ -83,76 +83,46 @@ class Status(msgspec.Struct, frozen=True, tag="status", array_like=True):
     """Kendall's tau-b between predicted and true lengths over the last 200 of these."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
-    """The predictor can't start, and trying again will not help: a package is missing, or an option is wrong."""
-
-    reason: str
-
-
-Question = Ask | Finished | Gone
-Answer = Told | Status | Failed
+Message = Ask | Finished | Ping | Answer | Status
 
 _encoder = msgspec.msgpack.Encoder()
-_questions = msgspec.msgpack.Decoder(Question)
-_answers = msgspec.msgpack.Decoder(Answer)
-_NO_MESSAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises: for another form (its ValidationError is a DecodeError), broken UTF-8, deep nesting."""
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
-class FrameError(ValueError):
-    """Bytes that are no frame of ours: the connection can't be used any more. Or a message that no frame can hold."""
+class BadMessage(ValueError):
+    """Bytes that are no message of ours, or what no message can hold."""
 
 
-def pack(message: Question | Answer) -> bytes:
-    """Return the frame of a message.
+def pack(message: Message) -> bytes:
+    """Return a message's bytes.
 
     Raises:
-        FrameError: it is longer than a frame may be, or holds a text or number that MessagePack can't.
+        BadMessage: it is longer than `MAX_BYTES`, or holds a text or number that MessagePack can't.
     """
     try:
         body = _encoder.encode(message)
     except (UnicodeEncodeError, OverflowError) as error:
-        raise FrameError(f"no message: {error}") from error
-    if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(f"a message of {len(body)} bytes, more than {MAX_FRAME_BYTES}")
-    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+        raise BadMessage(f"no message: {error}") from error
+    if len(body) > MAX_BYTES:
+        raise BadMessage(f"a message of {len(body)} bytes, more than {MAX_BYTES}")
+    return body
 
 
-def read_question(body: bytes) -> Question:
-    """Return the message in a body. Raises FrameError if it is none."""
+def unpack(body: bytes) -> Message:
+    """Return the message of these bytes. Raises BadMessage."""
     try:
-        question: Question = _questions.decode(body)
-    except _NO_MESSAGE as error:
-        raise FrameError(f"not a question to a predictor: {error}") from error
-    return question
+        message: Message = _decoder.decode(body)
+    # For another form (a ValidationError is a DecodeError), broken UTF-8, deep nesting.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(f"no message: {error}") from error
+    return message
 
 
-def read_answer(body: bytes) -> Answer:
-    """Return the message in a body. Raises FrameError if it is none."""
-    try:
-        answer: Answer = _answers.decode(body)
-    except _NO_MESSAGE as error:
-        raise FrameError(f"not an answer of a predictor: {error}") from error
-    return answer
-
-
-class Frames:
-    """Cuts a stream of bytes into bodies."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies that are complete now. Raises FrameError for a length that no message has."""
-        self._bytes += data
-        found = []
-        while len(self._bytes) >= _LENGTH_BYTES:
-            length = int.from_bytes(self._bytes[:_LENGTH_BYTES], "little")
-            if length > MAX_FRAME_BYTES:
-                raise FrameError(f"a frame of {length} bytes, more than {MAX_FRAME_BYTES}")
-            end = _LENGTH_BYTES + length
-            if len(self._bytes) < end:
-                break
-            found.append(bytes(self._bytes[_LENGTH_BYTES:end]))
-            del self._bytes[:end]
-        return found
+def is_law(quantiles: Sequence[int]) -> bool:
+    """Whether these are the quantiles of an `Answer` that predicts: nine ascending lengths from 1."""
+    return (
+        len(quantiles) == len(LEVELS)
+        and quantiles[0] >= 1
+        and quantiles[-1] <= _LONGEST_TOKENS
+        and all(low <= high for low, high in itertools.pairwise(quantiles))
+    )

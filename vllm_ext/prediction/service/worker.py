@@ -1,227 +1,160 @@
 """The predictor's process: `python -m vllm_ext.prediction.service.worker OPTIONS`, started by a front end.
 
-It listens on a Unix socket for the front ends of one server, and ends, saving what it learned, when its standard input
-does: that is the front end that started it. The event loop only moves messages; prompts are embedded in one thread, and
-what finished is learned and saved in another.
+One thread polls the socket of the front ends of one server, predicts in batches and answers; another (`learner`) loads
+the model and learns. The process ends, having learned what ended, at SIGTERM and when the front end that started it is
+gone.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib
-import itertools
 import logging
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import zmq
 
-from vllm_ext.config import ConfigError, PredictorConfig
-from vllm_ext.prediction.learned import LearnedPredictor
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.config_prediction import PredictorConfig
 from vllm_ext.prediction.predictor import PromptPredictor
-from vllm_ext.prediction.service.messages import (
-    Answer,
-    Ask,
-    Failed,
-    Finished,
-    FrameError,
-    Frames,
-    Gone,
-    Status,
-    pack,
-    read_question,
-)
-from vllm_ext.prediction.service.work import Desk
-from vllm_ext.prediction.service.worker_options import CANNOT_START, WorkerOptions
+from vllm_ext.prediction.service.desk import Desk, Errors, answers, too_late
+from vllm_ext.prediction.service.learner import Learner
+from vllm_ext.prediction.service.messages import Answer, Ask, BadMessage, Finished, Ping, Status, pack, unpack
+from vllm_ext.prediction.service.process import CANNOT_START, WorkerOptions, remove_socket
+from vllm_ext.prediction.service.quality import Quality
 
 logger = logging.getLogger("vllm_ext.predictor")
 
-_READ_BYTES = 1 << 16
-_STATUS_S = 1.0
+_TICK_S = 0.2
+"""Longest rest, after which it is looked whether the process is to end."""
+_MOST_AT_ONCE = 4096
+"""Messages heard before anything else is done."""
+_LAST_WORDS_MS = 100
+"""Silence after which front ends are taken to have said all they had to say."""
+_LAST_WORDS_S = 5.0
+"""Time for these, less than `learner.GRACE_S`."""
 _LAST_S = 30.0
-"""Time that the end of the process, with a last save, may take."""
-_LISTENER_S = 10.0
-"""Time in which a front end is to connect that is told why there is no predictor."""
-_LONGEST_REASON = 2000
-_SAVE_S = 20.0
-_REST_PER_SAVE = 100
-"""A full store takes a second to write: then the disk is left alone for a hundred."""
+"""Time for the last learning, which may hang."""
 
 
 class Worker:
-    """Serves until it is told to stop."""
+    """The thread that predicts, and all that front ends see."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self._socket, self._folder = Path(options.socket), Path(options.folder)
-        self._config = PredictorConfig(**options.config)  # type: ignore[arg-type]  # checked by itself
-        config = self._config
+        self._options = options
+        self._config = config = PredictorConfig(**options.config)  # type: ignore[arg-type]  # checked by itself
         self._desk = Desk(queue_limit=config.queue_limit, batch_size=config.batch_size, timeout_s=config.timeout_s)
-        self._peers: dict[int, asyncio.StreamWriter] = {}
-        self._numbers = itertools.count()
-        self._work = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._encoding = ThreadPoolExecutor(1, "encode")
-        self._learning = ThreadPoolExecutor(1, "learn")
+        self._errors, self._quality = Errors(), Quality()
+        self._learner = Learner(self._load, self._over, self._errors)
+        self._stopped = False
+        self._socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # front ends bound what they are owed; an answer that is dropped is owed for ever
 
-    async def run(self) -> int:
+    def run(self) -> int:
         """Serve; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_reader(sys.stdin.fileno(), self._parent_speaks)
-        # Before the model is loaded, which takes seconds: what is asked meanwhile waits in the queue.
+        path = Path(self._options.socket)
         try:
-            self._socket.unlink(missing_ok=True)
-            server = await asyncio.start_unix_server(self._serve, path=str(self._socket))
-        except OSError as error:
-            logger.error("can't listen on %s (%s); requests are scheduled without it", self._socket, error)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._socket.bind(f"ipc://{path}")
+        except (OSError, zmq.ZMQError) as error:
+            logger.error("can't listen on %s (%s); requests are scheduled without it", path, error)
             return CANNOT_START
-        stopped = asyncio.create_task(self._stop.wait())
-        loading = loop.run_in_executor(self._encoding, self._load)
-        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            return 0
-        try:
-            predictor = loading.result()
-        except (ImportError, ValueError, OSError, AttributeError, TypeError) as error:
-            return await self._cannot_start(error)
-        ready = self._desk.status(predictor)
-        logger.info("the length predictor is ready: %d finished requests known", ready.entries)
-        self._broadcast(ready)
-        predicting = asyncio.create_task(self._predict(predictor))
-        keeping_up = asyncio.create_task(self._keep_up(predictor))
-        await asyncio.wait((stopped, predicting, keeping_up), return_when=asyncio.FIRST_COMPLETED)
-        broken = not self._stop.is_set()
-        self._stop.set()
-        server.close()
-        predicting.cancel()
-        await asyncio.wait((predicting, keeping_up), timeout=_LAST_S)  # not longer: what is learned may hang
-        for task in (predicting, keeping_up):
-            if task.done() and not task.cancelled() and (failure := task.exception()) is not None:
-                logger.error("the length predictor's process fails and ends", exc_info=failure)
-        if callable(close := getattr(predictor, "close", None)):
-            self._desk.guarded("close", close)
-        self._socket.unlink(missing_ok=True)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+        self._learner.start()
+        while not self._over() and self._learner.is_alive():
+            self._turn()
+        if self._learner.failure:
+            logger.error("can't start: %s; requests are scheduled without it", self._learner.failure)
+            return CANNOT_START
+        broken = not self._over()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._socket.poll(_LAST_WORDS_MS) and time.monotonic() < deadline:
+            self._hear()
+        self._learner.end()
+        self._learner.join(_LAST_S)
+        remove_socket(path)
         return 1 if broken else 0
 
     def _load(self) -> PromptPredictor:
+        folder = Path(self._options.folder)
         if self._config.factory is None:
-            return LearnedPredictor(self._config, self._folder)
-        module, name = self._config.factory.split(":")
-        predictor: PromptPredictor = getattr(importlib.import_module(module), name)(self._config, self._folder)
+            from vllm_ext.prediction.learned import LearnedPredictor  # heavy: it listens before
+
+            predictor: PromptPredictor = LearnedPredictor(self._config, folder)
+        else:
+            module, name = self._config.factory.split(":")
+            predictor = getattr(importlib.import_module(module), name)(self._config, folder)
+        logger.info("the length predictor is loaded")
         return predictor
 
-    async def _cannot_start(self, error: Exception) -> int:
-        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON].encode("utf-8", "replace").decode()
-        deadline = time.monotonic() + _LISTENER_S
-        while not self._peers and time.monotonic() < deadline and not self._stop.is_set():
-            await asyncio.sleep(0.05)  # the front end is about to connect, and is to be told
-        if not self._peers:
-            logger.error("can't start: %s; requests are scheduled without it", reason)
-        self._broadcast(Failed(reason))
-        with contextlib.suppress(OSError):
-            await asyncio.gather(*(writer.drain() for writer in self._peers.values()))
-        return CANNOT_START
+    def _stop(self, *_: object) -> None:
+        self._stopped = True
 
-    def _parent_speaks(self) -> None:
-        if not os.read(sys.stdin.fileno(), _READ_BYTES):
-            self._stop.set()
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    def _over(self) -> bool:
+        """Whether the process is to end: it was told to, or the front end that started it is gone."""
+        return self._stopped or os.getppid() != self._options.parent
 
-    # --- connections ------------------------------------------------------------------------------------------------
+    def _turn(self) -> None:
+        """Rest until something is to be done, and do it."""
+        predictor = self._learner.predictor
+        due_s = math.inf if predictor is None else self._desk.due_s(time.monotonic())
+        self._socket.poll(math.ceil(1000 * min(due_s, _TICK_S)))
+        self._hear()
+        for waiting in self._desk.expired(time.monotonic()):
+            self._tell(waiting.peer, too_late(waiting))
+        if predictor is not None and (batch := self._desk.batch(time.monotonic())):
+            for waiting, answer in zip(batch, answers(predictor, batch, self._errors), strict=True):
+                self._tell(waiting.peer, answer)
+            self._desk.served(time.monotonic())
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = next(self._numbers)
-        self._peers[peer] = writer
-        frames = Frames()
-        try:
-            while data := await reader.read(_READ_BYTES):
-                for body in frames.feed(data):
-                    self._hear(peer, body)
-        except FrameError as error:
-            logger.error("a front end is not understood any more and is disconnected: %s", error)
-        except (OSError, asyncio.CancelledError):
-            pass  # it is gone, with answers unread; or this process ends, which is nothing for asyncio to report
-        finally:
-            del self._peers[peer]
-            self._desk.hung_up(peer)
-            writer.close()
+    def _hear(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MOST_AT_ONCE):
+                peer, *bodies = self._socket.recv_multipart(zmq.NOBLOCK)
+                try:
+                    message = unpack(b"".join(bodies))
+                except BadMessage as error:
+                    self._errors.note("reading a message", error)
+                    continue
+                if isinstance(message, Ask):
+                    if (refused := self._desk.ask(peer, message, time.monotonic())) is not None:
+                        self._tell(peer, refused)
+                elif isinstance(message, Finished):
+                    self._learner.put(peer, message)
+                    if message.p50 and not message.done.aborted:
+                        self._quality.add(message.p50, message.p90, message.done.tokens)
+                elif isinstance(message, Ping):
+                    self._tell(peer, self._status(peer))
 
-    def _hear(self, peer: int, body: bytes) -> None:
-        question = read_question(body)
-        if isinstance(question, Ask):
-            refused = self._desk.ask(peer, question, time.monotonic())
-            if refused is not None:
-                self._tell(peer, refused)
-            self._work.set()
-        elif isinstance(question, Finished):
-            self._desk.finished(peer, question.req_id, question.tokens)
-        elif isinstance(question, Gone):
-            self._desk.gone(peer, question.req_id)
+    def _tell(self, peer: bytes, reply: Answer | Status) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # a front end that is gone
+            self._socket.send_multipart([peer, pack(reply)], zmq.NOBLOCK)
 
-    def _tell(self, peer: int, answer: Answer) -> None:
-        writer = self._peers.get(peer)
-        if writer is not None and not writer.is_closing():
-            writer.write(pack(answer))
-
-    def _broadcast(self, answer: Answer) -> None:
-        for peer, writer in self._peers.items():
-            # One that does not read for hours, as between two offline batches, is not to fill our memory.
-            if not (isinstance(answer, Status) and writer.transport.get_write_buffer_size()):
-                self._tell(peer, answer)
-
-    # --- work -------------------------------------------------------------------------------------------------------
-
-    async def _predict(self, predictor: PromptPredictor) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._work.wait()
-            batch, too_late = self._desk.next_batch(time.monotonic())
-            for peer, told in too_late:
-                self._tell(peer, told)
-            if batch:
-                found = await loop.run_in_executor(self._encoding, self._desk.predict, predictor, batch)
-                for peer, told in self._desk.answers(batch, found):
-                    self._tell(peer, told)
-            if not self._desk.waiting:
-                self._work.clear()
-
-    async def _keep_up(self, predictor: PromptPredictor) -> None:
-        """Learn, save and report, once per second at most; ends, having saved, when the process is to stop."""
-        parent = os.getppid()
-        next_save = time.monotonic() + _SAVE_S
-        while not self._stop.is_set():
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), _STATUS_S)
-            if os.getppid() != parent:  # a process forked from the front end keeps our standard input open
-                self._stop.set()
-            await self._learn(predictor)
-            if (started := time.monotonic()) >= next_save:
-                await self._save(predictor)
-                took = time.monotonic() - started
-                next_save = started + max(_SAVE_S, _REST_PER_SAVE * took)
-            self._broadcast(self._desk.status(predictor))
-        await self._learn(predictor)  # what finished during the last save, for instance
-        await self._save(predictor)
-
-    async def _save(self, predictor: PromptPredictor) -> None:
-        act: Callable[[], None] = partial(
-            self._desk.guarded, "save", getattr(predictor, "save", lambda: predictor.learn([]))
+    def _status(self, peer: bytes) -> Status:
+        learner, quality = self._learner, self._quality
+        return Status(
+            ready=learner.predictor is not None,
+            busy_s=learner.busy_s(),
+            taken=learner.taken.get(peer, 0),
+            entries=learner.entries,
+            examples=learner.examples,
+            learned=learner.learned,
+            waiting=len(self._desk),
+            errors=self._errors.count,
+            judged=len(quality),
+            coverage=quality.coverage(),
+            relative_error=quality.relative_error(),
+            tau=quality.tau(),
         )
-        await asyncio.get_running_loop().run_in_executor(self._learning, act)
-
-    async def _learn(self, predictor: PromptPredictor) -> None:
-        finished = self._desk.take_finished()
-        if finished:
-            act: Callable[[], None] = partial(self._desk.guarded, "learn", partial(predictor.learn, finished))
-            await asyncio.get_running_loop().run_in_executor(self._learning, act)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -232,12 +165,10 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(int(str(options.config.get("nice", 0))))
     try:
-        worker = Worker(options)
+        return Worker(options).run()
     except ConfigError as error:
         logger.error("%s", error)
         return CANNOT_START
-    try:
-        return asyncio.run(worker.run())
     except Exception:
         logger.exception("the length predictor's process fails and ends")
         return 1
@@ -246,5 +177,5 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     logging.shutdown()
-    # A prediction that hangs would keep the interpreter waiting for its thread.
+    # What hangs would keep the interpreter waiting for its thread.
     os._exit(status)
