@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.extent import HANG_S
-from vllm_ext import plugin, systems, tiny_model
+from vllm_ext import envs, plugin, systems, tiny_model
 from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
 from vllm_ext.patches import engine_config, registry
 from vllm_ext.patches.additional_config import AdditionalConfig, with_options
@@ -221,6 +221,18 @@ def test_only_the_hooks_that_a_process_needs_are_installed(usage: str | None) ->
     assert {"prediction", "front-end"} <= set(predicting)
     no_retrieval = ExtConfig(system="alise", prediction=PredictionConfig(sources=("hint", "history")))
     assert "prediction" not in engine_config.needed_groups(no_retrieval, usage)
+
+
+@pytest.mark.parametrize(("system", "rank", "named"), [("alise", -1, True), ("alise", 1, False), ("fcfs", -1, False)])
+def test_a_server_names_a_predictor_for_the_api_servers_that_it_starts(
+    model: str, monkeypatch: pytest.MonkeyPatch, system: str, rank: int, named: bool
+) -> None:
+    """A new one each time: the environment may be that of another server."""
+    monkeypatch.setenv(envs.PREDICTOR, "inherited")
+    args = make_args(model, scheduler_cls=system)
+    args._api_process_count, args._api_process_rank = 2, rank
+    args.create_engine_config()
+    assert (envs.shared_predictor() != "inherited") == named
 
 
 def test_a_changed_vllm_is_refused_only_if_a_system_is_chosen(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,12 @@ class Front:
         until(lambda: self.pass_s(0) and drops["message"] == expected, "what was said")
         drops["message"] -= 1
 
+    @property
+    def readable(self) -> bool:
+        """Whether the client would find a message."""
+        socket = self.service._socket
+        return socket is not None and bool(socket.poll(0))
+
     def pass_s(self, seconds: float) -> bool:
         self.clock.now += seconds
         self.answers += self.service.poll()

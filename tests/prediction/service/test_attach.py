@@ -272,41 +272,27 @@ async def _until(reached: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def test_answers_go_to_the_engine_that_has_the_request_by_whichever_connection(
+async def test_answers_go_to_the_engine_that_has_the_request_when_they_come(
     connected: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = Engine()
     delivery = attach._Delivery(engine, connected.service)
-    monkeypatch.setattr(attach, "_POLL_S", HANG_S)  # it comes when the descriptor tells, not when it is time
+    monkeypatch.setattr(attach, "_POLL_S", HANG_S)  # answers are looked for because they are owed
     running = asyncio.create_task(delivery.run())
-    connected.ask("a", "b")
+    made = Attached(connected.service, PromptText(), "m")
+    made.sent = delivery.look_soon
+    for req_id in "ab":
+        made.asked(request(req_id), "hello", None)
     await _until(lambda: connected.there.asked == ["a", "b"])
-    connected.there.say(Answer("a", LAW, "blend"), Answer("b", LAW, "blend"))
-    row = [[*LAW], "blend"]
+    connected.there.say(Answer("b", LAW, "blend"))
+    await _until(lambda: engine.rows)
+    connected.there.say(Answer("a", LAW, "blend"))
     await _until(lambda: len(engine.rows) == 3)
+    row = [[*LAW], "blend"]
     assert sorted(engine.rows) == [(b"one", ["a", *row]), (b"one", ["b", *row]), (b"other", ["b", *row])]
-    connected.lose()
-    connected.connect()
-    delivery._poll()
-    connected.ask("c")
-    await _until(lambda: connected.there.asked == ["c"])
-    connected.there.say(Answer("c", LAW, "blend"))
-    await _until(lambda: len(engine.rows) == 5)
     running.cancel()
     await asyncio.wait([running])
     assert connected.process.calls[-1] == "close"
-
-
-async def test_a_message_that_sending_hides_from_the_event_loop_is_taken_all_the_same(connected: Front) -> None:
-    """ZeroMQ's descriptor tells of changes; sending takes them in, and once an answer lay there until the next poll."""
-    engine: Any = Engine()
-    delivery = attach._Delivery(engine, connected.service)
-    connected.ask("a")
-    until(lambda: connected.there.asked, "the question")
-    connected.there.say(Answer("a", LAW, "blend"))
-    until(lambda: connected.service.readable, "the answer")
-    delivery.look()
-    await _until(lambda: engine.rows)
 
 
 def test_offline_answers_go_by_either_way_to_the_engine_core(connected: Front) -> None:
@@ -320,7 +306,7 @@ def test_offline_answers_go_by_either_way_to_the_engine_core(connected: Front) -
         processor = SimpleNamespace(**{attach._ATTRIBUTE: made})
         connected.ask(f"r{number}")
         connected.there.say(Answer(f"r{number}", LAW, "blend"))
-        until(lambda: connected.service.readable, "the answer")
+        until(lambda: connected.readable, "the answer")
         engine: Any = SimpleNamespace(output_processor=processor, engine_core=core)
         attach.deliver_offline(engine)
     assert rows == [[f"r{number}", [*LAW], "blend"] for number in range(2)]

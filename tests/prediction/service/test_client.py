@@ -11,7 +11,7 @@ from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.prediction.service import client
 from vllm_ext.prediction.service.messages import MAX_BYTES, Answer, Status
 
-from .parts import LAW, LIMIT_S, Front, prompt, until
+from .parts import LAW, Front, prompt, until
 
 Make = Callable[..., Front]
 
@@ -29,7 +29,7 @@ def test_a_prediction_becomes_what_the_scheduler_is_told(connected: Front) -> No
     assert connected.service.waiting == 1
 
 
-@pytest.mark.parametrize("source", ["unknown", "expired", "overload", "error"])
+@pytest.mark.parametrize("source", ["unknown", "overload", "error"])
 def test_a_question_without_a_prediction_is_counted_by_its_reason(connected: Front, source: str) -> None:
     connected.ask("a")
     connected.tell(Answer("a", source=source))
@@ -98,16 +98,17 @@ def test_malformed_messages_are_ignored_and_counted(connected: Front) -> None:
     assert connected.metrics.drops["message"] == 3
 
 
-def test_a_question_that_is_never_answered_times_out_though_the_predictor_lives(connected: Front) -> None:
-    """Its answer may have been malformed, for instance."""
+def test_a_question_waits_for_so_long_and_no_longer_though_the_predictor_lives(connected: Front) -> None:
+    """The queue may be long, the model not loaded, or the answer malformed."""
     connected.ask("a")
-    for _ in range(LIMIT_S):
+    for _ in range(30):
         connected.pass_s(1)
         connected.tell(Status(ready=True))
     assert connected.metrics.counted == {}
     connected.pass_s(1)
-    assert connected.metrics.counted == {"timeout": 1}
-    assert connected.process.calls == []
+    connected.tell(Answer("a", LAW, "retrieval"))
+    assert connected.metrics.counted == {"expired": 1}
+    assert connected.answers == []
 
 
 # --- what ended -------------------------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_a_closed_client_asks_nothing_and_starts_nothing(connected: Front) -> No
     connected.clock.now += 10
     assert connected.service.poll() == []
     assert connected.process.calls == ["close"]
-    assert (connected.service.connection[1], connected.service.ready) == (-1, False)
+    assert not connected.service.ready
     assert connected.metrics.counted == {"late": 1, "lost": 1, "not-ready": 1}
     until(lambda: len(connected.there.finished) == 1, "what ended before")
 

@@ -30,73 +30,53 @@ class Queue:
         return due if due == math.inf else round(due, 6)
 
     def batch(self, at_ms: float) -> str:
-        found = self.desk.batch(at_ms / 1e3)
-        if found:
-            self.desk.served(at_ms / 1e3)
-        return "".join(waiting.ask.req_id for waiting in found)
+        return "".join(waiting.ask.req_id for waiting in self.desk.batch(at_ms / 1e3))
 
 
-def test_a_question_after_a_rest_is_predicted_at_once() -> None:
+def test_questions_gather_until_the_oldest_is_50_ms_old() -> None:
     queue = Queue()
     assert queue.due_ms(0) == math.inf
     queue.ask("a", 0)
-    assert (queue.due_ms(0), queue.batch(0)) == (0, "a")
-    queue.ask("b", 51)
-    assert queue.batch(51) == "b"
-
-
-def test_questions_soon_after_a_batch_gather_until_the_oldest_is_50_ms_old() -> None:
-    queue = Queue()
-    queue.ask("a", 0)
-    queue.batch(0)
-    queue.ask("b", 10)
-    queue.ask("c", 30)
-    assert (queue.due_ms(30), queue.batch(30)) == (20, "")
-    assert queue.due_ms(49) == 1
-    assert queue.batch(51) == "bc", "nothing was predicted for 50 ms"
-
-
-def test_no_question_waits_for_longer_than_50_ms_to_share_a_batch() -> None:
-    """While a batch was predicted for 90 ms others came: they are predicted when they are 50 ms old, or at once."""
-    queue = Queue()
-    queue.ask("a", 0)
-    assert len(queue.desk.batch(0)) == 1
     queue.ask("b", 20)
-    queue.ask("c", 80)
-    queue.desk.served(0.090)
-    assert queue.batch(90) == "bc"
-    queue.ask("d", 100)
-    queue.ask("e", 120)
-    assert (queue.due_ms(120), queue.batch(130)) == (20, "")
-    assert queue.batch(150) == "de"
+    assert (queue.due_ms(20), queue.batch(20)) == (30, "")
+    assert queue.batch(49) == ""
+    assert (queue.batch(50), queue.due_ms(50)) == ("ab", math.inf)
+
+
+def test_those_that_came_while_a_batch_was_predicted_are_not_kept_waiting_again() -> None:
+    queue = Queue()
+    queue.ask("a", 0)
+    queue.ask("b", 60)
+    assert queue.batch(120) == "ab"
+    queue.ask("cd", 130)
+    assert queue.due_ms(200) == 0
 
 
 def test_a_full_batch_is_predicted_at_once_and_the_rest_has_its_own_time() -> None:
     queue = Queue()
-    queue.ask("a", 0)
-    queue.batch(0)
-    queue.ask("bcd", 1)
+    queue.ask("abc", 0)
     assert queue.batch(2) == ""
-    queue.ask("efg", 3)
-    assert queue.batch(3) == "bcde"
+    queue.ask("def", 3)
+    assert queue.batch(3) == "abcd"
     assert (queue.batch(3), queue.due_ms(3)) == ("", 50)
-    assert queue.batch(54) == "fg"
+    assert queue.batch(54) == "ef"
 
 
 def test_what_has_no_room_is_refused() -> None:
     queue = Queue(queue_limit=2)
     assert queue.ask("abc", 0) == [None, None, Answer("c", source="overload")]
-    queue.batch(0)
-    assert queue.ask("d", 1) == [None]
+    queue.batch(50)
+    assert queue.ask("d", 51) == [None]
 
 
-def test_what_waited_for_too_long_is_taken_off() -> None:
-    queue = Queue(timeout_s=1.0)
+def test_what_waited_for_too_long_is_let_go_and_makes_room() -> None:
+    """As while the model is loaded: who asked has given it up."""
+    queue = Queue(timeout_s=1.0, queue_limit=3)
     queue.ask("ab", 0)
     queue.ask("c", 500)
-    assert queue.desk.expired(1.0) == []
-    assert [waiting.ask.req_id for waiting in queue.desk.expired(1.001)] == ["a", "b"]
-    assert len(queue.desk) == 1
+    assert queue.ask("d", 1000) == [Answer("d", source="overload")]
+    assert queue.ask("de", 1001) == [None, None]
+    assert queue.batch(1001) == "cde"
 
 
 def batch(*texts: str) -> list[Waiting]:

@@ -121,16 +121,6 @@ def test_a_program_that_is_not_there_is_tried_again_later(
     assert process.pid is not None
 
 
-def test_a_killed_one_is_gone_and_started_again(made: Callable[..., Scripted]) -> None:
-    process = made(f"{IGNORE} time.sleep(3600)")
-    process.ensure(0.0)
-    first = process.pid
-    process.kill()
-    until(lambda: gone(process, 0.0), "its end")
-    process.ensure(1.0)
-    assert process.pid not in (None, first)
-
-
 def test_closing_returns_at_once_ends_it_and_leaves_no_socket(made: Callable[..., Scripted], tmp_path: Path) -> None:
     process = made()
     process.ensure(0.0)

@@ -16,7 +16,6 @@ from tests.extent import HANG_S
 from vllm_ext.prediction.service.messages import Answer, Ask
 from vllm_ext.prediction.service.process import CANNOT_START
 
-from .fake_predictors import ODD
 from .parts import LAW, alive, child_environment, noted, prompt, until
 from .worker_parts import FrontEnd, WorkerProcess, worker_command
 
@@ -67,12 +66,11 @@ def test_questions_that_come_together_are_predicted_together(start: Start) -> No
     assert worker.noted("asked") == [["a", "b", "c", "d"], ["e", "f"]]
 
 
-def test_what_waits_for_too_long_or_has_no_room_is_told_so_while_the_model_is_loaded(start: Start) -> None:
-    worker = start(factory="fake_predictors:HangingStart", queue_limit=1, timeout_s=0.05)
+def test_what_has_no_room_is_told_so_while_the_model_is_loaded(start: Start) -> None:
+    worker = start(factory="fake_predictors:HangingStart", queue_limit=1)
     front = worker.connect()
     front.send(Ask("a", prompt()), Ask("b", prompt()))
-    assert front.answer_to("b").source in ("overload", "expired")
-    assert front.answer_to("a").source == "expired"
+    assert front.answer_to("b").source == "overload"
     assert front.status().busy_s > 0
 
 
@@ -87,18 +85,6 @@ def test_malformed_messages_are_counted_and_nothing_else(start: Start) -> None:
     assert worker.log.count("failed in reading a message") == 1
 
 
-def test_whatever_is_predicted_the_next_batch_is_predicted(start: Start) -> None:
-    worker = start(batch_size=1)
-    front = worker.connect().ready()
-    texts = ["raise", *ODD]
-    for text in texts:
-        front.ask(text, text)
-    front.ask("last")
-    assert front.answer_to("last").source == "retrieval"
-    assert {front.answer_to(text).source for text in texts} == {"error"}
-    assert front.status().errors == len(texts)
-
-
 @pytest.mark.parametrize(("text", "status"), [("exit", 3), ("kill", -9), ("sys.exit", 4)])
 def test_a_predictor_may_take_its_process_along(start: Start, text: str, status: int) -> None:
     worker = start()
@@ -111,12 +97,13 @@ def test_a_predictor_may_take_its_process_along(start: Start, text: str, status:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_end_is_obeyed_after_the_last_words_were_learned(start: Start, number: signal.Signals) -> None:
-    worker = start(patch="learner.EVERY_S = 3600")
+    worker = start(patch="learner.EVERY_S = 3600; worker._LAST_WORDS_MS = 2000")
     front = worker.connect().ready()
+    worker.process.send_signal(signal.SIGSTOP)
     for count in range(1, 101):
         front.end(count)
-    front.status()  # so that it heard of all
     worker.process.send_signal(number)
+    worker.process.send_signal(signal.SIGCONT)
     assert worker.ended() == 0
     assert worker.noted("closed") == [100]
     assert not worker.socket.parent.exists()
@@ -198,7 +185,7 @@ def test_a_front_end_that_is_killed_takes_it_along(short: Path, factory: str) ->
         front_end.communicate()
 
 
-@pytest.mark.parametrize("factory", ["missing_package", "wrong_option"])
+@pytest.mark.parametrize("factory", ["missing_package", "wrong_option", "nobody"])
 def test_a_start_that_cannot_succeed_is_told_as_such(start: Start, factory: str) -> None:
     worker = start(factory=f"fake_predictors:{factory}")
     assert worker.ended() == CANNOT_START
@@ -206,22 +193,10 @@ def test_a_start_that_cannot_succeed_is_told_as_such(start: Start, factory: str)
     assert "Traceback" not in worker.log
 
 
-@pytest.mark.parametrize("factory", ["fake_predictors:nobody", "no_such_module:nobody"])
-def test_a_factory_that_is_not_there_is_told_as_such(start: Start, factory: str) -> None:
-    assert start(factory=factory).ended() == CANNOT_START
-
-
 def test_a_start_that_fails_for_another_reason_may_be_tried_again(start: Start) -> None:
     worker = start(factory="fake_predictors:CrashingStart")
     assert worker.ended() == 1
     assert "RuntimeError: this time" in worker.log
-
-
-def test_a_hub_that_comes_back_is_found(start: Start) -> None:
-    worker = start(factory="fake_predictors:NoHub")
-    worker.connect().ready()
-    assert len(worker.noted("pid")) == 3
-    assert len(set(worker.noted("pid"))) == 1
 
 
 def test_a_place_where_no_socket_can_be_is_a_reason_to_give_up(start: Start) -> None:

@@ -40,6 +40,8 @@ logger = init_logger("vllm.vllm_ext.predictor")
 UTILITY = "vllm_ext_predictions"
 _ATTRIBUTE = "_vllm_ext_prediction"
 _POLL_S = 0.25
+_LOOK_S = 0.005
+"""Between two looks for answers that are owed. ZeroMQ's descriptor tells of changes only, and sending hides them."""
 
 
 class Attached:
@@ -49,7 +51,7 @@ class Attached:
         self.service = service
         self._texts, self._model = texts, model
         self.sent: Callable[[], None] = lambda: None
-        """Called when the service has sent something."""
+        """Called after a question: an answer is to be looked for."""
 
     def asked(self, request: EngineCoreRequest, prompt: str | None, tokenizer: Any) -> None:
         """Ask for the length of a new request.
@@ -85,7 +87,6 @@ class Attached:
         """Tell what became of a request: its length, or a bound of it where it did not end by itself."""
         tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
         self.service.ended(state.request_id, tokens, aborted=reason not in OWN_ENDS)
-        self.sent()
 
 
 def attached(output_processor: OutputProcessor) -> Attached | None:
@@ -148,7 +149,7 @@ def serve(engine: AsyncLLM) -> None:
     made = attach(engine)
     if made is not None:
         delivery = _Delivery(engine, made.service)
-        made.sent = delivery.look
+        made.sent = delivery.look_soon
         setattr(engine, _ATTRIBUTE, loop.create_task(delivery.run()))
 
 
@@ -159,42 +160,34 @@ class _Delivery:
         self._engine = weakref.ref(engine)
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._watched = (0, -1)
+        self._next: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._failed = False
 
     async def run(self) -> None:
-        """Poll from time to time, for the process's sake; answers are taken when they come."""
+        """Poll from time to time, for the process's sake."""
         try:
             while self._engine() is not None:
-                self._poll()
+                self._look()
                 await asyncio.sleep(_POLL_S)
         finally:
-            self._watch((0, -1))
             self._service.close()
 
-    def look(self) -> None:
-        """Poll soon if there is something to be read, of which the descriptor may not tell any more."""
-        if self._service.readable:
-            self._loop.call_soon(self._poll)
+    def look_soon(self) -> None:
+        """Take answers when they come."""
+        if self._next is None:
+            self._next = self._loop.call_later(_LOOK_S, self._look)
 
-    def _poll(self) -> None:
-        answers = self._service.poll()
-        self._watch(self._service.connection)
-        if answers:
+    def _look(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+        if answers := self._service.poll():
             call = self._loop.create_task(self._deliver(answers))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-        self.look()
-
-    def _watch(self, connection: tuple[int, int]) -> None:
-        if connection != self._watched:
-            (_, old), (_, new) = self._watched, connection
-            if old >= 0:  # closed, but its number is still watched
-                self._loop.remove_reader(old)
-            self._watched = connection
-            if new >= 0:
-                self._loop.add_reader(new, self._poll)
+        if self._service.waiting:
+            self.look_soon()
 
     async def _deliver(self, answers: Sequence[Answer]) -> None:
         engine = self._engine()

@@ -22,7 +22,6 @@ from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.service.messages import (
     ERROR,
     OVERLOAD,
-    UNKNOWN,
     Answer,
     Ask,
     BadMessage,
@@ -40,8 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_ext.predictor")
 
-PREDICTED, LATE, LOST, TIMEOUT, NOT_READY = "predicted", "late", "lost", "timeout", "not-ready"
-"""What came of a question, beside the reasons of `messages.Answer`."""
+PREDICTED, LATE, EXPIRED, LOST, TIMEOUT, NOT_READY = "predicted", "late", "expired", "lost", "timeout", "not-ready"
+"""What came of a question, beside the reasons of `messages.Answer`: late, its request ended first; expired, no answer
+within ``timeout_s``; lost or timeout, the predictor was gone or hung; not-ready, it was not there."""
 UNLEARNED, MALFORMED = "finished", "message"
 """What is dropped: requests that ended and are not learned; messages that are none."""
 
@@ -93,7 +93,6 @@ class PredictionClient:
         self._metrics, self._clock = metrics, clock
         self._limit_s = config.timeout_s + MARGIN_S
         self._numbers = itertools.count(1)
-        self._connections = 0
         self._warned = self._warned_of_drops = self._closed = False
         self._begin()
 
@@ -125,19 +124,6 @@ class PredictionClient:
         """Questions without an answer."""
         return len(self._waiting)
 
-    @property
-    def connection(self) -> tuple[int, int]:
-        """Which connection it is, and its descriptor for an event loop, whose number may be that of the one before.
-
-        -1 without one. The descriptor tells of a change only: `readable` is to be asked, too.
-        """
-        return self._connections, -1 if self._socket is None else self._socket.FD
-
-    @property
-    def readable(self) -> bool:
-        """Whether `poll` would find a message. Sending may consume what the descriptor tells."""
-        return self._socket is not None and _readable(self._socket)
-
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def ask(self, req_id: str, prompt: Prompt) -> None:
@@ -153,12 +139,12 @@ class PredictionClient:
             return
         self._open[req_id] = _Asked(prompt)
         if len(self._open) > MOST_OPEN:
-            self._forget(next(iter(self._open)))
+            self.ended(next(iter(self._open)), 0)  # which will not be learned
+            self._drop(1)
         if len(self._waiting) >= self._config.queue_limit:
             self._metrics.outcome(OVERLOAD)
         elif not self._send(body):
-            full = self._status is not None and self._monitor is not None and not _readable(self._monitor)
-            self._metrics.outcome(OVERLOAD if full else NOT_READY)
+            self._metrics.outcome(OVERLOAD if self._status is not None and not self._is_gone() else NOT_READY)
         else:
             self._waiting[req_id] = self._clock()
 
@@ -179,13 +165,6 @@ class PredictionClient:
             (self._unsent or self._sent).popleft()  # what was sent is on its way
             self._drop(1)
         self._send_ended()
-
-    def _forget(self, req_id: str) -> None:
-        """Let go of one of too many requests: it will not be learned."""
-        del self._open[req_id]
-        if self._waiting.pop(req_id, None) is not None:
-            self._metrics.outcome(LATE)
-        self._drop(1)
 
     def _send_ended(self) -> None:
         while self._unsent and self._send(self._unsent[0].body):
@@ -214,7 +193,7 @@ class PredictionClient:
         if self._closed:
             return []
         now = self._clock()
-        gone = self._monitor is not None and _readable(self._monitor)
+        gone = self._is_gone()
         found = self._receive(now)  # what it said before it went is there by now
         if gone:
             self._down(LOST, "is gone")
@@ -244,7 +223,7 @@ class PredictionClient:
     def _take(self, answer: Answer, now: float) -> bool:
         """Take in an answer; whether the scheduler is to be told."""
         predicted = is_law(answer.quantiles)
-        if self._process is not None and (predicted or answer.source == UNKNOWN):
+        if self._process is not None and answer.source not in (ERROR, OVERLOAD):
             self._process.works()
         sent_s = self._waiting.pop(answer.req_id, None)
         if sent_s is None:  # its request ended, which was counted
@@ -289,9 +268,9 @@ class PredictionClient:
             if self._process is not None:
                 self._process.kill()
             self._down(TIMEOUT, why)
-        while self._waiting and now - next(iter(self._waiting.values())) > self._limit_s:
+        while self._waiting and now - next(iter(self._waiting.values())) > self._config.timeout_s:
             self._waiting.popitem(last=False)
-            self._metrics.outcome(TIMEOUT)
+            self._metrics.outcome(EXPIRED)
 
     def _hangs(self, now: float) -> str:
         """Why the process is taken to hang; empty if it is not."""
@@ -310,8 +289,10 @@ class PredictionClient:
         self._socket.immediate = 1  # nothing is queued for a process that is not there
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"ipc://{self._path}")
-        self._connections += 1
         self._since_s = self._next_ping_s = now
+
+    def _is_gone(self) -> bool:
+        return self._monitor is not None and bool(self._monitor.poll(0))
 
     def _disconnect(self, linger_ms: int = 0) -> None:
         if self._socket is not None and self._monitor is not None:
@@ -364,7 +345,3 @@ class PredictionClient:
         self._context.term()  # waits no longer than that
         if self._process is not None:
             self._process.close()
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 from vllm_ext.prediction.law import LEVELS, Prediction
 from vllm_ext.prediction.predictor import PromptPredictor
-from vllm_ext.prediction.service.messages import ERROR, EXPIRED, OVERLOAD, UNKNOWN, Answer, Ask, is_law
+from vllm_ext.prediction.service.messages import ERROR, OVERLOAD, UNKNOWN, Answer, Ask, is_law
 
 logger = logging.getLogger("vllm_ext.predictor")
 
 GATHER_S = 0.05
-"""Longest wait for others to share a batch with. Together they cost a fraction of what they cost one by one."""
+"""Wait for others to share a batch with: together they cost a fraction of what they cost one by one. A lone question
+waits as well: where cores are few, embedding a prompt at once would slow down its own prefill."""
 _LONGEST_NAME = 64
 
 
@@ -44,19 +45,21 @@ class Errors:
 
 
 class Desk:
-    """Questions that wait. A batch is due when it is full, when its oldest is 50 ms old, and at once after a rest."""
+    """Questions that wait. A batch is due when it is full, or when its oldest is 50 ms old.
+
+    A question that waited for ``timeout_s`` is let go: who asked has given it up.
+    """
 
     def __init__(self, *, queue_limit: int, batch_size: int, timeout_s: float) -> None:
         self._queue: deque[Waiting] = deque()
         self._queue_limit, self._batch_size, self._timeout_s = queue_limit, batch_size, timeout_s
-        self._served_s = -math.inf
-        """When the last batch was answered."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def ask(self, peer: bytes, ask: Ask, now: float) -> Answer | None:
         """Queue a question; returns the answer at once where the queue is full."""
+        self._let_go(now)
         if len(self._queue) >= self._queue_limit:
             return Answer(ask.req_id, source=OVERLOAD)
         self._queue.append(Waiting(peer, ask, now))
@@ -64,11 +67,12 @@ class Desk:
 
     def due_s(self, now: float) -> float:
         """Return the seconds until a batch is due; 0 if one is, infinity where nothing waits."""
+        self._let_go(now)
         if not self._queue:
             return math.inf
         if len(self._queue) >= self._batch_size:
             return 0.0
-        return max(0.0, min(self._queue[0].since_s, self._served_s) + GATHER_S - now)
+        return max(0.0, self._queue[0].since_s + GATHER_S - now)
 
     def batch(self, now: float) -> list[Waiting]:
         """Take the questions off that are to be predicted now."""
@@ -76,21 +80,9 @@ class Desk:
             return []
         return [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_size))]
 
-    def served(self, now: float) -> None:
-        """Note that a batch was answered."""
-        self._served_s = now
-
-    def expired(self, now: float) -> list[Waiting]:
-        """Take the questions off that waited for too long."""
-        found = []
+    def _let_go(self, now: float) -> None:
         while self._queue and now - self._queue[0].since_s > self._timeout_s:
-            found.append(self._queue.popleft())
-        return found
-
-
-def too_late(waiting: Waiting) -> Answer:
-    """Return the answer to a question that waited for too long."""
-    return Answer(waiting.ask.req_id, source=EXPIRED)
+            self._queue.popleft()
 
 
 def answers(predictor: PromptPredictor, batch: Sequence[Waiting], errors: Errors) -> list[Answer]:

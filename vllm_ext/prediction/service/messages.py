@@ -1,6 +1,6 @@
 """What front ends and the predictor's process say to each other: over ZeroMQ, one structure in MessagePack per message.
 
-A front end asks, tells what ended, and pings; the process answers each question once and each ping with its status.
+A front end asks, tells what ended, and pings; the process answers questions, and each ping with its status.
 pyzmq and msgspec come with vLLM.
 """
 
@@ -18,12 +18,12 @@ MAX_BYTES = 1 << 20
 """Longest message; a prompt's text is cut far below it before it is sent."""
 _LONGEST_TOKENS = 2**40
 
-UNKNOWN, EXPIRED, OVERLOAD, ERROR = "unknown", "expired", "overload", "error"
-"""Why there is no prediction: nothing to go by; it waited too long; the queue is full; the predictor failed."""
+UNKNOWN, OVERLOAD, ERROR = "unknown", "overload", "error"
+"""Why there is no prediction: nothing to go by; the queue is full; the predictor failed."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
-    """Predict the output length of a request; answered by one `Answer`."""
+    """Predict the output length of a request; answered by one `Answer` at most, and not where that comes too late."""
 
     req_id: str
     prompt: Prompt
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", array_like=True):
     quantiles: tuple[int, ...] = ()
     """Of the output length in tokens, at `law.LEVELS`; empty where there is no prediction."""
     source: str = ""
-    """Who predicts; or why there is no prediction: `UNKNOWN`, `EXPIRED`, `OVERLOAD`, `ERROR`."""
+    """Who predicts; or why there is no prediction: `UNKNOWN`, `OVERLOAD`, `ERROR`."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status", array_like=True):

@@ -24,7 +24,7 @@ import zmq
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_prediction import PredictorConfig
 from vllm_ext.prediction.predictor import PromptPredictor
-from vllm_ext.prediction.service.desk import Desk, Errors, answers, too_late
+from vllm_ext.prediction.service.desk import Desk, Errors, answers
 from vllm_ext.prediction.service.learner import Learner
 from vllm_ext.prediction.service.messages import Answer, Ask, BadMessage, Finished, Ping, Status, pack, unpack
 from vllm_ext.prediction.service.process import CANNOT_START, WorkerOptions, remove_socket
@@ -109,12 +109,9 @@ class Worker:
         due_s = math.inf if predictor is None else self._desk.due_s(time.monotonic())
         self._socket.poll(math.ceil(1000 * min(due_s, _TICK_S)))
         self._hear()
-        for waiting in self._desk.expired(time.monotonic()):
-            self._tell(waiting.peer, too_late(waiting))
         if predictor is not None and (batch := self._desk.batch(time.monotonic())):
             for waiting, answer in zip(batch, answers(predictor, batch, self._errors), strict=True):
                 self._tell(waiting.peer, answer)
-            self._desk.served(time.monotonic())
 
     def _hear(self) -> None:
         with contextlib.suppress(zmq.Again):
