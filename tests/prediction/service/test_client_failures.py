@@ -84,6 +84,16 @@ def test_one_whose_learner_hangs_is_killed_though_it_answers(
     assert f"has been at {what} for 300 s" in caplog.text
 
 
+def test_one_that_loads_its_model_may_be_silent_for_longer(front: Front) -> None:
+    """Importing a large library holds Python's interpreter, and the thread that answers waits for it."""
+    front.connect(Status())
+    front.pass_s(1)
+    front.pass_s(BUSY_S)
+    assert front.process.calls == []
+    front.pass_s(1)
+    assert front.process.calls == ["kill"]
+
+
 def test_one_that_never_listens_is_killed(front: Front) -> None:
     front.pass_s(0)
     front.pass_s(BUSY_S)

@@ -67,15 +67,22 @@ def test_at_the_end_what_came_last_is_learned_before_the_predictor_is_closed(
     assert noted(tmp_path, "closed") == [1]
 
 
-def test_a_hub_that_is_down_at_the_start_is_tried_again(
-    start: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_hub_that_is_down_at_the_start_is_tried_again_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner = start(NoHub)
-    until(lambda: learner.predictor, "the predictor")
-    assert len(noted(tmp_path, "pid")) == 3
-    waits = [record.message.rsplit("after ", 1)[1] for record in caplog.records if "the hub is down" in record.message]
-    assert waits == ["0.01 s", "0.02 s"]
-    assert not learner.failure
+    learner, waits = Learner(lambda: NoHub(None, tmp_path), lambda: False, Errors()), list[float]()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        if learner.predictor is not None:
+            learner.end()
+        return learner.predictor is not None
+
+    monkeypatch.setattr(learner._end, "wait", wait)
+    learner.run()
+    assert waits == [1, 2, module.EVERY_S]
+    assert caplog.text.count("the hub is down") == 1
+    assert noted(tmp_path, "closed") == [0]
 
 
 def test_the_end_does_not_wait_for_a_hub(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:

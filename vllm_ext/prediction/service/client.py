@@ -274,8 +274,9 @@ class PredictionClient:
 
     def _hangs(self, now: float) -> str:
         """Why the process is taken to hang; empty if it is not."""
-        if self._pinged_s is not None and now - self._pinged_s > self._limit_s:
-            return f"has not answered for {self._limit_s:g} s"
+        limit_s = self._limit_s if self.ready else BUSY_S  # what is imported holds the interpreter
+        if self._pinged_s is not None and now - self._pinged_s > limit_s:
+            return f"has not answered for {limit_s:g} s"
         if self._status is None and now - self._since_s > BUSY_S:
             return f"has not begun to listen within {BUSY_S:g} s"
         if self._status is not None and self._status.busy_s > BUSY_S:

@@ -80,7 +80,8 @@ class Learner(threading.Thread):
                 self.predictor = predictor
                 return True
             except OSError as error:  # a hub that is out of reach is none for ever
-                logger.warning("can't load the length predictor (%s); tried again after %g s", error, pause_s)
+                if pause_s == _FIRST_PAUSE_S:
+                    logger.warning("can't load the length predictor (%s); tried again from time to time", error)
             except (ImportError, ValueError, AttributeError, TypeError) as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 return False
