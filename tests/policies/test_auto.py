@@ -184,6 +184,7 @@ def test_for_who_presses_the_least_computed_without_an_objective_leave() -> None
         ("does not press yet", Slo(ttft_s=30.0), {}, 100.0),
         ("lost", Slo(ttft_s=1.0), {"prefill_s": 0.5}, 101.0),
         ("missed before", Slo(ttft_s=1.0), {"missed": True}, 100.0),
+        ("waited too long", NO_SLO, {"waited_s": 4000.0}, 100.0),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
