@@ -15,7 +15,7 @@ import zmq
 from tests.extent import HANG_S
 from vllm_ext.config import PredictorConfig
 from vllm_ext.prediction.predictor import Prompt
-from vllm_ext.prediction.service.client import PredictionClient
+from vllm_ext.prediction.service.client import GATHER_S, PredictionClient
 from vllm_ext.prediction.service.messages import Answer, Ask, Finished, Message, Status, pack, unpack
 
 HERE = Path(__file__).parent
@@ -130,10 +130,12 @@ class FakeWorker:
         self.heard: list[Message] = []
 
     def hear(self) -> list[Message]:
-        """All messages so far."""
+        """All messages so far of who spoke first."""
         while self._socket.poll(0):
-            self.peer, body = self._socket.recv_multipart()
-            self.heard.append(unpack(body))
+            peer, body = self._socket.recv_multipart()
+            self.peer = self.peer or peer
+            if peer == self.peer:
+                self.heard.append(unpack(body))
         return self.heard
 
     @property
@@ -208,8 +210,10 @@ class Front:
         return True
 
     def ask(self, *req_ids: str) -> None:
+        """Ask, and wait until the questions are sent."""
         for req_id in req_ids:
             self.service.ask(req_id, prompt(f"text of {req_id}"))
+        self.pass_s(GATHER_S)
 
     def lose(self) -> None:
         """Let the predictor go, and wait until that is known."""

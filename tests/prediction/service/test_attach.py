@@ -24,6 +24,7 @@ from vllm_ext.patches import registry
 from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.prediction.service import attach, said
 from vllm_ext.prediction.service.attach import Attached
+from vllm_ext.prediction.service.client import GATHER_S
 from vllm_ext.prediction.service.messages import Answer
 from vllm_ext.prediction.text import PromptText
 
@@ -278,12 +279,13 @@ async def test_answers_go_to_the_engine_that_has_the_request_when_they_come(
 ) -> None:
     engine: Any = Engine()
     delivery = attach._Delivery(engine, connected.service)
-    monkeypatch.setattr(attach, "_POLL_S", HANG_S)  # answers are looked for because they are owed
+    monkeypatch.setattr(attach, "_POLL_S", HANG_S)  # it looks because something is owed
     running = asyncio.create_task(delivery.run())
     made = Attached(connected.service, PromptText(), "m")
     made.sent = delivery.look_soon
     for req_id in "ab":
         made.asked(request(req_id), "hello", None, NO_HINTS, 50)
+    connected.clock.now += GATHER_S
     await _until(lambda: connected.there.asked == ["a", "b"])
     connected.there.say(Answer("b", LAW, "blend"))
     await _until(lambda: engine.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ def test_a_prediction_becomes_what_the_scheduler_is_told(connected: Front) -> No
     connected.tell(answer)
     assert connected.answers == [answer]
     assert connected.metrics.counted == {"predicted": 1}
-    assert connected.metrics.latencies == [0.25]
+    assert connected.metrics.latencies == pytest.approx([0.3])
     assert connected.service.waiting == 1
 
 
@@ -101,7 +102,7 @@ def test_malformed_messages_are_ignored_and_counted(connected: Front) -> None:
 def test_a_question_waits_for_so_long_and_no_longer_though_the_predictor_lives(connected: Front) -> None:
     """The queue may be long, the model not loaded, or the answer malformed."""
     connected.ask("a")
-    for _ in range(30):
+    for _ in range(29):
         connected.pass_s(1)
         connected.tell(Status(ready=True))
     assert connected.metrics.counted == {}
@@ -109,6 +110,53 @@ def test_a_question_waits_for_so_long_and_no_longer_though_the_predictor_lives(c
     connected.tell(Answer("a", LAW, "retrieval"))
     assert connected.metrics.counted == {"expired": 1}
     assert connected.answers == []
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_questions_gather_until_the_oldest_is_50_ms_old(connected: Front) -> None:
+    for req_id in "ab":
+        connected.service.ask(req_id, prompt())
+        connected.pass_s(0.02)
+    assert connected.service.rest_s() == pytest.approx(0.01)
+    connected.tell(Status(ready=True))
+    assert connected.there.asked == []
+    connected.pass_s(0.011)
+    until(lambda: connected.there.asked == ["a", "b"], "both")
+    assert connected.service.rest_s() == client.LOOK_S
+    connected.service.ask("c", prompt())
+    connected.pass_s(0.049)
+    connected.tell(Answer("a", LAW, "x"), Answer("b", LAW, "x"))
+    assert connected.service.rest_s() == pytest.approx(0.001)
+    assert len(connected.there.asked) == 2
+
+
+def test_a_full_batch_is_sent_at_once_and_the_next_has_its_own_time(make_front: Make) -> None:
+    front = make_front(batch_size=2).connect()
+    for req_id in "abc":
+        front.service.ask(req_id, prompt())
+    until(lambda: front.there.asked == ["a", "b"], "a batch")
+    front.pass_s(0.049)
+    front.tell(Status(ready=True))
+    assert front.there.asked == ["a", "b"]
+    front.pass_s(0.002)
+    until(lambda: front.there.asked == ["a", "b", "c"], "the rest")
+
+
+def test_a_request_that_ends_before_it_is_asked_for_costs_no_prediction(connected: Front) -> None:
+    connected.service.ask("a", prompt())
+    connected.service.ended("a", 1)
+    connected.ask("b")
+    until(lambda: connected.there.asked == ["b"] and connected.there.finished, "the other question, and the end")
+    assert connected.metrics.counted == {"late": 1}
+
+
+def test_nothing_is_to_be_looked_for_where_nothing_is_owed(connected: Front) -> None:
+    assert connected.service.rest_s() == math.inf
+    connected.ask("a")
+    connected.tell(Answer("a", source="unknown"))
+    assert connected.service.rest_s() == math.inf
 
 
 # --- what ended -------------------------------------------------------------------------------------------------------
@@ -209,7 +257,7 @@ def test_a_socket_that_takes_no_more_loses_nothing_that_ended(
 ) -> None:
     """A predictor that stands still: the high-water mark is reached, and what is beyond it waits here."""
     monkeypatch.setattr(client, "MOST_KEPT", 5000)
-    front = make_front(queue_limit=1).connect()
+    front = make_front(queue_limit=1, batch_size=1).connect()
     count = 4000
     for number in range(count):
         front.service.ask(f"r{number}", prompt("x" * 1000))
@@ -253,10 +301,8 @@ def test_a_forked_process_has_a_context_of_its_own_and_ends_nothing_of_its_paren
     if child == 0:
         ended = 1
         try:
-            connected.ask("of the child")
             connected.service.ended("a", 3)  # which is the parent's request
-            for _ in range(3):
-                connected.pass_s(1)
+            until(lambda: connected.ask("of the child") or connected.service.waiting, "a connection of its own")
             calls = list(connected.process.calls)
             connected.service.close()
             ended = 0 if calls == connected.process.calls == [] else 2

@@ -1,8 +1,7 @@
-"""The predictor's queue: batches at the right time by a clock that is handed in, and one answer for each question."""
+"""The predictor's queue: batches, bounds, and an answer for each question, whatever a predictor says."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,67 +15,39 @@ from .fake_predictors import GOOD, ODD, Obedient
 from .parts import LAW, prompt
 
 
-class Queue:
-    """A desk with questions a, b, c ... and a clock in milliseconds."""
-
-    def __init__(self, **options: Any) -> None:
-        self.desk = Desk(**{"queue_limit": 10, "batch_size": 4, "timeout_s": 1.0, **options})
-
-    def ask(self, names: str, at_ms: float) -> list[Answer | None]:
-        return [self.desk.ask(b"peer", Ask(name, prompt()), at_ms / 1e3) for name in names]
-
-    def due_ms(self, at_ms: float) -> float:
-        due = self.desk.due_s(at_ms / 1e3) * 1e3
-        return due if due == math.inf else round(due, 6)
-
-    def batch(self, at_ms: float) -> str:
-        return "".join(waiting.ask.req_id for waiting in self.desk.batch(at_ms / 1e3))
+def desk(**options: Any) -> Desk:
+    return Desk(**{"queue_limit": 3, "batch_size": 2, "timeout_s": 1.0, **options})
 
 
-def test_questions_gather_until_the_oldest_is_50_ms_old() -> None:
-    queue = Queue()
-    assert queue.due_ms(0) == math.inf
-    queue.ask("a", 0)
-    queue.ask("b", 20)
-    assert (queue.due_ms(20), queue.batch(20)) == (30, "")
-    assert queue.batch(49) == ""
-    assert (queue.batch(50), queue.due_ms(50)) == ("ab", math.inf)
+def ask(on: Desk, names: str, now: float = 0.0) -> list[Answer | None]:
+    return [on.ask(b"peer", Ask(name, prompt()), now) for name in names]
 
 
-def test_those_that_came_while_a_batch_was_predicted_are_not_kept_waiting_again() -> None:
-    queue = Queue()
-    queue.ask("a", 0)
-    queue.ask("b", 60)
-    assert queue.batch(120) == "ab"
-    queue.ask("cd", 130)
-    assert queue.due_ms(200) == 0
+def taken(on: Desk, now: float = 0.0) -> str:
+    return "".join(waiting.ask.req_id for waiting in on.batch(now))
 
 
-def test_a_full_batch_is_predicted_at_once_and_the_rest_has_its_own_time() -> None:
-    queue = Queue()
-    queue.ask("abc", 0)
-    assert queue.batch(2) == ""
-    queue.ask("def", 3)
-    assert queue.batch(3) == "abcd"
-    assert (queue.batch(3), queue.due_ms(3)) == ("", 50)
-    assert queue.batch(54) == "ef"
+def test_what_waits_is_predicted_in_batches_the_oldest_first() -> None:
+    some = desk()
+    ask(some, "abc")
+    assert [taken(some), taken(some), taken(some)] == ["ab", "c", ""]
 
 
 def test_what_has_no_room_is_refused() -> None:
-    queue = Queue(queue_limit=2)
-    assert queue.ask("abc", 0) == [None, None, Answer("c", source="overload")]
-    queue.batch(50)
-    assert queue.ask("d", 51) == [None]
+    some = desk()
+    assert ask(some, "abcd") == [None, None, None, Answer("d", source="overload")]
+    taken(some)
+    assert ask(some, "d") == [None]
 
 
 def test_what_waited_for_too_long_is_let_go_and_makes_room() -> None:
     """As while the model is loaded: who asked has given it up."""
-    queue = Queue(timeout_s=1.0, queue_limit=3)
-    queue.ask("ab", 0)
-    queue.ask("c", 500)
-    assert queue.ask("d", 1000) == [Answer("d", source="overload")]
-    assert queue.ask("de", 1001) == [None, None]
-    assert queue.batch(1001) == "cde"
+    some = desk()
+    ask(some, "ab", 0.0)
+    ask(some, "c", 0.5)
+    assert ask(some, "d", 1.0) == [Answer("d", source="overload")]
+    assert ask(some, "d", 1.001) == [None]
+    assert taken(some, 1.001) == "cd"
 
 
 def batch(*texts: str) -> list[Waiting]:

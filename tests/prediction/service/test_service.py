@@ -58,6 +58,8 @@ class Served:
         ids = [f"r{number}" for number in range(first, self.asked)]
         for req_id, text in zip(ids, texts, strict=True):
             self.service.ask(req_id, prompt(text))
+        self.clock.now += client.GATHER_S
+        self.poll()
         return ids
 
     def settle(self) -> None:
@@ -259,8 +261,9 @@ def test_several_clients_share_one_predictor(serve: Callable[..., Served]) -> No
         return other.ready
 
     until(connected, "the other one's connection")
-    served.ask("a")
     other.ask("o", prompt("of the other"))
+    served.ask("a")
+    other.poll()
     served.settle()
     until(lambda: [answer.req_id for answer in other.poll()] == ["o"], "its answer")
     other.ended("o", 8)

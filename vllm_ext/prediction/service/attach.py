@@ -40,8 +40,6 @@ logger = init_logger("vllm.vllm_ext.predictor")
 UTILITY = "vllm_ext_predictions"
 _ATTRIBUTE = "_vllm_ext_prediction"
 _POLL_S = 0.25
-_LOOK_S = 0.005
-"""Between two looks for answers that are owed. ZeroMQ's descriptor tells of changes only, and sending hides them."""
 
 
 class Attached:
@@ -51,7 +49,7 @@ class Attached:
         self.service = service
         self._texts, self._model = texts, model
         self.sent: Callable[[], None] = lambda: None
-        """Called after a question: an answer is to be looked for."""
+        """Called after a question."""
 
     def asked(
         self, request: EngineCoreRequest, prompt: str | None, tokenizer: Any, hinted: hints.RequestHints, most: int
@@ -173,9 +171,13 @@ class _Delivery:
             self._service.close()
 
     def look_soon(self) -> None:
-        """Take answers when they come."""
-        if self._next is None:
-            self._next = self._loop.call_later(_LOOK_S, self._look)
+        """Poll when the service wants it for its questions' sake."""
+        rest_s = self._service.rest_s()
+        if self._next is not None and self._loop.time() + rest_s < self._next.when():
+            self._next.cancel()
+            self._next = None
+        if self._next is None and rest_s < _POLL_S:
+            self._next = self._loop.call_later(rest_s, self._look)
 
     def _look(self) -> None:
         if self._next is not None:
@@ -185,8 +187,7 @@ class _Delivery:
             call = self._loop.create_task(self._deliver(answers))
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
-        if self._service.waiting:
-            self.look_soon()
+        self.look_soon()
 
     async def _deliver(self, answers: Sequence[Answer]) -> None:
         engine = self._engine()

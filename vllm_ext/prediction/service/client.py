@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import time
 from collections import OrderedDict, deque
@@ -53,6 +54,12 @@ MOST_KEPT = 8192
 """Requests that ended and are not known to be learned."""
 MOST_OPEN = 65_536
 """Requests that have not ended: offline, all come at once."""
+GATHER_S = 0.05
+"""How long questions wait for others to share a batch with: together they cost a fraction of what they cost one by one.
+A lone one waits as well, and here: where cores are few, embedding its prompt would slow down its own prefill, and even
+waking up the process would."""
+LOOK_S = 0.005
+"""Between two looks for answers that are owed. ZeroMQ's descriptor tells of changes only, and sending hides them."""
 _TEND_S, _PING_S = 0.1, 1.0
 _LINGER_MS = 100
 """Longest wait of an orderly end for what was sent last."""
@@ -103,7 +110,9 @@ class PredictionClient:
         self._monitor: zmq.Socket[bytes] | None = None
         self._open: OrderedDict[str, _Asked] = OrderedDict()
         self._waiting: OrderedDict[str, float] = OrderedDict()
-        """Questions without an answer, oldest first, with the time they were sent."""
+        """Questions without an answer, oldest first, with the time they were asked."""
+        self._gathered: dict[str, bytes] = {}
+        """Of these, those that are not sent yet."""
         self._unsent: deque[_Ended] = deque()
         self._sent: deque[_Ended] = deque()
         """Not known to be learned, oldest first."""
@@ -143,10 +152,11 @@ class PredictionClient:
             self._drop(1)
         if len(self._waiting) >= self._config.queue_limit:
             self._metrics.outcome(OVERLOAD)
-        elif not self._send(body):
-            self._metrics.outcome(OVERLOAD if self._status is not None and not self._is_gone() else NOT_READY)
-        else:
-            self._waiting[req_id] = self._clock()
+            return
+        self._waiting[req_id] = self._clock()
+        self._gathered[req_id] = body
+        if len(self._gathered) >= self._config.batch_size:
+            self._send_gathered()
 
     def ended(self, req_id: str, tokens: int, *, aborted: bool = False) -> None:
         """Have the predictor learn how long a request became, or was when its client gave it up."""
@@ -154,6 +164,7 @@ class PredictionClient:
         asked = self._open.pop(req_id, None)
         if asked is None:
             return
+        self._gathered.pop(req_id, None)
         if self._waiting.pop(req_id, None) is not None:
             self._metrics.outcome(LATE)
         if tokens < 1 or self._closed:
@@ -165,6 +176,13 @@ class PredictionClient:
             (self._unsent or self._sent).popleft()  # what was sent is on its way
             self._drop(1)
         self._send_ended()
+
+    def _send_gathered(self) -> None:
+        for req_id, body in self._gathered.items():
+            if not self._send(body):
+                del self._waiting[req_id]
+                self._metrics.outcome(OVERLOAD if self._status is not None and not self._is_gone() else NOT_READY)
+        self._gathered.clear()
 
     def _send_ended(self) -> None:
         while self._unsent and self._send(self._unsent[0].body):
@@ -200,8 +218,21 @@ class PredictionClient:
         if now >= self._next_tend_s:
             self._next_tend_s = now + _TEND_S
             self._tend(now)
+        if self._gather_s(now) <= 0:
+            self._send_gathered()
         self._send_ended()
         return found
+
+    def rest_s(self) -> float:
+        """Return the seconds after which to poll again for the questions' sake; infinity where none waits."""
+        answers_s = LOOK_S if len(self._waiting) > len(self._gathered) else math.inf
+        return max(0.0, min(answers_s, self._gather_s(self._clock())))
+
+    def _gather_s(self, now: float) -> float:
+        """Return the seconds until what was gathered is due."""
+        if not self._gathered:
+            return math.inf
+        return self._waiting[next(iter(self._gathered))] + GATHER_S - now
 
     def _receive(self, now: float) -> list[Answer]:
         found = []
@@ -308,6 +339,7 @@ class PredictionClient:
         self._metrics.status(None)
         self._metrics.outcome(outcome, len(self._waiting))
         self._waiting.clear()
+        self._gathered.clear()
         # What it took along is sent once more, and only once: it may be what it died of.
         self._drop(sum(ended.again for ended in self._sent))
         self._unsent.extendleft(ended._replace(again=True) for ended in reversed(self._sent) if not ended.again)
@@ -341,6 +373,7 @@ class PredictionClient:
         self._closed = True
         self._metrics.outcome(LOST, len(self._waiting))
         self._waiting.clear()
+        self._gathered.clear()
         self._drop(len(self._unsent))
         self._disconnect(_LINGER_MS)
         self._context.term()  # waits no longer than that

@@ -1,9 +1,8 @@
-"""The predictor's queue: which questions are predicted together, and when. Time is handed in, in monotonic seconds."""
+"""The predictor's queue, and what becomes of its questions. Time is handed in, in monotonic seconds."""
 
 from __future__ import annotations
 
 import logging
-import math
 import operator
 from collections import deque
 from collections.abc import Sequence
@@ -15,9 +14,6 @@ from vllm_ext.prediction.service.messages import ERROR, OVERLOAD, UNKNOWN, Answe
 
 logger = logging.getLogger("vllm_ext.predictor")
 
-GATHER_S = 0.05
-"""Wait for others to share a batch with: together they cost a fraction of what they cost one by one. A lone question
-waits as well: where cores are few, embedding a prompt at once would slow down its own prefill."""
 _LONGEST_NAME = 64
 
 
@@ -45,10 +41,7 @@ class Errors:
 
 
 class Desk:
-    """Questions that wait. A batch is due when it is full, or when its oldest is 50 ms old.
-
-    A question that waited for ``timeout_s`` is let go: who asked has given it up.
-    """
+    """Questions that wait. One that waited for ``timeout_s`` is let go: who asked has given it up."""
 
     def __init__(self, *, queue_limit: int, batch_size: int, timeout_s: float) -> None:
         self._queue: deque[Waiting] = deque()
@@ -65,19 +58,9 @@ class Desk:
         self._queue.append(Waiting(peer, ask, now))
         return None
 
-    def due_s(self, now: float) -> float:
-        """Return the seconds until a batch is due; 0 if one is, infinity where nothing waits."""
-        self._let_go(now)
-        if not self._queue:
-            return math.inf
-        if len(self._queue) >= self._batch_size:
-            return 0.0
-        return max(0.0, self._queue[0].since_s + GATHER_S - now)
-
     def batch(self, now: float) -> list[Waiting]:
-        """Take the questions off that are to be predicted now."""
-        if self.due_s(now) > 0:
-            return []
+        """Take the questions off that are to be predicted together."""
+        self._let_go(now)
         return [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_size))]
 
     def _let_go(self, now: float) -> None:

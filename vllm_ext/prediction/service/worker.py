@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ from vllm_ext.prediction.service.quality import Quality
 
 logger = logging.getLogger("vllm_ext.predictor")
 
-_TICK_S = 0.2
+_TICK_MS = 200
 """Longest rest, after which it is looked whether the process is to end."""
 _MOST_AT_ONCE = 4096
 """Messages heard before anything else is done."""
@@ -106,8 +105,7 @@ class Worker:
     def _turn(self) -> None:
         """Rest until something is to be done, and do it."""
         predictor = self._learner.predictor
-        due_s = math.inf if predictor is None else self._desk.due_s(time.monotonic())
-        self._socket.poll(math.ceil(1000 * min(due_s, _TICK_S)))
+        self._socket.poll(0 if predictor is not None and len(self._desk) else _TICK_MS)
         self._hear()
         if predictor is not None and (batch := self._desk.batch(time.monotonic())):
             for waiting, answer in zip(batch, answers(predictor, batch, self._errors), strict=True):
