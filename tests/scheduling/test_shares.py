@@ -199,7 +199,7 @@ def test_nothing_is_kept_of_requests_that_are_gone(system: str, depth: int) -> N
     served.drain(seconds=0.01)
     counted = served.scheduler.ranked.shares
     assert served.state["preemptions"]["memory"] > 3
-    assert not (counted._of or counted._served or counted._waiting or counted._bounds)
+    assert [counted._of, counted._served, counted._waiting, counted._bounds] == [{}] * 4
     assert served.state["sharing"] == {"clients": 0, "spread": 0.0}
 
 
