@@ -12,6 +12,10 @@ cache of vllm-ext: interrupted, the same command goes on.
 
     python benchmarks/ordering.py --data DIR --quick
     python benchmarks/ordering.py --data DIR --jobs 2 --out benchmarks/results/ordering.json
+    python benchmarks/ordering.py --data DIR --predicted --out benchmarks/results/ordering_predicted.json
+
+With ``--predicted`` each request is one of which the predictor that ships, having learned others of its file, said
+something beforehand.
 """
 
 from __future__ import annotations
@@ -25,14 +29,16 @@ from pathlib import Path
 from statistics import mean
 
 from ordering_report import MIN_SEEDS, Cells, compare, goals, kind, means, tables, worst
-from ordering_scenes import AGAIN, MEASURES, SCENES, SYSTEMS, TUNED, WATERMARK, Scene
+from ordering_scenes import AGAIN, MEASURES, NEED_PREDICTIONS, SCENES, SYSTEMS, TUNED, WATERMARK, Scene
 from parallel import simulated
 
+from vllm_ext.envs import cache_dir
 from vllm_ext.observability.results import Result, Workload, add_arguments, command, emit, format_table
 
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
 SEEDS = 5
 QUICK = ("sharegpt",), (TUNED, AGAIN, "fcfs-tuned", "alise"), (1.0,)
+WITH_PREDICTIONS = (TUNED, AGAIN, "alise", "alise, lengths within 30 %", *NEED_PREDICTIONS)
 QUICK_SHARE = 0.1
 """Of durations."""
 _WARM = 0.25
@@ -77,7 +83,7 @@ def measured(
     """
     runs, keys = {}, {}
     for name, scene in scenes.items():
-        duration_s = asked.duration or scene.duration_s * (QUICK_SHARE if asked.quick else 1.0)
+        duration_s = lasts(asked, scene)
         for load in scene.loads or asked.loads:
             rate = float(f"{load * rates[name]:.6g}")
             for system in systems:
@@ -87,6 +93,11 @@ def measured(
                     keys[said] = (name, load, system, seed)
     found = simulated(runs, asked.jobs, label="ordering")
     return {keys[said]: metrics for said, metrics in found.items()}
+
+
+def lasts(asked: argparse.Namespace, scene: Scene) -> float:
+    """Return the seconds in which requests arrive."""
+    return float(asked.duration or scene.duration_s * (QUICK_SHARE if asked.quick else 1.0))
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -100,8 +111,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"comma list of {', '.join(SCENES)} (default: all)")
     parser.add_argument("--systems", help=f"semicolon list of {'; '.join(SYSTEMS)} (default: all)".replace("%", "%%"))
     parser.add_argument("--loads", help=f"comma list (default: {', '.join(map(str, LOADS))})")
+    parser.add_argument("--predicted", action="store_true", help="with lengths by the predictor, where there are texts")
     args = parser.parse_args(argv)
-    quick = QUICK if args.quick else (tuple(SCENES), tuple(SYSTEMS), LOADS)
+    every = tuple(name for name, scene in SCENES.items() if scene.texts or not args.predicted)
+    without = tuple(name for name in SYSTEMS if name not in NEED_PREDICTIONS)
+    quick = QUICK if args.quick else (every, WITH_PREDICTIONS if args.predicted else without, LOADS)
     args.workloads = args.workloads.split(",") if args.workloads else list(quick[0])
     args.systems = [one.strip() for one in args.systems.split(";")] if args.systems else list(quick[1])
     for option, given, known in (("workloads", args.workloads, SCENES), ("systems", args.systems, SYSTEMS)):
@@ -111,6 +125,12 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         args.loads = [float(load) for load in args.loads.split(",")] if args.loads else list(quick[2])
     except ValueError:
         parser.error(f"--loads={args.loads}: must be numbers with commas between them")
+    for name in () if args.predicted else NEED_PREDICTIONS:
+        if name in args.systems:
+            parser.error(f"--systems={name}: needs --predicted")
+    for name in args.workloads if args.predicted else ():
+        if name not in every:
+            parser.error(f"--workloads={name}: has no texts to predict from; must be among {', '.join(every)}")
     args.seeds = args.seeds if args.seeds is not None else (1 if args.quick else SEEDS)
     for option, least in (("seeds", args.seeds), ("jobs", args.jobs), ("loads", min(args.loads))):
         if least <= 0:
@@ -125,6 +145,9 @@ def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
     args = parsed(argv)
     scenes = {name: SCENES[name] for name in args.workloads}
+    if args.predicted:
+        folder = cache_dir() / "ordering"
+        scenes = {name: scene.with_predictions(args.data, folder) for name, scene in scenes.items()}
     seeds = [args.seed + number for number in range(args.seeds)]
     systems = list(dict.fromkeys([TUNED, AGAIN, *args.systems]))
     rates = saturations(scenes, args.data, args.seed, args.jobs, QUICK_SHARE if args.quick else 1.0)
@@ -154,7 +177,8 @@ def main(argv: Sequence[str]) -> None:
             "seeds": seeds,
             "systems": systems,
             "loads": args.loads,
-            "duration_s": {name: args.duration or scene.duration_s for name, scene in scenes.items()},
+            "duration_s": {name: lasts(args, scene) for name, scene in scenes.items()},
+            "predicted": args.predicted,
             "saturation_requests_per_s": rates,
             "hardware": {name: scene.hardware.model_dump(mode="json") for name, scene in scenes.items()},
             "watermark": WATERMARK,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,18 @@ class Scene:
     """Which of the issue's goals for the mean end-to-end latency it has: ``chat``, ``alpaca``, ``azure`` or none."""
     loads: tuple[float, ...] = ()
     """Its own instead of those that were asked for."""
+    texts: bool = False
+    """Whether it has prompts and answers, so that lengths can be predicted."""
+    predicted: tuple[Path, Path] | None = None
+    """Files of `ordering_predicted` instead: with own predictions, and with those of others."""
+
+    def with_predictions(self, data: Path, folder: Path) -> Scene:
+        """Return it with half of its requests, of which the shipped predictor said something beforehand."""
+        from ordering_predicted import make
+
+        where = self.fields.get("where", {})
+        fields = {key: value for key, value in self.fields.items() if key != "where"}
+        return replace(self, fields=fields, predicted=make(data / self.path, folder, where))
 
     def missing(self, data: Path) -> list[str]:
         """Return the files that are not there."""
@@ -88,7 +100,7 @@ class Scene:
         """Return a run; ``arrivals`` says how many come when: fields of a `WorkloadSpec`."""
         chosen = SYSTEMS[system]
         workload = {
-            "source": str(data / self.path),
+            "source": str(data / self.path if self.predicted is None else self.predicted[system == ANOTHERS]),
             "sample": "with-replacement",
             "over_context": "cut",
             **({"prompts_from": str(data / self.prompts)} if self.prompts else {}),
@@ -113,9 +125,10 @@ SCENES: Mapping[str, Scene] = {
         fields={"where": {"src": ("random9k", "subset5k")}, "min_output_tokens": 1, "max_tokens": 1024},
         duration_s=300.0,
         group="alpaca",
+        texts=True,
     ),
-    "sharegpt": Scene(path=_SHAREGPT, fields=_CHAT, group="chat"),
-    "wildchat": Scene(path=_WILDCHAT, fields=_CHAT, group="chat"),
+    "sharegpt": Scene(path=_SHAREGPT, fields=_CHAT, group="chat", texts=True),
+    "wildchat": Scene(path=_WILDCHAT, fields=_CHAT, group="chat", texts=True),
     "lmsys": Scene(path="single_turn/lmsys_output_lengths.csv.gz", prompts=_WILDCHAT, fields=_CHAT, group="chat"),
     "azure-conv": Scene(
         path="traces/azure_2023_conv.csv.gz",
@@ -139,7 +152,11 @@ SCENES: Mapping[str, Scene] = {
 }
 """Bursts are gamma arrivals with a coefficient of variation of 3: the simulator has no alternating rate."""
 
-_HINT = {"announce": "hint", "announce_error": 0.3}
+_HINT: dict[str, Any] = {"announce": "hint", "announce_error": 0.3}
+PREDICTED, ANOTHERS = "alise, predicted", "alise, another's prediction"
+"""By the predictor that ships, learned from others of the same file; and what it said of another request."""
+_PREDICTED = ((PREDICTED, "alise"), (ANOTHERS, "alise"), ("auto, predicted", "auto"))
+NEED_PREDICTIONS = tuple(name for name, _ in _PREDICTED)
 _ORACLE: dict[str, Any] = {"options": {"allow_oracle": True}, "workload": {"announce": "hidden"}}
 SYSTEMS = {
     one.name: one
@@ -152,6 +169,7 @@ SYSTEMS = {
             for name in ("fcfs-tuned", "alise-published", "fastserve", "alise", "auto")
         ),
         Contender(name="alise, lengths within 30 %", system="alise", workload=_HINT),
+        *(Contender(name=name, system=system, workload={"announce": "predicted"}) for name, system in _PREDICTED),
         Contender(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),
         *(
             Contender(name=f"{name}, tier", system=name, options={"kv_tier": {"gib": 64.0, "chunk_tokens": 16}})

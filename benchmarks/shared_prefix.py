@@ -12,8 +12,7 @@ on the device from one turn to the next and is found in host memory (vLLM with i
 memory); *gaps*, the same without host memory, where our lookups go on behind blocks that are gone. Everything is
 deterministic given the seed; intervals are over seeds.
 Systems that reserve the maximum for each request (``orca``, ``conservative``) are shown and held to nothing.
-``past-future`` and ``auto`` forecast memory by the clients' bounds until ten requests have ended, which is part of what
-is measured.
+``past-future`` forecasts memory by the clients' bounds until ten requests have ended, which is measured, too.
 
     python benchmarks/shared_prefix.py --quick
     python benchmarks/shared_prefix.py --jobs 2 --out benchmarks/results/shared_prefix.json
@@ -56,7 +55,6 @@ BY_DESIGN = {
     "pensieve-published": "as pensieve",
     "pensieve-published-turns": "as pensieve",
     "past-future": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
-    "auto": "joins only what fits at the predicted peak, where vLLM preempts; by bounds for the first ten",
 }
 """Why a system takes more."""
 _COUNT, _QUICK_COUNT = 200, 40

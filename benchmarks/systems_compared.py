@@ -6,8 +6,7 @@ that system's own measure, and is it better than upstream tuned?
 Method: the real schedulers in virtual time. Each scene is a load with the measures that matter there; every system
 serves the same requests at the same times, with the same hints (objectives, and announced lengths where the scene has
 them, with an error). The step-time models start from a profile of the simulated hardware. Measures are means over
-seeds. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on. ``alise`` is there with
-its default aging and with the one its reproductions use.
+seeds. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on.
 
     python benchmarks/systems_compared.py --quick
     python benchmarks/systems_compared.py --jobs 2 --out benchmarks/results/systems_compared.json

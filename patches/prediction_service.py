@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ext import hints
 from vllm_ext.observability.guard import Guard
 from vllm_ext.patches.patch import Hook, Patch
 
@@ -31,9 +32,18 @@ def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: 
     result = original(self, request, prompt, *args, **kwargs)
     from vllm_ext.prediction.service.attach import attached
 
-    if is_new and (found := attached(self)) is not None:
-        guarded(found.asked, request, prompt, self.tokenizer)
+    if is_new and request.sampling_params is not None and (found := attached(self)) is not None:
+        guarded(_ask, found, request, prompt, self.tokenizer)
     return result
+
+
+def _ask(found: Any, request: Any, prompt: Any, tokenizer: Any) -> None:
+    params = request.sampling_params
+    try:
+        hinted = hints.from_extra_args(params.extra_args, request.session_id)
+    except hints.HintError:  # the scheduler reports it
+        hinted = hints.NO_HINTS
+    found.asked(request, prompt, tokenizer, hinted, params.max_tokens or 1)
 
 
 def _update_stats_from_finished(

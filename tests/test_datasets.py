@@ -73,6 +73,13 @@ CHAT = (said("c1", "Why?", "Because.", said("c1", "Really?", "Yes.")),)
             (said("1", "p", "o"), row("line 2", 3, 4, 1.5)),
             0,
         ),
+        (
+            "x.jsonl",
+            lines({"prompt_tokens": 3, "output_tokens": 4, "output_quantiles": list(range(1, 10))}),
+            "jsonl",
+            (row("line 1", 3, 4, output_quantiles=tuple(range(1, 10))),),
+            0,
+        ),
         ("m.jsonl", lines(MOONCAKE, MOONCAKE | {"output_length": 0}), "mooncake",
          (row("line 1", 600, 7, 1.5, hash_ids=(0, 4)),), 1),
         ("b.csv", BURSTGPT + "9,ChatGPT,10,0,10,API log\n", "burstgpt", (row("line 2", 472, 18, 5.0),), 1),
@@ -121,6 +128,14 @@ def test_where_keeps_rows_whose_field_or_column_is_or_contains_a_value(tmp_path:
         ("a.jsonl", lines({"prompt_tokens": 0, "output_tokens": 1}), r"line 1: prompt_tokens: .* at least 1, found 0"),
         ("a.jsonl", lines({"prompt_tokens": 1, "output_tokens": True}), r"line 1: output_tokens: .*found True"),
         ("a.jsonl", lines({"prompt_tokens": 1, "output_tokens": 1, "timestamp": "x"}), r"line 1: timestamp: .*'x'"),
+        *(
+            (
+                "a.jsonl",
+                lines({"prompt_tokens": 1, "output_tokens": 1, "output_quantiles": wrong}),
+                r"line 1: output_quantiles: must be a list of 9 ascending whole numbers of at least 1",
+            )
+            for wrong in (5, [1] * 8, [9, *range(1, 9)], [0, *range(1, 9)], [1.5] * 9, "123456789")
+        ),
         ("a.jsonl", lines("text"), r"a.jsonl: line 1: must be a JSON object, found str"),
         ("a.jsonl", "\n", r"a.jsonl: the file holds no rows"),
         ("a.jsonl", lines({"text": "?"}), r"a.jsonl: line 1: format not recognised from the fields \['text'\]"),

@@ -247,10 +247,11 @@ def test_a_changed_vllm_is_refused_only_if_a_system_is_chosen(model: str, monkey
         make_config(model, scheduler_cls="alise")
 
 
-def test_flags_reach_the_options_and_win_over_json(model: str) -> None:
+@pytest.mark.parametrize("system", ["alise", "auto"])
+def test_flags_reach_the_options_and_win_over_json(model: str, system: str) -> None:
     json_options = json.dumps({"vllm_ext": {"ordering": {"gamma": 0.7, "theta": 0.0}}})
     args = from_command_line(
-        model, "--scheduler-cls", "alise", "--additional-config", json_options, "--ext-optimise", "tail"
+        model, "--scheduler-cls", system, "--additional-config", json_options, "--ext-optimise", "tail"
     )
     config = args.create_engine_config()
     assert options_of(config).ordering == {"gamma": 1.0, "theta": 0.0}

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_ext import systems
 from vllm_ext.config import AXES, ConfigError, ExtConfig
+from vllm_ext.config_flags import gamma_for
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
@@ -60,6 +61,16 @@ def test_parameters_reach_the_policies() -> None:
     assert "theta=0.0" in policies.describe()
 
 
+@pytest.mark.parametrize("system", ["alise", "auto"])
+@pytest.mark.parametrize(("what", "first"), [("normalised", "cheap"), ("tail", "old")])
+def test_what_is_optimised_is_how_much_waiting_counts(system: str, what: str, first: str) -> None:
+    """A cost of 9 that has waited 15 s, and one of 1 that has not waited: 16 ** 0.25 is 2, 16 ** 1 is 16."""
+    ageing = build(ExtConfig(system=system, ordering={"gamma": gamma_for(what)})).ordering.ageing
+    assert ageing is not None
+    scores = {"old": ageing.score(9.0, 15.0), "cheap": ageing.score(1.0, 0.0)}
+    assert min(scores, key=scores.__getitem__) == first
+
+
 def test_the_baselines_have_their_papers_and_differ_from_upstream() -> None:
     rows = {"orca": (ReserveMaximum(), WholePrompts()), "vllm-2023": (Watermark(watermark=0.99), WholePrompts())}
     for name, gates in rows.items():
@@ -97,8 +108,8 @@ def test_gates_of_several_systems_stand_behind_each_other(name: str, gates: list
 
 
 def test_gates_that_differ_in_a_parameter_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="past-future and auto set PeakMemory differently"):
-        resolve("past-future+auto")
+    with pytest.raises(ConfigError, match="past-future and oracle-past-future set PeakMemory differently"):
+        resolve("past-future+oracle-past-future")
 
 
 def test_a_policy_that_is_none_is_refused_when_it_is_built() -> None:

@@ -100,14 +100,14 @@ FLAGS: tuple[Flag, ...] = (
         path=("ordering", "age_limit_s"),
         type=float,
         metavar="S",
-        help="Seconds of waiting after which a request goes first, whatever its predicted length.",
+        help="Seconds of waiting after which a request goes first, whatever its length and others' objectives.",
     ),
     Flag(
         name="--ext-optimise",
         path=("ordering", "gamma"),
         type=gamma_for,
         metavar="WHAT",
-        help="What alise makes short: normalised (latency per token), mean (the default), or tail.",
+        help="What alise and auto make short: normalised (latency per token), mean (the default), or tail.",
     ),
     Flag(
         name="--ext-share-by",

@@ -47,6 +47,8 @@ class WorkloadRow:
     """Recorded answer."""
     output_tokens: int | None = None
     """Output length where the file states it, in tokens of the recording's own tokenizer."""
+    output_quantiles: tuple[int, ...] | None = None
+    """What a predictor said of the output length beforehand, in tokens, at `law.LEVELS`."""
     arrival_s: float | None = None
     """Recorded arrival, in seconds on the file's own clock."""
     hash_ids: tuple[int, ...] | None = None
@@ -213,6 +215,8 @@ def _date_and_time(text: str) -> float:
     return since_epoch + (float(f"0.{fraction}") if fraction else 0.0)
 
 
+_QUANTILES = 9
+"""As many as `prediction.law.LEVELS`."""
 _SECONDS: dict[str, Callable[[Any], float]] = {
     "number of seconds": float,
     "number of milliseconds": lambda value: float(value) / 1000,
@@ -252,8 +256,18 @@ def _jsonl(entry: _Entry) -> WorkloadRow:
         prompt_tokens=entry.tokens("prompt_tokens", 1) if "prompt_tokens" in has else None,
         output_text=entry.text("output") if "output" in has else None,
         output_tokens=entry.tokens("output_tokens", 1) if "output_tokens" in has else None,
+        output_quantiles=_quantiles(entry) if entry.value.get("output_quantiles") is not None else None,
         arrival_s=entry.seconds("timestamp", "number of seconds") if timed else None,
     )
+
+
+def _quantiles(entry: _Entry) -> tuple[int, ...]:
+    found = entry.value["output_quantiles"]
+    whole = isinstance(found, list) and all(type(tokens) is int and tokens >= 1 for tokens in found)
+    if not whole or len(found) != _QUANTILES or found != sorted(found):
+        allowed = f"must be a list of {_QUANTILES} ascending whole numbers of at least 1, found {found!r}"
+        raise entry.error("output_quantiles", allowed)
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_ext.policies.admission.backfill import Backfill
+from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
 from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
@@ -172,16 +172,14 @@ ROWS = (
     System(
         name="auto",
         ordering=PressingFirst,
-        admission=Backfill,
-        gates=(PeakMemory,),
+        admission=PassOrPreempt,
         budget=TbtBudget,
         residency=EstimatedWait,
         parameters={
-            "admission": {"reserve": 0.04, "redraw_steps": 16},
             "budget": {"default_tbt_ms": 0.0},
             "residency": {"tier_bits": 16},
         },
-        summary="our best: remaining time until an objective presses, memory foreseen, TBT objectives kept",
+        summary="our best: alise until an objective presses, TBT objectives kept",
     ),
     System(
         name="orca",

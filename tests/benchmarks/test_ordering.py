@@ -76,12 +76,41 @@ def test_means_over_workloads_are_geometric(scenes: ModuleType, report: ModuleTy
 def test_all_systems_serve_the_same_requests_but_the_other_seeds(scenes: ModuleType) -> None:
     for scene in scenes.SCENES.values():
         specs = {name: scene.spec(Path("data"), name, 3, duration_s=9.0, rate_per_s=1.0) for name in scenes.SYSTEMS}
-        said = {"announce", "announce_error"}
+        said = {"announce", "announce_error"}  # of half of the requests, where somebody else's prediction is told
         served = {name: spec.workload.model_dump_json(exclude=said) for name, spec in specs.items()}
         other = served.pop(scenes.AGAIN)
         assert len(set(served.values())) == 1
         assert other not in served.values()
         assert scene.backlogged(Path("data"), scenes.TUNED, 3, 9.0).max_time_s == 9.0
+
+
+def test_another_s_prediction_comes_with_the_same_requests(scenes: ModuleType, tmp_path: Path) -> None:
+    """Both files have the same lengths in the same order; only what was said of them is another's."""
+    predicted = importlib.import_module("ordering_predicted")
+    folder = tmp_path / "single_turn"
+    folder.mkdir()
+    prompts = [("Name", 5), ("Explain", 80), ("Write a story about", 400)]
+    rows = [
+        {"prompt": f"{prompts[n % 3][0]} thing {n}", "output": "so " * (prompts[n % 3][1] + n % 7)} for n in range(300)
+    ]
+    path = folder / "made.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    own, others = (
+        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for file in predicted.make(path, tmp_path / "made", {})
+    )
+    assert len(own) == 150
+    lengths = [[(row["prompt_tokens"], row["output_tokens"]) for row in each] for each in (own, others)]
+    assert lengths[0] == lengths[1]
+
+    def median_error(each: list[dict[str, object]]) -> float:
+        errors = [abs(row["output_quantiles"][3] - row["output_tokens"]) / row["output_tokens"] for row in each]  # type: ignore[index, operator]
+        return sorted(errors)[len(errors) // 2]
+
+    assert median_error(own) < 0.5 < median_error(others)
+    assert sorted(map(str, (r["output_quantiles"] for r in own))) == sorted(
+        map(str, (r["output_quantiles"] for r in others))
+    )
 
 
 def test_a_grid_of_made_up_conversations_is_measured_and_written(
@@ -105,6 +134,9 @@ def test_a_grid_of_made_up_conversations_is_measured_and_written(
     assert low < result["metrics"]["sharegpt.1.2.mean e2e.ratio"] < high
     assert set(result["baselines"]) == {scenes.TUNED, scenes.AGAIN}
     assert "worst cells" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        ordering.main([*argv, "--systems", "alise, predicted"])
+    assert "--systems=alise, predicted: needs --predicted" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         ordering.main([*argv, "--workloads", "nothing"])
     assert "--workloads=nothing: must be among sharegpt" in capsys.readouterr().err

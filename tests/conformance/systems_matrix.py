@@ -166,7 +166,7 @@ SYSTEMS = (
             "system": "auto",
             "slo": _MIXED_SLOS,
             "ordering": {"age_limit_s": AGE_LIMIT_S, "horizon_s": 0.1},
-            "admission": {"cold_requests": 4, "window": 32, "min_progress_tokens": 2, "gain_ratio": 0.05},
+            "admission": _EAGER_PREEMPTION,
             "budget": _TIGHT_BUDGET,
         },
         aging_bound_s=AGE_LIMIT_S,

@@ -63,15 +63,15 @@ def test_api_servers_share_one_predictor_and_tensor_parallel_workers_have_none(s
 def test_a_request_that_its_client_gives_up_is_learned_as_such(server: Served) -> None:
     """Clients give up what is long: a predictor that never heard of them took everything for short."""
 
-    def given_up() -> list[dict[str, Any]]:
-        """One more; it may have ended before it was noticed that its client left."""
+    def learned() -> list[Any]:
+        return [entry for entry in predictor_log(server) if str(entry.get("finished")).startswith("never mind")]
+
+    for attempt in range(1, 9):  # where cores are busy an answer may be over before its client has gone
         with server.client().completions.create(
-            model=MODEL, prompt="never mind", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+            model=MODEL, prompt=f"never mind {attempt}", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
         ) as answer:
             next(iter(answer))
-        return [entry for entry in predictor_log(server) if entry.get("aborted")]
-
-    wait_until(given_up, "one that was given up to be learned")
-    entry = given_up()[0]
-    assert entry["finished"] == "never mind"
-    assert 1 <= entry["tokens"] < 400
+        wait_until(lambda number=attempt: len(learned()) >= number, "it to be learned")  # type: ignore[misc]
+        if any(entry.get("aborted") for entry in learned()):
+            break
+    assert any(entry.get("aborted") and 1 <= entry["tokens"] < 400 for entry in learned())

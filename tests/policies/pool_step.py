@@ -43,6 +43,7 @@ class PoolStep:
     keys: Mapping[str, float] = field(default_factory=dict)
     """Ranks by id; where nothing is said, the predicted remaining time."""
     aged: frozenset[str] = frozenset()
+    pressing: frozenset[str] = frozenset()
     max_running: int = 8
     token_budget: int = 64
     apart: bool = False
@@ -108,8 +109,10 @@ class PoolStep:
 
     def waiting(self) -> Iterator[Candidate]:
         for request in self.queue:
-            aged = request.req_id in self.aged
-            yield Candidate(request.req_id, self._key(request), lambda request=request: request, aged)
+            name = request.req_id
+            yield Candidate(
+                name, self._key(request), lambda request=request: request, name in self.aged, name in self.pressing
+            )
 
     def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
         for request in self.running[::-1]:

@@ -1,4 +1,4 @@
-"""The policies of `auto`: remaining time until an objective presses, and who joins past those that do not fit."""
+"""The policies of `auto`: those of `alise` until an objective presses, and who leaves for whom then."""
 
 from __future__ import annotations
 
@@ -7,124 +7,222 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_ext.policies.admission.backfill import Backfill
-from vllm_ext.policies.contract import AGED, Pace, Rank, RequestView
+from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
+from vllm_ext.policies.admission.passing import PassAFew
+from vllm_ext.policies.contract import AGED, Pace, Rank, RequestView, Server
 from vllm_ext.policies.gates.peak_memory import PeakMemory
-from vllm_ext.policies.ordering.pressing import PRESSING, RELEGATED, WILLING, PressingFirst
+from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
+from vllm_ext.policies.ordering.pressing import PressingFirst
+from vllm_ext.policies.slack import at_stake
+from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.slo import NO_SLO, Slo
 
 from .pool_step import PoolStep, select
 
 PACE = Pace(step_s=0.05, longest_step_s=0.1, chunk_tokens=1000.0)
+SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
+CHAT = Slo(ttft_s=10.0, tbt_s=0.5)
 
 
-def waiting(name: str, prompt: int = 100, *, slo: Slo = NO_SLO, left_s: float = 1.0, **fields: Any) -> RequestView:
-    values = {"waiting_since": 100.0, "pace": PACE, "slo": slo, "max_tokens": 20, **fields}
-    return RequestView(name, 100.0, prompt, predicted_remaining_s=left_s, **values)
+def waiting(name: str = "w", prompt: int = 100, *, length: int = 50, slo: Slo = NO_SLO, **fields: Any) -> RequestView:
+    values = {"waiting_since": 100.0, "pace": PACE, "max_tokens": 500, "predicted_output_tokens": length, **fields}
+    return RequestView(name, 100.0, prompt, slo=slo, law=LengthLaw.point(length), server=SERVER, **values)
+
+
+def running(name: str = "r", computed: int = 100, *, prompt: int = 100, **fields: Any) -> RequestView:
+    values = {"num_computed_tokens": computed, "num_output_tokens": max(0, computed - prompt + 1), **fields}
+    return waiting(name, prompt, waiting_since=None, **values)
+
+
+def step_of(*queue: RequestView, running: tuple[RequestView, ...] = (), now: float = 100.0, **fields: Any) -> PoolStep:
+    """A step in which `PressingFirst` has ranked everybody."""
+    policy = PressingFirst()
+    ranks = {r.req_id: (policy.running_rank if r in running else policy.rank)(r, now) for r in (*queue, *running)}
+    ordered = sorted(ranks, key=lambda name: (ranks[name].key, policy.ageing.score(ranks[name].cost, now - 100.0)))
+    place = {name: float(number) for number, name in enumerate(ordered)}
+    first, best = (sorted(group, key=lambda r: place[r.req_id]) for group in (queue, running))
+    pressing = frozenset(name for name, rank in ranks.items() if rank.presses)
+    aged = frozenset(name for name, rank in ranks.items() if rank.older_only_s <= now)
+    values = {
+        "token_budget": 500,
+        "pace": PACE,
+        "keys": place,
+        "pressing": pressing,
+        "aged": aged,
+        "now": now,
+        **fields,
+    }
+    return PoolStep(queue=tuple(first), running=tuple(best), **values)
 
 
 def order(*requests: RequestView, now: float = 100.0) -> list[str]:
-    policy = PressingFirst()
-    keys = {r.req_id: policy.rank(r, now).key for r in requests}
-    return sorted(keys, key=keys.__getitem__)
+    return [r.req_id for r in step_of(*requests, now=now).queue]
 
 
-def test_without_objectives_the_shortest_goes_first() -> None:
-    assert order(waiting("long", left_s=9.0), waiting("short", left_s=0.1), waiting("middle", left_s=2.0)) == [
-        "short",
-        "middle",
-        "long",
-    ]
-    first = waiting("low", left_s=0.1, priority=5)
-    assert order(first, waiting("high", left_s=9.0)) == ["high", "low"]
+@given(
+    prompt=st.integers(1, 4000),
+    length=st.integers(1, 2000),
+    priority=st.integers(-2, 2),
+    preempted=st.integers(0, 2),
+    computed=st.integers(0, 5000),
+    now=st.floats(100.0, 3000.0),
+)
+def test_without_objectives_it_ranks_exactly_as_alise(
+    prompt: int, length: int, priority: int, preempted: int, computed: int, now: float
+) -> None:
+    auto, alise = PressingFirst(), CostOverWait()
+    assert auto.ageing == alise.ageing
+    waits = waiting(prompt=prompt, length=length, priority=priority, num_preemptions=preempted)
+    ours, theirs = auto.rank(waits, now), alise.rank(waits, now)
+    assert (ours.key[1:], ours.cost, ours.presses) == (theirs.key, theirs.cost, False)
+    runs = running(computed=computed, prompt=prompt, priority=priority)
+    ours_running, theirs_running = auto.running_rank(runs, now), alise.running_rank(runs, now)
+    assert ours_running.key[1:] == theirs_running.key
+    assert ours_running[1:4] == theirs_running[1:4]
+    assert ours_running.key < ours.key, "whatever their priorities: nobody who runs leaves for one who does not press"
+    others = auto.rank(waiting(), now), auto.running_rank(running(), now)
+    assert (ours.key[0], ours_running.key[0]) == (others[0].key[0], others[1].key[0])
 
 
 def test_an_objective_counts_once_it_presses_and_no_more_when_it_is_lost() -> None:
     policy = PressingFirst(horizon_s=2.0)
-    request = waiting("slo", slo=Slo(ttft_s=10.0), left_s=30.0, prefill_s=0.5)
+    request = waiting("slo", slo=CHAT, length=400, prefill_s=0.5)
     early = policy.rank(request, 100.0)
-    assert early.level == WILLING
+    assert not early.presses
     assert early.until_s == pytest.approx(107.9)
     pressing = policy.rank(request, early.until_s)
-    assert pressing.level == PRESSING
+    assert pressing.presses
     assert pressing.until_s == pytest.approx(109.5)
     lost = policy.rank(request, pressing.until_s)
-    assert lost.level == RELEGATED
-    short = waiting("short", left_s=0.01)
-    assert pressing.key < policy.rank(short, 108.0).key < lost.key
+    assert (lost.presses, lost.key, lost.cost) == (False, early.key, early.cost)
+    short = waiting("short", 1, length=1)
+    assert order(request, short, now=100.0) == ["short", "slo"]
+    assert order(request, short, now=108.0) == ["slo", "short"]
+    assert order(request, short, now=110.0) == ["short", "slo"]
 
 
-def test_who_runs_with_an_objective_gives_way_to_nobody_who_waits() -> None:
+def test_those_who_press_go_by_the_time_left_and_priority_counts_among_them_and_among_the_others() -> None:
+    tight, loose = waiting("tight", slo=Slo(ttft_s=3.0)), waiting("loose", 1, length=1, slo=Slo(ttft_s=4.0))
+    other, first = waiting("other"), waiting("first", 900, priority=-1)
+    assert order(loose, other, tight, first) == ["tight", "loose", "first", "other"]
+    assert order(loose._replace(priority=-1), tight) == ["loose", "tight"]
+
+
+def test_only_an_objective_that_can_still_be_missed_is_at_stake() -> None:
+    """A gap between tokens can't be too long before the first token, and the first token comes once."""
+    tbt, ttft = waiting(slo=Slo(tbt_s=0.5), prefill_s=0.1), waiting(slo=Slo(ttft_s=10.0))
+    assert at_stake(tbt, 100.0) is None
+    back = tbt._replace(num_output_tokens=3)
+    assert at_stake(back, 100.0) == pytest.approx((100.4, 100.4))
+    assert at_stake(back, 100.4) is None, "the gap is too long already"
+    assert at_stake(ttft, 100.0) == pytest.approx((109.9, 110.0))
+    assert at_stake(ttft._replace(num_output_tokens=3), 100.0) is None
+    assert at_stake(ttft._replace(missed=True), 100.0) is None
+    job = waiting(slo=Slo(e2e_s=60.0, tbt_s=0.5), length=9, predicted_remaining_s=1.0)
+    left = at_stake(job, 100.0)
+    assert left is not None
+    assert left.lost_at == pytest.approx(159.0)
+    assert left.start_by > 105.0, "no TTFT stands in"
+
+
+def test_those_without_an_objective_leave_first_least_computed_first_and_then_whoever_has_most_time() -> None:
+    runs = (
+        running("little", 120),
+        running("much", 900),
+        running("lost", 300, slo=CHAT, missed=True),
+        running("answered", 500, slo=Slo(ttft_s=1.0)),
+        running("slow", 110, slo=Slo(tbt_s=2.0)),
+        running("fast", 110, slo=Slo(tbt_s=0.2)),
+    )
+    step = step_of(running=runs)
+    left = [victim.request.req_id for victim in step.victims()]
+    assert left == ["little", "lost", "answered", "much", "slow", "fast"]
+
+
+def test_a_running_rank_is_asked_for_again_at_the_first_token_and_after_a_quarter_octave() -> None:
     policy = PressingFirst()
-    runs = waiting("r", slo=Slo(tbt_s=0.5), num_output_tokens=3, num_computed_tokens=103, waiting_since=None)
-    pressing = waiting("w", slo=Slo(ttft_s=0.2))
-    assert policy.rank(runs, 105.0).key < policy.rank(pressing, 100.0).key
-    looser = runs._replace(slo=Slo(tbt_s=5.0))
-    assert policy.rank(runs, 105.0).key < policy.rank(looser, 105.0).key, "most time left is the last, and leaves"
-    assert policy.rank(runs._replace(missed=True), 105.0).level == RELEGATED
+    prefills = running("r", 50, slo=Slo(ttft_s=10.0))
+    assert policy.running_rank(prefills, 100.0).until_tokens == 1
+    decodes = policy.running_rank(running("r", 128), 100.0)
+    octave = 2 ** (29 / 4)
+    assert decodes.until_tokens == pytest.approx(29 + octave - 128, abs=1)
 
 
-def test_nobody_waits_longer_than_the_age_limit() -> None:
+def test_one_that_waited_too_long_goes_before_everybody_and_is_not_passed() -> None:
     policy = PressingFirst(age_limit_s=20.0)
-    lost = waiting("lost", slo=Slo(ttft_s=0.1), prefill_s=1.0)
-    assert policy.rank(lost, 110.0).until_s == pytest.approx(120.0)
-    assert policy.rank(lost, 110.0).older_only_s == pytest.approx(120.0)
-    assert policy.rank(lost, 120.0) == Rank((float(AGED),), older_only_s=-math.inf, level=AGED)
+    request = waiting("old", 400)
+    assert (policy.rank(request, 110.0).until_s, policy.rank(request, 110.0).older_only_s) == (120.0, 120.0)
+    assert policy.rank(request, 120.0) == Rank((float(AGED),), older_only_s=-math.inf, level=AGED)
+    presses = waiting("presses", 10, slo=Slo(ttft_s=20.5))
+    assert policy.rank(presses, 119.0).key > policy.rank(request, 120.0).key
+    runs = running("r", waited_s=20.0), running("chat", slo=CHAT)
+    assert policy.running_rank(runs[0], 110.0).key < policy.running_rank(runs[1], 110.0).key
+    step = step_of(presses, request, running=(running(),), free=20)
+    assert select(PassOrPreempt(preempt=False), step).admit == ["presses"]
+    aged = replace(step, queue=(request, presses), aged=frozenset({"old"}))
+    assert select(PassOrPreempt(preempt=False), aged).admit == []
 
 
-def test_a_running_rank_holds_until_it_has_generated_so_much() -> None:
-    """A third of 60 tokens takes 3 s to 2 s, the next queue; with an objective only an outlived estimate counts."""
-    policy = PressingFirst(num_levels=4)
-    runs = waiting("r", left_s=3.0, num_output_tokens=10, predicted_output_tokens=70, max_tokens=100)
-    runs = runs._replace(waiting_since=None, num_computed_tokens=109)
-    assert policy.rank(runs, 100.0).until_tokens == pytest.approx(30)
-    assert policy.rank(runs._replace(slo=Slo(tbt_s=0.5)), 100.0).until_tokens == 70
-    assert policy.rank(runs, 100.0)[1:5] == (math.inf, policy.rank(runs, 100.0).until_tokens, math.inf, WILLING)
+def test_for_who_presses_the_least_computed_without_an_objective_leave() -> None:
+    runs = tuple(running(f"r{n}", 200 + 100 * n, length=400, predicted_remaining_s=9.0) for n in range(3))
+    chat = waiting("chat", 300, length=1, slo=Slo(ttft_s=1.0))
+    step = step_of(chat, running=runs, free=0)
+    room = select(PassOrPreempt(), step)
+    assert (room.admit, room.preempt) == (["chat"], ["r0", "r1"]), "13 and 19 blocks for 19"
+    for policy in (PassOrPreempt(preempt=False), PassAFew()):
+        assert select(policy, step).admit == []
 
 
-def pool(*queue: RequestView, blocks: int = 20, **fields: Any) -> PoolStep:
-    return PoolStep(queue=queue, free=blocks, token_budget=500, pace=PACE, **fields)
+@pytest.mark.parametrize(
+    ("why", "slo", "fields", "now"),
+    [
+        ("no objective", NO_SLO, {}, 100.0),
+        ("a better priority alone", NO_SLO, {"priority": -5}, 100.0),
+        ("does not press yet", Slo(ttft_s=30.0), {}, 100.0),
+        ("lost", Slo(ttft_s=1.0), {"prefill_s": 0.5}, 101.0),
+        ("missed before", Slo(ttft_s=1.0), {"missed": True}, 100.0),
+        ("waited too long", NO_SLO, {"waited_s": 4000.0}, 100.0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nobody_leaves_for_one_whose_objective_does_not_press(
+    why: str, slo: Slo, fields: dict[str, Any], now: float
+) -> None:
+    runs = (running(computed=300, length=400, predicted_remaining_s=9.0),)
+    request = waiting("w", 100, length=1, slo=slo, **fields)
+    assert select(PassOrPreempt(), step_of(request, running=runs, free=0, now=now)).admit == [], why
+    pressing = waiting("w", 100, length=1, slo=Slo(ttft_s=1.0), priority=fields.get("priority", 0))
+    assert select(PassOrPreempt(), step_of(pressing, running=runs, free=0)).preempt == ["r"], "or nothing is shown"
 
 
-RUNS = waiting("r", num_computed_tokens=100)._replace(waiting_since=None)
-FORESEEN = PeakMemory(reserve=0.0)
+def test_nobody_leaves_whose_own_objective_can_be_kept_nor_who_outlived_its_estimate() -> None:
+    chat = waiting("chat", 100, length=1, slo=Slo(ttft_s=0.2))
+    runs = running("r", 300, length=400, predicted_remaining_s=9.0, slo=Slo(tbt_s=5.0))
+    assert select(PassOrPreempt(), step_of(chat, running=(runs,), free=0)).preempt == []
+    lost = runs._replace(missed=True)
+    assert select(PassOrPreempt(), step_of(chat, running=(lost,), free=0)).preempt == ["r"]
+    old = lost._replace(num_demotions=1)
+    assert select(PassOrPreempt(), step_of(chat, running=(old,), free=0)).preempt == []
+    assert select(PassOrPreempt(spare_outlived=False), step_of(chat, running=(old,), free=0)).preempt == ["r"]
 
 
-def test_one_that_does_not_fit_holds_nobody_up() -> None:
-    queue = waiting("a", 100), waiting("large", 400), waiting("b", 60), waiting("c", 200)
-    step = pool(*queue, running=(RUNS,))
-    room = select(Backfill(), step, FORESEEN)
-    assert room.admit == ["a", "b"], "7 + 4 blocks; 25 and 13 are too many"
-    assert room.why == {"large": "blocks", "c": "blocks"}
-    aged = replace(step, aged=frozenset({"large"}))
-    assert select(Backfill(), aged, FORESEEN).admit == ["a"], "nobody passes one that waited too long"
-    assert select(Backfill(max_passed=1), step).admit == ["a"], "the first one that does not fit is the last looked at"
-    assert select(Backfill(max_passed=2), step).admit == ["a", "b"]
+def test_whom_others_leave_for_must_pass_the_gates_of_a_composition() -> None:
+    runs = (running(computed=300, length=400, max_tokens=400, predicted_remaining_s=9.0),)
+    chat = waiting("chat", 100, length=1, slo=Slo(ttft_s=1.0), max_tokens=1400)
+    step = step_of(chat, running=runs, total=80, free=0, max_model_len=4096)
+    assert select(PassOrPreempt(), step, PeakMemory()).why == {"chat": "peak_memory"}
+    assert select(PassOrPreempt(), step).preempt == ["r"]
 
 
-def test_what_fits_now_but_not_at_the_peak_stays_out() -> None:
-    runs = waiting("r", 800, num_computed_tokens=800, num_output_tokens=1, max_tokens=700)._replace(waiting_since=None)
-    step = pool(waiting("w", 100, max_tokens=700), running=(runs,), blocks=49, finished=(650,) * 60, max_model_len=4096)
-    assert select(Backfill(), step, FORESEEN).why == {"w": "peak_memory"}
-    assert select(Backfill(), replace(step, finished=(30,) * 60, memo={}), FORESEEN).admit == ["w"]
-
-
-def test_alone_a_request_joins_whatever_it_needs() -> None:
-    assert select(Backfill(), pool(waiting("huge", 5000)), PeakMemory()).admit == ["huge"]
-    assert select(Backfill(), pool(), PeakMemory()).admit == []
-
-
-def test_others_leave_only_where_nobody_joins_and_not_if_they_outlived_their_estimate() -> None:
-    """t = 9 s, gain 9 / 1 against 9 / 100 for the last one, which is long."""
-    runs = tuple(RUNS._replace(req_id=f"r{i}", predicted_remaining_s=9.0 + i) for i in range(2))
-    runs = tuple(r._replace(predicted_output_tokens=100) for r in runs)
-    step = pool(waiting("large", 200), waiting("small", 60), running=runs, blocks=7)
-    assert (select(Backfill(), step).admit, select(Backfill(), step).preempt) == (["small"], [])
-    alone = replace(step, queue=step.queue[:1])
-    room = select(Backfill(), alone)
-    assert (room.admit, room.preempt) == (["large"], ["r1"])
-    assert select(Backfill(preempt=False), alone).why == {"large": "blocks"}
-    old = replace(alone, running=(runs[0], runs[1]._replace(num_demotions=1)))
-    assert select(Backfill(), old).preempt == ["r0"]
-    assert select(Backfill(spare_outlived=False), old).preempt == ["r1"]
+def test_one_who_presses_holds_nobody_up_and_others_do_after_a_while() -> None:
+    small = waiting("small", 16)
+    for large, admitted in (
+        (waiting("large", 400, length=1, slo=Slo(ttft_s=5.0)), ["small"]),
+        (waiting("large", 400, length=1), []),
+    ):
+        step = step_of(large, small, running=(running(),), free=10)
+        step = replace(step, queue=(large, small), memo={"passing.since": {"large": 90.0}})
+        assert select(PassOrPreempt(preempt=False), step).admit == admitted

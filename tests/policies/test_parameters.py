@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError
-from vllm_ext.policies.admission.backfill import Backfill
+from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.tbt import TbtBudget
@@ -26,12 +26,12 @@ from vllm_ext.policies.residency.retention import Retention
 BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
     (RemainingTimeLevels, "ordering", {"num_levels": (0, -1), "base_level_s": (0.0, math.nan)}),
     (RemainingTimeLevels, "ordering", {"age_limit_s": (0.0, -1.0, math.nan)}),
-    (PressingFirst, "ordering", {"horizon_s": (-1.0,), "age_limit_s": (0.0,), "num_levels": (0,)}),
+    (PressingFirst, "ordering", {"horizon_s": (-1.0,), "age_limit_s": (0.0,), "gamma": (0.0, 4.5), "theta": (1.5,)}),
     (SloSlack, "ordering", {"age_limit_s": (0.0,), "lost_steps": (-1.0,)}),
     (SkipJoin, "ordering", {"num_levels": (0,), "base_quantum_s": (0.0,), "starve_limit_s": (-1.0,)}),
     (Preemptive, "admission", {"gain_ratio": (0.0, math.nan), "min_progress_tokens": (0,)}),
     (Preemptive, "admission", {"max_preempting": (0,), "max_victims": (-1,)}),
-    (Backfill, "admission", {"gain_ratio": (0.0,), "max_passed": (0,)}),
+    (PassOrPreempt, "admission", {"gain_ratio": (0.0,), "max_passed": (-1,), "kv_reserve": (1.0,)}),
     (SloMatch, "admission", {"gamma_s": (-1.0,), "gamma_steps": (-1.0,), "lost_steps": (-1.0,)}),
     (SloMatch, "admission", {"long_prompt_tokens": (-1,), "min_progress_tokens": (0,), "max_victims": (0,)}),
     (PeakMemory, "admission", {"reserve": (1.0, -0.1), "forecast": ("guess",), "window": (0,)}),

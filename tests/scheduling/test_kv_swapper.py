@@ -47,11 +47,8 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
     assert sum(counted.values()) == data.counters["preemptions"] > 0
 
 
-def test_a_wait_ends_with_the_requests_own_promotion() -> None:
-    """ALISE, equation 7: the promotion of its own queue, not of the lowest one."""
-    rig = Rig(
-        PREEMPTING, max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
-    )
+def swapper_of(rig: Rig) -> KvSwapper:
+    """What would decide about the KV of who is preempted, if there were a tier."""
     scheduler = rig.scheduler
     prices = SimpleNamespace(store_s=lambda tokens: 1.0, load_s=lambda tokens: 1.0, kept_tokens=lambda tokens: tokens)
     tier = SimpleNamespace(prices=prices, missing_tokens=lambda req_id, tokens: tokens)
@@ -66,14 +63,42 @@ def test_a_wait_ends_with_the_requests_own_promotion() -> None:
     )
     swapper.queue, swapper.order = scheduler.ranked, scheduler.running_order
     swapper.rank = lambda view: scheduler.policies.ordering.rank(view, rig.clock())
+    return swapper
+
+
+def test_a_wait_ends_with_the_requests_own_promotion() -> None:
+    """ALISE, equation 7: the promotion of its own queue, not of the lowest one."""
+    rig = Rig(
+        PREEMPTING, max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
+    )
+    swapper, ledger = swapper_of(rig), rig.scheduler.ledger
     rig.add("runs", 10, osl=300, length=300)
     rig.step(2)
-    job = scheduler.ledger["runs"]
-    view = scheduler.ledger.view(job)
-    level = scheduler.policies.ordering.level(view)
+    job = ledger["runs"]
+    view = ledger.view(job)
+    level = rig.scheduler.policies.ordering.level(view)
     for number in range(64):
         rig.add(f"ahead{number}", 10, osl=300, length=300, priority=-1)
     promoted_s = (level + 1) * 20.0 - job.waited_s
     assert swapper._wait_s(job, view) == pytest.approx(promoted_s)
     assert promoted_s < 6 * 20.0
     assert not math.isinf(promoted_s)
+
+
+@pytest.mark.parametrize("system", ["alise", "auto"])
+def test_who_comes_back_before_all_others_waits_for_none_of_them(system: str) -> None:
+    """The wait was that of a newcomer, behind everybody: its KV was copied, or given up, for a wait of no time."""
+    rig = Rig(system, max_num_seqs=2)
+    swapper, ledger = swapper_of(rig), rig.scheduler.ledger
+    for name in ("runs", "leaves"):
+        rig.add(name, 10, osl=300, length=300)
+        rig.step(2)
+    for number in range(8):
+        rig.add(f"waits{number}", 10, osl=3, length=3)
+    job = ledger["leaves"]
+    until_free_s = ledger.view(ledger["runs"]).predicted_remaining_s
+    assert swapper._wait_s(job, ledger.view(job)) == pytest.approx(until_free_s)
+    rig.scheduler.requests["waits0"].num_preemptions = 1
+    rig.scheduler.ranked.rerank(rig.scheduler.requests["waits0"])
+    longer_s = swapper._wait_s(job, ledger.view(job)) - until_free_s
+    assert longer_s == 0, "of those who left, the older comes back first"

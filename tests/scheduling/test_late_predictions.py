@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from tests.support.laws import nine
 from vllm_ext.prediction.law import LengthLaw
 
-from .steering import Rig, save_profile
+from .steering import Rig, play, save_profile, workload
 
 
 @pytest.fixture
@@ -144,3 +146,25 @@ def test_a_hint_without_a_distribution_is_doubled_all_the_same(one_seat: dict[st
     rig.add("a", length=30, osl=4)
     rig.step(6)
     assert rig.scheduler.ledger["a"].estimate == 8
+
+
+@pytest.mark.parametrize("blocks", [400, 24], ids=["ample memory", "little memory"])
+def test_lengths_refined_while_decoding_change_no_decision_of_alise(blocks: int) -> None:
+    """What a probe on the model's hidden states could tell is worth nothing to an order of those who wait."""
+
+    def decisions(*, refined: bool) -> list[object]:
+        rig = Rig("alise", num_blocks=blocks, max_num_seqs=4)
+        rng, found = random.Random(0), list[object]()
+
+        def each_step(rig: Rig) -> None:
+            found.append((sorted(rig.running), rig.waiting))
+            if refined:
+                rows = [[name, [rng.randint(1, 300)] * 9, "probe"] for name in rig.running]
+                assert rig.scheduler.update_predictions(rows) == len(rows)
+
+        jobs = [replace(job, osl=None, length=3 * job.length) for job in workload(40, gap=2.0)]
+        play(rig, jobs, each_step=each_step)
+        assert (rig.state["preemptions"].get("memory", 0) > 0) == (blocks == 24)
+        return found
+
+    assert decisions(refined=True) == decisions(refined=False)

@@ -68,7 +68,7 @@ def test_a_grammar_that_fails_ends_its_request_and_no_other(system: str, at_once
     rig.drain(seconds=0.01)
 
 
-@pytest.mark.parametrize("system", ["past-future", "auto", "orca"])
+@pytest.mark.parametrize("system", ["past-future", "auto+past-future", "orca"])
 def test_loads_count_in_forecasts(system: str) -> None:
     """20 hits in host memory, with bounds that fill the pool: past-future, which admits one, let 20 loads begin."""
     rig = Rig(system, max_num_seqs=32, num_blocks=400, max_num_batched_tokens=256, enable_prefix_caching=False)
@@ -150,8 +150,9 @@ def test_whom_vllm_passes_over_is_replaced_by_nobody_unchecked() -> None:
 
 
 def test_others_leave_only_for_those_who_fit_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto dropped its forecast in steps that preempt: a fresh draw refused 511 of 515 admissions."""
-    rig = Rig("auto", max_num_seqs=2, num_blocks=40, max_num_batched_tokens=256, enable_prefix_caching=False)
+    """A forecast that was dropped in steps that preempt refused 511 of 515 admissions by a fresh draw."""
+    sizes = {"max_num_seqs": 2, "num_blocks": 40, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    rig = Rig(f"{PREEMPTING}+past-future", options={"admission": {"reserve": 0.02}}, **sizes)
     for name in ("a", "b"):
         rig.add(name, 20, length=280, osl=280, max_tokens=280)
     rig.step(20, seconds=0.01)

@@ -11,7 +11,7 @@ from .steering import Rig
 
 RESERVES = ("orca", "conservative")
 """Systems that reserve maxima for each request, shared or not, by definition."""
-COLD = ("past-future", "past-future-published", "auto")
+COLD = ("past-future", "past-future-published")
 """Systems whose forecast knows no output length before the first requests have ended."""
 SYSTEMS = [s.name for s in table() if not s.oracle and s.paper + s.summary and s.name not in RESERVES]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import ConfigError
 from vllm_ext.policies.contract import Origin, Rank
@@ -141,7 +142,7 @@ def test_what_vllm_takes_and_puts_back_is_not_counted() -> None:
     assert counted.counter("a") == counted.counter("b") == 0
     taken = queue.pop_request()
     assert counted.counter(taken.request_id[0]) == 30
-    counted.finished(taken)
+    counted.finished(taken, waits=False)
     assert counted.counter(taken.request_id[0]) == 30
 
 
@@ -172,7 +173,7 @@ def test_the_order_is_that_of_taking_one_after_another(seed: int) -> None:
         elif kind < 0.8:
             running.append(queue.pop_request())
         elif running:
-            counted.finished(running.pop(rng.randrange(len(running))))
+            counted.finished(running.pop(rng.randrange(len(running))), waits=False)
     queue.begin_step(100.0)
     shown = [request.request_id for request in queue.best(100)]
     assert len(shown) == len(queue)
@@ -185,6 +186,23 @@ def test_the_order_is_that_of_taking_one_after_another(seed: int) -> None:
     assert taken == shown
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("system", FAIR)
+def test_nothing_is_kept_of_requests_that_are_gone(system: str, depth: int) -> None:
+    """Little memory: many are preempted, some end or are given up while they wait to come back."""
+    served = Rig(system, depth=depth, num_blocks=14, max_num_seqs=6, enable_prefix_caching=False)
+    for number in range(40):
+        served.add(f"r{number}", 10, length=30 + number % 7, tag=f"c{number % 3}")
+        served.step(3, seconds=0.01)
+        if number % 5 == 4:
+            served.scheduler.finish_requests(f"r{number - 2}", RequestStatus.FINISHED_ABORTED)
+    served.drain(seconds=0.01)
+    counted = served.scheduler.ranked.shares
+    assert served.state["preemptions"]["memory"] > 3
+    assert not (counted._of or counted._served or counted._waiting or counted._bounds)
+    assert served.state["sharing"] == {"clients": 0, "spread": 0.0}
+
+
 def test_clients_without_requests_are_forgotten_the_least_served_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares_module, "MOST_REMEMBERED", 8)
     counted = Shares(TakeTurns(), lambda request: request.request_id, failed, none_cached)
@@ -193,7 +211,7 @@ def test_clients_without_requests_are_forgotten_the_least_served_first(monkeypat
         counted.name(Origin(tag=f"c{number}"))
         counted.joined(request)
         counted.left(request, admitted=True)
-        counted.finished(request)
+        counted.finished(request, waits=False)
     assert len(counted._settled) <= 8
     assert len(counted._weights) <= 8
     assert counted.counter("c19") >= 24

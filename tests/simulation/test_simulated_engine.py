@@ -225,3 +225,15 @@ def test_rejected_request_is_counted_and_its_client_goes_on() -> None:
     assert sorted(data.requests.texts("req_id")) == ["other", "short"]
     assert workload.ended[0] == ("long", 0.5, [])
     assert rows(data.requests)["short"]["arrival_s"] == 1.5
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_a_predictor_said_orders_who_waits(exact: bool) -> None:
+    asked = [ask("first", output=5, max_tokens=400)]
+    for name, said in (("long", 300), ("short", 3)):
+        asked.append(ask(name, 0.1, output=20, max_tokens=400))
+        asked[-1].predicted = (said,) * 9
+    engine = make_engine(asked, DEVICE_BOUND, system="alise", max_num_seqs=1, exact=exact)
+    engine.run()
+    times = token_times(engine.collector.table)
+    assert times["first"][-1] < times["short"][0] < times["short"][-1] < times["long"][0]

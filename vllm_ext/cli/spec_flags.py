@@ -93,7 +93,7 @@ def add_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="PATH=JSON",
-        help="set any field by its dotted path, such as engine.options.ordering.age_limit_s=5; repeatable",
+        help="set any field by its dotted path, such as engine.options.ordering.theta=0.0; repeatable",
     )
     general.add_argument("--print-spec", action="store_true", help="print the description as JSON and stop")
     general.add_argument(

@@ -43,9 +43,22 @@ def slack(request: RequestView, now: float) -> Slack:
     else:
         found = _offline(request, request.slo.e2e_s, now)
         if request.slo.ttft_s is not None or request.slo.tbt_s is not None:
-            online = _online(request, now)
-            found = Slack(min(online.start_by, found.start_by), min(online.lost_at, found.lost_at))
+            found = _tighter(_online(request, now), found)
     return found._replace(lost_at=-math.inf) if request.missed else found
+
+
+def at_stake(request: RequestView, now: float) -> Slack | None:
+    """Return the tightest slack over the objectives that somebody named and that can still be kept; None without any.
+
+    Before the first token no gap between tokens can be too long, and after it the TTFT is settled.
+    """
+    slo, found = request.slo, None
+    if (slo.tbt_s if request.num_output_tokens else slo.ttft_s) is not None:
+        found = _online(request, now)
+    if slo.e2e_s is not None:
+        job = _offline(request, slo.e2e_s, now)
+        found = job if found is None else _tighter(found, job)
+    return None if found is None or request.missed or found.lost_at <= now else found
 
 
 def given_up_at(request: RequestView, left: Slack, margin_steps: float) -> float:
@@ -73,6 +86,10 @@ def ttft_s(request: RequestView) -> float:
 def job_step_s(request: RequestView, jct_s: float) -> float:
     """Return what each step of a job may take, in seconds: T_r and T_e of a step, its allowance spread evenly."""
     return jct_s / sum(_steps_of_job(request))
+
+
+def _tighter(one: Slack, other: Slack) -> Slack:
+    return Slack(min(one.start_by, other.start_by), min(one.lost_at, other.lost_at))
 
 
 def _online(request: RequestView, now: float) -> Slack:

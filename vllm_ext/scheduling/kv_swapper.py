@@ -132,7 +132,7 @@ class KvSwapper:
             until_free_s = ledger.view(ledger[first.request_id]).predicted_remaining_s
         if self.queue is None or self.rank is None:
             return until_free_s  # vLLM puts it back in front of all others
-        place = self.rank(view._replace(waiting_since=now))
+        place = self.rank(view._replace(waiting_since=now, num_preemptions=view.num_preemptions + 1))
         ahead = [ledger.view(ledger[request.request_id]) for request in self._before((*place.key, *job.ties))]
         sum_s = sum(each.predicted_remaining_s for each in ahead)
         if len(ahead) == LOOK_AHEAD:

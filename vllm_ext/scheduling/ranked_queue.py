@@ -190,7 +190,7 @@ class RankedQueue(RequestQueue):
     def finished(self, request: Request) -> None:
         """Note that a request ended, wherever it was."""
         if self.shares is not None:
-            self.shares.finished(request)
+            self.shares.finished(request, waits=request in self._live)
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Return the key of a request in the queue, ties included, as it is in this step."""
@@ -265,8 +265,9 @@ class RankedQueue(RequestQueue):
         if admitted and not request.num_preemptions:
             self.longest_waits.admitted(entry[3].level, self._now - self._ties(request)[0], self._now)
         if self.shares is not None:
+            client = self.shares.client(request)
             self.shares.left(request, admitted=admitted)
-            if not self.shares.waiting(client := self.shares.client(request)):
+            if not self.shares.waiting(client):
                 self._of_clients.pop(client, None)
                 self._looked_at.pop(client, None)
         if self._offered and request in self._offered:

@@ -46,7 +46,9 @@ class Shares:
             failed: Called in an ``except`` block where ``sharing`` raised.
             cached_tokens: Of a waiting request: tokens of its prompt that need no computing.
         """
-        self._sharing, self.client, self._failed, self._cached_tokens = sharing, client, failed, cached_tokens
+        self._sharing, self._client, self._failed, self._cached_tokens = sharing, client, failed, cached_tokens
+        self._of: dict[Request, str] = {}
+        """Clients of requests that wait or were served: vLLM may free a request before it takes it from the queue."""
         self._prompt_price, self._output_price = sharing.prices
         self._weights: dict[str, float] = {}
         self._settled: dict[str, float] = {}
@@ -75,7 +77,7 @@ class Shares:
 
     def joined(self, request: Request) -> None:
         """Note that a request waits: a new one, a preempted one, or one that vLLM took and puts back."""
-        client = self.client(request)
+        client = self._of[request] = self._of.get(request) or self._client(request)
         taken_back = request in self._served.get(client, ()) and not request.num_preemptions
         if taken_back:
             self._drop(client, request)
@@ -88,11 +90,13 @@ class Shares:
 
     def left(self, request: Request, *, admitted: bool) -> None:
         """Note that a request waits no longer."""
-        client = self.client(request)
+        client = self._of[request]
         if admitted:
             served = self._served.setdefault(client, {})
             if request not in served:  # preempted, it is computed again at nobody's expense
                 served[request] = self._entry_price(client, request)
+        elif request not in self._served.get(client, ()):
+            del self._of[request]
         self._waiting[client] -= 1
         if not self._waiting[client]:
             del self._waiting[client], self._bounds[client]
@@ -102,15 +106,26 @@ class Shares:
         """Return how many requests of a client wait."""
         return self._waiting.get(client, 0)
 
-    def finished(self, request: Request) -> None:
-        """Note that a request ended; one that was never admitted cost nothing."""
+    def finished(self, request: Request, *, waits: bool) -> None:
+        """Note that a request ended; one that was never admitted cost nothing.
+
+        Args:
+            request: Which.
+            waits: Whether it is in the queue still, and will be said to leave it.
+        """
         client = self.client(request)
+        if not waits:
+            self._of.pop(request, None)
         if request in self._served.get(client, ()):
             price = self._served[client][request]
             self._settled[client] = self._settled.get(client, 0.0) + price + self._output(client, request)
             self._drop(client, request)
         if len(self._settled) > MOST_REMEMBERED:
             self._forget()
+
+    def client(self, request: Request) -> str:
+        """Return whose a request is, as long as it waits or is served."""
+        return self._of.get(request, "")
 
     # --- asked ------------------------------------------------------------------------------------------------------
 

@@ -156,8 +156,9 @@ class EngineStep:
         fits_adapter = self._adapters()
         for request in self._queue.best(_LOOKED_AT):
             if could_join(request) and (fits_adapter is None or fits_adapter(request)):
-                aged = self._queue.rank(request).older_only_s <= self.now
-                yield Candidate(request.request_id, self._queue.key(request), partial(self._view, request), aged)
+                rank, view = self._queue.rank(request), partial(self._view, request)
+                aged = rank.older_only_s <= self.now
+                yield Candidate(request.request_id, self._queue.key(request), view, aged, rank.presses)
 
     def _adapters(self) -> Callable[[Request], bool] | None:
         """Return who could join beside the adapters in use: vLLM passes over one more than it has room for."""

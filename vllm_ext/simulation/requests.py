@@ -43,6 +43,8 @@ class SimRequest:
     """The same, if it has no token by then; whoever has one stays."""
     prompt: str | None = None
     """Prompt text, where the length predictor needs it."""
+    predicted: tuple[int, ...] | None = None
+    """Quantiles of its output length at `law.LEVELS`, in tokens: the scheduler is told them as its predictor's."""
     meta: dict[str, Any] = field(default_factory=dict)
     """For the workload's own books (turn number, source row); the run passes it on unread."""
 

@@ -99,7 +99,7 @@ class SimulatedEngine:
         self._empty_in_a_row = 0
         self._arrivals: Iterator[SimRequest] = iter(())
         self._last_arrival_s = 0.0
-        ours = steered(scheduler)
+        self._ours = ours = steered(scheduler)
         self._predictions: Any = None if ours is None else ours.ledger
         if ours is not None:
             ours.clock = self.clock
@@ -264,6 +264,8 @@ class SimulatedEngine:
             return
         self._lengths[request.req_id] = request.output_tokens
         self.scheduler.add_request(built)
+        if request.predicted is not None and self._ours is not None:
+            self._ours.update_predictions([(request.req_id, request.predicted, "retrieval")])
         predicted = 0
         if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
             predicted = job.prediction.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,6 +17,10 @@ class Steered(Protocol):
     """Replaced by virtual time."""
     ledger: Any
     observer: Any
+
+    def update_predictions(self, rows: Sequence[Sequence[Any]]) -> int:
+        """Told what a predictor said."""
+        ...
 
 
 def steered(scheduler: Scheduler) -> Steered | None:

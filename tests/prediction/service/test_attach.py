@@ -19,6 +19,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from tests.extent import HANG_S
 from vllm_ext import envs
 from vllm_ext.config import ExtConfig
+from vllm_ext.hints import NO_HINTS
 from vllm_ext.patches import registry
 from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.prediction.service import attach, said
@@ -283,7 +284,7 @@ async def test_answers_go_to_the_engine_that_has_the_request_when_they_come(
     made = Attached(connected.service, PromptText(), "m")
     made.sent = delivery.look_soon
     for req_id in "ab":
-        made.asked(request(req_id), "hello", None)
+        made.asked(request(req_id), "hello", None, NO_HINTS, 50)
     connected.clock.now += GATHER_S
     await _until(lambda: connected.there.asked == ["a", "b"])
     connected.there.say(Answer("b", LAW, "blend"))

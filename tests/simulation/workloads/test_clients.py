@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_ext.simulation.workloads.build import mean_error, sigma_of
 from vllm_ext.simulation.workloads.spec import SloTarget
 from vllm_ext.slo import resolve
 
-from .parts import requests
+from .parts import jsonl, requests
 
 TIERS = (
     {
@@ -59,6 +60,15 @@ def test_hidden_length_is_where_the_oracle_reads_it_and_objectives_lie_beside() 
     (request,) = requests(num_requests=1, announce="hidden", announce_slo=True, tiers=TIERS[1:2])
     assert true_output_tokens(request.extra_args) == 20
     assert from_extra_args(request.extra_args).jct_slo_ms == 60_000
+
+
+@pytest.mark.parametrize(("announce", "told"), [("predicted", True), ("none", False), ("hint", False)])
+def test_what_a_predictor_said_is_the_file_s(tmp_path: Path, announce: str, told: bool) -> None:
+    said = [[n + i for i in range(9)] for n in (1, 50)]
+    source = jsonl(tmp_path, *({"prompt_tokens": 5, "output_tokens": q[4], "output_quantiles": q} for q in said))
+    found = requests(source=source, sample="file-order", announce=announce, num_requests=2)
+    assert [request.predicted for request in found] == ([tuple(q) for q in said] if told else [None, None])
+    assert all("osl" not in (request.extra_args or {}) for request in found) == (announce != "hint")
 
 
 def test_objectives_are_said_as_they_are_judged_and_only_those_that_a_request_has() -> None:

@@ -17,7 +17,8 @@ class PassAFew(Admission):
     """Take waiting requests in order; one that does not fit is passed by others for a while, and then holds them up.
 
     A short prompt need not wait until there is room for the long one before it, but passed without bound the long one
-    starves. Nobody is preempted for those who wait; running requests keep a reserve of KV blocks to grow into.
+    starves. One whose objective presses holds nobody up: soon it has joined, or its objective is lost. Nobody is
+    preempted for those who wait; running requests keep a reserve of KV blocks to grow into.
     """
 
     uses_predictions: ClassVar[bool] = False
@@ -54,7 +55,10 @@ class PassAFew(Admission):
                     break
                 continue
             passed.append(candidate.req_id)
-            if step.now - since.setdefault(candidate.req_id, step.now) > self.passed_s or len(passed) > self.max_passed:
+            holds = candidate.aged or (
+                not candidate.presses and step.now - since.setdefault(candidate.req_id, step.now) > self.passed_s
+            )
+            if holds or len(passed) > self.max_passed:
                 break
         if len(since) > _NOTED:  # those who are gone
             for req_id in since.keys() - set(passed):

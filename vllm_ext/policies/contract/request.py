@@ -39,6 +39,8 @@ class Rank(NamedTuple):
     cost: float = 0.0
     """Above 0, where the ordering ages (`Ordering.ageing`): requests of equal key compete by cost over a power of their
     waiting, and a rank with a cost and one without must differ in their keys. 0: none."""
+    presses: bool = False
+    """Of a waiting request: whether it must run soon to keep an objective that can still be kept."""
 
 
 def check_rank(rank: Rank) -> None:

@@ -36,6 +36,8 @@ class Candidate:
     """Makes its view. To be refused for want of room most candidates need none, and it is what costs most of them."""
     aged: bool = False
     """Whether only older ones go before it: nobody may pass it."""
+    presses: bool = False
+    """Whether it must run soon to keep an objective: others may leave for it, and it holds nobody up."""
     _seen: RequestView | None = None
 
     @property

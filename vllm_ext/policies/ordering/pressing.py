@@ -1,78 +1,70 @@
-"""Shortest remaining time first, until an objective presses."""
+"""Least cost over waiting first, until an objective presses."""
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.policies.contract import AGED, Rank, RequestView
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at, outlived_at
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.policies.slack import slack
-from vllm_ext.slo import NO_SLO
+from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
+from vllm_ext.policies.slack import at_stake
 
-PRESSING, WILLING, RELEGATED = 0, 1, 2
+PRESSING, GIVES_WAY, OTHERS = 0.0, 1.0, 2.0
+"""First parts of keys: of who presses or runs with an objective, of who runs without one, of the others who wait. So
+whoever runs goes before all who wait but those who press."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PressingFirst(Ordering):
-    """Let those go first whose objective presses, by the time left; all others by predicted remaining time.
+class PressingFirst(CostOverWait):
+    """Let those go first whose objective presses, by the time left; the others as `CostOverWait` does.
 
-    A request presses from ``horizon_s`` before it must run to keep its objectives (`slack`). Until then it is served
-    like one without objectives: in `alise`'s queues of predicted remaining time, which end most requests soonest and so
-    leave room before objectives press. A request whose objective is lost goes last, by remaining time too: served in
-    order of deadlines, those just missed would make everybody miss. One that has waited ``age_limit_s`` goes before
-    everybody that has not, oldest first. vLLM's ``priority`` (lower first) is honoured within each of the three.
+    A request presses from ``horizon_s`` before it must run to keep the objectives that are at stake (`at_stake`), until
+    one is lost. Before and after that, and without objectives, cost over a power of waiting decides.
+
+    Of those who run, the ones without an objective that can still be kept are preempted first, least computed first;
+    then the others, most time left first. One that has waited ``age_limit_s`` goes before everybody that has not,
+    oldest first: objectives of others do not hold it up for ever. vLLM's ``priority`` (lower first) is honoured among
+    those who press, and among the others.
 
     Ours, from measurements of the single systems: see docs/systems/auto.md.
     """
 
-    uses_predictions: ClassVar[bool] = True
-    horizon_s: float = 2.0
+    horizon_s: float = 5.0
     """How long before it must run a request begins to press, in seconds."""
-    num_levels: int = 6
-    """Number of queues by remaining time, at least 1."""
-    base_level_s: float = 0.5
-    """Remaining time below which a request belongs to the highest queue, in seconds."""
-    age_limit_s: float = 300.0
+    age_limit_s: float = 3600.0
     """Waiting time after which only older requests go before this one, in seconds."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.horizon_s >= 0, "ordering.horizon_s", self.horizon_s, "seconds, at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
-        _ = self._levels  # checks what it shares with us
-
-    @property
-    def max_wait_behind_younger_s(self) -> float:
-        """The aging bound: waiting time after which only older requests go before this one, in seconds."""
-        return self.age_limit_s
 
     def rank(self, request: RequestView, now: float) -> Rank:
-        """Return the place of ``request``; a waiting one must be asked for again when it presses, is lost, or aged."""
+        """Return the place of ``request``; it must be asked for again when it presses, is lost, or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:
             return AGED_RANK
         ages_s = until = ages_at(request, self.age_limit_s)
-        until_tokens = self._levels.rises_at(request)
-        group, place = WILLING, (float(self._levels.level(request)), request.predicted_remaining_s)
-        if request.slo != NO_SLO:
-            left = slack(request, now)
-            if left.lost_at <= now:
-                group = RELEGATED
-            elif request.waiting_since is None:
-                group = PRESSING  # it has tokens to deliver: nobody who waits goes before it, and most time left leaves
-                place = (-math.inf, left.start_by - now)
-                until, until_tokens = math.nextafter(left.lost_at, math.inf), outlived_at(request)
-            elif left.start_by - self.horizon_s <= now:
-                group, place = PRESSING, (left.start_by, 0.0)
-                until = min(until, math.nextafter(left.lost_at, math.inf))
-            else:
-                until = min(until, left.start_by - self.horizon_s, math.nextafter(left.lost_at, math.inf))
-        key = (float(group), request.priority, *place)
-        return Rank(key, until_s=until, until_tokens=until_tokens, older_only_s=ages_s, level=group)
+        left = at_stake(request, now)
+        if left is not None:
+            until = min(until, math.nextafter(left.lost_at, math.inf))
+            presses_at = left.start_by - self.horizon_s
+            if presses_at <= now:
+                key = (PRESSING, request.priority, left.start_by)
+                return Rank(key, until_s=until, older_only_s=ages_s, presses=True)
+            until = min(until, presses_at)
+        rank = super().rank(request, now)
+        return rank._replace(key=(OTHERS, *rank.key), until_s=until, older_only_s=ages_s, level=1 + rank.level)
 
-    @functools.cached_property
-    def _levels(self) -> RemainingTimeLevels:
-        return RemainingTimeLevels(num_levels=self.num_levels, base_level_s=self.base_level_s)
+    def running_rank(self, request: RequestView, now: float) -> Rank:
+        """Return the place of a running request; it holds for some tokens, or until its objective is lost."""
+        rank = super().running_rank(request, now)
+        if request.total_wait_s(now) >= self.age_limit_s:
+            return rank._replace(key=(float(AGED), *rank.key))
+        left = at_stake(request, now)
+        if left is None:
+            return rank._replace(key=(GIVES_WAY, *rank.key))
+        # It has tokens to deliver: nobody who waits goes before it.
+        key = (PRESSING, request.priority, -math.inf, left.start_by - now)
+        return Rank(key, until_s=math.nextafter(left.lost_at, math.inf), until_tokens=outlived_at(request))

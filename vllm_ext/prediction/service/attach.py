@@ -51,26 +51,25 @@ class Attached:
         self.sent: Callable[[], None] = lambda: None
         """Called after a question."""
 
-    def asked(self, request: EngineCoreRequest, prompt: str | None, tokenizer: Any) -> None:
+    def asked(
+        self, request: EngineCoreRequest, prompt: str | None, tokenizer: Any, hinted: hints.RequestHints, most: int
+    ) -> None:
         """Ask for the length of a new request.
 
         Args:
             request: With its final id.
             prompt: As text, where it has one.
             tokenizer: Of the served model; None without one.
+            hinted: Its hints. Of what the client sent along they alone come here: benchmarks hide lengths beside them.
+            most: The client's bound on the output, in tokens.
         """
-        params = request.sampling_params
-        if params is None:  # pooling, which has no length
-            return
         found = self._texts.read(prompt, request.prompt_token_ids, said(), tokenizer)
         if found is None:
             return  # embeddings, or tokens without a tokenizer
-        # Of what the client sent along the hints alone go on: benchmarks hide true lengths beside them.
-        hinted = hints.from_extra_args(params.extra_args, request.session_id)
         salt, conversation = request.cache_salt or "", hinted.conversation_id or ""
         asked = Prompt(
             text=found.text,
-            max_tokens=params.max_tokens or 1,
+            max_tokens=most,
             model=self._model if request.lora_request is None else request.lora_request.lora_name,
             prompt_tokens=len(request.prompt_token_ids or ()),
             conversation=f"{salt}\0{conversation}" if salt and conversation else conversation,

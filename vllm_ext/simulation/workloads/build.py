@@ -167,7 +167,7 @@ class GeneratedWorkload:
             chosen = (tiers[index].name for index in indices)
         sessions = itertools.islice(self.source.sessions(), self.spec.num_requests)
         for number, (session, tier) in enumerate(zip(sessions, chosen, strict=False)):
-            turns = tuple(Turn._make((*turn[:3], *drawn)) for turn, drawn in zip(session.turns, random, strict=False))
+            turns = tuple(Turn._make((*turn[:4], *drawn)) for turn, drawn in zip(session.turns, random, strict=False))
             yield session._replace(turns=turns, tier=session.tier or tier, number=number)
 
     def _thought_s(self, turn: Turn) -> float:
@@ -230,6 +230,7 @@ class GeneratedWorkload:
             abort_after_s=turn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,
             patience_s=spec.patience_s,
             prompt=turn.text,
+            predicted=turn.predicted if spec.announce == "predicted" else None,
             meta={"session": session, "turn": number},
         )
 

@@ -36,6 +36,8 @@ class Turn(NamedTuple):
     output_tokens: int
     text: str | None = None
     """Prompt text, where the workload keeps it."""
+    predicted: tuple[int, ...] | None = None
+    """Quantiles of its length that a predictor said beforehand, in tokens."""
     think: float = 0.0
     """Time from the end of the client's last request, over its mean; unused where there was none."""
     error: float = 0.0
@@ -180,7 +182,9 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         ]
         if fitted := _fitted(workload, spec, lengths):
             texts = [turn.prompt if spec.keep_text else None for turn in turns]
-            sent = tuple(Turn(*pair, text) for pair, text in zip(fitted, texts, strict=False))
+            sent = tuple(
+                Turn(*pair, text, turn.output_quantiles) for pair, text, turn in zip(fitted, texts, turns, strict=False)
+            )
             block_tokens = math.ceil(HASH_BLOCK_TOKENS * spec.scale_prompt)
             found.append(Session(sent, row.arrival_s, row.hash_ids, block_tokens))
     rows = len(found)

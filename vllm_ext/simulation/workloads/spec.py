@@ -168,9 +168,10 @@ class WorkloadSpec(SourceSpec):
     to every policy that reads ``max_tokens``)."""
     system_prompt_tokens: int = Field(default=0, ge=0)
     """Tokens that every prompt begins with, the same for all, in addition to its own length."""
-    announce: Literal["none", "hint", "hidden"] = "none"
+    announce: Literal["none", "hint", "hidden", "predicted"] = "none"
     """``hint``: clients say as ``osl`` how long they expect the output to be, with ``announce_error``. ``hidden``: the
-    true length lies where only systems marked ``oracle`` read it."""
+    true length lies where only systems marked ``oracle`` read it. ``predicted``: what a predictor said beforehand, in
+    the file's ``output_quantiles``, reaches the scheduler as its own predictor's answer would, without delay."""
     announce_error: float = Field(default=0.0, ge=0)
     """Mean of ``|osl / true length - 1|``; errors are log-normal with median 1."""
     announce_slo: Annotated[bool, Flag()] = False
