@@ -152,6 +152,15 @@ def test_a_request_that_ends_before_it_is_asked_for_costs_no_prediction(connecte
     assert connected.metrics.counted == {"late": 1}
 
 
+def test_a_front_end_that_slept_gives_up_what_it_had_gathered(connected: Front) -> None:
+    """Offline, nobody polls between two batches."""
+    connected.service.ask("a", prompt())
+    connected.pass_s(31)
+    assert connected.metrics.counted == {"expired": 1}
+    connected.ask("b")
+    until(lambda: connected.there.asked == ["b"], "the next question")
+
+
 def test_nothing_is_to_be_looked_for_where_nothing_is_owed(connected: Front) -> None:
     assert connected.service.rest_s() == math.inf
     connected.ask("a")

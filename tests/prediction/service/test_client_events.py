@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from vllm_ext.prediction.service import client
 from vllm_ext.prediction.service.messages import Answer, Finished, Message, Status
 
-from .parts import LAW, LIMIT_S, Front, until
+from .parts import LAW, LIMIT_S, Front, prompt, until
 
 
 class Events(RuleBasedStateMachine):
@@ -43,7 +43,7 @@ class Events(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def ask(self, count: int) -> None:
         for _ in range(count):
-            self.front.ask(f"r{self.asked}")
+            self.front.service.ask(f"r{self.asked}", prompt(f"text of r{self.asked}"))
             self.running.append(f"r{self.asked}")
             self.asked += 1
 

@@ -300,7 +300,8 @@ class PredictionClient:
                 self._process.kill()
             self._down(TIMEOUT, why)
         while self._waiting and now - next(iter(self._waiting.values())) > self._config.timeout_s:
-            self._waiting.popitem(last=False)
+            req_id, _ = self._waiting.popitem(last=False)
+            self._gathered.pop(req_id, None)
             self._metrics.outcome(EXPIRED)
 
     def _hangs(self, now: float) -> str:
