@@ -196,6 +196,25 @@ def papers(root: Path) -> str:
     return table(["figure", "claim", "paper", "ours", "reached"], rows)
 
 
+def ordering_predicted(root: Path) -> str:
+    """Geometric means over the workloads, tuned vLLM's over the system's, by load."""
+    result = Result(root, "ordering_predicted.json")
+    baselines = result.data["baselines"]
+    loads = sorted(result.setting("loads"))
+    kinds = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "longest gap": "ratio",
+             "share on time": "points"}  # fmt: skip
+
+    def cell(system: str, measure: str) -> str:
+        found = baselines.get(system, result.data["metrics"])
+        points = kinds[measure] == "points"
+        values = [found[f"all.{load:g}.{measure}.{kinds[measure]}"] for load in loads]
+        return " / ".join(f"{value:+.0f}" if points else f"{value:.2f}" for value in values)
+
+    at = " / ".join(f"{load:g}" for load in loads)
+    rows = [[system, *(cell(system, measure) for measure in kinds)] for system in result.setting("systems")[1:]]
+    return table([f"at load {at}", *(f"{m}, points" if k == "points" else m for m, k in kinds.items())], rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": objectives,
@@ -205,5 +224,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sizes": sizes,
     "step-cost": step_cost,
     "papers": papers,
+    "ordering-predicted": ordering_predicted,
 }
 """The tables by the names that pages call them by."""
