@@ -61,6 +61,8 @@ class RankedQueue(RequestQueue):
         self._of_clients: dict[str, Places] = {}
         self._looked_at: dict[str, Places] = {}
         self._now = 0.0
+        self._known_first: tuple[object, Request | None] = (None, None)
+        """The request of the best rank, and for which state of the queue it is."""
         self._expiry = Deadlines(self._in_force)
         self._arrivals: LazyHeap[tuple[tuple[float, int], Request]] = LazyHeap(lambda entry: entry[1] in self._live)
         self._blocked: dict[Request, None] = {}
@@ -277,6 +279,7 @@ class RankedQueue(RequestQueue):
         self.changes += 1
         self._count(entry[3].level, -1)
         if not self._live:  # nothing to keep alive finished requests for
+            self._known_first = (None, None)
             for structure in (self._all, self._of_clients, self._looked_at, self._expiry, self._arrivals, self._stale):
                 structure.clear()
 
@@ -285,7 +288,11 @@ class RankedQueue(RequestQueue):
             return self.oldest()
         if self._offered is not None:
             return self._offered[0] if self._offered else None
-        return self._all.first() if self.shares is None else next(self._by_rank(), None)
+        asked = (self.changes, self._counter, self._now)
+        if self._known_first[0] != asked:  # several ask in a step, and each would look at every lane
+            first = self._all.first() if self.shares is None else next(self._by_rank(), None)
+            self._known_first = (asked, first)
+        return self._known_first[1]
 
     def _count(self, level: int, change: int) -> None:
         left = self.levels.get(level, 0) + change
