@@ -37,19 +37,19 @@ from kv_quant_model import FULL, QUICK, Trained, trained
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
-GROUPS = (16, 32, 64, 128)
+BLOCKS = (16, 32, 64, 128)
 RATIO_GOAL, PERPLEXITY_GOAL_PERCENT = 1.9, 0.1
 JUDGED_BLOCK = 32
 """Tokens of a block at which the speed is judged, a multiple of which vLLM's CPU backend asks for."""
 
 
-def bytes_of_groups() -> dict[str, float]:
-    """Return bytes of a token in a layer of Llama-3.1-8B, by tokens of a group, and how many times less that is."""
+def bytes_of_blocks() -> dict[str, float]:
+    """Return bytes of a token in a layer of Llama-3.1-8B, by tokens of a block, and how many times less that is."""
     found: dict[str, float] = {}
-    for group in GROUPS:
-        fmt = RecordFormat(PageLayout.rows(torch.bfloat16, speed.HEADS, speed.HEAD_DIM, 16), group // 16)
-        found[f"group_{group}_bytes_per_token_and_layer"] = fmt.record_bytes / group
-        found[f"group_{group}_times_smaller_than_bf16"] = round(fmt.ratio, 4)
+    for tokens in BLOCKS:
+        fmt = RecordFormat(PageLayout.rows(torch.bfloat16, speed.HEADS, speed.HEAD_DIM, tokens))
+        found[f"block_{tokens}_bytes_per_token_and_layer"] = fmt.record_bytes / tokens
+        found[f"block_{tokens}_times_smaller_than_bf16"] = round(fmt.ratio, 4)
     return found
 
 
@@ -77,8 +77,9 @@ def goals_of(
     output: Mapping[str, float], found: Trained,
 ) -> list[Goal]:  # fmt: skip
     """Judge what was measured."""
-    goals = [Goal(metric=f"group_{quality.GROUP}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
-                  value=sizes[f"group_{quality.GROUP}_times_smaller_than_bf16"])]  # fmt: skip
+    goals = [Goal(metric=f"block_{quality.BLOCK}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
+                  value=sizes[f"block_{quality.BLOCK}_times_smaller_than_bf16"],
+                  note="a minimum and a scale of 16 bits for each channel of a block: see format.md")]  # fmt: skip
     for cell in cells:
         if cell.block_size == JUDGED_BLOCK and cell.state == "cold" and cell.direction == "store":
             middle, low, high = cell.ratios
@@ -108,9 +109,9 @@ def tables(
     outputs: Mapping[str, Mapping[str, float]],
 ) -> list[str]:  # fmt: skip
     """Lay out what was measured."""
-    header = ["tokens of a group", "bytes per token and layer", "times smaller than bf16"]
+    header = ["tokens of a block", "bytes per token and layer", "times smaller than bf16"]
     names = ("bytes_per_token_and_layer", "times_smaller_than_bf16")
-    made = [format_table(header, [[g, *(sizes[f"group_{g}_{name}"] for name in names)] for g in GROUPS])]
+    made = [format_table(header, [[b, *(sizes[f"block_{b}_{name}"] for name in names)] for b in BLOCKS])]
     header = ["layout", "block", "caches", "direction", "copy GB/s", "8 bits GB/s", "time / copy", "q1", "q3"]
     made.append(format_table(header, speed.rows_of(cells)))
     made.append(_side_by_side("values", errors))
@@ -139,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
     args.mib = speed.QUICK_MIB if args.quick else speed.MIB
     if args.quick:
         args.sequences, args.repeats = min(args.sequences, 4), min(args.repeats, 5)
-    sizes = bytes_of_groups()
+    sizes = bytes_of_blocks()
     print(f"whole copy: {(whole := speed.largest_copy(args.mib['cold'], 5)):.1f} GB/s", file=sys.stderr, flush=True)
     cells = measure_speed(args)
     gpu_found, gpu_beside = kv_quant_gpu.measure(1024, 20, args.seed) if torch.cuda.is_available() else ({}, {})
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
     metrics |= {f"error_{name}_{key}": value for name, one in errors.items() for key, value in one.items()}
     metrics |= output | {f"model_{key}": value for key, value in found.facts.items()}
     config = {
-        "heads": speed.HEADS, "head_dim": speed.HEAD_DIM, "group_tokens": quality.GROUP, "dtype": "bfloat16",
+        "heads": speed.HEADS, "head_dim": speed.HEAD_DIM, "block_tokens": quality.BLOCK, "dtype": "bfloat16",
         "mib": args.mib, "repeats": args.repeats, "threads_of_copies": 1,
         "timer": "perf_counter" if args.wall else "thread_time", "recipe": vars(found.recipe),
         "sequences": args.sequences, "gpu": "measured" if gpu_found else "none on this machine: not measured",
@@ -166,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
         baselines={"copy_bf16": {k: v for cell in cells for k, v in cell.baseline().items()}} | beside | gpu_beside,
         goals=goals_of(sizes, cells, errors, output, found),
     )
-    shown = tables(sizes, cells, errors, {f"int8_group_{quality.GROUP}": output} | beside)
+    shown = tables(sizes, cells, errors, {f"int8_block_{quality.BLOCK}": output} | beside)
     emit(result, shown + ([_side_by_side("GPU", {"8 bits": gpu_found} | gpu_beside)] if gpu_found else []), args.out)
 
 

@@ -12,25 +12,25 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_ext.kernels.kv_quant import reference
-from vllm_ext.kernels.kv_quant.format import SCALES, PageLayout, RecordFormat
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 
 _ARITHMETIC = 4 * torch.finfo(torch.float32).eps
 HEADS, HEAD_DIM, TOKENS = 2, 64, 64
 
 
-def made_up(groups: int, seed: int) -> dict[str, torch.Tensor]:
+def made_up(blocks: int, seed: int) -> dict[str, torch.Tensor]:
     """Return pages of bfloat16 that are hard to quantise, or easy to get wrong, each of `layout`.
 
     Args:
-        groups: Groups of each kind.
+        blocks: Blocks of each kind.
         seed: Of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    shape = (groups, HEADS, TOKENS, 2 * HEAD_DIM)
+    shape = (blocks, HEADS, TOKENS, 2 * HEAD_DIM)
     normal = torch.randn(shape, generator=generator)
     channel = torch.arange(2 * HEAD_DIM)
     outlying = torch.where(torch.rand(shape, generator=generator) < 1 / TOKENS, 50.0, 1.0)
-    exponents = torch.randint(-30, 12, (groups, HEADS, 1, 2 * HEAD_DIM), generator=generator).float()
+    exponents = torch.randint(-30, 12, (blocks, HEADS, 1, 2 * HEAD_DIM), generator=generator).float()
     kinds: dict[str, Callable[[], torch.Tensor]] = {
         "normal": lambda: normal,
         "outlier_channels": lambda: normal * torch.where(channel % 32 == 5, 100.0, 1.0),
@@ -41,37 +41,38 @@ def made_up(groups: int, seed: int) -> dict[str, torch.Tensor]:
         "tiny_ranges": lambda: normal * 1e-8,
         "very_unequal_channels": lambda: normal * torch.exp2(exponents),
     }
-    return {name: make().bfloat16().reshape(groups, -1) for name, make in kinds.items()}
+    return {name: make().bfloat16().reshape(blocks, -1) for name, make in kinds.items()}
 
 
 def layout() -> PageLayout:
-    """Return the layout of the pages of `made_up`: a page is a group."""
+    """Return the layout of the pages of `made_up`."""
     return PageLayout.rows(torch.bfloat16, HEADS, HEAD_DIM, TOKENS)
 
 
 def there_and_back(pages: torch.Tensor, fmt: RecordFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the records of pages that are each a group, and the pages made of them, by the definition.
+    """Return the records of pages, and the pages made of them, by the definition.
 
     Raises:
-        RuntimeError: a group has no record.
+        RuntimeError: a block has no record.
     """
-    ids = torch.arange(len(pages))[:, None]
+    ids = torch.arange(len(pages))
     records, holds = reference.quantise(pages, ids, fmt)
     if not holds.all():
-        raise RuntimeError("a group of the measured data has no record: a value is not finite, or a range too wide")
+        raise RuntimeError("a block of the measured data has no record: a value is not finite, or a range too wide")
     back = torch.empty_like(pages)
-    reference.dequantise(records, ids, back, fmt)
+    reference.dequantise(records, back, ids, fmt)
     return records, back
 
 
 def measure(pages: torch.Tensor, layout_of_pages: PageLayout) -> dict[str, float]:
-    """Return errors of pages that are each a group; raises as `there_and_back`."""
-    fmt = RecordFormat(layout_of_pages, 1)
+    """Return errors of pages; raises as `there_and_back`."""
+    fmt = RecordFormat(layout_of_pages)
     records, back = there_and_back(pages, fmt)
     index = torch.from_numpy(layout_of_pages.index)
-    was, now = (part[:, index].double() for part in (pages, back))  # [groups, H, 2, tokens, D]
-    codes = records[:, fmt.scales_at :][:, : layout_of_pages.num_channels].long()
-    scale = torch.from_numpy(SCALES)[codes].double().view(len(pages), layout_of_pages.num_heads, 2, 1, -1)
+    was, now = (part[:, index].double() for part in (pages, back))  # [blocks, H, 2, tokens, D]
+    end = 2 * fmt.scales_offset - fmt.minima_offset
+    scales = records[:, fmt.scales_offset : end].contiguous().view(layout_of_pages.dtype)
+    scale = scales.double().view(len(pages), layout_of_pages.num_heads, 2, 1, -1)
     error = (now - was).abs()
     allowed = scale / 2 * (1 + _ARITHMETIC) + _half_ulp(now, layout_of_pages.dtype) + _ARITHMETIC * was.abs()
     allowed = torch.where(scale == 0, 0.0, allowed)

@@ -10,9 +10,9 @@ import torch
 from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 
-HEADS, HEAD_DIM, BLOCK, GROUP = 8, 128, 16, 64
+HEADS, HEAD_DIM, BLOCK = 8, 128, 64
 _SAMPLE = 4
-"""Groups whose records are compared with the definition."""
+"""Blocks whose records are compared with the definition."""
 
 
 def measure(mib: int, repeats: int, seed: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -30,31 +30,29 @@ def measure(mib: int, repeats: int, seed: int) -> tuple[dict[str, float], dict[s
 
     device = torch.device("cuda")
     layout = PageLayout.rows(torch.bfloat16, HEADS, HEAD_DIM, BLOCK)
-    fmt = RecordFormat(layout, GROUP // BLOCK)
-    groups = mib * 2**20 // (layout.page_bytes * fmt.blocks)
+    fmt = RecordFormat(layout)
+    num_blocks = mib * 2**20 // layout.page_bytes
     generator = torch.Generator(device).manual_seed(seed)
-    num_blocks = groups * fmt.blocks
     pages = torch.randn(num_blocks, layout.page_elements, device=device, generator=generator).bfloat16()
-    blocks = torch.randperm(num_blocks, device=device, generator=generator).view(groups, fmt.blocks)
-    slots = torch.randperm(groups, device=device, generator=generator)
-    records = torch.zeros(groups, fmt.record_bytes, dtype=torch.uint8, device=device)
+    blocks = torch.randperm(num_blocks, device=device, generator=generator)
+    slots = torch.randperm(num_blocks, device=device, generator=generator)
+    records = torch.zeros(num_blocks, fmt.record_bytes, dtype=torch.uint8, device=device)
     gathered, host = torch.empty_like(pages), torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
     host_records = torch.empty(records.shape, dtype=records.dtype, pin_memory=True)
-    flat = blocks.flatten()
 
     def through_records() -> None:
         gpu.quantise(pages, blocks, records, slots, fmt)
         host_records.copy_(records, non_blocking=True)
 
     def gather_and_copy() -> None:
-        torch.index_select(pages, 0, flat, out=gathered)
+        torch.index_select(pages, 0, blocks, out=gathered)
         host.copy_(gathered, non_blocking=True)
 
     subjects: dict[str, Callable[[], object]] = {
         "quantise": lambda: gpu.quantise(pages, blocks, records, slots, fmt),
         "dequantise": lambda: gpu.dequantise(records, slots, pages, blocks, fmt),
         "to_host_in_8_bits": through_records,
-        "gather_bf16": lambda: torch.index_select(pages, 0, flat, out=gathered),
+        "gather_bf16": lambda: torch.index_select(pages, 0, blocks, out=gathered),
         "copy_bf16_on_device": lambda: gathered.copy_(pages),
         "gather_and_copy_bf16_to_host": gather_and_copy,
         "copy_bf16_to_host": lambda: host.copy_(pages, non_blocking=True),
@@ -93,9 +91,6 @@ def _check(
     quantise: Callable[[], object],
 ) -> None:  # fmt: skip
     quantise()
-    some = blocks[:_SAMPLE].cpu()
-    expected, _ = reference.quantise(
-        pages[some.flatten().to(pages.device)].cpu(), torch.arange(some.numel()).view(some.shape), fmt
-    )
+    expected, _ = reference.quantise(pages[blocks[:_SAMPLE]].cpu(), torch.arange(_SAMPLE), fmt)
     if not torch.equal(records[slots[:_SAMPLE]].cpu(), expected):
         raise RuntimeError("a record that the GPU wrote is not that of the definition")

@@ -1,6 +1,6 @@
 """What 8-bit KV does to the output of a trained model: perplexity, log-probabilities, greedy tokens. See `kv_quant.py`.
 
-Held-out text is cut into sequences. KV of a sequence's first half, a whole number of groups, is computed exactly; then
+Held-out text is cut into sequences. KV of a sequence's first half, a whole number of blocks, is computed exactly; then
 the second half is computed on it, as by a resumed request or a conversation's next turn: on that KV as it is (fp32), as
 bfloat16, which is what a server's cache holds, or as bfloat16 that went through 8 bits. KV of the second half is exact,
 and so is all arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
@@ -22,8 +22,8 @@ from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 KV = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, each of shape [sequences, heads, tokens, channels]."""
 GREEDY_LENGTHS = (16, 32, 64, 128, 256)
-GROUPS = (16, 32, 64, 128)
-GROUP = 64
+BLOCKS = (16, 32, 64, 128)
+BLOCK = 64
 _BATCH = 8
 
 
@@ -40,7 +40,7 @@ class Outputs:
 
 
 def measure(found: Trained, sequences: int, seed: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Return metrics of 8 bits against bfloat16, and the same of bfloat16 against fp32 and of other groups.
+    """Return metrics of 8 bits against bfloat16, and the same of bfloat16 against fp32 and of other blocks.
 
     Args:
         found: The model.
@@ -52,14 +52,14 @@ def measure(found: Trained, sequences: int, seed: int) -> tuple[dict[str, float]
         "fp32": lambda values: values,
         "bf16": lambda values: values.bfloat16().float(),
     }
-    ways |= {f"int8_group_{group}": _through_8_bits(group) for group in GROUPS if group <= found.recipe.tokens // 2}
-    greedy = ("fp32", "bf16", f"int8_group_{GROUP}")
+    ways |= {f"int8_block_{block}": _through_8_bits(block) for block in BLOCKS if block <= found.recipe.tokens // 2}
+    greedy = ("fp32", "bf16", f"int8_block_{BLOCK}")
     outputs = {name: _outputs(found, rows, way, greedy=name in greedy) for name, way in ways.items()}
-    metrics = compare(outputs[f"int8_group_{GROUP}"], outputs["bf16"], seed)
+    metrics = compare(outputs[f"int8_block_{BLOCK}"], outputs["bf16"], seed)
     beside = {"bf16_kv_against_fp32_kv": compare(outputs["bf16"], outputs["fp32"], seed)}
-    for group in GROUPS:
-        if group != GROUP and f"int8_group_{group}" in outputs:
-            beside[f"int8_group_{group}"] = compare(outputs[f"int8_group_{group}"], outputs["bf16"], seed)
+    for block in BLOCKS:
+        if block != BLOCK and f"int8_block_{block}" in outputs:
+            beside[f"int8_block_{block}"] = compare(outputs[f"int8_block_{block}"], outputs["bf16"], seed)
     metrics |= {"judged_tokens": float(outputs["bf16"].logprobs.numel()), "judged_sequences": float(len(rows))}
     return metrics, beside
 
@@ -95,11 +95,11 @@ def kv_of(found: Trained, sequences: int) -> list[torch.Tensor]:
     parts = [_prefix(found, batch)[0] for batch in rows.split(_BATCH)]
     layers = range(found.recipe.layers)
     together = [(torch.cat([p[i][0] for p in parts]), torch.cat([p[i][1] for p in parts])) for i in layers]
-    return [_pages(torch.cat((keys, values), -1), GROUP).bfloat16() for keys, values in together]
+    return [_pages(torch.cat((keys, values), -1), BLOCK).bfloat16() for keys, values in together]
 
 
-def page_layout(found: Trained, tokens: int = GROUP) -> PageLayout:
-    """Return the layout of pages that hold a whole group."""
+def page_layout(found: Trained, tokens: int = BLOCK) -> PageLayout:
+    """Return the layout of pages that hold a whole block."""
     recipe = found.recipe
     return PageLayout.rows(torch.bfloat16, recipe.kv_heads, recipe.hidden // recipe.heads, tokens)
 
@@ -155,23 +155,23 @@ def _both(way: Callable[[torch.Tensor], torch.Tensor], keys: torch.Tensor, value
     return done[..., :width], done[..., width:]
 
 
-def _through_8_bits(group: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _through_8_bits(block: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what takes KV, [sequences, heads, tokens, K and V], to bfloat16, to 8 bits and back, by the definition."""
 
     def through(values: torch.Tensor) -> torch.Tensor:
         sequences, heads, tokens, width = values.shape
-        pages = _pages(values, group).bfloat16()
-        layout = PageLayout.rows(torch.bfloat16, heads, width // 2, group)
-        _, back = there_and_back(pages, RecordFormat(layout, 1))
-        shaped = back.float().view(sequences, tokens // group, heads, group, width)
+        pages = _pages(values, block).bfloat16()
+        layout = PageLayout.rows(torch.bfloat16, heads, width // 2, block)
+        _, back = there_and_back(pages, RecordFormat(layout))
+        shaped = back.float().view(sequences, tokens // block, heads, block, width)
         return shaped.transpose(1, 2).reshape(values.shape)
 
     return through
 
 
-def _pages(values: torch.Tensor, group: int) -> torch.Tensor:
-    """KV [sequences, heads, tokens, K and V] as pages of whole groups, shape [sequences * tokens / group, elements]."""
+def _pages(values: torch.Tensor, block: int) -> torch.Tensor:
+    """KV [sequences, heads, tokens, K and V] as pages of whole blocks, shape [sequences * tokens / block, elements]."""
     sequences, heads, tokens, width = values.shape
     return (
-        values.view(sequences, heads, tokens // group, group, width).transpose(1, 2).reshape(-1, heads * group * width)
+        values.view(sequences, heads, tokens // block, block, width).transpose(1, 2).reshape(-1, heads * block * width)
     )

@@ -1,7 +1,7 @@
 """How fast KV goes into host memory and back in 8 bits, against a plain copy of its bytes. See `kv_quant.py`.
 
-The subjects are those of the KV tier: `RawCodec`, a call of the C library's memcpy for each block, and
-`QuantisedCodec`. Blocks are paged: a group's blocks, and the chunks, are in random order. ``cold``: the cache and the
+The subjects are those of the KV tier: `RawCodec`, one copy for each block, and
+`QuantisedCodec`. Blocks are paged: they, and the chunks, are in random order. ``cold``: the cache and the
 pool are far larger than the processor's caches, as when a server moves KV. ``warm``: both stay within the second-level
 cache, where a copy costs next to nothing; nobody stores the same KV again and again, so it shows what arithmetic costs,
 not what users pay.
@@ -26,8 +26,8 @@ LAYOUTS = {"cpu": PageLayout.transposed_keys, "rows": PageLayout.rows}
 MIB = {"cold": 1024.0, "warm": 0.5}
 QUICK_MIB = {"cold": 160.0, "warm": 0.5}
 """Of KV; a pool as large comes beside it."""
-HEADS, HEAD_DIM, GROUP = 8, 128, 64
-"""Of one layer of Llama-3.1-8B, and tokens of a group."""
+HEADS, HEAD_DIM = 8, 128
+"""Of one layer of Llama-3.1-8B."""
 BLOCK_SIZES = (16, 32, 64)
 _LEAST_BYTES = 64 * 2**20
 """Moved by one measurement, by as many passes as it takes."""
@@ -87,14 +87,12 @@ def measure(
         RuntimeError: what comes back from 8 bits is not near what went in, or what was copied is not the same.
     """
     kind = LAYOUTS[layout](torch.bfloat16, HEADS, HEAD_DIM, block_size)
-    fmt = RecordFormat(kind, GROUP // block_size)
-    groups = max(1, int(mib * 2**20) // (kind.page_bytes * fmt.blocks))
+    num_blocks = max(1, int(mib * 2**20) // kind.page_bytes)
     rng = np.random.default_rng(seed)
-    blocks = rng.permutation(groups * fmt.blocks).reshape(groups, fmt.blocks)
-    chunks = rng.permutation(groups)
+    blocks, chunks = rng.permutation(num_blocks), rng.permutation(num_blocks)
     page = torch.randn(16, kind.page_elements, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    kv = page.repeat(-(-blocks.size // 16), 1)[: blocks.size].contiguous()
-    raw, quantised = _codecs(kv, kind, fmt, groups)
+    kv = page.repeat(-(-num_blocks // 16), 1)[:num_blocks].contiguous()
+    raw, quantised = _codecs(kv, kind)
     num_bytes = kv.numel() * kv.element_size()
     passes = max(1, _LEAST_BYTES // num_bytes)
     subjects: dict[tuple[str, str], Callable[[], object]] = {
@@ -141,14 +139,12 @@ def rows_of(cells: Sequence[Cell]) -> list[list[object]]:
     ]  # fmt: skip
 
 
-def _codecs(kv: torch.Tensor, kind: PageLayout, fmt: RecordFormat, groups: int) -> tuple[Codec, Codec]:
+def _codecs(kv: torch.Tensor, kind: PageLayout) -> tuple[Codec, Codec]:
     tensors = [kv.view(torch.int8)]
-    raw_bytes = fmt.blocks * kind.page_bytes
-    raw = TierGeometry(bits=16, blocks_per_chunk=fmt.blocks, chunk_bytes=raw_bytes, record_bytes=0)
-    quantised = TierGeometry(
-        bits=8, blocks_per_chunk=fmt.blocks, chunk_bytes=fmt.record_bytes, record_bytes=fmt.record_bytes
-    )
-    pools = [torch.zeros(groups * one.chunk_bytes, dtype=torch.uint8) for one in (raw, quantised)]
+    record = RecordFormat(kind).record_bytes
+    raw = TierGeometry(bits=16, chunk_bytes=kind.page_bytes, record_bytes=0)
+    quantised = TierGeometry(bits=8, chunk_bytes=record, record_bytes=record)
+    pools = [torch.zeros(len(kv) * one.chunk_bytes, dtype=torch.uint8) for one in (raw, quantised)]
     return RawCodec(tensors, pools[0], raw), QuantisedCodec(tensors, pools[1], quantised, kind)
 
 

@@ -13,12 +13,10 @@ import torch
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.cuda_codec import Ids, Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
-from vllm_ext.kv.cuda_device import CudaDevice, Device, PinnedMemory
-from vllm_ext.kv.cuda_transfers import Transfers
+from vllm_ext.kv.cuda.codec import Ids, Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
+from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
+from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.geometry import TierGeometry
-
-_CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,7 @@ class Shape:
     layers: int = 32
     heads: int = 8
     head_dim: int = 128
-    block_size: int = 16
+    block_size: int = 32
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -39,11 +37,10 @@ class Shape:
         return PageLayout.rows(self.dtype, self.heads, self.head_dim, self.block_size)
 
     def geometry(self, bits: int) -> TierGeometry:
-        """Of a chunk of the tokens that are the default with so many bits."""
-        blocks = _CHUNK_TOKENS[bits] // self.block_size
-        record = RecordFormat(self.layout, blocks).record_bytes if bits == QUANTISED else 0
-        size = self.layers * (record or blocks * self.layout.page_bytes)
-        return TierGeometry(bits=bits, blocks_per_chunk=blocks, chunk_bytes=size, record_bytes=record)
+        """Of a chunk with so many bits."""
+        record = RecordFormat(self.layout).record_bytes if bits == QUANTISED else 0
+        size = self.layers * (record or self.layout.page_bytes)
+        return TierGeometry(bits=bits, chunk_bytes=size, record_bytes=record)
 
 
 class InstantDevice:
@@ -93,8 +90,7 @@ class Tier:
         self.kv = torch.empty(size, dtype=shape.dtype, device=where)
         for layer in self.kv:
             layer.normal_(generator=generator)
-        per_chunk = self.geometry.blocks_per_chunk
-        self.num_chunks = shape.blocks // 2 // per_chunk
+        self.num_chunks = shape.blocks // 2
         self.pool = torch.zeros(self.num_chunks, self.geometry.chunk_bytes, dtype=torch.uint8)
         self.memory = PinnedMemory(self.pool) if pins and where == "cuda" else None
         self.device: Device = CudaDevice(torch.device("cuda", 0)) if where == "cuda" else InstantDevice()
@@ -103,15 +99,14 @@ class Tier:
         self.transfers = Transfers(self.device, self.codec, loads_first=loads_first)
         order = np.random.default_rng(seed)
         self.chunks = order.permutation(self.num_chunks)
-        half = self.num_chunks * per_chunk
-        self.sources = order.permutation(half).reshape(-1, per_chunk)
-        self.targets = (half + order.permutation(half)).reshape(-1, per_chunk)
+        self.sources = order.permutation(self.num_chunks)
+        self.targets = self.num_chunks + order.permutation(self.num_chunks)
         self._jobs = 0
 
     @property
     def kv_bytes_per_chunk(self) -> int:
         """Bytes of KV that a chunk stands for."""
-        return self.shape.layers * self.geometry.blocks_per_chunk * self.shape.layout.page_bytes
+        return self.shape.layers * self.shape.layout.page_bytes
 
     def submit(self, *, is_load: bool, count: int | None = None) -> int:
         """Begin to store the first half, or to load into the second; return the job's id."""
@@ -156,20 +151,20 @@ def wrong_bytes(tier: Tier, sample: int = 2) -> int:
     if any(tier.transfers.take_failures()) or any(job.failed for job in tier.transfers.take_ended()):
         raise RuntimeError("a copy failed")
     if tier.bits == LOSSLESS:
-        sources, targets = (torch.from_numpy(ids.ravel()) for ids in (tier.sources, tier.targets))
+        sources, targets = (torch.from_numpy(ids) for ids in (tier.sources, tier.targets))
         return sum(_differing(layer[targets], layer[sources]) for layer in tier.kv)
     return sum(_wrong_records(tier, layer, sample) for layer in (0, tier.shape.layers - 1))
 
 
 def _wrong_records(tier: Tier, layer: int, sample: int) -> int:
-    fmt = RecordFormat(tier.shape.layout, tier.geometry.blocks_per_chunk)
+    fmt = RecordFormat(tier.shape.layout)
     picked = [0, tier.num_chunks - 1][:sample]
     kv = tier.kv[layer].cpu()
     expected, _ = reference.quantise(kv, torch.from_numpy(tier.sources[picked]), fmt)
     found = tier.pool.view(tier.num_chunks, -1, fmt.record_bytes)[tier.chunks[picked], layer]
-    end = fmt.scales_at + fmt.layout.num_channels
+    end = 2 * fmt.scales_offset - fmt.minima_offset
     back, targets = torch.zeros_like(kv), torch.from_numpy(tier.targets[picked])
-    reference.dequantise(expected, targets, back, fmt)
+    reference.dequantise(expected, back, targets, fmt)
     return _differing(found[:, :end], expected[:, :end]) + _differing(kv[targets], back[targets])
 
 

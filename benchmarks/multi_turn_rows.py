@@ -31,9 +31,6 @@ class Row:
     tier: Mapping[str, Any] | None = None
     """Options of `kv_tier` beside ``gib``; None: no host tier, and vLLM's own scheduler."""
 
-    one_block_chunks: bool = False
-    """Whether a chunk is a single block of the device, as in vLLM's connector, instead of our default."""
-
     system: str = "fcfs"
     """Of a row with a tier."""
 
@@ -50,11 +47,11 @@ _EARLY: Mapping[str, Any] = {"bits": 16, "store": "early"}
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
     "prefix-cache": Row(baseline=True),
-    LRU: Row(tier={**_EARLY, "policy": "lru"}, one_block_chunks=True, baseline=True),
-    "tier-arc": Row(tier={**_EARLY, "policy": "arc"}, one_block_chunks=True, baseline=True),
+    LRU: Row(tier={**_EARLY, "policy": "lru"}, baseline=True),
+    "tier-arc": Row(tier={**_EARLY, "policy": "arc"}, baseline=True),
     RETENTION: Row(tier={**_EARLY, "policy": "retention"}),
     RETENTION_8: Row(tier={**_EARLY, "policy": "retention", "bits": 8}),
-    f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, one_block_chunks=True, by_default=False),
+    f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
     **{
@@ -81,10 +78,7 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def tier_options(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Return `kv_tier` of a row that has a tier."""
-    options = {"gib": args.tier_gib, **(row.tier or {})}
-    if row.one_block_chunks:
-        options["chunk_tokens"] = args.block_size
-    return options
+    return {"gib": args.tier_gib, **(row.tier or {})}
 
 
 def tier_tokens(name: str, args: argparse.Namespace, model: ModelKv) -> int | None:
@@ -97,17 +91,14 @@ def tier_tokens(name: str, args: argparse.Namespace, model: ModelKv) -> int | No
     if row.tier is None:
         return None
     tier = KvTierConfig(**tier_options(row, args))
-    blocks = tier.blocks_per_chunk(args.block_size)
     layers = [SimpleNamespace(tokens_per_block=args.block_size, layer_names=range(model.num_layers))]
     config: Any = SimpleNamespace(
-        cache=SimpleNamespace(blocks_per_chunk=blocks),
         worker_kv_bytes_per_block=args.block_size * model.bytes_per_token,
         model=SimpleNamespace(dtype=args.dtype),
         groups=layers,
         parallel=SimpleNamespace(dcp_size=1),
     )
-    chunk_bytes = TierGeometry.of(config, tier.bits).chunk_bytes
-    return int(tier.host_bytes // chunk_bytes * blocks * args.block_size)
+    return int(tier.host_bytes // TierGeometry.of(config, tier.bits).chunk_bytes * args.block_size)
 
 
 def chosen(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig
+from vllm_ext.config_attention import STOCK
 from vllm_ext.config_kv import FUSED, LEADING, OFF, PHASED
 from vllm_ext.patches import registry
 from vllm_ext.patches.additional_config import with_options
@@ -55,14 +56,20 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
     if config.kv_tier.gib:
-        from vllm_ext.kv.support import refuse_model, refuse_size
+        from vllm_ext.kv import support
 
-        refuse_model(vllm_config)
-        refuse_size(vllm_config)
+        support.refuse_model(vllm_config)
+        support.refuse_missing_compiler(vllm_config)
+        support.refuse_size(vllm_config)
+        support.choose_block_size(vllm_config)
     if config.kv_tier.disk_dir:
-        from vllm_ext.kv.disk_identity import note_model
+        from vllm_ext.kv.disk.identity import note_model
 
         note_model(vllm_config, config.kv_tier.disk_dir)
+    if config.kv_tier.device_int8_share:
+        keep_records(config, vllm_config)
+    if config.attention.kernel != STOCK:
+        choose_attention_kernel(config, vllm_config)
     config = let_gaps_be_crossed(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     groups = needed_groups(config, usage)
@@ -156,6 +163,38 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
     return transfer_config(systems.build(config).tier(config.kv_tier))
 
 
+def keep_records(config: ExtConfig, vllm_config: Any) -> None:
+    """Let an engine keep KV in 8 bits on its device.
+
+    Raises:
+        ConfigError: It can't.
+        UpstreamMissing, UpstreamChanged: This vLLM is not one for which that was verified.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext.kv.device.support import let_records_be_read
+
+    registry.verify("kv-arena", "kv-records", *(["attention-slot"] if current_platform.is_cpu() else []))
+    let_records_be_read(vllm_config, config.kv_tier.device_int8_share)
+    registry.install("kv-arena")  # where the engine core is in this process, or is forked from it
+
+
+def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> None:
+    """Have our attention backend serve an engine, if it can.
+
+    Raises:
+        ConfigError: Our kernel was asked for, and can't serve it.
+        UpstreamMissing, UpstreamChanged: This vLLM is not one for which it was verified.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext.attention.support import let_own_kernel_serve
+
+    if current_platform.is_cpu():
+        registry.verify("attention-slot")
+    let_own_kernel_serve(vllm_config, config.attention.kernel)
+
+
 def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     """Have gaps in kept KV computed as is wanted, or else as it can be; say so where that is not the same.
 
@@ -163,7 +202,7 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
         The configuration with what will be done.
     """
     from vllm_ext import systems
-    from vllm_ext.kv import gap_support
+    from vllm_ext.kv.gaps import support as gap_support
 
     wanted = systems.build(config).tier(config.kv_tier).gaps
     if wanted == OFF:

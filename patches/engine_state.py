@@ -18,6 +18,11 @@ from vllm_ext.patches.patch import Addition, Hook
 def vllm_ext_state(self: Any, since: int = 0) -> dict[str, Any]:
     """Return the scheduler's state and the records of requests finished since sequence number ``since``."""
     state: dict[str, Any] = self.scheduler.vllm_ext_state(since)
+    if getattr(self.vllm_config.attention_config.backend, "name", None) == "CUSTOM":
+        from vllm_ext.attention.counts import CountsReader
+
+        reader = self.__dict__.setdefault("_vllm_ext_attention", CountsReader(self.model_executor))
+        state["attention"] = reader.read()
     return state
 
 

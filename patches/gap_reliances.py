@@ -1,6 +1,6 @@
 """What continuing across gaps in kept KV relies on in vLLM's block manager without replacing it.
 
-`vllm_ext.kv.gap_manager` is a subclass of vLLM's manager of full attention, brought in through its registry of cache
+`vllm_ext.kv.gaps.manager` is a subclass of vLLM's manager of full attention, brought in through its registry of cache
 specs, and `vllm_ext.kv.free_queue` one of its queue of free blocks. Can go: when vLLM's manager finds blocks behind a
 missing one.
 """

@@ -1,8 +1,8 @@
 """What the disk tier relies on in vLLM's tiered offloading without replacing it.
 
-`vllm_ext.kv.disk*` subclass its manager, put a tier of ours behind it, and share its memory and its thread pool. They
-are checked only when ``kv_tier.disk_dir`` is set. Seam used: none; vLLM finds such tiers by its own spec only, whose
-worker refuses the CPU. Can go: when vLLM declares these classes stable.
+The modules of `vllm_ext.kv.disk` subclass its manager, put a tier of ours behind it, and share its memory and its
+thread pool. They are checked only when ``kv_tier.disk_dir`` is set. Seam used: none; vLLM finds such tiers by its own
+spec only, whose worker refuses the CPU. Can go: when vLLM declares these classes stable.
 """
 
 from __future__ import annotations

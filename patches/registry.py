@@ -28,6 +28,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "kv-gaps-fused": ("gap_attention",),
     "kv-gaps-v1": ("gap_rows_v1",),
     "kv-gaps-v2": ("gap_rows_v2",),
+    "kv-arena": ("kv_arena",),
+    "kv-records": ("kv_record_steps",),
+    "attention-slot": ("attention_slot",),
     "kv-phases-v1": ("phase_reliances_v1",),
     "kv-phases-v2": ("phase_reliances_v2",),
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_ext.config_checks import ConfigError, boolean, choice, integer, number
+from vllm_ext.config_checks import ConfigError, boolean, choice, number
 
 LOSSLESS, QUANTISED = 16, 8
 RETENTION, TAIL, LEADING = "retention", "tail", "leading"
@@ -25,7 +25,6 @@ LEARNED, BY_TURNS, BY_AGE = "learned", "turns", "age"
 RETURNS = (LEARNED, BY_TURNS, BY_AGE)
 PAYING, ALL = "paying", "all"
 COPIES = (PAYING, ALL)
-_CHUNK_TOKENS = {LOSSLESS: 32, QUANTISED: 64}
 _CHOICES = {
     "policy": POLICIES,
     "returns": RETURNS,
@@ -56,10 +55,6 @@ class KvTierConfig:
     bits: int | None = None
     """16 keeps KV as it is, whatever its type; 8 quantises it: half the bytes, outputs that may differ. By default what
     the system wants: 8 for ``alise``, else 16."""
-
-    chunk_tokens: int | None = None
-    """Tokens moved, kept and evicted together, a multiple of vLLM's block; with 8 bits also those that share their
-    scales. By default 32 tokens at 16 bits and 64 at 8, or one block where that is more."""
 
     policy: str | None = None
     """Which chunks are evicted first: ends of conversations of least ``retention`` value, or those that were not used
@@ -102,6 +97,11 @@ class KvTierConfig:
     it takes, and behind a gap a load only where computing the block again takes longer; or ``all``: whatever is about
     to be overwritten is stored, and whatever is held is loaded. By default what the system wants, else ``paying``."""
 
+    device_int8_share: float = 0.0
+    """Share of the device's KV memory in which KV stays in 8 bits, instead of being dropped, when its blocks are given
+    to others: what is evicted there, and what preempted requests leave. Almost twice as many tokens fit into it, and
+    attention reads them where they are. Needs no host tier; 0: none."""
+
     prompt_only: bool = False
     """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
 
@@ -125,16 +125,18 @@ class KvTierConfig:
         number("kv_tier.gib", self.gib)
         if self.gib < 0:
             raise ConfigError("kv_tier.gib", self.gib, "must be 0 (no tier) or a number of GiB")
-        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in _CHUNK_TOKENS):
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in (LOSSLESS, QUANTISED)):
             raise ConfigError("kv_tier.bits", self.bits, "must be 16 or 8")
-        if self.chunk_tokens is not None:
-            integer("kv_tier.chunk_tokens", self.chunk_tokens, minimum=1)
         for name, known in _CHOICES.items():
             if getattr(self, name) is not None:
                 choice(f"kv_tier.{name}", getattr(self, name), known)
         number("kv_tier.free_fraction", self.free_fraction)
         if not 0 < self.free_fraction < 1:
             raise ConfigError("kv_tier.free_fraction", self.free_fraction, "must be a fraction between 0 and 1")
+        number("kv_tier.device_int8_share", self.device_int8_share)
+        if not 0 <= self.device_int8_share < 1:
+            allowed = "must be 0 (none), or a fraction less than 1"
+            raise ConfigError("kv_tier.device_int8_share", self.device_int8_share, allowed)
         boolean("kv_tier.prompt_only", self.prompt_only)
         boolean("kv_tier.admin", self.admin)
         if self.admin and not self.gib:
@@ -200,16 +202,3 @@ class KvTierConfig:
         # Only what was stored is found on disk after a restart, and what the device holds goes with the server.
         defaults = {**_DEFAULTS, "store": EARLY} if self.disk_dir else _DEFAULTS
         return replace(self, **{n: wanted.get(n, defaults[n]) for n in defaults if getattr(self, n) is None})
-
-    def blocks_per_chunk(self, block_size: int) -> int:
-        """Return how many of vLLM's blocks make a chunk.
-
-        Raises:
-            ConfigError: ``chunk_tokens`` was given and is no multiple of ``block_size``.
-        """
-        if self.chunk_tokens is None:
-            return max(1, _CHUNK_TOKENS[self.bits or LOSSLESS] // block_size)
-        if self.chunk_tokens % block_size:
-            allowed = f"must be a multiple of vLLM's KV block, {block_size} tokens here"
-            raise ConfigError("kv_tier.chunk_tokens", self.chunk_tokens, allowed)
-        return self.chunk_tokens // block_size

@@ -1,19 +1,20 @@
-"""What a group of KV blocks looks like in 8 bits.
+"""What a block of KV looks like in 8 bits.
 
-Each channel (one layer, K or V, head and channel of the head) is quantised on its own over the tokens of a group, after
-rotary embedding, as it lies in the cache:
+A record is one of vLLM's blocks of one layer. Each channel (K or V, head and channel of the head) is quantised on its
+own over the tokens of the block, after rotary embedding, as it lies in the cache. In fp32, no operation fused:
 
-    code = round((x - minimum) / scale)        0 to 255, halves to even
-    x'   = minimum + code * scale              rounded to the type of the KV
+    scale   = (maximum - minimum) / 255          rounded up to the type of the KV, at least `LEAST_SCALE`; or 0
+    inverse = 1 / scale                          or 0
+    code    = round((x - minimum) * inverse)     0 to 255, halves to even
+    x'      = minimum + code * scale             rounded to the type of the KV
 
-``minimum`` is kept in the type of the KV, so it is exact: it is one of the values. ``scale`` is the smallest step of
-2**(1/8) above (maximum - minimum) / 255, one byte: 0 says that all values are equal, and then they come back exactly;
-s says 2**((s - 1) / 8 - 22), from 2.4e-7 to 864, which covers every range of fp16. An error is at most half a scale,
-and the rounding of the result; a scale is at most 9 % wider than it had to be. A zero may lose its sign.
+``minimum`` and ``scale`` are kept in the type of the KV. A minimum is one of the values, so it is exact; a scale of 0
+says that all values are equal, and then they come back exactly. An error is at most half a scale, and the rounding of
+the result; in bfloat16 a scale is less than 1 % wider than it had to be. A zero may lose its sign. A block with a value
+that is not finite, or a channel whose ``minimum + 255 * scale`` the type can't hold, has no record.
 
 Source: ALISE, equation 8 (channel-wise, asymmetric). Its zero point is an integer; a minimum needs none and serves
-channels far from zero as well. With two 16-bit numbers a channel, 64 tokens would take 1.88 times less than in 16 bits;
-with 16 + 8 they take 1.91 times less.
+channels far from zero as well.
 """
 
 from __future__ import annotations
@@ -25,35 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-STEPS_PER_OCTAVE = 8
-LEAST_EXPONENT = -22
 LEVELS = 255
-INVERSE_LEVELS = 1 / LEVELS
-"""A range is multiplied by it, in fp32, and not divided by 255: so everybody finds the same scale."""
-FIRST_CODE = 1 - STEPS_PER_OCTAVE * (127 + LEAST_EXPONENT)
-"""Added to the steps below an exponent as it stands in the bits of a number, it makes the code of a scale."""
+LEAST_SCALE = 2.0**-126
+"""The least normal number of fp32: the inverse of anything less might be infinite."""
 ROUNDER = 1.5 * 2**23
 """Added to a number below 2**22, it leaves the nearest integer, halves to even, in the lowest bits."""
 ITEM_BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 """Types of KV that can be quantised."""
 _ALIGNMENT = 64
-
-_MANTISSAS = np.exp2(np.arange(STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE).astype(np.float32)
-THRESHOLDS: npt.NDArray[np.int32] = _MANTISSAS.view(np.int32) & 0x7FFFFF
-"""Mantissas of the steps within an octave: the code of a range counts those that its own mantissa exceeds."""
-
-
-def _scales() -> npt.NDArray[np.float32]:
-    octave, step = np.divmod(np.arange(LEVELS), STEPS_PER_OCTAVE)
-    scales = np.zeros(LEVELS + 1, np.float32)
-    scales[1:] = np.ldexp(_MANTISSAS[step], octave + LEAST_EXPONENT)
-    return scales
-
-
-SCALES = _scales()
-"""Scale of each code, shape [256]."""
-INVERSES: npt.NDArray[np.float32] = np.divide(1, SCALES, out=np.zeros_like(SCALES), where=SCALES > 0)
-"""1 / scale, in fp32; 0 for code 0. Everybody multiplies by these, so that everybody rounds alike."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +43,6 @@ class Side:
     offset: int
     token_stride: int
     channel_stride: int
-
-    def shifted(self, elements: int) -> Side:
-        """Return the same, so many elements further on."""
-        return Side(self.offset + elements, self.token_stride, self.channel_stride)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,41 +156,36 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Bytes of one group of one layer: codes in the order of the pages, the minima, the scales' codes.
+    """Bytes of one block of one layer: codes in the order of the page, minima, scales.
 
-    Minima and scales are in the order [H, 2, D]. A group may hold fewer blocks than its record has room for.
+    Minima and scales are in the order [H, 2, D], each in the type of the KV.
     """
 
     layout: PageLayout
-    blocks: int
-    """Blocks of a group, at least 1."""
-
-    def __post_init__(self) -> None:
-        if self.blocks < 1:
-            raise ValueError(f"blocks={self.blocks}: must be at least 1")
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of the codes."""
-        return self.blocks * self.layout.page_elements
+        """Bytes of the codes, one for each value of the page."""
+        return self.layout.page_elements
 
     @cached_property
-    def minima_at(self) -> int:
-        """Offset of the minima."""
+    def minima_offset(self) -> int:
+        """Byte at which the minima begin."""
         item = ITEM_BYTES[self.layout.dtype]
         return -(-self.codes_bytes // item) * item
 
     @cached_property
-    def scales_at(self) -> int:
-        """Offset of the scales' codes."""
-        return self.minima_at + self.layout.num_channels * ITEM_BYTES[self.layout.dtype]
+    def scales_offset(self) -> int:
+        """Byte at which the scales begin, right behind the minima."""
+        return self.minima_offset + self.layout.num_channels * ITEM_BYTES[self.layout.dtype]
 
     @cached_property
     def record_bytes(self) -> int:
         """Bytes of a record, a multiple of 64."""
-        return -(-(self.scales_at + self.layout.num_channels) // _ALIGNMENT) * _ALIGNMENT
+        end = self.scales_offset + self.layout.num_channels * ITEM_BYTES[self.layout.dtype]
+        return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def ratio(self) -> float:
-        """Bytes of the blocks in the cache over bytes of their record."""
-        return self.blocks * self.layout.page_bytes / self.record_bytes
+        """Bytes of the block in the cache over bytes of its record."""
+        return self.layout.page_bytes / self.record_bytes

@@ -1,9 +1,9 @@
 """The format on a GPU, in Triton: gather and quantise, or dequantise and scatter, in one pass over paged blocks.
 
-A program holds one head's K or V of a group (64 tokens of 128 channels are 16 KiB) in registers: each value is read
+A program holds one head's K or V of a block (64 tokens of 128 channels are 16 KiB) in registers: each value is read
 once and each code written once. One launch serves all layers, whose caches it finds by their addresses: a launch costs
 the engine's thread some microseconds, and a model has dozens of layers. Multiplications and additions are not fused,
-so that results are those of `reference`, bit for bit.
+and divisions rounded as IEEE says, so that results are those of `reference`, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 
 from vllm_ext.kernels.kv_quant import format as definition
-from vllm_ext.kernels.kv_quant.format import INVERSES, SCALES, THRESHOLDS, RecordFormat
+from vllm_ext.kernels.kv_quant.format import RecordFormat
 
-_STEPS = tl.constexpr(definition.STEPS_PER_OCTAVE)
-_INVERSE_LEVELS = tl.constexpr(definition.INVERSE_LEVELS)
-_FIRST_CODE = tl.constexpr(definition.FIRST_CODE)
+_LEVELS = tl.constexpr(float(definition.LEVELS))
+_LEAST_SCALE = tl.constexpr(definition.LEAST_SCALE)
 _ROUNDER = tl.constexpr(definition.ROUNDER)
 _VALUES_PER_WARP = 2048
 _MOST_WARPS = 16
@@ -59,17 +58,17 @@ class PagedCaches:
 def quantise(
     pages: torch.Tensor, block_ids: torch.Tensor, records: torch.Tensor, slots: torch.Tensor, fmt: RecordFormat
 ) -> torch.Tensor:
-    """Write the records of groups of blocks, on the current stream.
+    """Write the records of blocks, on the current stream.
 
     Args:
         pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type, contiguous.
-        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group lacks one.
+        block_ids: Blocks to quantise, shape [n], int64.
         records: Where records go, shape [places, record_bytes], uint8, contiguous; in device or mapped host memory.
-        slots: Place of each group's record, shape [groups], int64.
+        slots: Place of each block's record, shape [n], int64.
         fmt: What a record looks like.
 
     Returns:
-        Which of the records hold, shape [groups], bool: see `reference.quantise`. The others are rubbish.
+        Which of the records hold, shape [n], bool: see `reference.quantise`. The others are rubbish.
     """
     holds = torch.ones(len(slots), dtype=torch.int32, device=pages.device)
     quantise_layers(PagedCaches([pages]), _first(pages.device), block_ids, records, slots, holds, fmt)
@@ -80,31 +79,29 @@ def quantise_layers(
     caches: PagedCaches, which: torch.Tensor, block_ids: torch.Tensor, records: torch.Tensor, slots: torch.Tensor,
     holds: torch.Tensor, fmt: RecordFormat,
 ) -> None:  # fmt: skip
-    """Write the records of the same groups of blocks in several layers, in one launch on the current stream.
+    """Write the records of the same blocks in several layers, in one launch on the current stream.
 
     Args:
         caches: Layers' caches, in the layout's type.
-        which: Layers to write, shape [layers], int64. Layer i's record goes to place ``slots[group] + i``.
+        which: Layers to write, shape [layers], int64. Layer i's record goes to place ``slots[block] + i``.
         block_ids: See `quantise`.
         records: See `quantise`.
-        slots: Place of layer 0's record of each group, shape [groups], int64.
-        holds: Shape [groups], int32; set to 0 where a layer's record of that group does not hold, else left alone.
+        slots: Place of layer 0's record of each block, shape [n], int64.
+        holds: Shape [n], int32; set to 0 where a layer's record of that block does not hold, else left alone.
         fmt: What a record looks like.
     """
     if len(slots) and len(which):
-        _, inverses, thresholds = _tables(records.device)
-        item = definition.ITEM_BYTES[fmt.layout.dtype]
-        _quantise[(*_grid(fmt, len(slots)), len(which))](
-            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots, holds, inverses,
-            thresholds, *_geometry(fmt), fmt.minima_at // item, fmt.scales_at, fmt.record_bytes,
-            fmt.record_bytes // item, fmt.blocks, **_shape(fmt, fmt.blocks), ALIGNMENT=caches.alignment,
+        most = torch.finfo(fmt.layout.dtype).max
+        _quantise[_grid(fmt, slots, which)](
+            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots, holds,
+            *_geometry(fmt), **_shape(fmt), MOST=most, ALIGNMENT=caches.alignment,
         )  # fmt: skip
 
 
 def dequantise(
     records: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat
 ) -> None:
-    """Write groups back into blocks; arguments as for `quantise`. A block id of -1 is a block that is not wanted."""
+    """Write records back into blocks; arguments as for `quantise`."""
     dequantise_layers(records, slots, PagedCaches([pages]), _first(pages.device), block_ids, fmt)
 
 
@@ -112,32 +109,29 @@ def dequantise_layers(
     records: torch.Tensor, slots: torch.Tensor, caches: PagedCaches, which: torch.Tensor, block_ids: torch.Tensor,
     fmt: RecordFormat,
 ) -> None:  # fmt: skip
-    """Write groups back into blocks of several layers; arguments as for `quantise_layers`."""
+    """Write records back into blocks of several layers; arguments as for `quantise_layers`."""
     if len(slots) and len(which):
-        scales, _, _ = _tables(records.device)
-        item = definition.ITEM_BYTES[fmt.layout.dtype]
-        groups, heads = _grid(fmt, len(slots))
-        _dequantise[(groups * fmt.blocks, heads, len(which))](
-            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots, scales,
-            *_geometry(fmt), fmt.minima_at // item, fmt.scales_at, fmt.record_bytes,
-            fmt.record_bytes // item, fmt.blocks, **_shape(fmt, 1), ALIGNMENT=caches.alignment,
+        _dequantise[_grid(fmt, slots, which)](
+            caches.addresses, which, block_ids, records, records.view(fmt.layout.dtype), slots,
+            *_geometry(fmt), **_shape(fmt), ALIGNMENT=caches.alignment,
         )  # fmt: skip
 
 
-def _grid(fmt: RecordFormat, groups: int) -> tuple[int, int]:
-    return groups, 2 * fmt.layout.num_heads
+def _grid(fmt: RecordFormat, slots: torch.Tensor, which: torch.Tensor) -> tuple[int, int, int]:
+    return len(slots), 2 * fmt.layout.num_heads, len(which)
 
 
 def _geometry(fmt: RecordFormat) -> tuple[int, ...]:
     layout = fmt.layout
+    item = definition.ITEM_BYTES[layout.dtype]
     sides = [n for s in (layout.k, layout.v) for n in (s.offset, s.token_stride, s.channel_stride)]
-    return (layout.page_elements, layout.head_stride, *sides)
+    places = (fmt.minima_offset // item, fmt.scales_offset // item, fmt.record_bytes, fmt.record_bytes // item)
+    return (layout.page_elements, layout.head_stride, *sides, *places)
 
 
-def _shape(fmt: RecordFormat, blocks: int) -> dict[str, Any]:
+def _shape(fmt: RecordFormat) -> dict[str, Any]:
     layout = fmt.layout
-    tokens = triton.next_power_of_2(blocks * layout.block_size)
-    channels = triton.next_power_of_2(layout.head_dim)
+    tokens, channels = triton.next_power_of_2(layout.block_size), triton.next_power_of_2(layout.head_dim)
     return {
         "HEAD_DIM": layout.head_dim,
         "BLOCK_SIZE": layout.block_size,
@@ -158,85 +152,73 @@ def _first(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-@functools.cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scales, inverses, thresholds = (torch.from_numpy(table).to(device) for table in (SCALES, INVERSES, THRESHOLDS))
-    return scales, inverses, thresholds
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _quantise(  # type: ignore[no-untyped-def]
-    addresses, layers, block_ids, records, items, slots, holds, inverses, thresholds,
+    addresses, layers, block_ids, records, items, slots, holds,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
-    minima_at, scales_at, record_bytes, record_items, blocks,
+    minima_at, scales_at, record_bytes, record_items,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    MOST: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    group, which = tl.program_id(0), tl.program_id(1)
+    row, which = tl.program_id(0), tl.program_id(1)
     layer = tl.load(layers + tl.program_id(2))
     pages = tl.multiple_of(tl.load(addresses + layer).to(items.dtype), ALIGNMENT)
     is_v = which % 2 == 1
     offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
     token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
     token, channel = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
-    place = token // BLOCK_SIZE
-    in_group = place < blocks
-    block = tl.load(block_ids + group * blocks + place, mask=in_group, other=-1)
-    inside = (offset + (token % BLOCK_SIZE) * token_stride)[:, None] + (channel * channel_stride)[None, :]
-    held = (block >= 0)[:, None] & (channel < HEAD_DIM)[None, :]
-    values = tl.load(pages + block[:, None] * page_elements + inside, mask=held, other=0.0).to(tl.float32)
-    low = tl.min(tl.where(held, values, float("inf")), axis=0)
-    high = tl.max(tl.where(held, values, float("-inf")), axis=0)
-    strange = tl.max(tl.where(held & ~(tl.abs(values) < float("inf")), 1, 0))
     real = channel < HEAD_DIM
+    held = (token < BLOCK_SIZE)[:, None] & real[None, :]  # [TOKENS, CHANNELS]
+    inside = (offset + token * token_stride)[:, None] + (channel * channel_stride)[None, :]
+    block = tl.load(block_ids + row)
+    values = tl.load(pages + block * page_elements + inside, mask=held, other=0.0).to(tl.float32)
+    low = tl.min(tl.where(held, values, float("inf")), axis=0)  # [CHANNELS]
+    high = tl.max(tl.where(held, values, float("-inf")), axis=0)
     low, high = tl.where(real & (low != 0.0), low, 0.0), tl.where(real, high, 0.0)  # never -0.0
 
-    bits = ((high - low) * _INVERSE_LEVELS).to(tl.int32, bitcast=True)
-    mantissa = bits & 0x7FFFFF
-    steps = tl.zeros_like(bits)
-    for step in range(_STEPS):
-        steps += (mantissa > tl.load(thresholds + step)).to(tl.int32)
-    code = tl.maximum((bits >> 23) * _STEPS + steps + _FIRST_CODE, 1)
-    code = tl.where(high == low, 0, code)
-    if (strange > 0) | (tl.max(code) > 255):
-        tl.store(holds + group, 0)
-    code = tl.where(code > 255, 0, code)
+    step = tl.maximum(tl.div_rn(high - low, _LEVELS), _LEAST_SCALE)
+    scale = step.to(items.dtype.element_ty)
+    if items.dtype.element_ty.primitive_bitwidth == 16:  # of fp32 it is exact
+        bits = scale.to(tl.int16, bitcast=True) + (scale.to(tl.float32) < step).to(tl.int16)
+        scale = bits.to(items.dtype.element_ty, bitcast=True)
+    exact = tl.where(high == low, 0.0, scale.to(tl.float32))
+    inverse = tl.where(exact > 0.0, tl.div_rn(1.0, tl.where(exact > 0.0, exact, 1.0)), 0.0)
+    strange = tl.max(tl.where(held & ~(tl.abs(values) < float("inf")), 1, 0))
+    beyond = tl.max(tl.where(low + _LEVELS * exact <= MOST, 0, 1))
+    if (strange > 0) | (beyond > 0):
+        tl.store(holds + row, 0)
 
-    slot = tl.load(slots + group) + layer
-    inverse = tl.load(inverses + code)
+    slot = tl.load(slots + row) + layer
     shifted = (values - low[None, :]) * inverse[None, :] + _ROUNDER
     codes = shifted.to(tl.int32, bitcast=True) & 255
-    tl.store(records + slot * record_bytes + (place * page_elements)[:, None] + inside, codes.to(tl.uint8), mask=held)
-    at = which * HEAD_DIM + channel
-    tl.store(items + slot * record_items + minima_at + at, low.to(items.dtype.element_ty), mask=real)
-    tl.store(records + slot * record_bytes + scales_at + at, code.to(tl.uint8), mask=real)
+    tl.store(records + slot * record_bytes + inside, codes.to(tl.uint8), mask=held)
+    at = slot * record_items + which * HEAD_DIM + channel
+    tl.store(items + at + minima_at, low.to(items.dtype.element_ty), mask=real)
+    tl.store(items + at + scales_at, exact.to(items.dtype.element_ty), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dequantise(  # type: ignore[no-untyped-def]
-    addresses, layers, block_ids, records, items, slots, scales,
+    addresses, layers, block_ids, records, items, slots,
     page_elements, head_stride, k_offset, k_token, k_channel, v_offset, v_token, v_channel,
-    minima_at, scales_at, record_bytes, record_items, blocks,
+    minima_at, scales_at, record_bytes, record_items,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     row, which = tl.program_id(0), tl.program_id(1)
-    group, place = row // blocks, row % blocks
-    block = tl.load(block_ids + row)
-    if block >= 0:
-        layer = tl.load(layers + tl.program_id(2))
-        pages = tl.multiple_of(tl.load(addresses + layer).to(items.dtype), ALIGNMENT)
-        is_v = which % 2 == 1
-        offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
-        token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
-        token, channel = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
-        inside = (offset + token * token_stride)[:, None] + (channel * channel_stride)[None, :]
-        real = channel < HEAD_DIM
-        held = (token < BLOCK_SIZE)[:, None] & real[None, :]
-        slot, at = tl.load(slots + group) + layer, which * HEAD_DIM + channel
-        low = tl.load(items + slot * record_items + minima_at + at, mask=real, other=0.0).to(tl.float32)
-        code = tl.load(records + slot * record_bytes + scales_at + at, mask=real, other=0).to(tl.int32)
-        scale = tl.load(scales + code)
-        codes = tl.load(records + slot * record_bytes + place * page_elements + inside, mask=held, other=0)
-        values = low[None, :] + codes.to(tl.float32) * scale[None, :]
-        tl.store(pages + block * page_elements + inside, values.to(items.dtype.element_ty), mask=held)
+    layer = tl.load(layers + tl.program_id(2))
+    pages = tl.multiple_of(tl.load(addresses + layer).to(items.dtype), ALIGNMENT)
+    is_v = which % 2 == 1
+    offset = (which // 2) * head_stride + tl.where(is_v, v_offset, k_offset)
+    token_stride, channel_stride = tl.where(is_v, v_token, k_token), tl.where(is_v, v_channel, k_channel)
+    token, channel = tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
+    real = channel < HEAD_DIM
+    held = (token < BLOCK_SIZE)[:, None] & real[None, :]  # [TOKENS, CHANNELS]
+    inside = (offset + token * token_stride)[:, None] + (channel * channel_stride)[None, :]
+    block, slot = tl.load(block_ids + row), tl.load(slots + row) + layer
+    at = slot * record_items + which * HEAD_DIM + channel
+    low = tl.load(items + at + minima_at, mask=real, other=0.0).to(tl.float32)
+    scale = tl.load(items + at + scales_at, mask=real, other=0.0).to(tl.float32)
+    codes = tl.load(records + slot * record_bytes + inside, mask=held, other=0)
+    values = low[None, :] + codes.to(tl.float32) * scale[None, :]
+    tl.store(pages + block * page_elements + inside, values.to(items.dtype.element_ty), mask=held)

@@ -4,92 +4,70 @@ from __future__ import annotations
 
 import torch
 
-from vllm_ext.kernels.kv_quant.format import (
-    FIRST_CODE,
-    INVERSE_LEVELS,
-    INVERSES,
-    SCALES,
-    STEPS_PER_OCTAVE,
-    THRESHOLDS,
-    RecordFormat,
-)
+from vllm_ext.kernels.kv_quant.format import LEAST_SCALE, LEVELS, RecordFormat
 
 
 def quantise(pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the records of groups of blocks.
+    """Return the records of blocks.
 
     Args:
         pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type.
-        block_ids: Blocks of each group, shape [groups, fmt.blocks], int64; -1 where a group lacks one.
+        block_ids: Blocks to quantise, shape [n], int64.
         fmt: What a record looks like.
 
     Returns:
-        Records, shape [groups, record_bytes], uint8; and which of them hold: shape [groups], bool. A group with a value
-        that is not finite, or a range above what a scale can say, has no record: it must be kept as it is, or dropped.
+        Records, shape [n, record_bytes], uint8; and which of them hold, shape [n], bool. A block with a value that is
+        not finite, or a channel that reaches beyond its type (see `scales`), has no record: it must be kept as it is,
+        or dropped.
     """
     layout = fmt.layout
     records = torch.zeros(len(block_ids), fmt.record_bytes, dtype=torch.uint8)
-    holds = torch.ones(len(block_ids), dtype=torch.bool)
-    for group, ids in enumerate(block_ids):
-        held = pages[ids[ids >= 0]]
-        values = _channels(held, fmt).float()  # [H, 2, D, tokens]
-        low, high = values.amin(-1) + 0.0, values.amax(-1) + 0.0  # never -0.0: which zero is least nobody says
-        codes, fits = scale_codes(low, high)
-        if not (fits.all() and torch.isfinite(values).all()):
-            holds[group] = False
-            continue
-        inverse = torch.from_numpy(INVERSES)[codes.long()]
-        quantised = torch.round((values - low[..., None]) * inverse[..., None]).clamp(0, 255).to(torch.uint8)
-        record = records[group]
-        record[: fmt.codes_bytes].view(fmt.blocks, -1)[ids >= 0] = _pages(quantised, len(held), fmt)
-        record[fmt.minima_at : fmt.scales_at] = low.to(layout.dtype).flatten().view(torch.uint8)
-        record[fmt.scales_at : fmt.scales_at + layout.num_channels] = codes.flatten()
-    return records, holds
+    index = torch.from_numpy(layout.index)
+    values = pages[block_ids][:, index].float()  # [n, H, 2, N, D]
+    low, high = values.amin(-2) + 0.0, values.amax(-2) + 0.0  # never -0.0: which zero is least nobody says
+    scale, holds = scales(low, high, layout.dtype)
+    holds &= values.isfinite().all(-2)
+    step = scale.float()
+    inverse = torch.where(step > 0, 1 / step, 0.0)
+    codes = torch.round((values - low[..., None, :]) * inverse[..., None, :])
+    minima, ends = records[:, fmt.minima_offset : fmt.scales_offset], records[:, fmt.scales_offset :]
+    records[:, : fmt.codes_bytes][:, index] = codes.nan_to_num().clamp(0, LEVELS).to(torch.uint8)
+    minima[:] = low.to(layout.dtype).flatten(1).view(torch.uint8)
+    ends[:, : minima.shape[1]] = scale.flatten(1).view(torch.uint8)
+    return records, holds.flatten(1).all(1)
 
 
-def dequantise(records: torch.Tensor, block_ids: torch.Tensor, pages: torch.Tensor, fmt: RecordFormat) -> None:
-    """Write groups back into blocks.
+def dequantise(records: torch.Tensor, pages: torch.Tensor, block_ids: torch.Tensor, fmt: RecordFormat) -> None:
+    """Write records back into blocks.
 
     Args:
-        records: Shape [groups, record_bytes], uint8.
-        block_ids: Where each group's blocks go, shape [groups, fmt.blocks], int64; -1: that block is not wanted.
+        records: Shape [n, record_bytes], uint8.
         pages: One layer's cache, shape [num_blocks, page_elements], in the layout's type; written.
+        block_ids: Where each record goes, shape [n], int64.
         fmt: What a record looks like.
     """
     layout = fmt.layout
-    shape = (layout.num_heads, 2, layout.head_dim)
-    for record, ids in zip(records, block_ids, strict=True):
-        low = record[fmt.minima_at : fmt.scales_at].view(layout.dtype).float().view(shape)
-        scale = torch.from_numpy(SCALES)[record[fmt.scales_at :][: layout.num_channels].long()].view(shape)
-        codes = _channels(record[: fmt.codes_bytes].view(fmt.blocks, -1), fmt)
-        values = (low[..., None] + codes.float() * scale[..., None]).to(layout.dtype)
-        wanted = ids >= 0
-        pages[ids[wanted]] = _pages(values, fmt.blocks, fmt)[wanted]
+    shape = (-1, layout.num_heads, 2, 1, layout.head_dim)
+    size = fmt.scales_offset - fmt.minima_offset
+    low, scale = (
+        records[:, start : start + size].contiguous().view(layout.dtype).float().view(shape)
+        for start in (fmt.minima_offset, fmt.scales_offset)
+    )
+    index = torch.from_numpy(layout.index)
+    values = low + records[:, : fmt.codes_bytes][:, index].float() * scale  # [n, H, 2, N, D]
+    written = torch.empty(len(records), layout.page_elements, dtype=layout.dtype)
+    written[:, index] = values.to(layout.dtype)
+    pages[block_ids] = written
 
 
-def scale_codes(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of the scales for values from ``low`` to ``high`` (fp32), and where there is one.
+def scales(low: torch.Tensor, high: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales for values from ``low`` to ``high`` (fp32), in ``dtype``, and where a record can say them.
 
-    The step above range / 255 is found from that number's bits: exponent, and how many steps of its octave it exceeds.
+    It can where the highest value that a code may stand for, ``low + 255 * scale``, is finite in ``dtype``.
     """
-    bits = ((high - low) * torch.tensor(INVERSE_LEVELS, dtype=torch.float32)).view(torch.int32)
-    steps = ((bits & 0x7FFFFF)[..., None] > torch.from_numpy(THRESHOLDS)).sum(-1)
-    code = STEPS_PER_OCTAVE * (bits >> 23) + steps + FIRST_CODE
-    code = torch.where(high == low, 0, code.clamp(min=1))
-    return code.clamp(max=255).to(torch.uint8), code <= 255
-
-
-def _channels(pages: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
-    """Blocks [n, page_elements] as channels [H, 2, D, n * N]."""
-    layout = fmt.layout
-    found = pages[:, torch.from_numpy(layout.index)]  # [n, H, 2, N, D]
-    return found.permute(1, 2, 4, 0, 3).flatten(-2)
-
-
-def _pages(channels: torch.Tensor, blocks: int, fmt: RecordFormat) -> torch.Tensor:
-    """The inverse of `_channels`."""
-    layout = fmt.layout
-    values = channels.unflatten(-1, (blocks, layout.block_size)).permute(3, 0, 1, 4, 2)
-    pages = torch.empty(blocks, layout.page_elements, dtype=channels.dtype)
-    pages[:, torch.from_numpy(layout.index).flatten()] = values.reshape(blocks, -1)
-    return pages
+    step = ((high - low) / LEVELS).clamp(min=LEAST_SCALE)
+    scale = step.to(dtype)
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    scale = (scale.view(bits) + (scale.float() < step).to(bits)).view(dtype)  # the next one up
+    scale = torch.where(high == low, torch.zeros_like(scale), scale)
+    return scale, low + LEVELS * scale.float() <= torch.finfo(dtype).max

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -20,13 +21,12 @@ from vllm_ext.kernels.kv_quant import gpu as quant
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
     "addresses": "*i64", "layers": "*i64", "block_ids": "*i64", "slots": "*i64", "sizes": "*i64", "offsets": "*i64",
-    "chunks": "*i64", "records": "*u8", "items": "*bf16", "holds": "*i32", "thresholds": "*i32", "inverses": "*fp32",
-    "scales": "*fp32",
+    "chunks": "*i64", "records": "*u8", "items": "*bf16", "holds": "*i32",
 }  # fmt: skip
-HEAD_DIM, BLOCK_SIZE = 128, 16
+HEAD_DIM, BLOCK_SIZE = 128, 64
 QUANT = {
-    "HEAD_DIM": HEAD_DIM, "BLOCK_SIZE": BLOCK_SIZE, "CHANNELS": HEAD_DIM, "ALIGNMENT": 16, "k_channel": 1,
-    "v_channel": 1,
+    "HEAD_DIM": HEAD_DIM, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": BLOCK_SIZE, "CHANNELS": HEAD_DIM, "ALIGNMENT": 16,
+    "k_channel": 1, "v_channel": 1,
 }  # fmt: skip
 COPY = {"WIDTH": 1024, "VECTOR": 2, "ALIGNMENT": 16}
 
@@ -48,11 +48,11 @@ def instructions(kernel: Any, constants: dict[str, Any], **options: Any) -> dict
 
 
 def main() -> None:
-    """Compile what serves chunks of 64 tokens."""
+    """Compile what serves blocks of 64 tokens."""
     exact = {"enable_fp_fusion": False}
     found = {
-        "quantise": instructions(quant._quantise, {**QUANT, "TOKENS": 64}, **exact),
-        "dequantise": instructions(quant._dequantise, {**QUANT, "TOKENS": BLOCK_SIZE}, **exact),
+        "quantise": instructions(quant._quantise, {**QUANT, "MOST": torch.finfo(torch.bfloat16).max}, **exact),
+        "dequantise": instructions(quant._dequantise, QUANT, **exact),
         "gather": instructions(copy._copy_pages, {**COPY, "GATHER": True}),
         "scatter": instructions(copy._copy_pages, {**COPY, "GATHER": False}),
     }

@@ -15,28 +15,29 @@ from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 
 
 def compare(layout: PageLayout, device: str, seed: int) -> dict[str, float]:
-    """Quantise groups of which one is partial and one holds a NaN, and bring some blocks back."""
-    fmt = RecordFormat(layout, 3)
+    """Quantise blocks of which one holds a NaN and one an infinity, and bring some back."""
+    fmt = RecordFormat(layout)
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randn(12, layout.page_elements, generator=generator) * 10 ** torch.randint(-6, 4, (12, 1)).float()
     pages[:, torch.from_numpy(layout.index[0, 0, :, 0])] = 2.5  # a constant channel
     pages[9, 3] = float("nan")
+    pages[10, 5] = float("-inf")
     pages = pages.to(layout.dtype)
-    ids = torch.tensor([[7, 0, 3], [2, 9, -1], [-1, 5, 11]])
+    ids = torch.tensor([7, 9, 11, 10])
     expected, holds = reference.quantise(pages, ids, fmt)
-    slots = torch.tensor([4, 0, 2], device=device)
-    records = torch.zeros(5, fmt.record_bytes, dtype=torch.uint8, device=device)
+    slots = torch.tensor([4, 0, 2, 5], device=device)
+    records = torch.zeros(6, fmt.record_bytes, dtype=torch.uint8, device=device)
     found = gpu.quantise(pages.to(device), ids.to(device), records, slots, fmt)
     good = holds.nonzero().flatten()
 
-    wanted = torch.tensor([[1, -1, 8], [-1, -1, -1], [10, 4, -1]])
     back = torch.full_like(pages, 7.0)
     same = back.to(device)
-    reference.dequantise(expected, wanted, back, fmt)
-    gpu.dequantise(records, slots, same, wanted.to(device), fmt)
+    wanted = torch.tensor([1, 8])
+    reference.dequantise(expected[good], back, wanted, fmt)
+    gpu.dequantise(records, slots[good.to(device)], same, wanted.to(device), fmt)
     error = (same.cpu().double() - back.double()).abs() / back.double().abs().clamp(min=1e-30)
     return {
-        "holds": float(found.tolist() == holds.tolist() == [True, False, True]),
+        "holds": float(found.tolist() == holds.tolist() == [True, False, True, False]),
         "records_that_differ": float((records.cpu()[slots.cpu()[good]] != expected[good]).any(-1).sum()),
         "places_written_besides": float(records[[1, 3]].any()),
         "largest_relative_difference": float(error.max()),

@@ -16,14 +16,14 @@ import torch
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.codec import QuantisedCodec, RawCodec
-from vllm_ext.kv.cuda_codec import Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
-from vllm_ext.kv.cuda_device import CudaDevice, Device, PinnedMemory
-from vllm_ext.kv.cuda_transfers import Transfers
+from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
+from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
+from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
-BLOCKS, CHUNKS, PER_CHUNK, LAYERS = 40, 12, 3, 3
+BLOCKS, CHUNKS, LAYERS = 40, 12, 3
 GROUPS = [[0, 1, 2], [0, 2]]
-FIRST, COUNT = np.arange(PER_CHUNK), 7
+COUNT = 7
 _GAP = 192
 
 
@@ -58,7 +58,7 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     generator = torch.Generator().manual_seed(layout.head_dim)
     shape = (BLOCKS, layout.page_elements)
     kv = [torch.randn(shape, generator=generator).to(layout.dtype) for _ in range(LAYERS)]
-    kv[1][4, 3] = float("nan")  # in chunk 1's blocks
+    kv[1][4, 3] = float("nan")
     there = [tensor.to(device).view(torch.int8) for tensor in kv]
     kv = [tensor.view(torch.int8) for tensor in kv]
     geometry = geometry_of(layout, bits)
@@ -72,8 +72,7 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     transfers = Transfers(unit, codec)
 
     chunks = np.array([5, 6, 7, 2, 9, 0, 1])
-    blocks = (np.arange(COUNT)[:, None] * PER_CHUNK + FIRST)[:, ::-1].copy()
-    blocks[2, 1] = -1
+    blocks = np.array([8, 4, 2, 17, 1, 0, 20])
     holds = np.ones(COUNT, np.bool_)
     for tensor in GROUPS[0]:
         holds &= reference.store(tensor, blocks, chunks)
@@ -81,13 +80,13 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     transfers.wait({1})
     unreadable = transfers.take_failures().chunks
 
-    wanted = np.array([[30, -1, 31], [-1, 32, -1], [33, 34, 35]])
+    wanted = np.array([30, 32, 35])
     for group, back in ((GROUPS[0], chunks[[3, 0, 4]]), (GROUPS[1], chunks[[5, 6, 3]])):
         for tensor in group:
             reference.load(tensor, back, wanted)
         transfers.submit(2, pieces(codec, group, back, wanted), is_load=True)
         transfers.wait({2})
-        wanted = np.where(wanted < 0, -1, wanted - 6)
+        wanted = wanted - 6
     transfers.drain()
     differing = [
         int((mine.cpu().view(layout.dtype) - theirs.view(layout.dtype)).abs().nan_to_num(0).gt(0).sum())
@@ -99,7 +98,7 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     return {
         "holds": float(unreadable == set(chunks[~holds].tolist())),
         "unreadable": float(len(unreadable)),
-        "bytes_that_differ": float(bytes_that_differ(layout, bits, rows, expected_pool, good, blocks[holds])),
+        "bytes_that_differ": float(bytes_that_differ(layout, bits, rows, expected_pool, good)),
         "bytes_written_besides": float(pool[:, geometry.chunk_bytes :].any()) + float(rows[[3, 4, 8, 10, 11]].any()),
         "values_that_differ": float(sum(differing)),
         "largest_relative_difference": max(
@@ -111,11 +110,10 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
 
 def geometry_of(layout: PageLayout, bits: int) -> TierGeometry:
     """Return the geometry of a chunk of all layers."""
-    record = RecordFormat(layout, PER_CHUNK).record_bytes
     if bits == QUANTISED:
-        return TierGeometry(bits=bits, blocks_per_chunk=PER_CHUNK, chunk_bytes=LAYERS * record, record_bytes=record)
-    raw = LAYERS * PER_CHUNK * layout.page_bytes + 64
-    return TierGeometry(bits=bits, blocks_per_chunk=PER_CHUNK, chunk_bytes=raw, record_bytes=0)
+        record = RecordFormat(layout).record_bytes
+        return TierGeometry(bits=bits, chunk_bytes=LAYERS * record, record_bytes=record)
+    return TierGeometry(bits=bits, chunk_bytes=LAYERS * layout.page_bytes + 64, record_bytes=0)
 
 
 def codecs(
@@ -138,21 +136,19 @@ def pieces(codec: StagedCodec, group: list[int], chunks: np.ndarray, blocks: np.
 
 
 def bytes_that_differ(
-    layout: PageLayout, bits: int, rows: torch.Tensor, expected_pool: torch.Tensor, good: np.ndarray,
-    blocks: np.ndarray,
-) -> int:  # fmt: skip
-    """Count bytes of chunks that hold, without those of blocks that were not there."""
-    per_block = layout.page_elements if bits == QUANTISED else layout.page_bytes
-    size = RecordFormat(layout, PER_CHUNK).record_bytes if bits == QUANTISED else PER_CHUNK * per_block
-    found = rows[good][:, : LAYERS * size].reshape(len(good), LAYERS, size)
-    expected = expected_pool.view(rows.shape)[good][:, : LAYERS * size].reshape(len(good), LAYERS, size)
-    matters = torch.ones(len(good), LAYERS, size, dtype=torch.bool)
-    for chunk, place in zip(*np.nonzero(blocks < 0), strict=True):
-        matters[chunk, :, place * per_block : (place + 1) * per_block] = False
+    layout: PageLayout, bits: int, rows: torch.Tensor, expected_pool: torch.Tensor, good: np.ndarray
+) -> int:
+    """Count bytes of chunks that hold, without those between the parts of a record."""
+    fmt = RecordFormat(layout)
+    size = fmt.record_bytes if bits == QUANTISED else layout.page_bytes
+    found, expected = (
+        pool[good][:, : LAYERS * size].reshape(len(good), LAYERS, size)
+        for pool in (rows, expected_pool.view(rows.shape))
+    )
+    matters = torch.ones(size, dtype=torch.bool)
     if bits == QUANTISED:
-        fmt = RecordFormat(layout, PER_CHUNK)
-        matters[..., fmt.scales_at + layout.num_channels :] = False
-        matters[..., fmt.codes_bytes : fmt.minima_at] = False
+        matters[2 * fmt.scales_offset - fmt.minima_offset :] = False
+        matters[fmt.codes_bytes : fmt.minima_offset] = False
     return int(((found != expected) & matters).sum())
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
 from vllm_ext.config_kv import RETENTION
-from vllm_ext.kv.disk import DiskTier
-from vllm_ext.kv.disk_folder import Folder
-from vllm_ext.kv.disk_format import file_bytes
-from vllm_ext.kv.disk_manager import DiskBackedManager, HostTier
-from vllm_ext.kv.retention import Chain
+from vllm_ext.kv.disk.folder import Folder
+from vllm_ext.kv.disk.format import file_bytes
+from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier
+from vllm_ext.kv.disk.tier import DiskTier
+from vllm_ext.kv.keeping.retention import Chain
 
 ROW_BYTES, PAYLOAD_BYTES = 64, 48
 FILE_BYTES = file_bytes(bytes(36), PAYLOAD_BYTES)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from vllm_ext.kv.cuda_codec import Buffer, StagedCodec
+from vllm_ext.kv.cuda.codec import Buffer, StagedCodec
 from vllm_ext.kv.geometry import TierGeometry
 
 REFUSED = 0xFF
@@ -156,11 +156,8 @@ class PlainCodec(StagedCodec):
 
     def _all(self, which: torch.Tensor, block_ids: torch.Tensor) -> list[tuple[int, int, int, int, int]]:
         size = self._tensors[0].shape[1]
-        per_chunk = block_ids.shape[1]
         return [
-            (row, (tensor * per_chunk + place) * size, tensor, block, size)
+            (row, tensor * size, tensor, block, size)
             for tensor in which.tolist()
-            for row, blocks in enumerate(block_ids.tolist())
-            for place, block in enumerate(blocks)
-            if block >= 0
+            for row, block in enumerate(block_ids.tolist())
         ]

@@ -14,8 +14,8 @@ import pytest
 from tests.support.audit import audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
-from vllm_ext.kv.gap_layout import ATTRIBUTE
-from vllm_ext.kv.gap_manager import GapManager
+from vllm_ext.kv.gaps.layout import ATTRIBUTE
+from vllm_ext.kv.gaps.manager import GapManager
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
@@ -33,13 +33,24 @@ RUNNERS = pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 class Talks:
     """Conversations over one scheduler; each turn's prompt is what was said before and something new."""
 
-    def __init__(self, *, system: str = "fcfs", gaps: str = "fused", depth: int = 1, v2: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        system: str = "fcfs",
+        gaps: str = "fused",
+        depth: int = 1,
+        v2: bool = False,
+        int8_share: float = 0.0,
+        **kwargs: Any,
+    ):
         self.clock = VirtualClock(100.0)
         self.scheduler: Any = make_scheduler(
             STEERED,
             async_scheduling=depth == 2,
             v2_model_runner=v2,
-            additional_config={"vllm_ext": {"system": system, "kv_tier": {"gaps": gaps}}},
+            additional_config={
+                "vllm_ext": {"system": system, "kv_tier": {"gaps": gaps, "device_int8_share": int8_share}}
+            },
             **kwargs,
         )
         self.scheduler.clock = self.clock
@@ -47,7 +58,8 @@ class Talks:
             self.scheduler.gaps.compute_s = lambda new, context: new * 1e-4 * (1 + context / 1000)
         self._check_rows()
         self.lengths: dict[str, int] = {}
-        self.runner = FakeRunner(output_lengths=self.lengths, pipelined=depth == 2, v2=v2)
+        num_blocks = self.pool.num_gpu_blocks
+        self.runner = FakeRunner(output_lengths=self.lengths, pipelined=depth == 2, v2=v2, num_blocks=num_blocks)
         self.loop = EngineLoop(self.scheduler, self.runner, depth=depth)
         self.history: dict[str, list[int]] = {}
         self.turns: dict[str, int] = {}

@@ -15,8 +15,8 @@ import torch
 from tests.extent import HANG_S
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.cuda_codec import QuantisedCudaCodec, RawCudaCodec
-from vllm_ext.kv.cuda_device import PinnedMemory
+from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec
+from vllm_ext.kv.cuda.device import PinnedMemory
 
 from .tier_worker_parts import LAYOUT, geometry, random_kv
 
@@ -56,7 +56,7 @@ def test_copies_of_a_gpu_are_those_of_the_cpu() -> None:
 
 
 def pool_for(bits: int, num_tensors: int = 2) -> torch.Tensor:
-    return torch.zeros(6, geometry(bits, num_tensors, 2).chunk_bytes, dtype=torch.uint8)
+    return torch.zeros(6, geometry(bits, num_tensors).chunk_bytes, dtype=torch.uint8)
 
 
 def test_pages_that_several_layers_share_are_refused() -> None:
@@ -64,22 +64,22 @@ def test_pages_that_several_layers_share_are_refused() -> None:
     packed = torch.zeros(12, 2 * LAYOUT.page_bytes, dtype=torch.int8)
     layers = [packed[:, : LAYOUT.page_bytes], packed[:, LAYOUT.page_bytes :]]
     with pytest.raises(ValueError, match="bytes apart"):
-        RawCudaCodec(layers, pool_for(LOSSLESS), geometry(LOSSLESS, 2, 2))
+        RawCudaCodec(layers, pool_for(LOSSLESS), geometry(LOSSLESS))
     with pytest.raises(ValueError, match="bytes apart"):
-        QuantisedCudaCodec(layers, pool_for(QUANTISED), geometry(QUANTISED, 2, 2), LAYOUT)
+        QuantisedCudaCodec(layers, pool_for(QUANTISED), geometry(QUANTISED), LAYOUT)
 
 
 def test_a_page_of_all_layers_cannot_be_quantised_but_copied() -> None:
     """As vLLM's connector hands such layouts over."""
     packed = [torch.zeros(12, 2 * LAYOUT.page_bytes, dtype=torch.int8)]
     with pytest.raises(ValueError, match="their layout has"):
-        QuantisedCudaCodec(packed, pool_for(QUANTISED), geometry(QUANTISED, 2, 2), LAYOUT)
-    assert RawCudaCodec(packed, pool_for(LOSSLESS), geometry(LOSSLESS, 2, 2)).chunks_per_piece > 1
+        QuantisedCudaCodec(packed, pool_for(QUANTISED), geometry(QUANTISED), LAYOUT)
+    assert RawCudaCodec(packed, pool_for(LOSSLESS), geometry(LOSSLESS)).chunks_per_piece > 1
 
 
 def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="this worker's blocks take"):
-        RawCudaCodec(random_kv(num_tensors=3), pool_for(LOSSLESS), geometry(LOSSLESS, 2, 2))
+        RawCudaCodec(random_kv(num_tensors=3), pool_for(LOSSLESS), geometry(LOSSLESS))
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:
 )
 def test_a_pool_that_is_not_of_chunks_is_refused(pool: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="pool: must be"):
-        RawCudaCodec(random_kv(), pool, geometry(LOSSLESS, 2, 2))
+        RawCudaCodec(random_kv(), pool, geometry(LOSSLESS))
 
 
 def test_a_layout_that_the_scheduler_does_not_count_with_is_refused() -> None:
     other = PageLayout.rows(torch.bfloat16, 2, 16, 4)
     with pytest.raises(ValueError, match="record_bytes"):
-        QuantisedCudaCodec(random_kv(), pool_for(QUANTISED), geometry(QUANTISED, 2, 2), other)
+        QuantisedCudaCodec(random_kv(), pool_for(QUANTISED), geometry(QUANTISED), other)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_a_layout_that_the_scheduler_does_not_count_with_is_refused() -> None:
     ids=["together", "apart"],
 )  # fmt: skip
 def test_chunks_that_follow_each_other_are_one_copy(apart: bool, copies: list[tuple[int, int, int]]) -> None:
-    size = geometry(LOSSLESS, 2, 2)
+    size = geometry(LOSSLESS)
     pool = torch.zeros(9, size.chunk_bytes + 64 * apart, dtype=torch.uint8)[:, : size.chunk_bytes]
     codec = RawCudaCodec(random_kv(), pool, size)
     assert list(codec._runs(np.array([3, 4, 5, 0, 7, 8, 1]))) == copies
 
 
 def test_a_buffer_is_bounded_but_holds_a_chunk() -> None:
-    size = geometry(LOSSLESS, 2, 2)
+    size = geometry(LOSSLESS)
     for limit, chunks in ((1, 1), (3 * size.chunk_bytes - 1, 2)):
         codec = RawCudaCodec(random_kv(), pool_for(LOSSLESS), size, staging_bytes=limit)
         assert codec.new_buffer().rows.shape == (chunks, size.chunk_bytes)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from vllm_ext.config_kv import LOSSLESS
-from vllm_ext.kv import cuda_transfers
-from vllm_ext.kv.cuda_codec import Piece
-from vllm_ext.kv.cuda_transfers import Transfers
+from vllm_ext.kv.cuda import transfers as cuda_transfers
+from vllm_ext.kv.cuda.codec import Piece
+from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
 from .fake_device import REFUSED, FakeDevice, PlainCodec
 
-TENSORS, BLOCKS, CHUNKS, PER_CHUNK, PAGE = 2, 24, 12, 2, 8
+TENSORS, BLOCKS, CHUNKS, PAGE = 2, 24, 12, 8
 
 
 class Tier:
@@ -26,8 +26,8 @@ class Tier:
     def __init__(self, device: FakeDevice, *, chunks_per_piece: int = 2, loads_first: bool = True) -> None:
         self.device = device
         self.kv = [torch.zeros(BLOCKS, PAGE, dtype=torch.int8) for _ in range(TENSORS)]
-        size = TENSORS * PER_CHUNK * PAGE
-        geometry = TierGeometry(bits=LOSSLESS, blocks_per_chunk=PER_CHUNK, chunk_bytes=size, record_bytes=0)
+        size = TENSORS * PAGE
+        geometry = TierGeometry(bits=LOSSLESS, chunk_bytes=size, record_bytes=0)
         self.pool = torch.full((CHUNKS, size), 0xAB, dtype=torch.uint8)
         self.codec = PlainCodec(self.kv, self.pool, geometry, chunks_per_piece)
         self.codec.prepare([range(TENSORS)])
@@ -39,10 +39,10 @@ class Tier:
         for tensor in self.kv:
             self.device.compute(lambda tensor=tensor: tensor[block].fill_(number))
 
-    def submit(self, job: int, chunks: list[int], blocks: list[list[int]], *, is_load: bool) -> None:
+    def submit(self, job: int, chunks: list[int], blocks: list[int], *, is_load: bool) -> None:
         self.transfers.submit(job, self.pieces(chunks, blocks), is_load=is_load)
 
-    def pieces(self, chunks: list[int], blocks: list[list[int]]) -> Iterator[Piece]:
+    def pieces(self, chunks: list[int], blocks: list[int]) -> Iterator[Piece]:
         for i in range(0, len(chunks), self.chunks_per_piece):
             rows = slice(i, i + self.chunks_per_piece)
             yield Piece(tuple(range(TENSORS)), np.array(chunks[rows]), np.array(blocks[rows]))
@@ -57,8 +57,8 @@ class Serving:
     def __init__(self, tier: Tier, seed: int) -> None:
         self.tier, self.random = tier, random.Random(seed)
         self.free_blocks, self.free_chunks = set(range(BLOCKS)), set(range(CHUNKS))
-        self.stored: dict[int, list[int]] = {}
-        self.jobs: dict[int, tuple[bool, list[int], list[list[int]]]] = {}
+        self.stored: dict[int, int] = {}
+        self.jobs: dict[int, tuple[bool, list[int], list[int]]] = {}
         self.loaded: dict[int, int] = {}
         self.number = 0
         self.wrong = 0
@@ -69,48 +69,43 @@ class Serving:
 
     def store(self) -> None:
         count = self.random.randint(1, 5)
-        if len(self.free_blocks) < count * PER_CHUNK or len(self.free_chunks) < count:
+        if len(self.free_blocks) < count or len(self.free_chunks) < count:
             return
-        taken = self.random.sample(sorted(self.free_blocks), count * PER_CHUNK)
-        blocks = [taken[i : i + PER_CHUNK] for i in range(0, len(taken), PER_CHUNK)]
+        blocks = self.random.sample(sorted(self.free_blocks), count)
         chunks = self.random.sample(sorted(self.free_chunks), count)
-        for chunk, row in zip(chunks, blocks, strict=True):
-            self.stored[chunk] = []
-            for block in row:
-                self.number = self.number % 100 + 1
-                self.tier.fill(block, self.number)
-                self.stored[chunk].append(self.number)
+        for chunk, block in zip(chunks, blocks, strict=True):
+            self.number = self.number % 100 + 1
+            self.tier.fill(block, self.number)
+            self.stored[chunk] = self.number
         self.begin(False, chunks, blocks)
 
     def load(self) -> None:
         ready = sorted(chunk for chunk in self.free_chunks if chunk in self.stored)
-        count = min(self.random.randint(1, 4), len(ready), len(self.free_blocks) // PER_CHUNK)
+        count = min(self.random.randint(1, 4), len(ready), len(self.free_blocks))
         if not count:
             return
         chunks = self.random.sample(ready, count)
-        taken = self.random.sample(sorted(self.free_blocks), count * PER_CHUNK)
-        blocks = [taken[i : i + PER_CHUNK] for i in range(0, len(taken), PER_CHUNK)]
-        for block in taken:
+        blocks = self.random.sample(sorted(self.free_blocks), count)
+        for block in blocks:
             self.tier.fill(block, 0)  # as vLLM clears new blocks
         self.begin(True, chunks, blocks)
 
-    def begin(self, is_load: bool, chunks: list[int], blocks: list[list[int]]) -> None:
+    def begin(self, is_load: bool, chunks: list[int], blocks: list[int]) -> None:
         job = len(self.jobs)
         self.jobs[job] = (is_load, chunks, blocks)
         self.free_chunks -= set(chunks)
-        self.free_blocks -= {block for row in blocks for block in row}
+        self.free_blocks -= set(blocks)
         self.tier.submit(job, chunks, blocks, is_load=is_load)
 
     def report(self) -> None:
         for ended in self.tier.transfers.take_ended():
             assert not ended.failed
             is_load, chunks, blocks = self.jobs[ended.job_id]
-            for chunk, row in zip(chunks, blocks, strict=True):
-                for block, number in zip(row, self.stored[chunk], strict=True):
-                    self.wrong += is_load and self.tier.holds(block) != {number}
-                    self.tier.fill(block, 111)  # whoever gets the block writes it
+            for chunk, block in zip(chunks, blocks, strict=True):
+                self.wrong += is_load and self.tier.holds(block) != {self.stored[chunk]}
+                self.tier.fill(block, 111)  # whoever gets the block writes it
             self.free_chunks |= set(chunks)
-            self.free_blocks |= {block for row in blocks for block in row}
+            self.free_blocks |= set(blocks)
 
     def wait(self) -> None:
         jobs = self.random.sample(sorted(self.jobs), min(2, len(self.jobs)))
@@ -170,7 +165,7 @@ def test_these_tests_notice_each_kind_of_waiting_left_out(forgets: str) -> None:
 def test_waiting_is_for_the_jobs_named_only() -> None:
     tier = Tier(FakeDevice(None))
     for job in range(3):
-        tier.submit(job, [job], [[2 * job, 2 * job + 1]], is_load=False)
+        tier.submit(job, [job], [job], is_load=False)
     tier.transfers.wait({0, 99})
     assert [ended.job_id for ended in tier.transfers.take_ended()] == [0]
     tier.transfers.drain()
@@ -181,7 +176,7 @@ def test_who_is_waited_for_overtakes_those_that_wait_for_room(monkeypatch: pytes
     monkeypatch.setattr(cuda_transfers, "DEPTH", 1)
     tier = Tier(FakeDevice(None))
     for job in range(4):
-        tier.submit(job, [job], [[2 * job, 2 * job + 1]], is_load=False)
+        tier.submit(job, [job], [job], is_load=False)
     tier.transfers.wait({3})
     assert [ended.job_id for ended in tier.transfers.take_ended()] == [0, 3], "job 0 is on the device already"
 
@@ -189,7 +184,7 @@ def test_who_is_waited_for_overtakes_those_that_wait_for_room(monkeypatch: pytes
 def test_no_more_than_a_few_pieces_are_on_the_device_at_once() -> None:
     tier = Tier(FakeDevice(None), chunks_per_piece=1)
     for job in range(0, 200, 10):
-        tier.submit(job, list(range(10)), [[block, block + 1] for block in range(10)], is_load=False)
+        tier.submit(job, list(range(10)), list(range(10)), is_load=False)
     assert tier.device.launches == 2 * cuda_transfers.DEPTH
     tier.transfers.drain()
     assert len(tier.transfers.take_ended()) == 20
@@ -199,7 +194,7 @@ def test_no_more_than_a_few_pieces_are_on_the_device_at_once() -> None:
 def _order(tier: Tier) -> list[str]:
     """Store, then load, then store; return in which order they end."""
     for job, is_load in ((0, False), (1, True), (2, False)):
-        tier.submit(job, [job], [[2 * job, 2 * job + 1]], is_load=is_load)
+        tier.submit(job, [job], [job], is_load=is_load)
     tier.transfers.wait({2})
     return [f"{'load' if ended.job_id == 1 else 'store'} {ended.job_id}" for ended in tier.transfers.take_ended()]
 
@@ -220,7 +215,7 @@ def test_a_load_reads_the_pool_while_the_engine_computes() -> None:
     tier = Tier(device)
     for _ in range(1000):
         tier.fill(5, 1)
-    tier.submit(1, [0], [[4, 5]], is_load=True)
+    tier.submit(1, [0], [5], is_load=True)
     tier.transfers.drain()
     (ended,) = tier.transfers.take_ended()
     assert device.now > 1000
@@ -235,10 +230,10 @@ def test_a_launch_that_fails_costs_its_job_and_nobody_else(at: int, is_load: boo
     device = FakeDevice(3)
     device.fails_at = {at}
     tier = Tier(device)
-    chunks, blocks = [0, 1, 2, 3, 4], [[0, 1], [2, 3], [4, -1], [6, 7], [8, 9]]
+    chunks, blocks = [0, 1, 2, 3, 4], [1, 3, 4, 7, 9]
     tier.submit(1, chunks, blocks, is_load=is_load)
     tier.fill(20, 42)
-    tier.submit(2, [9], [[20, 20]], is_load=False)
+    tier.submit(2, [9], [20], is_load=False)
     tier.submit(3, [], [], is_load=True)
     tier.transfers.drain()
     ended = {job.job_id: job.failed for job in tier.transfers.take_ended()}
@@ -246,7 +241,7 @@ def test_a_launch_that_fails_costs_its_job_and_nobody_else(at: int, is_load: boo
     assert not any(stream.queue for stream in device.streams[1:]), "nothing is under way"
     failures = tier.transfers.take_failures()
     assert failures.chunks == set(chunks)
-    assert failures.blocks == ({0, 1, 2, 3, 4, 6, 7, 8, 9} if is_load else set())
+    assert failures.blocks == ({1, 3, 4, 7, 9} if is_load else set())
     assert failures.load_jobs == ({1} if is_load else set())
     assert set(tier.pool[9].tolist()) == {42}
 
@@ -254,19 +249,19 @@ def test_a_launch_that_fails_costs_its_job_and_nobody_else(at: int, is_load: boo
 def test_a_lost_device_fails_all_jobs_and_raises_nowhere() -> None:
     device = FakeDevice(None)
     tier = Tier(device)
-    tier.submit(1, [1], [[2, 3]], is_load=False)
-    tier.submit(2, [2], [[4, 5]], is_load=True)
+    tier.submit(1, [1], [3], is_load=False)
+    tier.submit(2, [2], [5], is_load=True)
     device.broken = True
     tier.transfers.wait({1})
     tier.transfers.drain()
     assert {(job.job_id, job.failed) for job in tier.transfers.take_ended()} == {(1, True), (2, True)}
-    assert tier.transfers.take_failures() == ({1, 2}, {4, 5}, {2})
+    assert tier.transfers.take_failures() == ({1, 2}, {5}, {2})
 
 
 def test_chunks_that_were_not_kept_are_told_with_the_end_of_their_job() -> None:
     tier = Tier(FakeDevice(None), chunks_per_piece=1)
     tier.kv[1][3] = REFUSED - 256
-    tier.submit(1, [4, 5, 6], [[0, 1], [2, 3], [4, 5]], is_load=False)
+    tier.submit(1, [4, 5, 6], [1, 3, 5], is_load=False)
     assert not any(tier.transfers.take_failures())
     tier.transfers.drain()
     assert [job.failed for job in tier.transfers.take_ended()] == [False]
@@ -276,10 +271,10 @@ def test_chunks_that_were_not_kept_are_told_with_the_end_of_their_job() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "blocks", "said"),
-    [([0, CHUNKS], [[1, 2], [3, 4]], "chunks: "), ([0], [[1, BLOCKS]], "blocks: "), ([-1], [[1, 2]], "chunks: ")],
+    [([0, CHUNKS], [1, 3], "chunks: "), ([0], [BLOCKS], "blocks: "), ([-1], [1], "chunks: ")],
 )
 def test_ids_that_do_not_exist_are_refused_before_a_kernel_sees_them(
-    chunks: list[int], blocks: list[list[int]], said: str
+    chunks: list[int], blocks: list[int], said: str
 ) -> None:
     tier = Tier(FakeDevice(None))
     with pytest.raises(ValueError, match=said):

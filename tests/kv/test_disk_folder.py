@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -14,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.kv import disk_folder
-from vllm_ext.kv.disk_folder import DAMAGED, MAX_DAMAGED, SUFFIX, Folder, FolderCounts, check_writable
-from vllm_ext.kv.disk_format import TEMPORARY, file_bytes
+from vllm_ext.kv.disk import folder as disk_folder
+from vllm_ext.kv.disk.folder import DAMAGED, FORMAT, MAX_DAMAGED, SUFFIX, Folder, FolderCounts, check_writable
+from vllm_ext.kv.disk.format import TEMPORARY, VERSION, file_bytes
 
 PAYLOAD_BYTES = 100
 FILE_BYTES = file_bytes(bytes(36), PAYLOAD_BYTES)
@@ -278,6 +279,22 @@ def test_chunks_of_another_model_are_not_found_but_count_and_go_first(tmp_path: 
         write(folder, 3, 4, 5)
         assert known(folder) == {3, 4, 5}
         assert {path.parent.parent.name for path in chunk_files(tmp_path)} == {"kv-model-2"}
+
+
+def test_chunks_in_an_earlier_format_are_reported_and_go_before_all_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, name="kv-model-0") as others:
+        write(others, 1, 2)
+    with opened(tmp_path, name="kv-model-old") as old:
+        write(old, 3, 4)
+    (tmp_path / "kv-model-old" / FORMAT).write_text(json.dumps({"format": VERSION - 1}))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, disk_folder.logger.name), opened(tmp_path, files=4, name="kv-model-1") as new:
+        (said,) = caplog.messages
+        assert f"kv-model-old holds KV in format {VERSION - 1} of chunks, and this version's is {VERSION}" in said
+        write(new, 5, 6)
+        assert {path.parts[-3] for path in chunk_files(tmp_path)} == {"kv-model-0", "kv-model-1"}
 
 
 def test_files_of_strangers_are_left_alone(tmp_path: Path) -> None:

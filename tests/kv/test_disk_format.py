@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.kv import disk_format
-from vllm_ext.kv.disk_format import DamagedChunk, file_bytes, read_chunk, write_chunk
+from vllm_ext.kv.disk import format as disk_format
+from vllm_ext.kv.disk.format import DamagedChunk, file_bytes, read_chunk, write_chunk
 
 KEY = bytes(range(36))
 PAYLOAD = bytes(range(64)) * 2

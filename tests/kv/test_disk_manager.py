@@ -13,11 +13,12 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from tests.extent import HANG_S
 from vllm_ext.config_kv import POLICIES as POLICY_NAMES
-from vllm_ext.kv import disk_folder, disk_manager
-from vllm_ext.kv.conversations import Turn
-from vllm_ext.kv.disk import Backlog, DiskTier, counter_name
-from vllm_ext.kv.disk_format import DamagedChunk
-from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.disk import folder as disk_folder
+from vllm_ext.kv.disk import manager as disk_manager
+from vllm_ext.kv.disk.format import DamagedChunk
+from vllm_ext.kv.disk.tier import Backlog, DiskTier, counter_name
+from vllm_ext.kv.keeping.conversations import Turn
+from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.tally import DROPPED
 
 from .disk_parts import FILE_BYTES, Rig, contents, key, rig

@@ -29,16 +29,16 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu import common
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.kv.disk_region import row_bytes
+from vllm_ext.kv.disk.region import row_bytes
 from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, MODEL_KEY
 from vllm_ext.kv.spec import TierSpec
 
 from .disk_parts import key
 from .tier_worker_parts import LAYOUT, random_kv
 
-NUM_TENSORS, NUM_BLOCKS, BLOCKS_PER_CHUNK = 2, 12, 2
+NUM_TENSORS, NUM_BLOCKS = 2, 12
 CHUNKS = [key(1), key(2), key(3)]
-BLOCKS = [4, 9, 0, 7, 3, 11]
+BLOCKS = [4, 9, 0]
 
 
 class Engine:
@@ -108,7 +108,7 @@ def offloading(directory: Path, bits: int, world_size: int, **extra: Any) -> Off
         },
         engine_id=str(uuid.uuid4()),
         model=OffloadingModelConfig(name="m", dtype="bfloat16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=BLOCKS_PER_CHUNK),
+        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1),
         parallel=parallel,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fake_runner import RunnerError
-from vllm_ext.kv.gap_phases import send_positions
+from vllm_ext.kv.gaps.phases import send_positions
 from vllm_ext.scheduling import gap_scheduler
 
 from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, RUNNERS, Talks, words

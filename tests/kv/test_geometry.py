@@ -20,7 +20,7 @@ from vllm_ext.kv.geometry import TierGeometry
 
 def offloading(
     layers: tuple[int, ...] = (4,), *, block_sizes: tuple[int, ...] = (32,), dtype: str = "bfloat16", dcp: int = 1,
-    page_bytes: int = 2 * 8 * 64 * 32 * 2, blocks_per_chunk: int = 2,
+    page_bytes: int = 2 * 8 * 64 * 32 * 2,
 ) -> OffloadingConfig:  # fmt: skip
     """What vLLM says of groups of so many layers, each of 8 heads of 64 channels in blocks of 32 tokens."""
     groups = tuple(
@@ -35,14 +35,14 @@ def offloading(
         extra_config={},
         engine_id="test",
         model=OffloadingModelConfig(name="m", dtype=dtype),
-        cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=blocks_per_chunk),
+        cache=OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1),
         parallel=parallel,
     )
 
 
 def test_chunks_as_they_are() -> None:
     geometry = TierGeometry.of(offloading((4, 3)), 16)
-    assert geometry.chunk_bytes == 4 * 2 * 65_536
+    assert geometry.chunk_bytes == 4 * 65_536
     assert geometry.record_bytes == 0
 
 
@@ -51,9 +51,9 @@ def test_records_are_as_large_as_their_format_says(dtype: str) -> None:
     """Though the scheduler's side knows neither heads nor strides."""
     layout = PageLayout.transposed_keys(getattr(torch, dtype), 8, 64, 32)
     geometry = TierGeometry.of(offloading(dtype=dtype), 8)
-    assert geometry.record_bytes == RecordFormat(layout, 2).record_bytes
+    assert geometry.record_bytes == RecordFormat(layout).record_bytes
     assert geometry.chunk_bytes == 4 * geometry.record_bytes
-    assert 2 * 4 * layout.page_bytes / geometry.chunk_bytes >= 1.9
+    assert 4 * layout.page_bytes / geometry.chunk_bytes == pytest.approx(16 / 9), "of 32 tokens"
 
 
 @pytest.mark.parametrize(
@@ -75,26 +75,10 @@ def test_models_whose_kv_cannot_be_quantised_are_refused(options: dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("tier", "block_size", "blocks"),
-    [
-        ({}, 16, 2), ({}, 32, 1), ({}, 128, 1), ({"bits": 8}, 16, 4), ({"bits": 8}, 128, 1),
-        ({"chunk_tokens": 96}, 32, 3), ({"chunk_tokens": 16, "bits": 8}, 16, 1),
-    ],
-)  # fmt: skip
-def test_blocks_of_a_chunk(tier: dict[str, int], block_size: int, blocks: int) -> None:
-    assert KvTierConfig(**tier).blocks_per_chunk(block_size) == blocks  # type: ignore[arg-type]
-
-
-def test_a_chunk_is_whole_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"kv_tier.chunk_tokens=40: must be a multiple of .* 32 tokens here"):
-        KvTierConfig(chunk_tokens=40).blocks_per_chunk(32)
-
-
-@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("gib", -1), ("gib", "4"), ("gib", float("inf")), ("bits", 4), ("bits", True), ("bits", "8"),
-        ("chunk_tokens", 0), ("chunk_tokens", 1.5), ("policy", "fifo"), ("store", "never"), ("prompt_only", 1),
+        ("policy", "fifo"), ("store", "never"), ("prompt_only", 1),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused(field: str, value: object) -> None:
@@ -104,10 +88,8 @@ def test_options_that_cannot_be_are_refused(field: str, value: object) -> None:
 
 
 def test_options_survive_their_dictionary() -> None:
-    config = parse(
-        {"kv_tier": {"gib": 2, "bits": 8, "chunk_tokens": 128, "policy": "arc", "store": "late", "prompt_only": True}}
-    )
-    assert config.kv_tier == KvTierConfig(gib=2, bits=8, chunk_tokens=128, policy="arc", store="late", prompt_only=True)
+    config = parse({"kv_tier": {"gib": 2, "bits": 8, "policy": "arc", "store": "late", "prompt_only": True}})
+    assert config.kv_tier == KvTierConfig(gib=2, bits=8, policy="arc", store="late", prompt_only=True)
     assert parse(to_dict(config)) == config
     assert ExtConfig().kv_tier.host_bytes == 0
     assert config.kv_tier.host_bytes == 2 * 2**30

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.kv.conversations import Conversation, Turn
 from vllm_ext.kv.idle import IdleChunk
+from vllm_ext.kv.keeping.conversations import Conversation, Turn
+from vllm_ext.kv.keeping.retention import Chain
 from vllm_ext.kv.prices import Bandwidth
-from vllm_ext.kv.retention import Chain
 
 from .tier_stateful_books import resident
 from .tier_stateful_copies import BYTES_PER_S
@@ -46,7 +47,7 @@ def idle(key: OffloadKey | str, running: int = 0, length: int = 1) -> IdleChunk:
     owner = ReqContext("owner")
     owner.set_state(Turn(Conversation(1, "c", "", turns=1, running=running)))
     owner.set_state(Chain({0: [found_key] * length}, {0: BLOCK_SIZE}))
-    return IdleChunk(found_key, (1,), (), owner, 0.0)
+    return IdleChunk(found_key, 1, BlockHash(b""), owner, 0.0)
 
 
 def state(found: TierRig) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from vllm_ext.kv.disk_manager import PATIENCE_S
-from vllm_ext.kv.gap_loads import GapLoadingScheduler
-from vllm_ext.kv.gap_search import Kept
+from vllm_ext.kv.disk.manager import PATIENCE_S
+from vllm_ext.kv.gaps.loads import GapLoadingScheduler
+from vllm_ext.kv.gaps.search import Kept
 from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.simulation import harness
 from vllm_ext.simulation.harness import block_hasher, make_request
@@ -82,15 +82,14 @@ def test_it_agrees_with_the_real_look_up_whatever_happens(load: str, ways: set[s
 
 
 def test_a_request_may_bound_what_is_loaded_or_ask_not_to_read() -> None:
-    rig = quiet(load="between", blocks_per_chunk=2)
+    rig = quiet(load="between")
     on_the_host_only(rig, range(100, 124))
     rig.add(range(100, 130), 1)
     request = rig.scheduler.requests["r1"]
     assert rig.side.peek(request, 0) == (24, True)
     assert rig.side.peek(request, 4) == (20, True)
     assert rig.side.peek(request, 0, 12) == (12, True)
-    assert rig.side.peek(request, 20) == (0, False), "less than a chunk"
-    rig.side._req_status["r1"].max_load_tokens = 20
+    rig.side._req_status["r1"].max_load_tokens = 18
     assert rig.side.peek(request, 0) == (16, True), "whole chunks only"
     request.skip_reading_prefix_cache = True
     assert rig.side.peek(request, 0) == (0, False)
@@ -141,7 +140,7 @@ def test_a_look_up_behind_gaps_leaves_on_disk_what_it_cannot_wait_for(tmp_path: 
         context = tiers.request(*range(3))
         assert tiers.load(context, 1) == contents(1)
         keys = [key(number) for number in range(3)]
-        config = SimpleNamespace(blocks_per_chunk=2, kv_group_configs=[SimpleNamespace(hashes_per_chunk=2)])
+        config = SimpleNamespace(kv_group_configs=[SimpleNamespace(hashes_per_chunk=1)])
         state = SimpleNamespace(offload_keys=keys, block_ids=[])
         status = SimpleNamespace(
             config=config,
@@ -152,7 +151,7 @@ def test_a_look_up_behind_gaps_leaves_on_disk_what_it_cannot_wait_for(tmp_path: 
         )
         side: Any = SimpleNamespace(_req_status={"r": status}, config=config, manager=tiers.manager)
         request: Any = SimpleNamespace(request_id="r")
-        assert GapLoadingScheduler.held_blocks(side, request, range(8)) == {2, 3}
+        assert GapLoadingScheduler.held_blocks(side, request, range(4)) == {1}
         assert tiers.manager._awaited == {}
 
 

@@ -16,9 +16,9 @@ from tests.extent import HANG_S
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import LOSSLESS, QUANTISED, KvTierConfig
 from vllm_ext.kv.connector import TieredConnector
-from vllm_ext.kv.layer_loads import LayerJob, LayerwiseWorker, LoadsByLayer
+from vllm_ext.kv.loads.layers import LayerJob, LayerwiseWorker, LoadsByLayer
+from vllm_ext.kv.loads.steps import TierMetadata
 from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.step_loads import TierMetadata
 from vllm_ext.kv.worker import TierWorker
 
 from .tier_worker_parts import LAYOUT, codec, device, host, random_kv
@@ -58,7 +58,7 @@ class SteppedCodec:
 @pytest.fixture
 def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
     copies = SteppedCodec()
-    worker = TierWorker(copies, [range(LAYERS)], blocks_per_chunk=1, chunk_bytes=100)
+    worker = TierWorker(copies, [range(LAYERS)], chunk_bytes=100)
     yield copies, worker
     copies.go()
     worker.shutdown()
@@ -150,14 +150,12 @@ def test_a_load_that_fails_leaves_the_others_alone(stepped: tuple[SteppedCodec, 
 @pytest.mark.parametrize("bits", [LOSSLESS, QUANTISED])
 def test_layer_by_layer_brings_what_a_load_between_steps_brings(bits: int) -> None:
     kv = random_kv(num_tensors=LAYERS)
-    worker = TierWorker(
-        codec(bits, kv), [range(LAYERS)], blocks_per_chunk=2, chunk_bytes=LAYERS * 2 * LAYOUT.page_bytes
-    )
-    worker.submit_store(1, device([3, 5]), host([4]))
+    worker = TierWorker(codec(bits, kv), [range(LAYERS)], chunk_bytes=LAYERS * LAYOUT.page_bytes)
+    worker.submit_store(1, device([3, 5]), host([4, 2]))
     worker.wait({1})
-    worker.submit_load(2, host([4]), device([0, 1]))
+    worker.submit_load(2, host([4, 2]), device([0, 1]))
     worker.wait({2})
-    worker.load_by_layer([LayerJob(3, host([4]), device([8, 9])), LayerJob(4, host([4]), device([11], index=1))])
+    worker.load_by_layer([LayerJob(3, host([4, 2]), device([8, 9])), LayerJob(4, host([2]), device([11], index=1))])
     worker.wait({3, 4})
     assert not any(worker.take_failures())
     for tensor in kv:

@@ -10,8 +10,9 @@ from vllm.platforms import current_platform
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.support import refuse_model, refuse_size
+from vllm_ext.kernels import native
+from vllm_ext.kv.options import BITS_KEY, transfer_config
+from vllm_ext.kv.support import BLOCK_TOKENS, choose_block_size, refuse_missing_compiler, refuse_model, refuse_size
 
 
 def config(*, mla: bool, bits: int) -> Any:
@@ -64,3 +65,47 @@ def test_more_than_is_left_for_all_workers_is_refused(
         return
     with pytest.raises(ConfigError, match=r"kv_tier.gib=.*4 GiB are free"):
         refuse_size(sized(gib, **parallel))
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise native.CompilerMissing("g++ was not found on the path; install it")
+
+    monkeypatch.setattr(native, "compiler_version", missing)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_8_bits_without_a_compiler_are_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: True)
+    with pytest.raises(ConfigError, match=r"kv_tier.bits=8: needs a C\+\+ compiler: g\+\+ was not .*; or use 16"):
+        refuse_missing_compiler(config(mla=False, bits=8))
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize(("on_cpu", "bits"), [(True, 16), (False, 8)])
+def test_what_needs_no_compiler_is_taken_without(monkeypatch: pytest.MonkeyPatch, on_cpu: bool, bits: int) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+    asked = config(mla=False, bits=bits)
+    refuse_missing_compiler(asked)
+    assert asked.kv_transfer_config.kv_connector_extra_config[BITS_KEY] == bits
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "mla", "hybrid", "size"),
+    [(False, False, False, BLOCK_TOKENS), (True, False, False, 128), (False, True, False, 128),
+     (False, False, True, 128)],
+    ids=["nobody said", "the user said", "mla", "hybrid"],
+)  # fmt: skip
+def test_blocks_are_of_the_tiers_size_where_nobody_else_chose(given: bool, mla: bool, hybrid: bool, size: int) -> None:
+    cache = SimpleNamespace(block_size=128, user_specified_block_size=given)
+    model = SimpleNamespace(use_mla=mla, is_hybrid=hybrid)
+    choose_block_size(SimpleNamespace(cache_config=cache, model_config=model))  # type: ignore[arg-type]
+    assert cache.block_size == size
+    assert cache.user_specified_block_size == (given or size == BLOCK_TOKENS), "so that no worker chooses again"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.kv.conversations import ConversationBook
-from vllm_ext.kv.retention import RetentionCachePolicy
+from vllm_ext.kv.keeping.conversations import ConversationBook
+from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 
 from .keeper_parts import Tier, key
 

@@ -8,8 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from vllm_ext.kv.keeping.retention import Chain
 from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.retention import Chain
 
 from .tier_stateful_rig import MIN_BLOCKS, Setup, TierRig
 

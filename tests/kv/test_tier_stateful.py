@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.extent import quick
 from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
 
-from .tier_stateful_driver import walk
+from .tier_stateful_driver import WalkedWithRecords, walk
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 
 STEPS = int(os.environ.get("SOAK_STEPS", quick(40_000, full=100_000)))
@@ -32,6 +32,14 @@ def test_a_long_walk_through_all_that_can_happen(part: int) -> None:
     assert [name for name, count in counted.items() if not count] == [], "something never happened"
 
 
+def test_a_long_walk_with_kv_in_8_bits_on_the_device() -> None:
+    """Blocks move into records and back between everything else; the auditor follows what each of them holds."""
+    seen = WalkedWithRecords()
+    walk(quick(6_000, full=60_000), FIRST_SEED, seen, int8_share=0.3, prefix_caching=True)
+    rare = ("evicted_chunks", "dropped_chunks", "unsaved_chunks", "failed_jobs")
+    assert [name for name, count in vars(seen).items() if not count and name not in rare] == []
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     """Engines with little room, so that things meet."""
@@ -42,7 +50,6 @@ def setups(draw: st.DrawFn) -> Setup:
         bits=draw(st.sampled_from([16, 8])),
         store=store,
         policy=draw(st.sampled_from(PREFIX_POLICIES)),
-        blocks_per_chunk=draw(st.integers(1, 3)),
         host_chunks=draw(st.sampled_from([1, 3, 8, 30])),
         num_blocks=draw(st.sampled_from([MIN_BLOCKS, MIN_BLOCKS + 4, 2 * MIN_BLOCKS])),
         max_num_seqs=draw(st.integers(1, 5)),

@@ -66,7 +66,7 @@ def test_reports_of_several_workers_add_up() -> None:
 
 def test_a_worker_tells_once_what_took_time() -> None:
     copies = SlowCodec()
-    worker = TierWorker(copies, [[0]], blocks_per_chunk=1, chunk_bytes=100)
+    worker = TierWorker(copies, [[0]], chunk_bytes=100)
     worker.submit_store(1, device([1]), host([1]))
     assert copies.came.wait(10)
     copies.may_go.set()

@@ -16,7 +16,7 @@ from .tier_worker_parts import LAYOUT, SlowCodec, codec, device, host, random_kv
 @pytest.fixture
 def slow() -> Iterator[tuple[SlowCodec, TierWorker]]:
     copies = SlowCodec()
-    worker = TierWorker(copies, [[0]], blocks_per_chunk=1, chunk_bytes=100)
+    worker = TierWorker(copies, [[0]], chunk_bytes=100)
     yield copies, worker
     copies.may_go.set()
     worker.shutdown()
@@ -25,14 +25,14 @@ def slow() -> Iterator[tuple[SlowCodec, TierWorker]]:
 def test_kv_goes_to_the_host_and_comes_back() -> None:
     kv = random_kv()
     before = [tensor.clone() for tensor in kv]
-    worker = TierWorker(codec(LOSSLESS, kv), [[0, 1]], blocks_per_chunk=2, chunk_bytes=4 * LAYOUT.page_bytes)
-    assert worker.submit_store(1, device([3, 5, 0, 7]), host([4, 1]))
+    worker = TierWorker(codec(LOSSLESS, kv), [[0, 1]], chunk_bytes=2 * LAYOUT.page_bytes)
+    assert worker.submit_store(1, device([3, 7]), host([4, 1]))
     worker.wait({1})
     assert worker.submit_load(2, host([1]), device([9], index=3))
     worker.wait({2})
     results = worker.get_finished()
     assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
-    assert [result.transfer_size for result in results] == [8 * LAYOUT.page_bytes, 4 * LAYOUT.page_bytes]
+    assert [result.transfer_size for result in results] == [4 * LAYOUT.page_bytes, 2 * LAYOUT.page_bytes]
     assert all(result.transfer_time > 0 for result in results)
     assert worker.get_finished() == []
     assert not any(worker.take_failures())

@@ -23,7 +23,6 @@ class ChaosCopies(SimulatedCopies, TierWorker):
 
     Args:
         dice: Where chance comes from.
-        blocks_per_chunk: Device blocks of a chunk.
         block_bytes: Bytes of a device block.
         slow: Share of copies that take longer than a step.
         failing_stores, failing_loads: Share of jobs that fail.
@@ -33,7 +32,6 @@ class ChaosCopies(SimulatedCopies, TierWorker):
         self,
         dice: random.Random,
         *,
-        blocks_per_chunk: int,
         block_bytes: int,
         slow: float = 0.5,
         failing_stores: float = 0.0,
@@ -42,7 +40,6 @@ class ChaosCopies(SimulatedCopies, TierWorker):
         SimulatedCopies.__init__(self, TransferLink(1.0), block_bytes=float(block_bytes))
         self.failed_jobs = 0
         self._dice = dice
-        self._blocks_per_chunk = blocks_per_chunk
         self._slow = slow
         self._share = {Direction.TO_HOST: failing_stores, Direction.TO_DEVICE: failing_loads}
         self._ends: dict[int, float] = {}
@@ -107,5 +104,4 @@ class ChaosCopies(SimulatedCopies, TierWorker):
             return blocks
         broken = [chunk for chunk in chunks if self._dice.random() < 0.5] or chunks
         self._failed.chunks.update(broken)
-        size = self._blocks_per_chunk
-        return [block for chunk in broken for block in range(chunk * size, (chunk + 1) * size)]
+        return broken

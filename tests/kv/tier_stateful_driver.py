@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from tests.support.audit import AuditError
 from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
@@ -33,18 +34,41 @@ class Walked:
     unsaved_chunks: int = 0
 
 
-def walk(num_steps: int, seed: int, **fixed: object) -> Walked:
+@dataclass
+class WalkedWithRecords(Walked):
+    """What a walk has seen whose engines keep KV in 8 bits on the device."""
+
+    demoted: int = 0
+    promoted: int = 0
+    partial: int = 0
+    resumed: int = 0
+    dropped: int = 0
+    read_tokens: int = 0
+
+    def note(self, rig: TierRig) -> None:
+        """Add what became of the records of one engine."""
+        state = rig.scheduler.records.state()
+        if state["records"]["held"]:
+            raise AuditError(f"records are held when all is over: {state}")
+        for kind in ("demoted", "promoted", "partial", "resumed"):
+            setattr(self, kind, getattr(self, kind) + state["moves"].get(kind, 0))
+        self.dropped += state["forgotten"].get("dropped", 0)
+        self.read_tokens += state["read_tokens"]
+
+
+def walk(num_steps: int, seed: int, seen: Walked | None = None, **fixed: object) -> Walked:
     """Take so many steps of engine cores, each checked; every engine is drained at its end.
 
     Args:
         num_steps: At least; an engine takes `STEPS_PER_ENGINE` and what draining it needs.
         seed: Of all chance; also says with which engine to begin.
+        seen: What is added to; None: nothing yet.
         fixed: Fields of `Setup` that are not to be drawn.
 
     Raises:
         AuditError: (an AssertionError) a check failed; the note names the engine.
     """
-    seen = Walked()
+    seen = seen or Walked()
     dice = random.Random(seed)
     while seen.steps < num_steps:
         setup = draw_setup(dice, seed * num_steps // STEPS_PER_ENGINE + seen.engines, **fixed)
@@ -67,7 +91,6 @@ def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
         "store": STORES[store],
         "policy": PREFIX_POLICIES[policy],
         "bits": (16, 8)[number % 2],
-        "blocks_per_chunk": dice.choice([1, 1, 2, 3]),
         "prefix_caching": dice.random() < 0.8 or STORES[store] == AHEAD,
         "host_chunks": dice.choice([1, 3, 6, 12, 40]),
         "num_blocks": dice.choice([MIN_BLOCKS, MIN_BLOCKS + 3, MIN_BLOCKS + 10, 3 * MIN_BLOCKS]),
@@ -101,6 +124,8 @@ def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> Non
     seen.evicted_chunks += int(counters["tier_evicted_chunks"])
     seen.dropped_chunks += int(counters["tier_dropped_chunks"])
     seen.unsaved_chunks += rig.side.unsaved
+    if isinstance(seen, WalkedWithRecords):
+        seen.note(rig)
 
 
 class _Client:

@@ -14,7 +14,7 @@ from tests.support.audit import AuditError, audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.tier_audit import TransferAuditor
 from vllm_ext.config_kv import KvTierConfig
-from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Room, Step
@@ -66,7 +66,6 @@ class Setup:
     store: str = "early"
     load: str = "between"
     policy: str = "retention"
-    blocks_per_chunk: int = 1
     host_chunks: int = 12
     num_blocks: int = 24
     max_num_seqs: int = 6
@@ -75,6 +74,8 @@ class Setup:
     failing_stores: float = 0.0
     failing_loads: float = 0.0
     system: str = "test-tier-preempts"
+    int8_share: float = 0.0
+    """Of the device's memory that holds KV in 8 bits, beside as many blocks."""
     copies_pay: bool = True
     """Whether a step ever waits for a copy ahead of time; else computing everything again is free."""
     seed: int = 0
@@ -98,7 +99,6 @@ class TierRig:
         self.side: Any = self.scheduler.connector.connector_scheduler
         self.copies = self.copies_type(
             random.Random(setup.seed),
-            blocks_per_chunk=setup.blocks_per_chunk,
             block_bytes=_LAYERS * _PAGE_BYTES,
             slow=setup.slow,
             failing_stores=setup.failing_stores,
@@ -121,26 +121,31 @@ class TierRig:
         tier = KvTierConfig(
             gib=1.0,
             bits=setup.bits,
-            chunk_tokens=setup.blocks_per_chunk * BLOCK_SIZE,
             policy=setup.policy,
             store=setup.store,
             load=setup.load,
         )
         config = transfer_config(tier)
-        chunk_bytes = setup.blocks_per_chunk * _LAYERS * _PAGE_BYTES
+        chunk_bytes = _LAYERS * _PAGE_BYTES
         if setup.bits == 8:
-            chunk_bytes = _record_bytes(setup.blocks_per_chunk) * _LAYERS
+            chunk_bytes = _record_bytes() * _LAYERS
         config.kv_connector_extra_config["cpu_bytes_to_use"] = setup.host_chunks * chunk_bytes
+        memory = setup.num_blocks
+        if setup.int8_share:  # a record takes as much as one block of four tokens, and a scratch page for two layers
+            arena = int(setup.num_blocks * setup.int8_share / (1 - setup.int8_share))
+            memory += arena + -(-arena // _LAYERS) + 1
         return make_scheduler(
             "vllm_ext.scheduling.scheduler.SteeredScheduler",
-            num_blocks=setup.num_blocks,
+            num_blocks=memory,
             block_size=BLOCK_SIZE,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.token_budget,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=setup.async_scheduling,
             enable_prefix_caching=setup.prefix_caching,
-            additional_config={"vllm_ext": {"system": setup.system}},
+            additional_config={
+                "vllm_ext": {"system": setup.system, "kv_tier": {"device_int8_share": setup.int8_share}}
+            },
             log_stats=False,
             kv_transfer_config=config,
             kv_shape=KvShape(_LAYERS * _PAGE_BYTES, layers=_LAYERS, dtype="bfloat16"),
@@ -296,11 +301,11 @@ class _Runner:
         """Said by `EngineLoop`; the auditor knows."""
 
 
-def _record_bytes(blocks_per_chunk: int) -> int:
+def _record_bytes() -> int:
     """Bytes of a layer's record in 8 bits; asked of the format, so that the tier holds exactly so many chunks."""
     import torch
 
     from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 
     channels = _PAGE_BYTES // (2 * BLOCK_SIZE)
-    return RecordFormat(PageLayout.rows(torch.bfloat16, 1, channels // 2, BLOCK_SIZE), blocks_per_chunk).record_bytes
+    return RecordFormat(PageLayout.rows(torch.bfloat16, 1, channels // 2, BLOCK_SIZE)).record_bytes

@@ -26,14 +26,12 @@ def random_kv(num_tensors: int = 2, num_blocks: int = 12, seed: int = 0) -> list
     return [torch.randn(shape, generator=generator).to(LAYOUT.dtype).view(torch.int8) for _ in range(num_tensors)]
 
 
-def geometry(bits: int, num_tensors: int, blocks_per_chunk: int) -> TierGeometry:
+def geometry(bits: int, num_tensors: int = 2) -> TierGeometry:
     """Of chunks over `random_kv`."""
     if bits == LOSSLESS:
-        raw = num_tensors * blocks_per_chunk * LAYOUT.page_bytes
-        return TierGeometry(bits=bits, blocks_per_chunk=blocks_per_chunk, chunk_bytes=raw, record_bytes=0)
-    record = RecordFormat(LAYOUT, blocks_per_chunk).record_bytes
-    chunk_bytes = num_tensors * record
-    return TierGeometry(bits=bits, blocks_per_chunk=blocks_per_chunk, chunk_bytes=chunk_bytes, record_bytes=record)
+        return TierGeometry(bits=bits, chunk_bytes=num_tensors * LAYOUT.page_bytes, record_bytes=0)
+    record = RecordFormat(LAYOUT).record_bytes
+    return TierGeometry(bits=bits, chunk_bytes=num_tensors * record, record_bytes=record)
 
 
 def codec(
@@ -41,11 +39,10 @@ def codec(
     kv: Sequence[torch.Tensor],
     *,
     num_chunks: int = 6,
-    blocks_per_chunk: int = 2,
     layout: PageLayout | PackedPages = LAYOUT,
 ) -> Codec:
     """A codec with a pool of its own, full of rubbish."""
-    size = geometry(bits, len(kv), blocks_per_chunk)
+    size = geometry(bits, len(kv))
     pool = torch.full((num_chunks * size.chunk_bytes,), 0xAB, dtype=torch.uint8)
     return QuantisedCodec(kv, pool, size, layout) if bits == QUANTISED else RawCodec(kv, pool, size)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.kv.retention import RetentionCachePolicy
+from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 
 if TYPE_CHECKING:
-    from vllm_ext.kv.conversations import Conversation
-    from vllm_ext.kv.keeper import Keeper
+    from vllm_ext.kv.keeping.conversations import Conversation
+    from vllm_ext.kv.keeping.keeper import Keeper
     from vllm_ext.kv.statistics import TierAccount
 
 MOST_SHOWN = 1000

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Protocol, TypeGuard
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba.core import cgutils
-from numba.extending import intrinsic
 
 from vllm_ext.kernels.kv_quant import cpu
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
@@ -20,8 +17,8 @@ from vllm_ext.kv.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 
-_CHUNKS_AT_A_TIME = 4
-"""Of packed pages: their ordered copies should stay in the cache."""
+_PAGES_AT_A_TIME = 8
+"""Packed pages that are put in order together: the ordered copies should stay in the cache."""
 
 
 class Codec(Protocol):
@@ -32,7 +29,7 @@ class Codec(Protocol):
 
         Args:
             tensor: Which tensor of KV.
-            blocks: Blocks of each chunk, shape [n, blocks_per_chunk]; -1 where a chunk lacks one.
+            blocks: Block of each chunk, shape [n].
             chunks: Places in the pool, shape [n].
 
         Returns:
@@ -44,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
-        """Write the blocks of chunks; arguments as for `store`, with -1 where a block is not wanted."""
+        """Write the blocks of chunks; arguments as for `store`."""
         ...
 
 
@@ -62,29 +59,32 @@ class RawCodec:
 
     def __init__(self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry) -> None:
         self._pages = [tensor.numpy().view(np.uint8) for tensor in tensors]
+        sizes = [pages.shape[1] for pages in self._pages]
+        if sum(sizes) > geometry.chunk_bytes:
+            raise ValueError(f"chunk_bytes={geometry.chunk_bytes}: this worker's blocks take {sum(sizes)}")
         self._pool = pool.numpy()
         self._chunk_bytes = geometry.chunk_bytes
         self._num_chunks = -(-len(self._pool) // geometry.chunk_bytes)  # where workers share rows, the last is cut off
-        sizes = [geometry.blocks_per_chunk * pages.shape[1] for pages in self._pages]
-        if sum(sizes) > geometry.chunk_bytes:
-            raise ValueError(f"chunk_bytes={geometry.chunk_bytes}: this worker's blocks take {sum(sizes)}")
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        compile_now(self, geometry.blocks_per_chunk)
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Copy blocks into chunks."""
-        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
-        _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), True)
+        for page, place in self._pairs(tensor, blocks, chunks):
+            place[:] = page  # numpy copies without the GIL
         return np.ones(len(chunks), np.bool_)
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Copy chunks into blocks."""
-        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
-        _copy(self._pages[tensor], blocks, self._pool, self._starts(tensor, chunks), False)
+        for page, place in self._pairs(tensor, blocks, chunks):
+            page[:] = place
 
-    def _starts(self, tensor: int, chunks: Ids) -> Ids:
-        starts: Ids = chunks * self._chunk_bytes + self._offsets[tensor]
-        return starts
+    def _pairs(self, tensor: int, blocks: Ids, chunks: Ids) -> Iterator[tuple[npt.NDArray[np.uint8], ...]]:
+        """Yield each block's page and its place in the pool."""
+        pages = self._pages[tensor]
+        check_ids(blocks, len(pages), chunks, self._num_chunks)
+        starts = chunks * self._chunk_bytes + self._offsets[tensor]
+        for block, start in zip(blocks.tolist(), starts.tolist(), strict=True):
+            yield pages[block], self._pool[start : start + pages.shape[1]]
 
 
 class QuantisedCodec:
@@ -98,6 +98,7 @@ class QuantisedCodec:
 
     Raises:
         ValueError: records of this layout are not of the size that the scheduler's side counts with.
+        CompilerMissing: there is no g++, which compiles the codec.
     """
 
     def __init__(
@@ -107,30 +108,25 @@ class QuantisedCodec:
         geometry: TierGeometry,
         layout: PageLayout | PackedPages,
     ) -> None:
-        self._packing = _Packing(tensors, layout, geometry.blocks_per_chunk) if is_packed(layout) else None
         rows: PageLayout = layout.rows if is_packed(layout) else layout
-        self._format = RecordFormat(rows, geometry.blocks_per_chunk)
+        self._packing = _Packing(layout) if is_packed(layout) else None
+        self._format = RecordFormat(rows)
         if self._format.record_bytes != geometry.record_bytes:
             raise ValueError(f"record_bytes={self._format.record_bytes}: must be {geometry.record_bytes}")
         self._pages = [tensor.view(rows.dtype) for tensor in tensors]
         self._records = pool.view(-1, geometry.record_bytes)
         self._records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
         self._num_chunks = -(-len(self._records) // self._records_per_chunk)
-        compile_now(self, geometry.blocks_per_chunk)
+        cpu.load()  # compiled at start, and not while the first request waits for its KV
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Quantise blocks into chunks."""
         check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
         slots = chunks * self._records_per_chunk + tensor
-        kept: npt.NDArray[np.bool_]
         if self._packing is None:
-            kept = cpu.quantise(self._pages[tensor], blocks, self._records, slots, self._format)
+            kept: npt.NDArray[np.bool_] = cpu.quantise(self._pages[tensor], blocks, self._records, slots, self._format)
             return kept
-        kept = np.ones(len(chunks), np.bool_)
-        for part, pages, places in self._packing.pieces(blocks):
-            self._packing.take(tensor, blocks[part])
-            kept[part] = cpu.quantise(pages, places, self._records, slots[part], self._format)
-        return kept
+        return self._packing.quantise(self._pages[tensor], blocks, self._records, slots)
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Dequantise chunks into blocks."""
@@ -138,92 +134,40 @@ class QuantisedCodec:
         slots = chunks * self._records_per_chunk + tensor
         if self._packing is None:
             cpu.dequantise(self._records, slots, self._pages[tensor], blocks, self._format)
-            return
-        for part, pages, places in self._packing.pieces(blocks):
-            cpu.dequantise(self._records, slots[part], pages, places, self._format)
-            self._packing.put(tensor, blocks[part])
+        else:
+            self._packing.dequantise(self._records, slots, self._pages[tensor], blocks)
 
 
 class _Packing:
-    """Puts the values of packed pages in order, a few chunks at a time."""
+    """Ordered copies of a few packed pages, between these and records."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: PackedPages, blocks_per_chunk: int) -> None:
-        kind = torch.int16 if layout.rows.dtype.itemsize == 2 else torch.int32
-        self._real = [tensor.view(kind).numpy() for tensor in tensors]
-        self._order = layout.order
-        self._ordered = torch.empty((_CHUNKS_AT_A_TIME * blocks_per_chunk, layout.rows.page_elements), dtype=kind)
-        self._pages = self._ordered.view(layout.rows.dtype)
-        nothing = np.empty(0, np.int64)
-        _reorder(self._real[0], nothing, self._ordered.numpy(), self._order, True)
+    def __init__(self, layout: PackedPages) -> None:
+        self._order = layout.order.astype(np.int32)
+        self._pages = torch.empty((_PAGES_AT_A_TIME, layout.rows.page_elements), dtype=layout.rows.dtype)
+        self._format = RecordFormat(layout.rows)
 
-    def pieces(self, blocks: Ids) -> Iterator[tuple[slice, torch.Tensor, Ids]]:
-        """Yield parts of so many chunks, with ordered pages and where each block's is among them."""
-        for first in range(0, len(blocks), _CHUNKS_AT_A_TIME):
-            part = slice(first, first + _CHUNKS_AT_A_TIME)
-            wanted = blocks[part]
-            places = np.arange(wanted.size, dtype=np.int64).reshape(wanted.shape)
-            yield part, self._pages, np.where(wanted >= 0, places, -1)
+    def quantise(self, pages: torch.Tensor, blocks: Ids, records: torch.Tensor, slots: Ids) -> npt.NDArray[np.bool_]:
+        """As `cpu.quantise`."""
+        holds = np.ones(len(blocks), np.bool_)
+        for part, places in self._parts(blocks):
+            cpu.take(pages, blocks[part], self._order, self._pages)
+            holds[part] = cpu.quantise(self._pages, places, records, slots[part], self._format)
+        return holds
 
-    def take(self, tensor: int, blocks: Ids) -> None:
-        """Fill ordered pages from blocks."""
-        _reorder(self._real[tensor], blocks.ravel(), self._ordered.numpy(), self._order, True)
+    def dequantise(self, records: torch.Tensor, slots: Ids, pages: torch.Tensor, blocks: Ids) -> None:
+        """As `cpu.dequantise`."""
+        for part, places in self._parts(blocks):
+            cpu.dequantise(records, slots[part], self._pages, places, self._format)
+            cpu.put(self._pages, pages, blocks[part], self._order)
 
-    def put(self, tensor: int, blocks: Ids) -> None:
-        """Fill blocks from ordered pages."""
-        _reorder(self._real[tensor], blocks.ravel(), self._ordered.numpy(), self._order, False)
+    @staticmethod
+    def _parts(blocks: Ids) -> Iterator[tuple[slice, Ids]]:
+        """Yield as many blocks as there are ordered pages, and which of these are theirs."""
+        for first in range(0, len(blocks), _PAGES_AT_A_TIME):
+            part = slice(first, first + _PAGES_AT_A_TIME)
+            yield part, np.arange(len(blocks[part]))
 
 
 def is_packed(layout: PageLayout | PackedPages) -> TypeGuard[PackedPages]:
     """Whether values have to be put in order."""
     return isinstance(layout, PackedPages)
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _reorder(real: Any, blocks: Any, ordered: Any, order: Any, take: Any) -> None:
-    for place in range(len(blocks)):
-        block = blocks[place]
-        if block >= 0:
-            page, row = real[block], ordered[place]
-            if take:
-                for element in range(len(order)):
-                    row[element] = page[order[element]]
-            else:
-                for element in range(len(order)):
-                    page[order[element]] = row[element]
-
-
-def compile_now(codec: Codec, blocks_per_chunk: int) -> None:
-    """Compile what copies, which takes seconds, at start and not while the first request waits for its KV."""
-    no_blocks, no_chunks = np.empty((0, blocks_per_chunk), np.int64), np.empty(0, np.int64)
-    codec.store(0, no_blocks, no_chunks)
-    codec.load(0, no_chunks, no_blocks)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _copy_bytes(_context: Any, target: Any, _target_at: Any, source: Any, _source_at: Any, _count: Any) -> Any:
-    """The C library's copy, which is several times faster than the loop that an assignment of slices becomes."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, start = (
-            builder.gep(context.make_array(signature.args[i])(context, builder, args[i]).data, [args[i + 1]])
-            for i in (0, 2)
-        )
-        cgutils.raw_memcpy(builder, to, start, args[4], 1)
-        return context.get_dummy_value()
-
-    return numba.void(target, numba.intp, source, numba.intp, numba.intp), generate
-
-
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _copy(pages: Any, blocks: Any, pool: Any, starts: Any, to_pool: Any) -> None:
-    """Copy blocks to where their chunks start in the pool, or back."""
-    size, step = pages.shape[1], pages.strides[0]
-    for chunk in range(len(starts)):
-        for place in range(blocks.shape[1]):
-            block = blocks[chunk, place]
-            if block >= 0:
-                at = starts[chunk] + place * size
-                if to_pool:
-                    _copy_bytes(pool, at, pages, block * step, size)
-                else:
-                    _copy_bytes(pages, block * step, pool, at, size)

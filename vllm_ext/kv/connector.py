@@ -20,12 +20,14 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import BETWEEN, QUANTISED, KvTierConfig
+from vllm_ext.config_kv import BETWEEN, QUANTISED
+from vllm_ext.kv.device.geometry import without_arena
+from vllm_ext.kv.device.worker import current
 from vllm_ext.kv.failures import Fallible
-from vllm_ext.kv.keeper import Keeper
-from vllm_ext.kv.layer_loads import LayerwiseWorker
+from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of
-from vllm_ext.kv.options import BITS_KEY, CHUNK_KEY, COPIES_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
+from vllm_ext.kv.loads.layers import LayerwiseWorker
+from vllm_ext.kv.options import COPIES_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.kv.spec import TierSpec
@@ -69,9 +71,8 @@ class TieredConnector(OffloadingConnector):
         Raises:
             ConfigError: the tier's options do not fit the model.
         """
-        _set_blocks_per_chunk(vllm_config, kv_cache_config)
         super(OffloadingConnector, self).__init__(vllm_config, role, kv_cache_config)
-        config = build_offloading_config(vllm_config, kv_cache_config)
+        config = build_offloading_config(vllm_config, without_arena(kv_cache_config))
         self._canonical_layout = config.canonical_layout
         spec = TierSpec(config)
         self.connector_scheduler = self.connector_worker = None
@@ -132,6 +133,8 @@ class TieredConnector(OffloadingConnector):
             kv_connector_metadata.jobs_to_flush = flush - older
         super().handle_preemptions(kv_connector_metadata)
         self._times.store_wait_s += time.perf_counter() - started
+        if (step := current()) is not None:  # no store reads any more from what the moves write
+            step.make_moves()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads."""
@@ -233,15 +236,4 @@ class TieredConnector(OffloadingConnector):
 
 
 def _prices(spec: TierSpec) -> TransferPrices:
-    tokens = min(group.tokens_per_block for group in spec.config.groups) * spec.blocks_per_chunk
-    return TransferPrices(spec.geometry.chunk_bytes, tokens)
-
-
-def _set_blocks_per_chunk(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Say in vLLM's terms how large a chunk is, now that the size of a block is known."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if "blocks_per_chunk" in extra:
-        return
-    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    tier = KvTierConfig(bits=extra[BITS_KEY], chunk_tokens=extra[CHUNK_KEY])
-    extra["blocks_per_chunk"] = min(tier.blocks_per_chunk(size) for size in sizes)
+    return TransferPrices(spec.geometry.chunk_bytes, min(group.tokens_per_block for group in spec.config.groups))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
-from vllm_ext.kv.worth import LEAST_AGE_S, ClassCosts, class_of
+from vllm_ext.kv.keeping.worth import LEAST_AGE_S, ClassCosts, class_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -43,7 +43,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
 
     def __init__(self, blocks: list[KVCacheBlock], clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
         super().__init__(blocks)
-        self.clock = clock
+        self.clock, self.cost_s = clock, cost_s
         self._classes: dict[int, dict[int, tuple[KVCacheBlock, float]]] = {}
         """By class and block id: blocks with what they hold, and when they were freed, the oldest first."""
         self._class_of: dict[int, int] = {}
@@ -73,10 +73,17 @@ class RetentionQueue(FreeKVCacheBlockQueue):
             block.prev_free_block = block.next_free_block = None
         return cls(blocks, clock, cost_s)
 
-    def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Add blocks that may be found again; of one place those that stand first in their sequence are the older."""
+    def append_n(self, blocks: list[KVCacheBlock], freed_s: float | None = None) -> None:
+        """Add blocks that may be found again; of one place those that stand first in their sequence are the older.
+
+        Args:
+            blocks: Which.
+            freed_s: When their KV was used last, clock time in s; None: just now. What was taken out of another queue
+                comes in about the order in which it had come there.
+        """
         super().append_n(blocks)
-        now, self._chosen = self.clock(), _NOT_COMPARED
+        self._chosen = _NOT_COMPARED
+        now = self.clock() if freed_s is None else freed_s
         for block in sorted(blocks, key=_end):
             if block.block_hash is not None:
                 number = class_of(_end(block))
@@ -105,13 +112,34 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         Raises:
             ValueError: there is none.
         """
+        return self.take()[0]
+
+    def take(self) -> tuple[KVCacheBlock, float]:
+        """Take the block of least value; also returns when it was freed, clock time in s, or now if it holds nothing.
+
+        Raises:
+            ValueError: there is none.
+        """
         first = self._least()
         if first is None:
             block: KVCacheBlock = super().popleft()
             self._forget(block)
-            return block
+            return block, self.clock()
+        freed_s = self._classes[self._class_of[first.block_id]][first.block_id][1]
         self.remove(first)
-        return first
+        return first, freed_s
+
+    def value(self, block: KVCacheBlock, freed_s: float) -> float:
+        """Return the retention value of what a block holds, if it was freed then."""
+        return self._value(class_of(_end(block)), self.clock() - freed_s)
+
+    def least_value(self) -> float:
+        """Return the value of what is lost with the block that goes next; 0 if that holds nothing, or there is none."""
+        first = self._least()
+        if first is None:
+            return 0.0
+        number = self._class_of[first.block_id]
+        return self._value(number, self.clock() - self._classes[number][first.block_id][1])
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take the ``n`` blocks of least value; there must be so many."""

@@ -23,10 +23,9 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TierGeometry:
-    """A worker's share of a chunk. With 8 bits it is one record for each tensor of KV, all of the same size."""
+    """A worker's share of a chunk: one block. With 8 bits it is a record for each tensor of KV, all of one size."""
 
     bits: int
-    blocks_per_chunk: int
     chunk_bytes: int
     """Of one worker's share, a multiple of 64."""
     record_bytes: int
@@ -39,13 +38,10 @@ class TierGeometry:
         Raises:
             ConfigError: the KV of this model can't be quantised.
         """
-        blocks = config.cache.blocks_per_chunk
         if bits != QUANTISED:
-            raw = _aligned(blocks * config.worker_kv_bytes_per_block)
-            return cls(bits=bits, blocks_per_chunk=blocks, chunk_bytes=raw, record_bytes=0)
+            return cls(bits=bits, chunk_bytes=_aligned(config.worker_kv_bytes_per_block), record_bytes=0)
         record = _record_format(config).record_bytes
-        num_tensors = _num_tensors(config)
-        return cls(bits=bits, blocks_per_chunk=blocks, chunk_bytes=num_tensors * record, record_bytes=record)
+        return cls(bits=bits, chunk_bytes=_num_tensors(config) * record, record_bytes=record)
 
 
 def _record_format(config: OffloadingConfig) -> RecordFormat:
@@ -61,7 +57,7 @@ def _record_format(config: OffloadingConfig) -> RecordFormat:
     channels, odd = divmod(page_bytes, ITEM_BYTES[dtype] * sizes[0])
     if rest or odd or channels % 2:
         raise _refused("needs layers with K and V of one shape, which this model does not have")
-    return RecordFormat(PageLayout.rows(dtype, 1, channels // 2, sizes[0]), config.cache.blocks_per_chunk)
+    return RecordFormat(PageLayout.rows(dtype, 1, channels // 2, sizes[0]))
 
 
 def _num_tensors(config: OffloadingConfig) -> int:

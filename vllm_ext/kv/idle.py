@@ -21,23 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdleChunk:
-    """A chunk, the blocks that hold it, and the request whose it was."""
+    """A chunk, the block that holds it, and the request whose it was."""
 
     key: OffloadKey
-    blocks: tuple[int, ...]
-    hashes: tuple[BlockHash, ...]
-    """Of each block's prefix."""
+    block: int
+    hash: BlockHash
     owner: ReqContext
     used_s: float
     """When its request left; clock time, s."""
 
     def is_in(self, pool: BlockPool) -> bool:
-        """Whether all blocks hold the chunk, and none was given to somebody else since."""
-        for block, expected in zip(self.blocks, self.hashes, strict=True):
-            found = pool.blocks[block].block_hash  # with the id of its group at the end
-            if found is None or found[: len(expected)] != expected:
-                return False
-        return True
+        """Whether the block holds the chunk, and was not given to somebody else since."""
+        found = pool.blocks[self.block].block_hash  # with the id of its group at the end
+        return found is not None and found[: len(self.hash)] == self.hash
+
+    def is_kept(self, pool: BlockPool) -> bool:
+        """Whether the device holds the chunk: in its block, or in a record of 8 bits into which it was moved."""
+        if self.is_in(pool) or len(pool.blocks) == pool.num_gpu_blocks:
+            return self.is_in(pool)
+        found = pool.get_cached_block(self.hash, [0])
+        return found is not None and found[0].block_id >= pool.num_gpu_blocks
 
 
 class IdleChunks:
@@ -60,11 +63,7 @@ class IdleChunks:
     def add(self, chunks: Iterable[IdleChunk]) -> None:
         """Queue chunks, the one that vLLM reclaims first in front; blocks that are known already are theirs now."""
         for chunk in chunks:
-            for block in chunk.blocks:
-                if (other := self._by_block.get(block)) is not None:
-                    self._forget(other)
-            for block in chunk.blocks:
-                self._by_block[block] = chunk
+            self._by_block[chunk.block] = chunk
             self._queue.append(chunk)
         self._compact()
 
@@ -72,23 +71,23 @@ class IdleChunks:
         """Forget chunks whose blocks a step takes.
 
         Returns:
-            Those that the step will overwrite; a chunk that is taken to be used is not lost.
+            Those that the step will overwrite; what is taken to be used, or was moved into a record, is not lost.
         """
         lost = []
         for block in blocks:
             if (chunk := self._by_block.get(block)) is not None:
-                if not chunk.is_in(self._pool):
+                if not chunk.is_kept(self._pool):
                     lost.append(chunk)
-                self._forget(chunk)
+                del self._by_block[block]
         return lost
 
     def oldest(self) -> Iterator[IdleChunk]:
         """Take chunks out, the one that vLLM reclaims first in front; what is on the device no more is passed over."""
         while self._queue:
             chunk = self._queue.popleft()
-            if self._by_block.get(chunk.blocks[0]) is not chunk:
+            if self._by_block.get(chunk.block) is not chunk:
                 continue
-            self._forget(chunk)
+            del self._by_block[chunk.block]
             if chunk.is_in(self._pool):
                 yield chunk
 
@@ -97,12 +96,7 @@ class IdleChunks:
         self._by_block.clear()
         self._queue.clear()
 
-    def _forget(self, chunk: IdleChunk) -> None:
-        for block in chunk.blocks:
-            if self._by_block.get(block) is chunk:
-                del self._by_block[block]
-
     def _compact(self) -> None:
         """Drop queued chunks that were forgotten, so that the queue is no longer than twice what it holds."""
         if len(self._queue) > 2 * len(self._by_block) + 64:
-            self._queue = deque(c for c in self._queue if self._by_block.get(c.blocks[0]) is c)
+            self._queue = deque(c for c in self._queue if self._by_block.get(c.block) is c)

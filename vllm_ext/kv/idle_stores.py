@@ -11,13 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Tr
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.kv.conversations import Turn
-from vllm_ext.kv.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.gaps.loads import GapLoadingScheduler
 from vllm_ext.kv.idle import IdleChunk, IdleChunks
-from vllm_ext.kv.keeper import Keeper
-from vllm_ext.kv.retention import Chain, LastUse
-from vllm_ext.kv.step_loads import ended_owner
-from vllm_ext.kv.worth import ClassCosts, class_of
+from vllm_ext.kv.keeping.conversations import Turn
+from vllm_ext.kv.keeping.keeper import Keeper
+from vllm_ext.kv.keeping.retention import Chain, LastUse
+from vllm_ext.kv.keeping.worth import ClassCosts, class_of
+from vllm_ext.kv.loads.steps import ended_owner
 from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
             if fate is Fate.RECOMPUTE:
                 continue
             chunks = self._chunks(req_id, num_tokens)
-            last_moment += (c for c in chunks if not c.is_in(pool) and not taken.isdisjoint(c.blocks))
+            last_moment += (c for c in chunks if not c.is_kept(pool) and c.block in taken)
             here = [c for c in chunks if c.is_in(pool)]
             if fate is Fate.SWAP:
                 now += here
@@ -142,19 +142,19 @@ class IdleStoringScheduler(GapLoadingScheduler):
     def _chunks(self, req_id: str, num_tokens: int) -> list[IdleChunk]:
         """Return a request's whole chunks, the last one first: so vLLM takes their blocks."""
         status, group = self._req_status[req_id], self.config.kv_group_configs[0]
-        state, size = status.group_states[0], self.config.blocks_per_chunk
+        state = status.group_states[0]
         offloadable = self._calc_num_offloadable_tokens(status, num_tokens)
         count, now = status.storable_chunks(group, state, offloadable), self.clock()
         return [
             IdleChunk(
                 state.offload_keys[number],
-                tuple(state.block_ids[number * size : (number + 1) * size]),
-                tuple(status.req.block_hashes[number * size : (number + 1) * size]),
+                state.block_ids[number],
+                status.req.block_hashes[number],
                 status.req_context,
                 now,
             )
             for number in reversed(range(count))
-            if 0 not in state.block_ids[number * size : (number + 1) * size]
+            if state.block_ids[number] != 0
         ]
 
     def _taken_soon(self, idle: IdleChunks, pool: BlockPool, num_taken: int) -> list[IdleChunk]:
@@ -173,7 +173,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         if num_free - idle.num_blocks >= wanted or self._under_way_s() > _MAX_UNDER_WAY_S:
             return chunks
         must_pay, held = self.takes_cycles or num_free < wanted, self.manager.policy
-        most = _MAX_AHEAD_PER_STEP + num_taken // self.config.blocks_per_chunk
+        most = _MAX_AHEAD_PER_STEP + num_taken
         for chunk in islice(idle.oldest(), max(most, _MAX_LOOKED_AT)):
             if held.get(chunk.key) is None:
                 chunks += self._worth_a_copy([chunk]) if must_pay else [chunk]
@@ -220,7 +220,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         if output is None or not output.keys_to_store:
             return None
         wanted = set(output.keys_to_store)
-        blocks = [block for chunk in first_to_last if chunk.key in wanted for block in chunk.blocks]
+        blocks = [chunk.block for chunk in first_to_last if chunk.key in wanted]
         source = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
         return context, TransferJob(context.req_id, source, output.store_spec), wanted
 

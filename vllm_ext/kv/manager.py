@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from vllm_ext.kv.conversations import Turn
-from vllm_ext.kv.retention import RetentionCachePolicy
+from vllm_ext.kv.keeping.conversations import Turn
+from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.kv.tally import QUOTA, RESET, ROOM, UNREADABLE, UNWRITTEN, ChunkTally
 
 

@@ -1,8 +1,6 @@
 """The tier's options in vLLM's terms.
 
-Apart from the connector, since the front end needs nothing else of it. What copies is imported when a worker is built,
-and not before: it imports numba, and vLLM's CPU platform looks into every module there is when a worker starts, and
-trips over numba's.
+Apart from the connector, since the front end needs nothing else of it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 BITS_KEY = "vllm_ext_kv_tier_bits"
-CHUNK_KEY = "vllm_ext_kv_tier_chunk_tokens"
 STORE_KEY = "vllm_ext_kv_tier_store"
 LOAD_KEY = "vllm_ext_kv_tier_load"
 COPIES_KEY = "vllm_ext_kv_tier_copies"
@@ -40,7 +37,7 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
 
     tier = tier.resolved({})
     if tier.disk_dir:
-        from vllm_ext.kv.disk_folder import check_writable
+        from vllm_ext.kv.disk.folder import check_writable
 
         check_writable(tier.disk_dir)
     return KVTransferConfig(
@@ -55,7 +52,6 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
             "eviction_policy": tier.policy,
             "offload_prompt_only": tier.prompt_only,
             BITS_KEY: tier.bits,
-            CHUNK_KEY: tier.chunk_tokens,
             STORE_KEY: tier.store,
             LOAD_KEY: tier.load,
             COPIES_KEY: tier.copies,

@@ -13,13 +13,14 @@ from vllm.v1.request import Request
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
-from vllm_ext.kv.conversations import Turn
+from vllm_ext.kv.device.tables import blocks_only
 from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.idle_stores import IdleStoringScheduler
-from vllm_ext.kv.keeper import Keeper
+from vllm_ext.kv.keeping.conversations import Turn
+from vllm_ext.kv.keeping.keeper import Keeper
+from vllm_ext.kv.keeping.retention import Chain
 from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.kv.prices import TransferPrices
-from vllm_ext.kv.retention import Chain
 from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
@@ -223,6 +224,9 @@ class TierScheduler(IdleStoringScheduler):
 
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         """Follow requests that got blocks; of the others nothing changes but keys, which are looked up when needed."""
+        pool = self._pool
+        if pool is not None and len(pool.blocks) > pool.num_gpu_blocks:
+            scheduler_output = blocks_only(scheduler_output, pool.num_gpu_blocks)
         if not self._is_simple():
             super()._update_req_states(scheduler_output)
             return

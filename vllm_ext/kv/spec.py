@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
+from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.manager import TierManager
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     from vllm_ext.kernels.kv_quant.format import PageLayout
-    from vllm_ext.kv.codec import Codec
-    from vllm_ext.kv.disk_manager import DiskBackedManager
+    from vllm_ext.kv.disk.manager import DiskBackedManager
     from vllm_ext.kv.layout import PackedPages
 
 logger = init_logger("vllm.vllm_ext.kv")
@@ -54,7 +54,7 @@ class TierSpec(CPUOffloadingSpec):
             return plain
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-        from vllm_ext.kv.disk import DiskTier
+        from vllm_ext.kv.disk.tier import DiskTier
 
         ours = DiskTier.build_metric_definitions(extra_config)
         return {**TieringOffloadingSpec.build_metric_definitions(extra_config), **ours}
@@ -82,7 +82,7 @@ class TierSpec(CPUOffloadingSpec):
         host_bytes = int(self.extra_config["cpu_bytes_to_use"])
         per_chunk = self._chunk_bytes_of_all
         if self.disk_dir:
-            from vllm_ext.kv.disk_region import row_bytes
+            from vllm_ext.kv.disk.region import row_bytes
 
             per_chunk = row_bytes(self.geometry, config.parallel.world_size)
         self.num_chunks = host_bytes // per_chunk
@@ -119,12 +119,12 @@ class TierSpec(CPUOffloadingSpec):
 
     def _with_disk(self, options: dict[str, Any]) -> DiskBackedManager:
         """Return the books of both tiers, over the memory that the workers share."""
-        from vllm_ext.kv.disk import DiskTier
-        from vllm_ext.kv.disk_folder import Folder
-        from vllm_ext.kv.disk_format import file_bytes
-        from vllm_ext.kv.disk_identity import folder_name, format_facts
-        from vllm_ext.kv.disk_manager import DiskBackedManager, HostTier
-        from vllm_ext.kv.disk_region import scheduler_region
+        from vllm_ext.kv.disk.folder import Folder
+        from vllm_ext.kv.disk.format import file_bytes
+        from vllm_ext.kv.disk.identity import folder_name, format_facts
+        from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier
+        from vllm_ext.kv.disk.region import scheduler_region
+        from vllm_ext.kv.disk.tier import DiskTier
 
         parallel, max_bytes = self.config.parallel, int(self.extra_config[DISK_BYTES_KEY])
         chunk_bytes = self._chunk_bytes_of_all
@@ -163,7 +163,6 @@ class TierSpec(CPUOffloadingSpec):
                 self._worker = TierWorker(
                     self._codec(tensors, self._allocate()),
                     groups,
-                    blocks_per_chunk=self.blocks_per_chunk,
                     chunk_bytes=self.geometry.chunk_bytes,
                 )
             else:
@@ -171,7 +170,7 @@ class TierSpec(CPUOffloadingSpec):
         return self._worker
 
     def _cuda_worker(self, tensors: list[torch.Tensor], groups: list[list[int]]) -> OffloadingWorker:
-        from vllm_ext.kv.cuda_worker import cuda_worker
+        from vllm_ext.kv.cuda.worker import cuda_worker
         from vllm_ext.kv.layout import PackedPages
 
         if isinstance(self.layout, PackedPages):
@@ -181,8 +180,6 @@ class TierSpec(CPUOffloadingSpec):
         return cuda_worker(tensors, groups, rows, self.geometry, self.layout)
 
     def _codec(self, tensors: list[torch.Tensor], pool: torch.Tensor) -> Codec:
-        from vllm_ext.kv.codec import QuantisedCodec, RawCodec  # imports numba: see `options`
-
         strides = self._strides(tensors)
         if self.geometry.bits != QUANTISED:
             return RawCodec(tensors, pool, strides)
@@ -198,9 +195,9 @@ class TierSpec(CPUOffloadingSpec):
         """
         if not self.disk_dir:
             return self.geometry
-        from vllm_ext.kv.disk_region import row_bytes
+        from vllm_ext.kv.disk.region import row_bytes
 
-        share = self.geometry.blocks_per_chunk * sum(tensor.shape[1] * tensor.element_size() for tensor in tensors)
+        share = sum(tensor.shape[1] * tensor.element_size() for tensor in tensors)
         if self.geometry.bits != QUANTISED and share > self.geometry.chunk_bytes:
             raise ValueError(f"chunk_bytes={self.geometry.chunk_bytes}: this worker's blocks take {share}")
         return dataclasses.replace(self.geometry, chunk_bytes=row_bytes(self.geometry, self.config.parallel.world_size))
@@ -208,7 +205,7 @@ class TierSpec(CPUOffloadingSpec):
     def _allocate(self) -> torch.Tensor:
         wanted = self.num_chunks * self.geometry.chunk_bytes
         if self.disk_dir:
-            from vllm_ext.kv.disk_region import worker_region, worker_share
+            from vllm_ext.kv.disk.region import worker_region, worker_share
 
             self._region = worker_region(self.config, self.geometry, self.num_chunks)
             pool = worker_share(self._region, self.config, self.geometry)
@@ -220,7 +217,7 @@ class TierSpec(CPUOffloadingSpec):
                 raise ConfigError("kv_tier.gib", int(self.extra_config["cpu_bytes_to_use"]) / 2**30, allowed)
             pool = torch.empty(wanted, dtype=torch.uint8)
         logger.info(
-            "KV tier: %d chunks of %d blocks, %.2f GiB in this worker, %d bits",
-            self.num_chunks, self.blocks_per_chunk, wanted / 2**30, self.geometry.bits,
+            "KV tier: %d blocks, %.2f GiB in this worker, %d bits",
+            self.num_chunks, wanted / 2**30, self.geometry.bits,
         )  # fmt: skip
         return pool

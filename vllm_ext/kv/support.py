@@ -1,18 +1,54 @@
-"""What the KV tier is refused for, in the process the user sees; what else is wrong a worker finds at start."""
+"""What the KV tier is refused for, and the blocks it wants, in the process the user sees.
+
+What else is wrong a worker finds at start.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import QUANTISED
+from vllm_ext.kernels import native
 from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.options import BITS_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+logger = init_logger("vllm.vllm_ext.kv")
+
+BLOCK_TOKENS = 64
+"""Tokens of a KV block under a tier unless the user says otherwise: see docs/kv-tier.md."""
+
+
+def choose_block_size(vllm_config: VllmConfig) -> None:
+    """Let KV blocks be of `BLOCK_TOKENS` unless ``--block-size`` was given or the model brings a size of its own.
+
+    Blocks are what the tier keeps, and in 8 bits each has minima and scales of its own: small ones hold them for few
+    tokens, and large ones are seldom full.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if cache.user_specified_block_size or model.use_mla or model.is_hybrid:
+        return
+    logger.info("KV tier: blocks of %d tokens (--block-size says otherwise)", BLOCK_TOKENS)
+    cache.block_size = BLOCK_TOKENS
+    cache.user_specified_block_size = True  # or a worker's platform chooses again
+
+
+def refuse_missing_compiler(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if 8 bits were asked for where the codec must be compiled, and there is no g++."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra[BITS_KEY] != QUANTISED or not current_platform.is_cpu():
+        return
+    try:
+        native.compiler_version()
+    except native.CompilerMissing as error:
+        raise ConfigError("kv_tier.bits", QUANTISED, f"needs a C++ compiler: {error}; or use 16") from error
 
 
 def refuse_model(vllm_config: VllmConfig) -> None:

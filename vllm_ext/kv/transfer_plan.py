@@ -1,4 +1,4 @@
-"""Which block goes into which place of which chunk: vLLM's two lists of a transfer, group by group."""
+"""Which block goes into which chunk: vLLM's two lists of a transfer, group by group."""
 
 from __future__ import annotations
 
@@ -13,58 +13,47 @@ if TYPE_CHECKING:
 
 
 class GroupTransfer(NamedTuple):
-    """Blocks and chunks of one group of layers."""
+    """Blocks and chunks of one group of layers, a chunk for each block."""
 
     group: int
     chunks: npt.NDArray[np.int64]
     """Places in the pool, shape [n]."""
     blocks: npt.NDArray[np.int64]
-    """Blocks of each chunk, shape [n, blocks_per_chunk]; -1 where none takes part."""
+    """Shape [n]."""
 
 
-def group_transfers(
-    device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec, blocks_per_chunk: int
-) -> Iterator[GroupTransfer]:
-    """Yield the parts of a transfer.
-
-    vLLM lists the blocks of all groups one after the other, and likewise the chunks. A group's first block may lie in
-    the middle of its first chunk, and its last one before the end of its last.
+def group_transfers(device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> Iterator[GroupTransfer]:
+    """Yield the parts of a transfer: vLLM lists the blocks of all groups one after the other, and likewise the chunks.
 
     Raises:
-        ValueError: the lists do not fit each other, or a block's number is negative.
+        ValueError: the lists do not fit each other; nothing was yielded.
     """
-    if len(device.block_ids) and int(device.block_ids.min()) < 0:
-        raise ValueError(f"block_ids={device.block_ids.tolist()}: must be 0 or more")  # -1 would pass for none at all
-    first_block = first_chunk = 0
-    for group, (count, index) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
-        if not count:
-            continue
-        skipped = index % blocks_per_chunk
-        num_chunks = -(-(skipped + count) // blocks_per_chunk)
-        chunks = host.block_ids[first_chunk : first_chunk + num_chunks].astype(np.int64)
-        blocks = np.full(num_chunks * blocks_per_chunk, -1, np.int64)
-        found = device.block_ids[first_block : first_block + count]
-        if len(chunks) != num_chunks or len(found) != count:
-            raise ValueError(f"group_sizes={list(device.group_sizes)}: more than the transfer's blocks and chunks")
-        blocks[skipped : skipped + count] = found
-        first_block, first_chunk = first_block + count, first_chunk + num_chunks
-        yield GroupTransfer(group, chunks, blocks.reshape(num_chunks, blocks_per_chunk))
-    if first_block != len(device.block_ids) or first_chunk != len(host.block_ids):
-        raise ValueError(f"group_sizes={list(device.group_sizes)}: less than the transfer's blocks and chunks")
+    num_blocks, num_chunks = len(device.block_ids), len(host.block_ids)
+    if not sum(device.group_sizes) == num_blocks == num_chunks:
+        allowed = f"must add up to the transfer's {num_blocks} blocks and {num_chunks} chunks"
+        raise ValueError(f"group_sizes={list(device.group_sizes)}: {allowed}")
+    blocks, chunks = device.block_ids.astype(np.int64), host.block_ids.astype(np.int64)
+    first = 0
+    for group, count in enumerate(device.group_sizes):
+        if count:
+            yield GroupTransfer(group, chunks[first : first + count], blocks[first : first + count])
+        first += count
 
 
 def check_ids(blocks: npt.NDArray[np.int64], num_blocks: int, chunks: npt.NDArray[np.int64], num_chunks: int) -> None:
     """Look at the numbers of a copy before anything is written: whoever copies would write elsewhere.
 
     Args:
-        blocks: Blocks of each chunk, any shape; -1 where none takes part.
+        blocks: Block of each chunk, shape [n].
         num_blocks: Blocks that there are.
-        chunks: Places in the pool, any shape.
+        chunks: Places in the pool, shape [n].
         num_chunks: Places that there are.
 
     Raises:
-        ValueError: a block or a chunk does not exist.
+        ValueError: a block or a chunk does not exist, or there are more of one than of the other.
     """
-    for name, ids, least, end in (("blocks", blocks, -1, num_blocks), ("chunks", chunks, 0, num_chunks)):
-        if ids.size and not least <= int(ids.min()) <= int(ids.max()) < end:
-            raise ValueError(f"{name}: {ids.min()} to {ids.max()}, must be {least} to {end - 1}")
+    if blocks.shape != chunks.shape:
+        raise ValueError(f"blocks: must be one for each of {len(chunks)} chunks, not of shape {blocks.shape}")
+    for name, ids, end in (("blocks", blocks, num_blocks), ("chunks", chunks, num_chunks)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < end:
+            raise ValueError(f"{name}: {ids.min()} to {ids.max()}, must be 0 to {end - 1}")

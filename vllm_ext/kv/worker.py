@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, Off
 
 from vllm_ext.kv.affinity import leave_the_engines_core
 from vllm_ext.kv.failures import Failures
-from vllm_ext.kv.layer_loads import LayerJob, LayerLoads
+from vllm_ext.kv.loads.layers import LayerJob, LayerLoads
 from vllm_ext.kv.times import WorkerTimes
 from vllm_ext.kv.transfer_plan import GroupTransfer, group_transfers
 
@@ -53,16 +53,12 @@ class TierWorker(OffloadingWorker):
     Args:
         codec: Copies blocks of one tensor.
         tensors_of_group: By group of layers, the tensors that hold their KV.
-        blocks_per_chunk: Device blocks of a chunk.
         chunk_bytes: What a chunk moves over the link, for the statistics.
     """
 
-    def __init__(
-        self, codec: Codec, tensors_of_group: Sequence[Sequence[int]], *, blocks_per_chunk: int, chunk_bytes: int
-    ) -> None:
+    def __init__(self, codec: Codec, tensors_of_group: Sequence[Sequence[int]], *, chunk_bytes: int) -> None:
         self._codec = codec
         self._tensors_of_group = tensors_of_group
-        self._blocks_per_chunk = blocks_per_chunk
         self._chunk_bytes = chunk_bytes
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -88,7 +84,7 @@ class TierWorker(OffloadingWorker):
 
     def load_by_layer(self, jobs: Sequence[LayerJob]) -> LayerLoads:
         """Copy chunks into blocks, layer by layer over all jobs, before everything else."""
-        loads = LayerLoads(jobs, self._tensors_of_group[0], self._blocks_per_chunk)
+        loads = LayerLoads(jobs, self._tensors_of_group[0])
         with self._changed:
             self._open.update(job.job_id for job in jobs)
         self._steps.append(loads)
@@ -186,7 +182,7 @@ class TierWorker(OffloadingWorker):
     def _copy(self, job: _Job, failed: Failures) -> None:
         if job.device is None or job.host is None:
             return
-        for part in group_transfers(job.device, job.host, self._blocks_per_chunk):
+        for part in group_transfers(job.device, job.host):
             if job.direction == _LOAD:
                 for tensor in self._tensors_of_group[part.group]:
                     self._make_way()

@@ -1,0 +1,38 @@
+"""Lets a worker move KV between blocks and records before a step writes anything.
+
+Upstream symbol: ``Worker.execute_model``, through which both model runners, and the CPU's too, get their steps. Seams
+tried: a KV connector is told of a step's preemptions before anything is written, but there is none without host memory,
+and steps that compute nothing don't reach attention backends. Breaks without: what is evicted on the device is dropped,
+or goes to host memory. Can go: when a connector can be had without a transfer, or a worker extension is told of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ext.kv.device.step import step_of
+from vllm_ext.kv.device.worker import executing
+from vllm_ext.patches.patch import Patch
+
+
+def _execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    with executing(self.model_runner, step_of(scheduler_output), at_once=not has_kv_transfer_group()):
+        return original(self, scheduler_output, *args, **kwargs)
+
+
+HOOKS = (
+    Patch(
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        feature="KV in 8 bits on the device",
+        why="gets a step before anything of it is computed or written",
+        breaks_without="what is evicted on the device is dropped, or goes to host memory",
+        remove_when="a worker extension is told of steps",
+        leave_out="kv_tier.device_int8_share",
+        optional=True,
+        verified={"0.32.0": "532aefe001b69b90+decorate_context"},
+        replacement=_execute_model,
+    ),
+)

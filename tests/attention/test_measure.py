@@ -1,0 +1,73 @@
+"""Both kernels are measured on the same step, and asked whether they write the same pages."""
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from vllm_ext.attention import measure
+from vllm_ext.attention.measure import Sizes
+from vllm_ext.attention.plan import Kernel, Kind
+
+current_platform.import_kernels()
+SIZES = Sizes(dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=32, block_size=32, isa="vec")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_vllms_kernel_without_amx_writes_the_pages_that_ours_reads(dtype: torch.dtype, block_size: int) -> None:
+    assert measure.pages_alike(Sizes(dtype, 4, 2, 64, block_size, "vec"))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_both_compute_the_same_step(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = []
+    empty_like = torch.empty_like
+
+    def noted(*args, **kwargs):
+        outputs.append(empty_like(*args, **kwargs))
+        return outputs[-1]
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    requests, query, context = measure._SHAPES[kind]
+    stock, own = measure._calls(SIZES, requests, query, context)
+    stock()
+    expected = outputs[0].clone()
+    outputs[0].fill_(float("nan"))
+    own()
+    torch.testing.assert_close(outputs[0].float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_plan_is_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([0.5, 1.5, 0.25])
+    monkeypatch.setattr(measure, "_ratio", lambda own, stock: next(found))
+    plan = measure.measured_plan.__wrapped__(SIZES)
+    assert list(plan.serves.values()) == [Kernel.OWN, Kernel.STOCK, Kernel.OWN]
+    assert "decode 0.50, short queries 1.50, prefill 0.25" in plan.why
+
+
+def test_large_models_are_measured_on_shorter_contexts() -> None:
+    large = Sizes(torch.float32, 64, 64, 512, 32, "vec")
+    assert 64 <= measure._context(large, 4, 1024) < 1024
+    assert measure._context(SIZES, 4, 1024) == 1024
+
+
+def test_page_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="a page must be contiguous"):
+        measure.paged(torch.zeros(3, 32, 2, 64).transpose(1, 2))
+
+
+def test_ratio_is_of_the_least_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does makes a call slower, never faster."""
+    now = 0.0
+    seconds = {"one": iter([9.0, 2.0, 5.0, 3.0]), "other": iter([8.0, 6.0, 4.0, 9.0])}
+
+    def call(name: str):
+        def run() -> None:
+            nonlocal now
+            now += next(seconds[name])
+
+        return run
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(measure, "_SECONDS", 30.0)
+    assert measure._ratio(call("one"), call("other")) == 2.0 / 4.0

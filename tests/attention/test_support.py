@@ -1,0 +1,126 @@
+"""What our kernel can't serve is refused, or with auto left to vLLM's, with the reason, before an engine starts."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_ext.attention import slot, support
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.kernels import native
+
+
+def engine(**changes: Any) -> Any:
+    """A configuration that our kernel can serve, but for the changes: ``part_field=value``."""
+    parts: dict[str, dict[str, Any]] = {
+        "model": {
+            "use_mla": False, "is_hybrid": False, "is_attention_free": False, "is_encoder_decoder": False,
+            "runner_type": "generate", "head_size": 64, "heads": 8, "kv_heads": 2,
+        },
+        "parallel": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+        "cache": {"cache_dtype": "auto", "block_size": 32, "user_specified_block_size": True},
+        "attention": {"backend": None, "backend_per_kind": {}, "use_non_causal": False},
+    }  # fmt: skip
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        assert field in parts[part]
+        parts[part][field] = value
+    model = parts["model"]
+    model["get_head_size"] = lambda: model["head_size"]
+    model["get_num_attention_heads"] = lambda _: model["heads"]
+    model["get_num_kv_heads"] = lambda _: model["kv_heads"]
+    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_use_mla": True}, "MLA"),
+        ({"model_is_hybrid": True}, "hybrid, Mamba"),
+        ({"model_is_attention_free": True}, "hybrid, Mamba"),
+        ({"model_is_encoder_decoder": True}, "encoder"),
+        ({"model_runner_type": "pooling"}, "no generation"),
+        ({"attention_use_non_causal": True}, "what comes later"),
+        ({"cache_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is quantised"),
+        ({"model_head_size": 80}, "heads of 80 numbers"),
+        ({"model_head_size": 1024}, "heads of 1024 numbers"),
+        ({"model_heads": 130, "model_kv_heads": 1}, "130 query heads share a KV head"),
+        ({"cache_block_size": 16}, "--block-size 16 is no multiple of 32"),
+        ({"parallel_decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"attention_backend": AttentionBackendEnum.FLASHINFER}, "--attention-backend FLASHINFER was given"),
+        ({"attention_backend_per_kind": {"full_attention": 1}}, "backend_per_kind"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    config = engine(**changes)
+    before = config.attention_config.backend
+    with pytest.raises(ConfigError) as caught:
+        support.let_own_kernel_serve(config, "own")
+    assert str(caught.value).startswith("vllm_ext.attention.kernel='own': must be stock or auto: ")
+    assert reason in str(caught.value)
+    assert config.attention_config.backend is before
+
+
+@pytest.mark.parametrize("backend", [None, AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.CUSTOM])
+@pytest.mark.parametrize("kernel", ["own", "auto"])
+def test_backend_is_chosen_where_it_can_serve(backend: Any, kernel: str) -> None:
+    config = engine(attention_backend=backend)
+    assert support.let_own_kernel_serve(config, kernel)
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+
+
+def test_auto_leaves_to_vllm_what_it_cannot_serve_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    config = engine(model_use_mla=True)
+    logger = logging.getLogger("vllm.vllm_ext")
+    logger.addHandler(caplog.handler)
+    assert not support.let_own_kernel_serve(config, "auto")
+    logger.removeHandler(caplog.handler)
+    assert config.attention_config.backend is None
+    assert "vLLM's kernel serves all steps: the model has no keys and values (MLA)" in caplog.text
+
+
+def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "batch invariance" in (support.obstacle(engine()) or "")
+
+
+def test_missing_compiler_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nothing")
+    monkeypatch.setattr(support, "compiler_version", native.compiler_version.__wrapped__)
+    assert "install it" in (support.obstacle(engine()) or "")
+
+
+def test_plugin_that_holds_the_slot_is_named_and_left_there() -> None:
+    member = AttentionBackendEnum.CUSTOM
+    before = member.get_path() if member.is_overridden() else None
+    register_backend(member, "theirs.Backend")
+    try:
+        slot.take_slot()
+        assert member.get_path() == "theirs.Backend"
+        assert "slot for attention backends: theirs.Backend" in (support.obstacle(engine()) or "")
+    finally:
+        member.clear_override()
+        if before is not None:
+            register_backend(member, before)
+    assert slot.other_holder() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"alibi": True}, "ALiBi"),
+        ({"sinks": True}, "sinks"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_e5m2"),
+        ({"attn_type": "encoder"}, "encoder"),
+    ],
+)
+def test_layers_it_cannot_serve(changes: dict[str, Any], reason: str) -> None:
+    fine: dict[str, Any] = {"alibi": False, "sinks": False, "kv_cache_dtype": "auto", "attn_type": "decoder"}
+    assert support.layer_obstacle(**fine) is None
+    assert reason in (support.layer_obstacle(**{**fine, **changes}) or "")

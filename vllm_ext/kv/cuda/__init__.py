@@ -1,0 +1,1 @@
+"""The tier on CUDA devices: copies, their streams, and 8 bits on the way."""

@@ -1,0 +1,302 @@
+"""What KV looks like in host memory, for KV on a CUDA device: as it is, or in 8 bits, by way of buffers on the device.
+
+    store:  blocks of all layers --one kernel--> buffer --a copy for each run of chunks--> pool
+    load:   pool --a copy for each run of chunks--> buffer --one kernel--> blocks of all layers
+
+A buffer holds whole chunks as the pool does, so that what crosses the link is few and large. The four steps only put
+work into the current stream, and order nothing: `kv.cuda.transfers` does. Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.transfer_plan import check_ids
+
+Ids = npt.NDArray[np.int64]
+STAGING_BYTES = 16 * 2**20
+"""Of one buffer, of which there are two in each direction: a third of a millisecond on a link of 50 GB/s."""
+
+
+class Piece(NamedTuple):
+    """Chunks that go through a buffer together."""
+
+    tensors: tuple[int, ...]
+    """Tensors of KV that take part."""
+    chunks: Ids
+    """Places in the pool, shape [n]."""
+    blocks: Ids
+    """Block of each chunk, shape [n]."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """On the device, for one piece at a time."""
+
+    rows: torch.Tensor
+    """Chunks, shape [chunks_per_piece, chunk_bytes], uint8."""
+    block_ids: torch.Tensor
+    """Shape [chunks_per_piece], int64."""
+    holds: torch.Tensor
+    """0 where a chunk must not be read, shape [chunks_per_piece], int32."""
+
+
+@dataclass(frozen=True)
+class Slip:
+    """The same on the host, pinned, for a piece from its launch until it is through: the device reads it late.
+
+    Made in advance, since a new piece of pinned memory may hold up all streams.
+    """
+
+    block_ids: torch.Tensor
+    holds: torch.Tensor
+
+
+class DeviceCodec(Protocol):
+    """What `kv.cuda.transfers` needs of a `StagedCodec`."""
+
+    chunks_per_piece: int
+
+    def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
+        """Compile, at start, what copies these tensors."""
+        ...
+
+    def new_buffer(self) -> Buffer:
+        """Return a buffer."""
+        ...
+
+    def new_slips(self, count: int) -> list[Slip]:
+        """Return slips."""
+        ...
+
+    def check(self, piece: Piece) -> None:
+        """Raise ValueError if a block or a chunk does not exist: a kernel would write elsewhere."""
+        ...
+
+    def fill_in(self, slip: Slip, piece: Piece) -> None:
+        """Write a slip, on the host."""
+        ...
+
+    def pack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """First step of a store."""
+        ...
+
+    def send(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """Second step of a store."""
+        ...
+
+    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """First step of a load."""
+        ...
+
+    def unpack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """Second step of a load."""
+        ...
+
+    def readable(self, piece: Piece, slip: Slip) -> npt.NDArray[np.bool_]:
+        """Return which chunks of a store that is through can be read."""
+        ...
+
+
+class StagedCodec:
+    """What both kinds share: buffers, ids and the copies over the link.
+
+    Args:
+        tensors: KV, each of shape [num_blocks, page_bytes], int8, contiguous.
+        pool: Host memory, shape [num_chunks, chunk_bytes], uint8, pinned, or copies are slow. Chunks may lie apart, as
+            in memory that several workers share; only where they do not, those that follow each other are one copy.
+        geometry: Of a chunk.
+        staging_bytes: Of a buffer; at least one chunk is held.
+
+    Attributes:
+        chunks_per_piece: Chunks that a buffer holds.
+
+    Raises:
+        ValueError: The pool is not of chunks, or a tensor's pages do not lie together.
+    """
+
+    _may_refuse = True
+    """Whether ``holds`` says anything."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry,
+        *, staging_bytes: int = STAGING_BYTES,
+    ) -> None:  # fmt: skip
+        if pool.dim() != 2 or pool.shape[1] != geometry.chunk_bytes or pool.stride(1) != 1:
+            allowed = f"must be [chunks, {geometry.chunk_bytes}], each without gaps"
+            raise ValueError(f"pool: {allowed}, not {tuple(pool.shape)} with strides {pool.stride()}")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError(f"tensors: pages of shape {tuple(tensor.shape)} lie {tensor.stride(0)} bytes apart")
+        self._tensors = list(tensors)
+        self._device = tensors[0].device
+        self._geometry = geometry
+        self._pool = pool
+        self.chunks_per_piece = max(1, staging_bytes // geometry.chunk_bytes)
+        self._which: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
+        """Compile what copies, which takes seconds, at start and not while the first request waits for its KV."""
+        buffer, (slip,) = self.new_buffer(), self.new_slips(1)
+        for tensors in {tuple(group) for group in tensors_of_group if group}:
+            self._which[tensors] = torch.tensor(tensors, dtype=torch.int64, device=self._device)
+            piece = Piece(tensors, np.zeros(1, np.int64), np.zeros(1, np.int64))
+            self.fill_in(slip, piece)
+            self.pack(piece, buffer, slip)
+            self.unpack(piece, buffer, slip)
+
+    def new_buffer(self) -> Buffer:
+        """Return a buffer."""
+        rows, device = self.chunks_per_piece, self._device
+        return Buffer(
+            torch.empty((rows, self._geometry.chunk_bytes), dtype=torch.uint8, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
+        )
+
+    def new_slips(self, count: int) -> list[Slip]:
+        """Return slips."""
+        rows, pins = (count, self.chunks_per_piece), self._device.type == "cuda"
+        block_ids = torch.empty(rows, dtype=torch.int64, pin_memory=pins)
+        holds = torch.empty(rows, dtype=torch.int32, pin_memory=pins)
+        return [Slip(ids, flags) for ids, flags in zip(block_ids, holds, strict=True)]
+
+    def check(self, piece: Piece) -> None:
+        """Look at the ids of a piece.
+
+        Raises:
+            ValueError: A block or a chunk does not exist.
+        """
+        num_blocks = min(len(self._tensors[tensor]) for tensor in piece.tensors)
+        check_ids(piece.blocks, num_blocks, piece.chunks, len(self._pool))
+
+    def fill_in(self, slip: Slip, piece: Piece) -> None:
+        """Write a slip, on the host."""
+        slip.block_ids[: len(piece.blocks)] = torch.from_numpy(piece.blocks)
+
+    def pack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """Bring blocks into a buffer."""
+        self._pack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slip))
+
+    def send(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """Copy a buffer into the pool, and with it what `readable` looks at."""
+        for row, chunk, count in self._runs(piece.chunks):
+            self._pool[chunk : chunk + count].copy_(buffer.rows[row : row + count], non_blocking=True)
+        if self._may_refuse:
+            count = len(piece.chunks)
+            slip.holds[:count].copy_(buffer.holds[:count], non_blocking=True)
+
+    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:  # noqa: ARG002 - what each step is given
+        """Copy chunks of the pool into a buffer."""
+        for row, chunk, count in self._runs(piece.chunks):
+            buffer.rows[row : row + count].copy_(self._pool[chunk : chunk + count], non_blocking=True)
+
+    def unpack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+        """Bring a buffer into blocks."""
+        self._unpack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slip))
+
+    def readable(self, piece: Piece, slip: Slip) -> npt.NDArray[np.bool_]:
+        """Return which chunks of a store that is through can be read, shape [n]."""
+        if not self._may_refuse:
+            return np.ones(len(piece.chunks), np.bool_)
+        holds: npt.NDArray[np.bool_] = slip.holds[: len(piece.chunks)].numpy() != 0
+        return holds
+
+    def _block_ids(self, piece: Piece, buffer: Buffer, slip: Slip) -> torch.Tensor:
+        count = len(piece.chunks)
+        return buffer.block_ids[:count].copy_(slip.block_ids[:count], non_blocking=True)
+
+    def _runs(self, chunks: Ids) -> Iterator[tuple[int, int, int]]:
+        """Yield what is one copy: the first chunk's place in the piece, the chunk, and how many follow each other."""
+        breaks = np.diff(chunks, prepend=-2) != 1
+        starts = np.flatnonzero(breaks if self._pool.is_contiguous() else np.ones_like(breaks))
+        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(chunks)], strict=True):
+            yield start, int(chunks[start]), end - start
+
+    def _pack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _unpack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class RawCudaCodec(StagedCodec):
+    """Bytes as they are; arguments as for `StagedCodec`.
+
+    Raises:
+        ValueError: The tensors' pages take more than a chunk has; or see `StagedCodec`.
+    """
+
+    _may_refuse = False
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry,
+        *, staging_bytes: int = STAGING_BYTES,
+    ) -> None:  # fmt: skip
+        from vllm_ext.kernels.kv_copy.gpu import ChunkLayout
+        from vllm_ext.kernels.kv_quant.gpu import PagedCaches
+
+        super().__init__(tensors, pool, geometry, staging_bytes=staging_bytes)
+        self._layout = ChunkLayout(PagedCaches(tensors), geometry.chunk_bytes)
+
+    def _pack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        self._layout.gather(which, block_ids, buffer.rows)
+
+    def _unpack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        self._layout.scatter(which, block_ids, buffer.rows)
+
+
+class QuantisedCudaCodec(StagedCodec):
+    """8 bits: see `vllm_ext.kernels.kv_quant.format`.
+
+    Args:
+        tensors: See `StagedCodec`.
+        pool: See `StagedCodec`.
+        geometry: Of a chunk.
+        layout: Of a page, the same for all tensors.
+        staging_bytes: See `StagedCodec`.
+
+    Raises:
+        ValueError: Records of this layout are not of the size that the scheduler's side counts with, or pages not of
+            the layout's; or see `StagedCodec`.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry, layout: PageLayout,
+        *, staging_bytes: int = STAGING_BYTES,
+    ) -> None:  # fmt: skip
+        from vllm_ext.kernels.kv_quant import gpu
+
+        super().__init__(tensors, pool, geometry, staging_bytes=staging_bytes)
+        self._gpu = gpu
+        self._format = RecordFormat(layout)
+        if self._format.record_bytes != geometry.record_bytes:
+            raise ValueError(f"record_bytes={self._format.record_bytes}: must be {geometry.record_bytes}")
+        sizes = {tensor.shape[1] for tensor in tensors}
+        if sizes != {layout.page_bytes}:
+            raise ValueError(f"tensors: pages of {sorted(sizes)} bytes, and their layout has {layout.page_bytes}")
+        self._caches = gpu.PagedCaches([tensor.view(layout.dtype) for tensor in tensors])
+        records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
+        self._slots = torch.arange(self.chunks_per_piece, device=self._device) * records_per_chunk
+
+    def _pack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        count = len(block_ids)
+        holds, records = buffer.holds[:count].fill_(1), self._records(buffer)
+        self._gpu.quantise_layers(
+            self._caches, which, block_ids, records, self._slots[:count], holds, self._format
+        )  # fmt: skip
+
+    def _unpack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
+        slots = self._slots[: len(block_ids)]
+        self._gpu.dequantise_layers(self._records(buffer), slots, self._caches, which, block_ids, self._format)
+
+    def _records(self, buffer: Buffer) -> torch.Tensor:
+        return buffer.rows.view(-1, self._geometry.record_bytes)

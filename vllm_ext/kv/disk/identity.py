@@ -1,0 +1,150 @@
+"""What must be the same for a chunk on disk to be used: it names the folder, so other chunks are never looked at.
+
+Block hashes say which tokens a chunk holds, not which model computed it, nor in which form. They are stable over a
+restart: vLLM derives their first one from a fixed text (or from ``PYTHONHASHSEED``, which must then stay the same, or
+nothing is found). What may bear the same hash and be something else is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from blake3 import blake3
+from vllm.platforms import current_platform
+
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.kv.disk.format import VERSION
+from vllm_ext.kv.options import MODEL_KEY
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+    from vllm_ext.kv.geometry import TierGeometry
+
+_FIELD = "kv_tier.disk_dir"
+_RANDOM_SEED_HASHES = "xxhash"
+_FACT_LENGTH = 16
+
+
+def note_model(vllm_config: VllmConfig, disk_dir: str) -> None:
+    """Tell the engine's process what the model is, as far as its KV depends on it.
+
+    Raises:
+        ConfigError: that can't be known, or equal hashes may stand for different KV.
+    """
+    refuse_ambiguous(vllm_config, disk_dir)
+    models = [vllm_config.model_config]
+    if vllm_config.speculative_config is not None and vllm_config.speculative_config.draft_model_config is not None:
+        models.append(vllm_config.speculative_config.draft_model_config)
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    load = vllm_config.load_config
+    extra[MODEL_KEY] = {
+        "models": [model_facts(model, disk_dir) for model in models],
+        "loading": [str(load.load_format), repr(load.model_loader_extra_config)],
+        "seed": vllm_config.model_config.seed if load.load_format == "dummy" else None,
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "attention": vllm_config.attention_config.compute_hash(),
+    }
+
+
+def refuse_ambiguous(vllm_config: VllmConfig, disk_dir: str) -> None:
+    """Raise ConfigError where a restart may give the same hash to other KV, or another hash to the same."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith(_RANDOM_SEED_HASHES) and os.getenv("PYTHONHASHSEED") is None:
+        allowed = f"nothing is found after a restart with --prefix-caching-hash-algo {algorithm}: use sha256"
+        raise ConfigError(_FIELD, disk_dir, allowed)
+    if vllm_config.lora_config is not None:
+        allowed = "not with LoRA: vLLM tells adapters by name and path, and another may be there after a restart"
+        raise ConfigError(_FIELD, disk_dir, allowed)
+    multimodal = vllm_config.model_config.multimodal_config
+    hashed = vllm_config.cache_config.enable_prefix_caching
+    if multimodal is not None and not multimodal.mm_processor_cache_gb and not hashed:
+        allowed = "not with --mm-processor-cache-gb 0 and no prefix cache: images are then told apart by number only"
+        raise ConfigError(_FIELD, disk_dir, allowed)
+    if vllm_config.parallel_config.nnodes > 1:
+        allowed = "needs all workers of an engine on one machine"
+        raise ConfigError(_FIELD, disk_dir, allowed)
+
+
+def model_facts(model: ModelConfig, disk_dir: str) -> dict[str, Any]:
+    """Return what is known of a model without reading its weights.
+
+    Raises:
+        ConfigError: its weights lie where nothing tells whether they are the same as last time.
+    """
+    return {
+        "name": str(model.model),
+        "config": model.compute_hash(),
+        "overrides": repr((model.hf_overrides, model.config_format)),
+        "weights": weights_facts(str(model.model), model.revision, disk_dir),
+    }
+
+
+def weights_facts(name: str, revision: str | None, disk_dir: str) -> str:
+    """Return what changes with a model's weights: the commit of the hub, or size and time of each file.
+
+    Raises:
+        ConfigError: as `model_facts`.
+    """
+    path = Path(name)
+    if path.is_file():
+        return _digest([_file_facts(path, path.parent)])
+    if path.is_dir():
+        files = (Path(folder, file) for folder, _, files in os.walk(path, followlinks=True) for file in files)
+        return _digest(sorted(_file_facts(file, path) for file in files if file.is_file()))
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(found, str):
+        allowed = f"needs to know when the weights of {name} change: give the model as a local folder"
+        raise ConfigError(_FIELD, disk_dir, allowed)
+    return Path(found).parent.name  # .../snapshots/COMMIT/config.json
+
+
+def format_facts(config: OffloadingConfig, geometry: TierGeometry) -> dict[str, Any]:
+    """Return all that a chunk's bytes depend on."""
+    parallel = config.parallel
+    return {
+        "format": VERSION,
+        "vllm": vllm.__version__,
+        "model": config.extra_config[MODEL_KEY],
+        "dtype": config.model.dtype,
+        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
+        "tokens_per_hash": config.cache.tokens_per_hash,
+        "bits": geometry.bits,
+        "chunk_bytes": geometry.chunk_bytes,
+        "record_bytes": geometry.record_bytes,
+        "parallel": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "kv_layout": config.kv_cache_layout,
+        "machine": machine_facts(),
+    }
+
+
+def machine_facts() -> list[str]:
+    """Return what decides how attention kernels lay out a page."""
+    amx = str(torch.cpu._is_amx_tile_supported())
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), amx, str(current_platform.get_device_name())]
+
+
+def folder_name(facts: dict[str, Any]) -> str:
+    """Return a folder's name: equal for equal facts, and one that says which model it is of."""
+    model = Path(facts["model"]["models"][0]["name"]).name
+    return f"kv-{re.sub(r'[^A-Za-z0-9._-]', '_', model)[:64]}-{_digest(facts)}"
+
+
+def _file_facts(path: Path, folder: Path) -> list[str]:
+    status = path.stat()
+    return [str(path.relative_to(folder)), str(status.st_size), str(status.st_mtime_ns)]
+
+
+def _digest(facts: Any) -> str:
+    text = json.dumps(facts, sort_keys=True)
+    return blake3(text.encode()).hexdigest()[:_FACT_LENGTH]

@@ -1,0 +1,12 @@
+"""Imported by every worker with vLLM's V2 runner of an engine that computes across gaps; see `kv.gaps.worker`."""
+
+from __future__ import annotations
+
+from vllm_ext.patches import registry
+
+registry.install("kv-gaps-fused")
+registry.install("kv-gaps-v2")
+
+
+class GapWorker:
+    """Adds nothing to a worker with vLLM's V2 runner but what importing its module has done."""

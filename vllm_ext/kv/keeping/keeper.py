@@ -1,0 +1,175 @@
+"""What conversations mean for the host tier: whose chunks are worth how much, stay, and go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.config_kv import LEARNED
+from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
+from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook, Turn
+from vllm_ext.kv.keeping.retention import RetentionCachePolicy
+from vllm_ext.kv.tally import DROPPED, EXPIRED
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
+    from vllm.v1.request import Request
+
+    from vllm_ext.kv.disk.manager import DiskBackedManager
+    from vllm_ext.kv.manager import TierManager
+
+_MOST_ENDS = 64
+"""Conversations whose lives end in one step at most; the rest follows in the next steps."""
+_MOST_DROPPED = 512
+"""Chunks after which no further one ends in a step."""
+
+
+class Keeper:
+    """Follows conversations for a manager's chunks.
+
+    With a policy of vLLM's own, which knows no conversations, they are counted and nothing else.
+
+    Args:
+        manager: Of the host tier, and of the disk behind it if there is one: what is dropped goes from both.
+        ttl_s: Seconds after its last use at which a conversation is dropped, unless its client wants it earlier; 0:
+            never.
+        pin_share: Most of the tier that pinned conversations may hold.
+        salt_share: Most of it that chunks of one salt may hold, and where it is full those of all new salts together.
+        returns: At which rate conversations are taken to come back (`config_kv.RETURNS`).
+
+    Attributes:
+        on_bad_hint: Told the id of a request, and what it may not ask for and does not get. Hints that are malformed by
+            themselves are not followed either, and counted by the scheduler.
+    """
+
+    def __init__(
+        self,
+        manager: TierManager | DiskBackedManager,
+        *,
+        ttl_s: float = 0.0,
+        pin_share: float = 0.25,
+        salt_share: float = 1.0,
+        returns: str = LEARNED,
+    ) -> None:
+        self.book = ConversationBook(ttl_s or math.inf)
+        self.expired = self.dropped = 0
+        """Conversations whose time was over, and that were dropped by hand."""
+        self.on_bad_hint: Callable[[str, HintError], None] = _nobody
+        self._ttl_s = ttl_s
+        self._manager = manager
+        policy = manager.policy
+        self._policy = policy if isinstance(policy, RetentionCachePolicy) else None
+        if self._policy is not None:
+            self._policy.return_rate = self.book.returns.by(returns)
+            self._policy.owners.most_pinned = int(pin_share * manager.num_chunks)
+            self._policy.quotas.most = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
+
+    def use(self, clock: Callable[[], float], cost: Callable[[int], float]) -> None:
+        """Take the scheduler's clock, and what a chunk costs to compute again, by the tokens up to its end."""
+        if self._policy is not None:
+            self._policy.clock, self._policy.cost = clock, cost
+
+    def enter(self, request: Request, keys: Sequence[OffloadKey], now: float) -> Turn:
+        """Return a new request's place in its conversation."""
+        hints, salt_tag = self._hints_of(request), self.book.salt_tag(request.cache_salt)
+        if self._policy is not None:
+            self._policy.quotas.comes(salt_tag)
+        return Turn(self.book.enter(hints.conversation_id, salt_tag, keys, now, ttl_s=hints.kv_ttl_s))
+
+    def leave(self, turn: Turn, keys: Sequence[OffloadKey], now: float) -> None:
+        """Note that a request ended; ``keys`` are all its chunks."""
+        self.book.leave(turn.conversation, keys, now)
+
+    def return_share(self, conversation: Conversation, *, after_this_turn: bool = False) -> float:
+        """Return the probability that a conversation's KV is asked for again: 1 while a request of it is there.
+
+        Args:
+            after_this_turn: Take it that the request that is there has ended.
+        """
+        if after_this_turn:
+            return self.book.returns.share(conversation.turns + 1)
+        return 1.0 if conversation.running else self.book.returns.share(conversation.turns)
+
+    def sweep(self, now: float) -> None:
+        """Drop conversations whose time is over: a bounded number in one step, however many end at once."""
+        chunks = 0
+        for conversation in self.book.expired(now, _MOST_ENDS):
+            chunks += len(conversation.keys)
+            self.unpin(conversation)
+            self.expired += 1
+            self._forget(conversation, EXPIRED)
+            if chunks >= _MOST_DROPPED:
+                return
+
+    def pin(self, conversation: Conversation) -> bool:
+        """Keep a conversation's chunks whatever they are worth, and those to come as far as there is room for pins.
+
+        Only an administrator may ask for it. Cost: that of the conversation's chunks.
+
+        Returns:
+            Whether it is pinned. If not, nothing has changed: there is no room for as many pins, or nobody knows whose
+            chunks are whose.
+        """
+        if self._policy is None or not self._policy.owners.pin(conversation):
+            return False
+        self.book.pin(conversation, wanted=True)
+        return True
+
+    def unpin(self, conversation: Conversation) -> None:
+        """Let a conversation's chunks go again."""
+        if conversation.pinned and self._policy is not None:
+            self._policy.unpin(conversation)
+            self.book.pin(conversation, wanted=False)
+
+    def drop(self, conversation: Conversation) -> int:
+        """Forget a conversation's chunks, but those in use and those that others own or need; return how many."""
+        self.dropped += 1
+        self.unpin(conversation)
+        return self._forget(conversation, DROPPED)
+
+    @property
+    def pinned_chunks(self) -> int:
+        """Chunks that pinned conversations keep."""
+        return 0 if self._policy is None else self._policy.owners.pinned
+
+    @property
+    def most_pinned_chunks(self) -> int:
+        """Most chunks that they may keep."""
+        return 0 if self._policy is None else self._policy.owners.most_pinned
+
+    def states(self) -> dict[str, int]:
+        """Return how many conversations run, wait with chunks in the tier, and without; and how many are pinned."""
+        running, kept = self.book.counts.running, self.book.counts.kept
+        return {
+            "running": running,
+            "kept": kept,
+            "gone": len(self.book) - running - kept,
+            "pinned": len(self.book.pinned),
+        }
+
+    def _forget(self, conversation: Conversation, reason: str) -> int:
+        if self._policy is None:
+            return 0
+        taken = self._policy.take(conversation)
+        self._manager.forget(taken, reason)
+        return len(taken)
+
+    def _hints_of(self, request: Request) -> RequestHints:
+        """Return a request's hints that are followed."""
+        params: Any = request.sampling_params
+        try:
+            hints = from_extra_args(params.extra_args if params is not None else None, request.session_id)
+        except HintError:
+            return NO_HINTS
+        try:
+            check_lifetime(hints, request.cache_salt, self._ttl_s)
+        except HintError as error:
+            self.on_bad_hint(request.request_id, error)
+            return replace(hints, kv_ttl_s=None)
+        return hints
+
+
+def _nobody(req_id: str, problem: HintError) -> None:
+    """Nobody counts hints."""
