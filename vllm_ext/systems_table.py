@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_ext.policies.admission.once import PreemptOnce
 from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
 from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
@@ -16,6 +17,7 @@ from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark
 from vllm_ext.policies.gates.whole_prompts import WholePrompts
 from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
+from vllm_ext.policies.ordering.gittins import GittinsOverWait
 from vllm_ext.policies.ordering.least_computed import ArrivalLeastComputedLeaves
 from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.skip_join import SkipJoin
@@ -54,6 +56,15 @@ ROWS = (
         residency=EstimatedWait,
         paper=_ALISE,
         summary="least cost by predicted length and KV over a power of waiting, not preemptive",
+    ),
+    System(
+        name="alise-ttft",
+        ordering=GittinsOverWait,
+        admission=PreemptOnce,
+        residency=EstimatedWait,
+        parameters={"admission": {"kv_reserve": 0.02}, "residency": {"choose": SWAPPED}},
+        paper=_ALISE,
+        summary="alise for first tokens: long requests leave for short ones once, for 15 s at most; with a KV tier",
     ),
     System(
         name="oracle-alise",

@@ -11,6 +11,7 @@ import pytest
 from vllm_ext.cli import diagnosis, doctor, doctor_report
 from vllm_ext.cli.diagnosis import Finding, State
 from vllm_ext.cli.features import FEATURES, Availability, feature_reports, judge
+from vllm_ext.kernels import native
 from vllm_ext.patches import registry
 
 
@@ -161,7 +162,8 @@ def all_hooks(**statuses: str) -> list[Finding]:
     """A hook of every kind of feature, as verified but for some; words of a name are joined by ``_``."""
     kinds = dict.fromkeys(kind for feature in FEATURES.values() for kind in feature.hooks)
     gaps = {"gaps in kept KV", "gaps in kept KV in one step"}
-    optional = {"load shedding", "KV tier", "KV tier on disk", "exit status", *gaps}
+    device = "KV in 8 bits on the device"
+    optional = {"load shedding", "attention", "KV tier", "KV tier on disk", device, "exit status", *gaps}
     return diagnosis.check_hooks(
         hook(statuses.get(kind.replace(" ", "_"), "verified"), kind, optional=kind in optional) for kind in kinds
     )
@@ -206,11 +208,36 @@ def test_nothing_is_available_if_the_installation_is_broken(hooks: list[Finding]
     assert lines[-2] == "alise: can't work, vllm: import"
 
 
+def test_attention_tells_who_holds_the_slot_and_what_keeps_the_kernel_from_being_compiled() -> None:
+    compiler = "g++ was not found on the path; install it (Debian, Ubuntu: apt install g++)"
+    findings = [*all_hooks(), *diagnosis.check_attention("theirs.Backend", compiler)]
+    assert states(findings) == {"attention": "optional"}
+    (report,) = (report for report in feature_reports(findings) if report.name == "attention")
+    assert "another plugin holds vLLM's slot for backends: theirs.Backend" in report.detail
+    assert "leave it out of VLLM_PLUGINS" in report.remedies[0]
+    assert report.remedies[1] == "install it (Debian, Ubuntu: apt install g++)"
+    assert diagnosis.check_attention(None, None) == []
+
+
 def test_prediction_without_its_packages_works_and_says_what_to_install() -> None:
     findings = [*all_hooks(), diagnosis.check_prediction({}.get)]
     assert states(findings) == {"prediction": "optional"}
     assert "vllm-ext[prediction]" in doctor_report.as_lines(findings, [judge("alise", findings)])
     assert judge("prediction", findings).works
+
+
+def test_a_tier_without_a_compiler_works_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise native.CompilerMissing("g++ was not found on the path")
+
+    monkeypatch.setattr(native, "compiler_version", missing)
+    findings = [*all_hooks(), *diagnosis.check_codec(cuda_build=False)]
+    assert states(findings) == {"KV tier": "optional"}
+    shown = doctor_report.as_lines(findings, [judge("alise", findings)])
+    assert "no 8 bits: g++ was not found" in shown
+    assert native.REMEDY in shown
+    assert judge("KV tier", findings).works
+    assert diagnosis.check_codec(cuda_build=True) == [], "a GPU's codec is Triton's to compile"
 
 
 def test_short_report_has_a_line_per_feature_and_remedies_below() -> None:

@@ -65,7 +65,7 @@ def test_plan_without_a_queue_says_so_row_by_row_and_stays_with_the_defaults(
     printed = capsys.readouterr()
     said = printed.err.splitlines()
     assert said[1].startswith("1 x: vLLM default: ms/token ")
-    assert "1 x: alise: as vLLM default, nobody waited" in said
+    assert "1 x: alise: as vLLM default, not run: nobody waited" in said
     assert "recommended: vLLM default" in printed.err
     assert "nothing helps at 0.5, 1 times your load" in printed.err
     assert printed.out == f"{json_output.HINT}\n"

@@ -77,6 +77,6 @@ def test_no_more_than_so_many_are_passed_in_a_step() -> None:
     assert select(step, PassAFew(max_passed=3)) == []
 
 
-def test_what_is_kept_for_those_who_run_depends_on_a_tier() -> None:
-    assert PassAFew().device_reserve(tier=False) == 0.05
-    assert PassAFew().device_reserve(tier=True) == 0.02
+def test_blocks_are_kept_for_those_who_run() -> None:
+    assert PassAFew().device_reserve == 0.05
+    assert PassAFew(kv_reserve=0.02).device_reserve == 0.02

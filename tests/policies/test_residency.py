@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from vllm_ext.policies.admission.in_order import InOrder
@@ -118,3 +120,18 @@ def test_who_joined_in_this_step_is_counted_and_who_leaves_in_it_is_not_named() 
     room = room_of(step)
     Preemptive(priced=False).select(step, room)
     assert (room.preempt, EstimatedWait().leaving_soon(step, room)) == (["r9"], ())
+
+
+@pytest.mark.parametrize(
+    ("stay_s", "recompute_s", "fate"),
+    [
+        (0.4, 9.0, Fate.DEVICE_INT8),  # against 0.5 s of copies
+        (0.5, 9.0, Fate.SWAP),
+        (0.4, 0.3, Fate.RECOMPUTE),
+        (math.inf, 9.0, Fate.SWAP),  # no room in the arena
+    ],
+)
+def test_kv_stays_on_the_device_in_8_bits_where_that_is_cheapest(stay_s: float, recompute_s: float, fate: Fate) -> None:
+    parting = Parting(wait_s=2.0, out_s=0.3, back_s=0.2, stay_s=stay_s)
+    assert EstimatedWait().on_preempt(victim(recompute_s), parting) is fate
+    assert EstimatedWait(choose="swap").on_preempt(victim(recompute_s), parting) is Fate.SWAP, "as published"

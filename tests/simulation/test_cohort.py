@@ -39,7 +39,7 @@ class Tiered:
 
 def _tiered(name: str, system: str, blocks: int = 40, **tier: Any) -> Tiered:
     options = {key: each for key, each in _PREEMPTING.items() if key != "system"} if system == PREEMPTING else {}
-    return Tiered(name, {"system": system, "options": options | own_tier(blocks, **{"chunk_tokens": 16, **tier})})
+    return Tiered(name, {"system": system, "options": options | own_tier(blocks, **tier)})
 
 
 _CACHED = {"prefix_caching": True}
@@ -53,11 +53,11 @@ _TIERS = (
     Tiered("upstream, prompts only", {"system": "upstream-fcfs", "kv_offload": offload(offload_prompt_only=True)}),
     Tiered("fcfs, offloading", {"system": "fcfs", "kv_offload": offload(20)}),
     _tiered("fcfs, early, little memory", "fcfs", 6, store="early"),
-    _tiered("fcfs, late, large chunks", "fcfs", store="late", chunk_tokens=32),
+    _tiered("fcfs, late", "fcfs", store="late"),
     _tiered("fcfs, auto", "fcfs", free_fraction=0.5, load="auto"),
     _tiered("fcfs, all copies, in-step", "fcfs", copies="all", load="in-step"),
     _tiered("preempting, late", PREEMPTING, store="late"),
-    _tiered("preempting, early, 8 bits", PREEMPTING, store="early", bits=8, chunk_tokens=32),
+    _tiered("preempting, early, 8 bits", PREEMPTING, store="early", bits=8),
     _tiered("alise, auto", "alise"),
     Tiered("pensieve", {**_tiered("", "pensieve").engine, **_CACHED}),
     _tiered("auto", "auto"),
@@ -169,6 +169,9 @@ class _Copies:
 
     def finished(self, job_id: int) -> None:
         self.seen.append((self._steps, job_id))
+
+    def moved(self, output: Any) -> None:
+        """Nothing moves on the device."""
 
     def launched(self, output: Any) -> None:
         self._steps += 1

@@ -116,21 +116,50 @@ def busy(spec: SimulationSpec) -> Mapping[str, float]:
     return {"contended_steps": float((spec.workload.rate_per_s or 0) >= 10)}
 
 
-def test_own_load_and_the_defaults_run_first_and_what_only_orders_not_where_nobody_waits(tmp_path: Path) -> None:
+def test_defaults_run_first_and_what_only_orders_not_where_nobody_waits(tmp_path: Path) -> None:
     told, ran = compared(tmp_path, busy)
     assert ran == [
         ("upstream-fcfs", 10.0),
-        ("alise", 10.0),
-        ("sarathi", 10.0),
-        ("upstream-fcfs", 5.0),
-        ("sarathi", 5.0),
         ("upstream-fcfs", 20.0),
+        ("upstream-fcfs", 5.0),
         ("alise", 20.0),
+        ("alise", 10.0),
         ("sarathi", 20.0),
+        ("sarathi", 10.0),
+        ("sarathi", 5.0),
     ]
     assert (told[0].candidate.name, told[0].load) == (BASELINE, 1.0)
     (skipped,) = (row for row in told if row.skipped)
-    assert (skipped.candidate, skipped.load, skipped.outcome.metrics) == (OURS, 0.5, {"contended_steps": 0.0})
+    assert (skipped.candidate, skipped.load, skipped.skipped) == (OURS, 0.5, "nobody waited")
+    assert skipped.outcome.metrics == {"contended_steps": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("sarathis", "not_run"),
+    [
+        ((100.9, 100.0, 100.0), [0.5]),
+        ((100.0, 99.1, 50.0), [0.5]),
+        ((101.1, 100.0, 100.0), []),
+        ((100.0, 98.9, 100.0), []),
+    ],
+    ids=["alike twice", "what is lighter is not looked at", "unlike where all is lost", "unlike at the own load"],
+)
+def test_who_does_as_vllm_at_two_loads_in_a_row_is_not_run_at_lighter_ones(
+    tmp_path: Path, sarathis: tuple[float, float, float], not_run: list[float]
+) -> None:
+    """Latencies of sarathi from the heaviest load down; vLLM's is 100."""
+
+    def evaluate(spec: SimulationSpec) -> Mapping[str, float]:
+        place = [20.0, 10.0, 5.0].index(spec.workload.rate_per_s or 0)
+        value = {"sarathi": sarathis[place], "alise": 10.0}.get(spec.engine.system, 100.0)
+        same = {"e2e_mean_ms": 7.0, "slo_attainment_fraction": 0.5}
+        return {"contended_steps": 1.0, "normalised_latency_mean_ms_per_token": value, **same}
+
+    told, ran = compared(tmp_path, evaluate)
+    skipped = [row for row in told if row.skipped]
+    assert [(row.candidate, row.load) for row in skipped] == [(SARATHI, load) for load in not_run]
+    assert all(row.skipped == "did as vLLM at 2 x" for row in skipped)
+    assert len(ran) == 9 - len(not_run)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.gap_loads import GapLoadingScheduler
-from vllm_ext.kv.gap_search import GapCounts
+from vllm_ext.kv.gaps.loads import GapLoadingScheduler
+from vllm_ext.kv.gaps.search import GapCounts
 
 from .parts import SteadyCost, rows
 from .tier_parts import Server, conversation, drained, own_tier, serve
@@ -30,7 +30,7 @@ def turn_2(server: Server) -> dict[str, Any]:
 def test_the_step_takes_as_long_as_the_slower_of_its_copies_and_its_computation(blocks_per_s: float) -> None:
     """80 tokens come back; the first layer waits for a 40th of them, and a 40th is computed behind the last copy."""
     compute_s = 0.1
-    options = own_tier(chunk_tokens=16, store="early", load="in-step")
+    options = own_tier(store="early", load="in-step")
     server = drained(
         serve(conversation(), SteadyCost(device=compute_s), system="fcfs", options=options, blocks_per_s=blocks_per_s)
     )
@@ -44,7 +44,7 @@ def test_the_step_takes_as_long_as_the_slower_of_its_copies_and_its_computation(
 @_DEPTHS
 def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: bool) -> None:
     def wait_s(load: str) -> float:
-        options = own_tier(chunk_tokens=16, store="early", load=load)
+        options = own_tier(store="early", load=load)
         settings = {"system": "fcfs", "options": options, "async_scheduling": async_scheduling, "blocks_per_s": 100.0}
         turn = turn_2(drained(serve(conversation(), SteadyCost(device=0.1), **settings)))
         return float(turn["first_token_s"] - turn["arrival_s"])
@@ -59,7 +59,7 @@ def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: boo
 @pytest.mark.parametrize("system", ["pensieve", "pensieve-published", "pensieve-published-turns"])
 def test_a_dropped_beginning_is_computed_with_the_new_prompt(system: str, async_scheduling: bool, chunks: int) -> None:
     """The tier has lost the first of the five chunks that turn 1 had; what it still holds is not computed again."""
-    kept, options = 64, own_tier(chunks, chunk_tokens=16)
+    kept, options = 64, own_tier(chunks)
     server = drained(serve(conversation(), system=system, options=options, async_scheduling=async_scheduling))
     gaps = server.scheduler.gaps
     assert gaps is not None
@@ -79,7 +79,7 @@ def test_as_published_everything_is_stored_and_loaded_over_a_slow_link_too(
 
     Without them all of turn 1 stays in the tier. With them its first chunk is dropped, and the rest is loaded.
     """
-    options = own_tier(14, chunk_tokens=16)
+    options = own_tier(14)
     server = drained(serve(conversation(60.0), system=system, options=options, blocks_per_s=8.0))
     gaps = server.scheduler.gaps
     assert gaps is not None
@@ -91,4 +91,4 @@ def test_kv_that_was_not_loaded_into_a_gap_is_found_out(monkeypatch: pytest.Monk
     """The check that the tests above rely on."""
     monkeypatch.setattr(GapLoadingScheduler, "_load_run", lambda *_: None)
     with pytest.raises(AuditError, match="turn-2 reads block"):
-        serve(conversation(), system="pensieve", options=own_tier(15, chunk_tokens=16))
+        serve(conversation(), system="pensieve", options=own_tier(15))

@@ -30,7 +30,7 @@ _CONNECTORS = pytest.mark.parametrize(
         {"kv_offload": offload()},
         {"kv_offload": offload(policy="arc")},
         *(
-            {"system": system, "options": own_tier(bits=bits, store=store, chunk_tokens=16)}
+            {"system": system, "options": own_tier(bits=bits, store=store)}
             for system, bits, store in (
                 ("fcfs", 16, "early"), ("fcfs", 8, "late"), ("alise", 16, "late"), ("alise", 8, "early"),
                 ("auto", 16, "early"), ("auto", 8, "late"),
@@ -142,9 +142,8 @@ def test_over_a_slow_link_loading_takes_longer_than_computing(async_scheduling: 
         ({"kv_offload": offload(offload_prompt_only=True)}, 64, 200),
         # Turn 1 leaves 5 full blocks: two chunks of two.
         ({"kv_offload": offload(blocks_per_chunk=2)}, 64, 100),
-        # The sizes that serving gives them: 32 tokens at 16 bits, 64 at 8.
-        ({"system": "fcfs", "options": own_tier(bits=16)}, 64, 100),
-        ({"system": "fcfs", "options": own_tier(bits=8)}, 64, 95),
+        ({"system": "fcfs", "options": own_tier(bits=16)}, 80, 200),
+        ({"system": "fcfs", "options": own_tier(bits=8)}, 80, 320),
         ({"kv_offload": offload(blocks=6)}, 0, 6),
     ],
     ids=["prompt only", "chunks", "16 bits", "8 bits", "full"],
@@ -242,7 +241,6 @@ def _ours(dice: random.Random, seed: int) -> dict[str, Any]:
         bits=dice.choice([16, 8]),
         policy=PREFIX_POLICIES[seed % 3],
         store=("early", "late")[seed // 2 % 2],
-        chunk_tokens=dice.choice([16, 16, 32, 48]),
     )
     system = ("fcfs", "oracle-alise", "auto", "alise")[seed // 2 % 4]
     return {"options": options, "system": system, "quantise_blocks_per_s": dice.choice([None, 500.0])}
@@ -254,7 +252,6 @@ def _gaps(dice: random.Random, seed: int) -> dict[str, Any]:
         bits=dice.choice([16, 8]),
         load=("in-step", "auto")[seed // 2 % 2],
         gaps="fused",
-        chunk_tokens=dice.choice([16, 16, 32, 48]),
     )
     return {
         "options": options,
@@ -309,7 +306,7 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
     [
         {"kv_offload": offload(20)},
         *(
-            {"system": "alise", "options": own_tier(8, policy=policy, store=store, chunk_tokens=16)}
+            {"system": "alise", "options": own_tier(8, policy=policy, store=store)}
             for policy in PREFIX_POLICIES
             for store in ("early", "late")
         ),

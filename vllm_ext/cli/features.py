@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from vllm_ext.cli.diagnosis import HOOKS, PREDICTION, Finding, State
+from vllm_ext.cli.diagnosis import ATTENTION, HOOKS, KV_TIER, PREDICTION, Finding, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,11 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "metrics": Feature(hooks=("metrics", "metrics and prediction")),
         PREDICTION: Feature(hooks=("prediction", "metrics and prediction")),
         "load shedding": Feature(hooks=("load shedding",), needs=("objectives",)),
-        "KV tier": Feature(hooks=("KV tier",)),
-        "KV tier on disk": Feature(hooks=("KV tier on disk",), needs=("KV tier",)),
-        "KV tier's admin endpoint": Feature(hooks=("KV tier's admin endpoint",), needs=("KV tier",)),
+        ATTENTION: Feature(hooks=("attention",)),
+        "KV in 8 bits on the device": Feature(hooks=("KV in 8 bits on the device",), needs=(ATTENTION,)),
+        KV_TIER: Feature(hooks=(KV_TIER,)),
+        "KV tier on disk": Feature(hooks=("KV tier on disk",), needs=(KV_TIER,)),
+        "KV tier's admin endpoint": Feature(hooks=("KV tier's admin endpoint",), needs=(KV_TIER,)),
         "gaps in kept KV": Feature(hooks=("gaps in kept KV",)),
         "gaps in kept KV in one step": Feature(hooks=("gaps in kept KV in one step",), needs=("gaps in kept KV",)),
         "exit status": Feature(hooks=("exit status",)),

@@ -29,6 +29,7 @@ class Command:
 
 
 _HELP = {
+    "cellular": "serve models of many small steps, batched at every step",
     "demo": "serve a small model and show what vllm-ext does",
     "doctor": "say whether this installation works, and if not, why",
     "new-policy": "write a policy of your own to start from, and its test",

@@ -116,7 +116,7 @@ def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
         )
     elif not quiet:
         shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
-        said = "as vLLM default, nobody waited" if row.skipped else ", ".join(shown)
+        said = f"as {BASELINE}, not run: {row.skipped}" if row.skipped else ", ".join(shown)
         print(f"{where}: {said}", file=sys.stderr, flush=True)
 
 
@@ -165,7 +165,7 @@ def _result(
             "spec": spec_flags.public(base.model_dump(mode="json")),
             "loads": sorted({row.load for row in rows}),
             "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
-            "as_default": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.skipped],
+            "as_default": [f"{row.candidate.name} at {row.load:g}: {row.skipped}" for row in rows if row.skipped],
             "recommended": verdict.choice.name,
             "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
             "reason": verdict.reason,

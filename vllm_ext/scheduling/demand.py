@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -28,7 +28,8 @@ class Front(NamedTuple):
     tokens: int = 0
     """On the device."""
     held_blocks: int = 0
-    """Of these, blocks that somebody holds: they are shared. The others leave the free pool when they are taken."""
+    """Of these, blocks that somebody holds, which are shared, or that are records of 8 bits. The others leave the free
+    pool when they are taken."""
     host_tokens: int = 0
     """In host memory, behind those on the device."""
     between_steps: bool = False
@@ -59,6 +60,14 @@ class GapLookup(Protocol):
         ...
 
 
+class PartialLookup(Protocol):
+    """Finds what is kept of a preempted request's last block, and holds nothing of it."""
+
+    def partial_hit(self, request: Request, num_hit_tokens: int, block_size: int) -> tuple[Any, int] | None:
+        """Return where it is, and its tokens behind so many on the device."""
+        ...
+
+
 class PrefixProbe:
     """Looks up how much of a request's front is in the prefix cache.
 
@@ -79,6 +88,7 @@ class PrefixProbe:
         """False for sliding-window, Mamba and hybrid models, where block counts are upper bounds."""
         self.gallops = self.full_attention and isinstance(coordinator, UnitaryKVCacheCoordinator)
         self._enabled = bool(manager.enable_caching)
+        self._has_records = len(self._pool.blocks) > self._pool.num_gpu_blocks
         self._dropped = len(getattr(coordinator, "eagle_group_ids", ())) if self.gallops else 0
         self.block_size: int = coordinator.single_type_managers[0].block_size
 
@@ -91,13 +101,15 @@ class PrefixProbe:
             joined: Hashes of blocks that those who join in this step will hold and have cached.
 
         Returns:
-            Cached blocks that vLLM will use, held blocks among them, and where to start next time.
+            Cached blocks that vLLM will use, how many of them take no free block, and where to start next time. Where
+            records and idle blocks take turns some of the records are passed over.
         """
         if not self._enabled or request.skip_reading_prefix_cache:
             return 0, 0, 0
         if not self.gallops:
             return self._asked(request)
         hashes, get = request.block_hashes, self._pool.cached_block_hash_to_block.get_one_block
+        first_record = self._pool.num_gpu_blocks
         limit = min(len(hashes), (request.num_tokens - 1) // self.block_size)
 
         def cached(place: int) -> bool:
@@ -109,11 +121,14 @@ class PrefixProbe:
             if block_hash in joined:
                 return True
             block = get(make_block_hash_with_group_id(block_hash, 0))
-            return block is not None and block.ref_cnt > 0
+            return block is not None and (block.ref_cnt > 0 or block.block_id >= first_record)
 
         found = _last(cached, limit, min(start, limit))
         used = max(0, found - self._dropped)
-        return used, _last(held, used, used), found
+        in_front = _last(held, used, used)
+        # Blocks that are evicted from the end of a sequence are records behind idle blocks.
+        behind = _last(lambda place: held(used - 1 - place), used - in_front, 0) if self._has_records else 0
+        return used, in_front + behind, found
 
     def _asked(self, request: Request) -> tuple[int, int, int]:
         blocks, tokens, *_ = self._manager.get_computed_blocks(request)
@@ -149,6 +164,7 @@ class Fronts:
     Attributes:
         host: The KV tier's books; None without a tier.
         gaps: Finds what is kept behind gaps; None where lookups end at the first.
+        partials: Finds partly filled blocks; None where none are kept.
     """
 
     def __init__(self, engine: EngineState) -> None:
@@ -156,6 +172,7 @@ class Fronts:
         self.probe = PrefixProbe(engine)
         self.host: HostLookup | None = None
         self.gaps: GapLookup | None = None
+        self.partials: PartialLookup | None = engine.records
         self._engine = engine
         self._starts: dict[str, int] = {}
         self._seen: dict[str, Front] | None = None
@@ -203,9 +220,12 @@ class Fronts:
             kept, held_behind = self._behind_gaps(request, tokens)
             if kept > tokens:  # what is loaded into gaps is in that count
                 return Front(kept, held + held_behind)
+        partial = None if self.partials is None else self.partials.partial_hit(request, tokens, self.probe.block_size)
+        here = 0 if partial is None else partial[1]
         if self.host is None or request.skip_reading_prefix_cache:
-            return Front(tokens, held)
-        return Front(tokens, held, *self.host.peek(request, tokens))
+            return Front(tokens + here, held)
+        host_tokens, between_steps = self.host.peek(request, tokens)
+        return Front(tokens + here, held) if host_tokens <= here else Front(tokens, held, host_tokens, between_steps)
 
     def _behind_gaps(self, request: Request, tokens: int) -> tuple[int, int]:
         """Return what is kept in all and held behind the hit; looked for anew every few steps, block by block."""

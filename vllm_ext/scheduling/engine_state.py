@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm_ext.kv.device.records import Records
+    from vllm_ext.scheduling.device_place import DevicePlace
 
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
 _HOLDS_KV = (RequestStatus.WAITING_FOR_REMOTE_KVS, _STREAMING)
@@ -31,6 +35,10 @@ class EngineState(Protocol):
     kv_cache_config: Any
     kv_cache_manager: Any
     _inflight_prefills: set[Request]
+    records: Records | None
+    """Ours, as the next: KV in 8 bits on the device; None: there is none."""
+    place: DevicePlace | None
+    """What it costs to leave KV there."""
 
     @property
     def deferred_frees(self) -> Any:

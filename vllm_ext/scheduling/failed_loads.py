@@ -1,4 +1,4 @@
-"""What becomes of a step that computed with KV which was not loaded: see `vllm_ext.kv.step_loads`."""
+"""What becomes of a step that computed with KV which was not loaded: see `vllm_ext.kv.loads.steps`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 vLLM's lookup ends at the first block that is missing. Here it goes on: what lies behind a gap is kept, the gap is
 computed again together with the new prompt, in one forward pass (Pensieve, section 4.4). The number of computed tokens
-that vLLM is told is virtual, see `kv.gap_layout`; the workers are told where the tokens of a step really lie. Where
-they can't make use of that, gaps are computed one after the other, see `kv.gap_phases`.
+that vLLM is told is virtual, see `kv.gaps.layout`; the workers are told where the tokens of a step really lie. Where
+they can't make use of that, gaps are computed one after the other, see `kv.gaps.phases`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config_kv import OFF, PHASED
 from vllm_ext.kv.free_queue import RetentionQueue
-from vllm_ext.kv.gap_layout import ATTRIBUTE, PHASES
-from vllm_ext.kv.gap_manager import GapManager, can_have_gaps, with_gap_manager
-from vllm_ext.kv.gap_phases import send_positions
-from vllm_ext.kv.gap_search import GapSearch
-from vllm_ext.kv.gap_support import gaps_mode
+from vllm_ext.kv.gaps.layout import ATTRIBUTE, PHASES
+from vllm_ext.kv.gaps.manager import GapManager, can_have_gaps, with_gap_manager
+from vllm_ext.kv.gaps.phases import send_positions
+from vllm_ext.kv.gaps.search import GapSearch
+from vllm_ext.kv.gaps.support import gaps_mode
+from vllm_ext.kv.keeping.worth import LINEAR_TOKENS
 from vllm_ext.kv.options import keep_from_the_front
-from vllm_ext.kv.worth import LINEAR_TOKENS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +58,7 @@ class GapScheduler(AsyncScheduler):
             wanted = False
             if vllm_config.kv_transfer_config is not None:
                 keep_from_the_front(vllm_config.kv_transfer_config)
-        super().__init__(vllm_config, with_gap_manager(kv_cache_config) if wanted else kv_cache_config, *args, **kwargs)
+        super().__init__(vllm_config, self._managed(kv_cache_config, with_gaps=wanted), *args, **kwargs)
         self.gaps: GapSearch | None = None
         self._in_phases = mode == PHASED
         if wanted:
@@ -73,6 +73,10 @@ class GapScheduler(AsyncScheduler):
                 lambda: self.clock(),  # noqa: PLW0108 - simulations replace the clock
                 self.gaps.block_cost_s,
             )
+
+    def _managed(self, kv_cache_config: KVCacheConfig, *, with_gaps: bool) -> KVCacheConfig:
+        """Return the configuration with the block manager that is needed."""
+        return with_gap_manager(kv_cache_config) if with_gaps else kv_cache_config
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As vLLM's; says where the tokens of requests with gaps lie."""

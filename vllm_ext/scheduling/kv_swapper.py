@@ -6,6 +6,7 @@ came of the estimates is kept for the metrics.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vllm_ext.policies.contract import Fate, Parting, RequestView, Room, Victim
@@ -78,7 +79,10 @@ class KvSwapper:
         self._observer.parted(fate.value)
         job.expected_wait_s = parting.wait_s
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(fate) else 0
+        if fate is Fate.DEVICE_INT8:
+            job.kept_tokens = computed
+        else:
+            job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(fate) else 0
 
     def priced(self, victim: RequestView, blocks: int) -> Victim:
         """Return what the preemption of a running request would cost it, and everybody else.
@@ -115,6 +119,7 @@ class KvSwapper:
             reuse_s=self._reuse_s(),
             out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
             back_s=prices.load_s(computed),
+            stay_s=math.inf if (place := self._engine.place) is None else place.stay_s(view),
         )
 
     def _wait_s(self, job: Job, view: RequestView) -> float:

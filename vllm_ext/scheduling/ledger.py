@@ -11,8 +11,9 @@ from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
 from vllm_ext.policies.contract import NO_SERVER, Origin, RequestView
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.law import LengthLaw, Prediction
-from vllm_ext.prediction.length import LengthPredictor, LengthQuery
+from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
+from vllm_ext.prediction.query import LengthQuery
 from vllm_ext.scheduling.pace import PaceTracker
 from vllm_ext.slo import NO_SLO, Slo, resolve
 from vllm_ext.step_time.runtime import RuntimeModel

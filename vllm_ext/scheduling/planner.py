@@ -145,8 +145,11 @@ class Planner:
 
     def _victim(self, request: RequestView, blocks: int) -> Victim:
         if self.swapper is not None:
-            return self.swapper.priced(request, blocks)
-        return Victim(request, (), blocks, request.recompute_s, request.recompute_s)
+            victim = self.swapper.priced(request, blocks)
+        else:
+            victim = Victim(request, (), blocks, request.recompute_s, request.recompute_s)
+        place = self._engine.place
+        return victim if place is None else place.priced(victim)
 
     def _follow_prices(self) -> None:
         """Ask for all ranks again once steps have turned out to take much longer than thought, or less."""

@@ -16,7 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
-from vllm_ext.kv.step_loads import Engine
+from vllm_ext.kv.loads.steps import Engine
 from vllm_ext.patches import registry
 from vllm_ext.policies.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
@@ -25,12 +25,12 @@ from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
 from vllm_ext.scheduling.engine_state import return_parked
 from vllm_ext.scheduling.failed_loads import take_back
-from vllm_ext.scheduling.gap_scheduler import GapScheduler
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.ranked_queue import RankedQueue
+from vllm_ext.scheduling.record_scheduler import LOAD, MEMORY, RESET, RecordScheduler
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.start_line import log_start
@@ -47,7 +47,7 @@ _UNRANKED = Rank((float("inf"),))
 """Place of a request whose policy failed: last, until its rank is asked for again."""
 
 
-class SteeredScheduler(GapScheduler):
+class SteeredScheduler(RecordScheduler):
     """vLLM's scheduler, steered by the policies of a system.
 
     Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
@@ -91,15 +91,12 @@ class SteeredScheduler(GapScheduler):
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False
-        self._preempt_reason = "memory"
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
         self.swapper: KvSwapper | None = None
         self._join_tier()
         manager = self.kv_cache_manager
-        share = max(
-            self.policies.residency.device_reserve, self.policies.admission.device_reserve(tier=self.tier is not None)
-        )
+        share = max(self.policies.residency.device_reserve, self.policies.admission.device_reserve)
         reserved = int(share * manager.block_pool.num_gpu_blocks)
         manager.watermark_blocks = max(manager.watermark_blocks, reserved)
         self.scheduler_reserve_full_isl &= not self.policies.budget.starts_partly
@@ -240,7 +237,7 @@ class SteeredScheduler(GapScheduler):
                 self,
                 self.tier,
                 model_runner_output,
-                lambda request: self.preempt_now(request, "load", drop_output=True),
+                lambda request: self.preempt_now(request, LOAD, drop_output=True),
             )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.observer.note_first_tokens(now)
@@ -297,7 +294,7 @@ class SteeredScheduler(GapScheduler):
         try:
             self._preempt_request(request, self._now, drop_stale_output=drop_output)
         finally:
-            self._preempt_reason = "memory"
+            self._preempt_reason = MEMORY
         # The V1 runner must not take a request that resumes in the next step for one that kept running.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
@@ -308,7 +305,7 @@ class SteeredScheduler(GapScheduler):
             self._inflight_prefills.discard(request)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if self.swapper is not None and self._preempt_reason not in ("reset", "load"):
+        if self.swapper is not None and self._preempt_reason not in (RESET, LOAD):
             try:
                 self.swapper.preempting(request)
             except Exception:  # noqa: BLE001 - see _plan; undecided, the tier goes its own way
@@ -323,11 +320,11 @@ class SteeredScheduler(GapScheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""
-        self._now, self._preempt_reason = self.clock(), "reset"
+        self._now, self._preempt_reason = self.clock(), RESET
         try:
             return bool(super().reset_prefix_cache(*args, **kwargs))
         finally:
-            self._preempt_reason = "memory"
+            self._preempt_reason = MEMORY
             if self.tier is not None:
                 self.tier.forget_device()
 
@@ -382,9 +379,7 @@ class SteeredScheduler(GapScheduler):
         state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
         if self.tier_account is not None:
             state["kv_tier"] = self.tier_account.state()
-        if self.gaps is not None:
-            state["kv_gaps"] = self.gaps.counts.state()
-        return state
+        return state | self.device_state()
 
     @functools.cached_property
     def tier_admin(self) -> TierAdmin:

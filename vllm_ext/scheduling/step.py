@@ -195,9 +195,13 @@ class EngineStep:
         return self._ledger.view(self._ledger[request.request_id])
 
     def _blocks_freed_by(self, request: Request) -> int:
-        """Return the blocks that a preemption would free: those that nobody else holds, which need not be the last."""
-        held = self._engine.kv_cache_manager.get_blocks(request.request_id).blocks
-        return sum([block.ref_cnt <= 1 and not block.is_null for group in held for block in group])
+        """Return the blocks that a preemption would free: those that nobody else holds, which need not be the last.
+
+        Records, whose ids are behind those of the blocks, have a place of their own.
+        """
+        manager = self._engine.kv_cache_manager
+        held, end = manager.get_blocks(request.request_id).blocks, manager.block_pool.num_gpu_blocks
+        return sum([b.ref_cnt <= 1 and not b.is_null and b.block_id < end for group in held for b in group])
 
 
 def pool_of(engine: EngineState) -> Pool:

@@ -37,7 +37,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.config_kv import FUSED
-from vllm_ext.kv.gap_support import WORKERS
+from vllm_ext.kv.gaps.support import WORKERS
+from vllm_ext.scheduling.record_scheduler import RecordScheduler
+from vllm_ext.simulation.arena import simulated_arena
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build
 
@@ -50,6 +52,8 @@ SAME_NAMES = {
 VOCAB_SIZE = 4096
 _HASH_ALGORITHM = "sha256"
 _MAX_POSITIONS = 1 << 20
+_MEMORY_BYTES_PER_S = 1e12
+"""Of a device that is not there; nothing that is decided here must depend on how fast this machine is."""
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -169,6 +173,12 @@ def _fuses_gaps(additional_config: Mapping[str, Any] | None) -> bool:
     return build(options).tier(options.kv_tier).gaps == FUSED
 
 
+def _int8_share(additional_config: Mapping[str, Any] | None) -> float:
+    """Return the share of the KV memory that the options want for records of 8 bits."""
+    given = (additional_config or {}).get(KEY)
+    return parse(given).kv_tier.device_int8_share if given else 0.0
+
+
 def make_kv_cache_config(num_blocks: int, block_size: int, kv_shape: KvShape | None = None) -> KVCacheConfig:
     """One full-attention group over ``num_blocks`` blocks (one of which is vLLM's null block).
 
@@ -216,15 +226,22 @@ def make_scheduler(
     if isinstance(cls, str):
         cls = config.scheduler_config.get_scheduler_cls()
     block_size = config.cache_config.block_size
+    kv_cache_config = make_kv_cache_config(config.cache_config.num_gpu_blocks, block_size, kv_shape)
+    if share := _int8_share(config.additional_config):
+        known = {} if kv_shape is None else vars(kv_shape)
+        kv_cache_config = simulated_arena(kv_cache_config, share, config.model_config.max_model_len, **known)
+        config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     scheduler: Scheduler = cls(
         vllm_config=config,
-        kv_cache_config=make_kv_cache_config(config.cache_config.num_gpu_blocks, block_size, kv_shape),
+        kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
         hash_block_size=block_size,
         log_stats=log_stats,
     )
     scheduler.use_v2_model_runner = v2_model_runner
+    if isinstance(scheduler, RecordScheduler) and scheduler.place is not None:
+        scheduler.price_records(_MEMORY_BYTES_PER_S)
     return scheduler
 
 

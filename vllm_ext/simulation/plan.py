@@ -22,6 +22,12 @@ WORTHWHILE = 0.05
 and another hour of traffic would change."""
 ATTAINMENT = "slo_attainment_fraction"
 LATENCY = "normalised_latency_mean_ms_per_token"
+ALIKE = 0.01
+"""Two runs are alike if none of `COMPARED` differs by more: points of attainment, or a fraction of vLLM's."""
+COMPARED = (ATTAINMENT, LATENCY, "ttft_mean_ms", "ttft_p99_ms", "tbt_p99_ms", "e2e_mean_ms", "e2e_p99_ms")
+ALIKE_LOADS = 2
+"""A candidate that is like vLLM's defaults at so many loads in a row is not run at lighter ones. One alone may be where
+all is lost whoever schedules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +94,8 @@ class Row:
     rate_per_s: float
     """The load in requests/s."""
     outcome: Outcome
-    skipped: bool = False
-    """Whether it was not run, as the outcome is that of vLLM's defaults: nobody waited, so no order mattered."""
+    skipped: str = ""
+    """Why it was not run and the outcome is that of vLLM's defaults; empty if it was run."""
 
 
 def with_own_policies(base: SimulationSpec) -> tuple[SimulationSpec, tuple[Candidate, ...]]:
@@ -116,7 +122,10 @@ def compare(
     pool: Pool,
     on_row: Callable[[Row], None],
 ) -> list[Row]:
-    """Run every candidate at every load, the trace's own load and vLLM's defaults first.
+    """Run vLLM's defaults at every load, the trace's own first, and each candidate from the heaviest load down.
+
+    A candidate is not run where it can't differ: where it only orders requests and nobody waited, and below loads at
+    which it did as the defaults (`ALIKE_LOADS`), since what a scheduler can do shrinks with the load.
 
     Args:
         base: The run at the trace's own load.
@@ -133,31 +142,62 @@ def compare(
     Raises:
         SpecError: a candidate is not allowed with these settings; nothing was run.
     """
+    (baseline,) = (c for c in candidates if c.name == BASELINE)
+    heaviest_first = sorted(loads, reverse=True)
+    specs = {(c.name, load): _at(base, c, load * own_rate) for c in candidates for load in heaviest_first}
 
-    def at(candidate: Candidate, load: float) -> SimulationSpec:
-        changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: load * own_rate}
-        changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
-        return checked(with_values(base, changes))
-
-    def row(candidate: Candidate, load: float, own: SimulationSpec, default: SimulationSpec) -> Plan[Row]:
-        skipped = False
-        if own != default and only_orders(own):
-            outcome = yield default
-            skipped = outcome.metrics is not None and not outcome.metrics["contended_steps"]
-        if not skipped:
-            outcome = yield own
+    def row(candidate: Candidate, load: float, outcome: Outcome, skipped: str = "") -> Row:
         made = Row(candidate=candidate, load=load, rate_per_s=load * own_rate, outcome=outcome, skipped=skipped)
         on_row(made)
         return made
 
-    (baseline,) = (c for c in candidates if c.name == BASELINE)
-    plans = []
-    for load in sorted(loads, key=lambda load: (load != own_load(loads), load)):
-        default = at(baseline, load)
-        ordered = sorted(candidates, key=lambda c: c is not baseline)  # the others in their order
-        plans += [row(candidate, load, at(candidate, load), default) for candidate in ordered]
+    def of_defaults(load: float) -> Plan[list[Row]]:
+        outcome = yield specs[BASELINE, load]
+        return [row(baseline, load, outcome)]
+
+    def of_candidate(candidate: Candidate) -> Plan[list[Row]]:
+        rows, alike = list[Row](), 0
+        for load in heaviest_first:
+            spec, default_spec = specs[candidate.name, load], specs[BASELINE, load]
+            default = yield default_spec
+            skipped = ""
+            if alike >= ALIKE_LOADS:
+                skipped = f"did as vLLM at {rows[-alike].load:g} x"
+            elif spec != default_spec and _nobody_waited(default) and only_orders(spec):
+                skipped = "nobody waited"
+            outcome = default if skipped else (yield spec)
+            rows.append(row(candidate, load, outcome, skipped))
+            alike = alike + 1 if _are_alike(outcome, default) else 0
+        return rows
+
+    plans = [of_defaults(load) for load in sorted(heaviest_first, key=lambda load: load != own_load(loads))]
+    plans += [of_candidate(candidate) for candidate in candidates if candidate is not baseline]
     order = [candidate.name for candidate in candidates]
-    return sorted(run_plans(plans, store, pool), key=lambda row: (row.load, order.index(row.candidate.name)))
+    rows = [row for found in run_plans(plans, store, pool) for row in found]
+    return sorted(rows, key=lambda row: (row.load, order.index(row.candidate.name)))
+
+
+def _at(base: SimulationSpec, candidate: Candidate, rate_per_s: float) -> SimulationSpec:
+    changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: rate_per_s}
+    changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
+    return checked(with_values(base, changes))
+
+
+def _nobody_waited(default: Outcome) -> bool:
+    return default.metrics is not None and not default.metrics["contended_steps"]
+
+
+def _are_alike(one: Outcome, default: Outcome) -> bool:
+    if one.metrics is None or default.metrics is None:
+        return False
+    for name in COMPARED:
+        if (name in one.metrics) != (name in default.metrics):
+            return False
+        if name in default.metrics:
+            allowed = ALIKE * (1 if name == ATTAINMENT else abs(default.metrics[name]))
+            if abs(one.metrics[name] - default.metrics[name]) > allowed:
+                return False
+    return LATENCY in default.metrics
 
 
 def own_load(loads: Iterable[float]) -> float:

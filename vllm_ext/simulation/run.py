@@ -6,7 +6,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -26,7 +27,7 @@ from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, SimulationSpec, engine_blocks
 from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
-from vllm_ext.simulation.tier import build_tier, connector_options
+from vllm_ext.simulation.tier import TIER_KEY, build_tier, connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS
 from vllm_ext.systems import resolve
@@ -115,6 +116,10 @@ def make_engine(
         reveal_lengths=reads_truth(engine),
         can_hide=isinstance(scheduler, Cohort),
     )
+    ours = steered(scheduler)
+    if ours is not None and ours.place is not None:
+        device = spec.hardware.resolve_device()
+        ours.price_records(device.memory_bytes_per_s * device.memory_efficiency)
     made = SimulatedEngine(
         scheduler, workload, cost, collector, make_request=factory, on_progress=progress, tier=collector.tier
     )
@@ -154,7 +159,7 @@ def build_scheduler(
     scheduler_cls = SteeredScheduler if upstream is None else AsyncScheduler
     with _quiet_vllm():
         return make_scheduler(
-            scheduler_cls if exact else with_cohort(scheduler_cls),
+            scheduler_cls if exact or _has_records(options) else with_cohort(scheduler_cls),
             num_blocks=num_blocks,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},
@@ -163,6 +168,11 @@ def build_scheduler(
             **engine.model_dump(include=SAME_NAMES),
             **connector,
         )
+
+
+def _has_records(options: Mapping[str, Any]) -> bool:
+    """Whether KV stays on the device in 8 bits: which of it a step reads must be known of every request."""
+    return bool((options.get(TIER_KEY) or {}).get("device_int8_share"))
 
 
 def start_from_profile(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from vllm_ext.kv.layer_loads import LayerJob, LayerLoads
+from vllm_ext.kv.loads.layers import LayerJob, LayerLoads
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 
 
@@ -26,7 +26,6 @@ class SimulatedCopies(OffloadingWorker):
         link: Between each device and the host.
         block_bytes: What one block of one device moves over the link.
         copies_per_block: Copies one block takes; vLLM's layout for offloading has one region per layer.
-        copies_per_chunk: Copies a chunk takes beside those of its blocks.
         quantise_s_per_block: Time for a block that is not hidden behind its copy, in seconds.
         num_devices: Devices whose copies go side by side. To the scheduler's side they are one worker, which moves the
             bytes of all of them: so it is told, or it would learn the speed of one link for the chunks of all.
@@ -38,7 +37,6 @@ class SimulatedCopies(OffloadingWorker):
         *,
         block_bytes: float,
         copies_per_block: int = 0,
-        copies_per_chunk: int = 0,
         quantise_s_per_block: float = 0.0,
         num_devices: int = 1,
     ) -> None:
@@ -58,7 +56,6 @@ class SimulatedCopies(OffloadingWorker):
         self.auditor: Any = None
         """A test's: is told of jobs ``submitted`` and ``finished`` and of steps ``launched``, and may raise."""
         self._copies_per_block = copies_per_block
-        self._copies_per_chunk = copies_per_chunk
         self._quantise_s_per_block = quantise_s_per_block
         self._begun: dict[int, _Transfer] = {}  # submitted and not through, by the link's id
         self._results: list[TransferResult] = []
@@ -85,7 +82,7 @@ class SimulatedCopies(OffloadingWorker):
             self.submit_load(job.job_id, job.host, job.device)
         begin_s = max(self.host_s, self.stream_s)
         self._layers = begin_s, self._end_s({job.job_id for job in jobs}, begin_s)
-        return LayerLoads((), (), 1)
+        return LayerLoads((), ())
 
     def forward_end_s(self, start_s: float, compute_s: float, num_layers: int) -> float:
         """Return when a forward ends, each of whose layers waits for its own share of the step's loads, in seconds.
@@ -141,9 +138,9 @@ class SimulatedCopies(OffloadingWorker):
         return now
 
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
-        num_blocks, num_chunks = len(device.block_ids), len(host.block_ids)
-        num_copies = num_blocks * self._copies_per_block + num_chunks * self._copies_per_chunk
-        transfer = _Transfer(max(self.host_s, self.stream_s), job_id, direction, num_blocks, max(1, num_copies))
+        num_blocks = len(device.block_ids)
+        num_copies = max(1, num_blocks * self._copies_per_block)
+        transfer = _Transfer(max(self.host_s, self.stream_s), job_id, direction, num_blocks, num_copies)
         self._begun[self.link.submit(transfer.start_s, direction, *self._work(transfer))] = transfer
         if self.auditor is not None:
             self.auditor.submitted(job_id, direction, device, host)

@@ -24,7 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.kv.device.step import step_of
+from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
 from vllm_ext.simulation.decision import Decision, Stalled
@@ -168,7 +169,7 @@ class SimulatedEngine:
         if shape.num_requests:
             self._empty_in_a_row = 0
             start = max(ready, self._device_free_s)
-            device_s = self._cost.device_s(shape)
+            device_s = self._cost.device_s(shape) + self._records_s(output)
             end = start + device_s if self._tier is None else self._tier.forward_end_s(start, device_s)
             self._device_free_s = end
             self.collector.executed(shape, start, end)
@@ -179,6 +180,11 @@ class SimulatedEngine:
         self._in_flight.append(_InFlight(output, model_output, end))
         self._advance_to(ready)  # the host's thread is busy until then, whatever the device finishes meanwhile
         return shape.num_requests > 0
+
+    def _records_s(self, output: SchedulerOutput) -> float:
+        """Return by how much a step takes longer for KV that is in 8 bits, or comes to be."""
+        step, ours = step_of(output), self._ours
+        return 0.0 if step is None or ours is None or ours.place is None else ours.place.prices.step_s(step)
 
     def _process_oldest(self) -> None:
         oldest = self._in_flight.popleft()

@@ -30,8 +30,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm_ext.config import parse
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.kv.device.geometry import SHARE
+from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.spec import build_link
 from vllm_ext.simulation.harness import KvShape
@@ -59,8 +60,9 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
             smaller than one chunk.
     """
     tier, offload = tier_config(engine), engine.kv_offload
+    records = parse({TIER_KEY: engine.options.get(TIER_KEY, {})}).kv_tier.device_int8_share
     if tier is None and offload is None:
-        return {}
+        return {"kv_shape": _kv_shape(engine, hardware)} if records and hardware is not None else {}
     if tier is not None and offload is not None:
         allowed = "must be left out beside kv_offload, which is vLLM's own connector: an engine has one connector"
         raise ConfigError(TIER_KEY, engine.options[TIER_KEY], allowed)
@@ -72,6 +74,10 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
     # copy side by side and are through together.
     block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
     if offload is not None:
+        if records:
+            raise ConfigError(
+                SHARE, records, "must be 0 beside kv_offload, vLLM's own connector, which knows no records"
+            )
         chunk_bytes = block_bytes * offload.blocks_per_chunk
         if offload.cpu_bytes < chunk_bytes:
             raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
@@ -90,9 +96,14 @@ def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options
     assert tier is not None
     config = transfer_config(build(parse(options)).tier(tier))
     config.engine_id = "simulated"  # vLLM's default is a random number
+    return {"kv_transfer_config": config, "kv_shape": _kv_shape(engine, hardware)}
+
+
+def _kv_shape(engine: EngineSpec, hardware: HardwareSpec) -> KvShape:
+    block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
     layers = hardware.resolve_model().layers * hardware.tensor_parallel
     dtype = _DTYPES.get(hardware.kv_dtype_bytes, f"of {hardware.kv_dtype_bytes} bytes")
-    return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes, layers=layers, dtype=dtype)}
+    return KvShape(block_bytes, layers=layers, dtype=dtype)
 
 
 def tier_config(engine: EngineSpec) -> KvTierConfig | None:
@@ -117,12 +128,11 @@ def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> 
     layers, link = hardware.resolve_model().layers, build_link(hardware, cost)
     geometry = getattr(connector.connector_worker.spec, "geometry", None)
     if geometry is not None and geometry.record_bytes:
-        # A part of a chunk moves its share of the record. One copy moves a layer's record, where blocks are apart.
         rate = cost.quantise_bytes_per_s
         copies = SimulatedCopies(
             link,
-            block_bytes=geometry.chunk_bytes / geometry.blocks_per_chunk / devices,
-            copies_per_chunk=layers,
+            block_bytes=geometry.chunk_bytes / devices,
+            copies_per_block=layers,
             quantise_s_per_block=0.0 if rate is None else block_bytes / rate,
             num_devices=devices,
         )
@@ -187,6 +197,8 @@ class Tier:
         copies.step_begins(host_s, device_free_s)
         metadata = output.kv_connector_metadata
         self._connector.handle_preemptions(metadata)
+        if copies.auditor is not None:
+            copies.auditor.moved(output)
         ready_s = copies.host_s
         self._loads_in_step = bool(getattr(metadata, "in_step", ()))
         if self._loads_in_step:

@@ -34,8 +34,9 @@ class InOrder(Admission):
     def __post_init__(self) -> None:
         require(0 <= self.kv_reserve < 1, "admission.kv_reserve", self.kv_reserve, "at least 0 and less than 1")
 
-    def device_reserve(self, *, tier: bool) -> float:
-        """Return the share of the device's blocks that admissions leave to running requests."""
+    @property
+    def device_reserve(self) -> float:
+        """Share of the device's blocks that admissions leave to running requests."""
         return self.kv_reserve
 
     @property

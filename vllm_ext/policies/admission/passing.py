@@ -25,23 +25,20 @@ class PassAFew(Admission):
 
     kv_reserve: float = 0.05
     """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
-    kv_reserve_with_tier: float = 0.02
-    """The same where there is a KV tier: a preemption then costs a copy."""
     max_passed: int = 16
     """Requests that may be passed over in one step because they do not fit."""
     passed_s: float = 2.0
     """How long one may be passed since it first did not fit, in seconds."""
 
     def __post_init__(self) -> None:
-        for field in ("kv_reserve", "kv_reserve_with_tier"):
-            value = getattr(self, field)
-            require(0 <= value < 1, f"admission.{field}", value, "at least 0 and less than 1")
+        require(0 <= self.kv_reserve < 1, "admission.kv_reserve", self.kv_reserve, "at least 0 and less than 1")
         require(self.max_passed >= 0, "admission.max_passed", self.max_passed, "an integer of at least 0")
         require(self.passed_s >= 0, "admission.passed_s", self.passed_s, "seconds, at least 0")
 
-    def device_reserve(self, *, tier: bool) -> float:
-        """Return the share of the device's blocks that admissions leave to running requests."""
-        return self.kv_reserve_with_tier if tier else self.kv_reserve
+    @property
+    def device_reserve(self) -> float:
+        """Share of the device's blocks that admissions leave to running requests."""
+        return self.kv_reserve
 
     def select(self, step: Step, room: Room) -> None:
         """Take those who fit."""

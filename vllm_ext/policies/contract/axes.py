@@ -143,12 +143,9 @@ class Admission(Policy, ABC):
         """Whether it preempts, which needs KV blocks that can be counted: full attention."""
         return False
 
-    def device_reserve(self, *, tier: bool) -> float:
-        """Return the share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``.
-
-        Args:
-            tier: Whether there is a KV tier, so that preemptions cost less.
-        """
+    @property
+    def device_reserve(self) -> float:
+        """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
         return 0.0
 
     @abstractmethod

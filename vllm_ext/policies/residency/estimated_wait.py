@@ -21,6 +21,8 @@ class EstimatedWait(Residency):
 
         swap if  exposed * out + back < recompute
 
+    unless it costs less to keep it on the device in 8 bits, where there is room for that.
+
     Who leaves next is seen by Algorithm 2: all requests in order of rank, the first that fit into memory belong there,
     and the KV of the others is copied while they still run, so that little is left to copy when they go.
 
@@ -71,6 +73,8 @@ class EstimatedWait(Residency):
         if self.choose == SWAPPED:
             return Fate.SWAP
         swap_s = self.exposed * parting.out_s + parting.back_s
+        if parting.stay_s < min(swap_s, request.recompute_s):
+            return Fate.DEVICE_INT8
         return Fate.SWAP if swap_s < request.recompute_s else Fate.RECOMPUTE
 
     @property
