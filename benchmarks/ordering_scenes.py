@@ -157,6 +157,15 @@ PREDICTED, ANOTHERS = "alise, predicted", "alise, another's prediction"
 """By the predictor that ships, learned from others of the same file; and what it said of another request."""
 _PREDICTED = ((PREDICTED, "alise"), (ANOTHERS, "alise"), ("auto, predicted", "auto"))
 NEED_PREDICTIONS = tuple(name for name, _ in _PREDICTED)
+_FEWER_TOKENS: dict[str, Any] = {"max_num_batched_tokens": 512}
+OTHERWISE_TUNED: Mapping[str, dict[str, Any]] = {
+    "upstream tuned, 512 tokens": _FEWER_TOKENS,
+    "upstream tuned, 8192 tokens": {"max_num_batched_tokens": 8192},
+    "upstream tuned, 128 seats": {"max_num_seqs": 128},
+    "upstream tuned, 512 seats": {"max_num_seqs": 512},
+}
+"""What an operator could also turn: whether one of these is the better baseline is seen in the same table."""
+_TIER: dict[str, Any] = {"kv_tier": {"gib": 64.0}}
 _ORACLE: dict[str, Any] = {"options": {"allow_oracle": True}, "workload": {"announce": "hidden"}}
 SYSTEMS = {
     one.name: one
@@ -165,16 +174,22 @@ SYSTEMS = {
         Contender(name=TUNED, system="upstream-fcfs", engine={"watermark": WATERMARK}),
         Contender(name=AGAIN, system="upstream-fcfs", engine={"watermark": WATERMARK}),
         *(
+            Contender(name=name, system="upstream-fcfs", engine={"watermark": WATERMARK, **other})
+            for name, other in OTHERWISE_TUNED.items()
+        ),
+        *(
             Contender(name=name, system=name)
             for name in ("fcfs-tuned", "alise-published", "fastserve", "alise", "auto")
         ),
+        Contender(name="alise, 512 tokens", system="alise", engine=_FEWER_TOKENS),
         Contender(name="alise, lengths within 30 %", system="alise", workload=_HINT),
         *(Contender(name=name, system=system, workload={"announce": "predicted"}) for name, system in _PREDICTED),
         Contender(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),
         *(
-            Contender(name=f"{name}, tier", system=name, options={"kv_tier": {"gib": 64.0, "chunk_tokens": 16}})
-            for name in ("alise-published", "alise")
+            Contender(name=f"{name}, tier", system=name, options=_TIER)
+            for name in ("alise-published", "alise", "alise-ttft")
         ),
+        Contender(name="alise-ttft, lengths within 30 %, tier", system="alise-ttft", options=_TIER, workload=_HINT),
         Contender(name="oracle-alise", system="oracle-alise", **_ORACLE),
     )
 }

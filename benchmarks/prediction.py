@@ -5,12 +5,14 @@ are learned, the others judged, over three splits; no prompt and no conversation
 judged after the earlier ones were learned, as a server would. Across: learned on one set, judged on another.
 
 Rows: `ridge+neighbours` is the predictor that ships, `ridge` its regression alone, `mlp` a network in its place (as
-ALISE has, without the columns of conversations), `history` the law of the last 1000 lengths.
+ALISE has, without the columns of conversations), `history` the law of the last 1000 lengths. `--proxy` adds `proxy`,
+the encoder itself fine-tuned on the lengths; that takes minutes for each split, so there is one and fewer sets.
 
 Output: Kendall's tau, pinball loss of the log P50 and P90, P90 coverage, by data set, and their means; the goals.
 
     python benchmarks/prediction.py --quick
     python benchmarks/prediction.py --data DATA --cache CACHE --out benchmarks/results/prediction.json
+    python benchmarks/prediction.py --data DATA --cache CACHE --proxy --out benchmarks/results/prediction_proxy.json
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from prediction_models import MLP, RIDGE, ROWS, SHIPPED, Cached, made
+from prediction_models import MLP, PROXY, RIDGE, ROWS, SHIPPED, Cached, made
 
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.prediction import evaluate
@@ -47,6 +49,7 @@ SOURCES = {
 ALPACA = {"src": frozenset({"random9k", "subset5k"})}
 """Alpaca's uniform samples; its other rows were chosen for their quality."""
 ACROSS = (("dolly", "alpaca"), ("alpaca", "dolly"), ("sharegpt", "wildchat"), ("wildchat", "sharegpt"))
+PROXY_SETS = ("dolly", "alpaca", "wildchat", "sharegpt")
 ROWS_EACH = 3000
 SPLITS = 3
 _SHOWN = ("tau", "pinball", "coverage")
@@ -68,29 +71,31 @@ def main(argv: Sequence[str]) -> None:
     add_arguments(parser)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="public data; without it, made-up prompts")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keeps embeddings from run to run")
+    parser.add_argument("--proxy", action="store_true", help=f"add the row {PROXY}, on {', '.join(PROXY_SETS)}")
     parser.add_argument("--rows", type=int, default=ROWS_EACH, help=f"of each data set (default: {ROWS_EACH})")
     args = parser.parse_args(argv)
     encoder = Cached(Encoder(max_tokens=128, batch_size=16), args.cache)
     sets, sha256 = _sets(args, encoder)
-    splits = 1 if args.quick else SPLITS
+    splits = 1 if args.quick or args.proxy else SPLITS
+    compared = (*ROWS, PROXY) if args.proxy else ROWS
     scores: dict[Cell, dict[str, float]] = {}
     seconds: dict[str, float] = {}
     for name, rows in sets.items():
         parts: dict[Cell, list[dict[str, float]]] = {}
         for seed in range(args.seed, args.seed + splits):
             learned, judged = evaluate.split(rows, 0.3, seed)
-            for cell, score in _judged(name, learned, judged, encoder, seed, seconds):
+            for cell, score in _judged(compared, name, learned, judged, encoder, seed, seconds):
                 parts.setdefault(cell, []).append(score)
         scores |= {cell: {m: float(np.mean([s[m] for s in each])) for m in _SHOWN} for cell, each in parts.items()}
         print(f"{name}: {len(rows)} requests", file=sys.stderr, flush=True)
         encoder.keep()
-    for first, second in ACROSS:
+    for first, second in () if args.proxy else ACROSS:
         if first in sets and second in sets:
             judged = [done for done in sets[second] if done.prompt.turn == 0]
-            found = _judged(f"{first} > {second}", sets[first], judged, encoder, args.seed, seconds)
+            found = _judged(compared, f"{first} > {second}", sets[first], judged, encoder, args.seed, seconds)
             scores |= {cell: {m: score[m] for m in _SHOWN} for cell, score in found if cell.turns == "all"}
     metrics = {f"{c.row}/{c.where}/{c.turns}/{m}": v for c, score in scores.items() for m, v in score.items()}
-    means = _means(scores, list(sets))
+    means = _means(compared, scores, list(sets))
     metrics |= means | {f"{row}/fit_s": value for row, value in seconds.items()}
     result = Result(
         name="prediction", command=command(argv, "prediction.py"), seed=args.seed,
@@ -99,9 +104,9 @@ def main(argv: Sequence[str]) -> None:
             "sets": {name: len(rows) for name, rows in sets.items()},
         },
         workload=Workload(name="+".join(sets), rows=sum(map(len, sets.values())), sha256=sha256),
-        metrics=metrics, goals=[] if args.data is None else _goals(metrics),
+        metrics=metrics, goals=[] if args.data is None or args.proxy else _goals(metrics),
     )  # fmt: skip
-    emit(result, _tables(scores, means), args.out)
+    emit(result, _tables(compared, scores, means), args.out)
 
 
 def _sets(args: argparse.Namespace, encoder: Cached) -> tuple[dict[str, list[FinishedPrompt]], str]:
@@ -110,6 +115,8 @@ def _sets(args: argparse.Namespace, encoder: Cached) -> tuple[dict[str, list[Fin
     sets, sums = {}, hashlib.sha256()
     rows = 300 if args.quick else args.rows
     for name, path in list(SOURCES.items())[: 2 if args.quick else None]:
+        if args.proxy and name not in PROXY_SETS:
+            continue
         found = read(
             args.data / f"{path}.jsonl.gz", encoder.count_tokens, counter="word pieces", model="m",
             text=PromptText(max_tokens=128), where=ALPACA if name == "alpaca" else None, max_rows=rows, seed=args.seed,
@@ -135,10 +142,10 @@ def _made_up(seed: int) -> list[FinishedPrompt]:
 
 
 def _judged(
-    where: str, learned: list[FinishedPrompt], judged: list[FinishedPrompt], encoder: Cached, seed: int,
-    seconds: dict[str, float],
+    rows: Sequence[str], where: str, learned: list[FinishedPrompt], judged: list[FinishedPrompt], encoder: Cached,
+    seed: int, seconds: dict[str, float],
 ) -> Iterator[tuple[Cell, dict[str, float]]]:  # fmt: skip
-    for row in ROWS:
+    for row in rows:
         with tempfile.TemporaryDirectory(prefix="prediction-") as folder:
             predictor = made(row, encoder, Path(folder) / "p", seed)
             history = evaluate.History()
@@ -155,21 +162,21 @@ def _judged(
             yield Cell(row, where, "later"), evaluate.scores(said.where(said.turns > 0))
 
 
-def _means(scores: dict[Cell, dict[str, float]], sets: Sequence[str]) -> dict[str, float]:
+def _means(rows: Sequence[str], scores: dict[Cell, dict[str, float]], sets: Sequence[str]) -> dict[str, float]:
     return {
         f"{row}/mean/{m}": float(np.mean([scores[Cell(row, name, "all")][m] for name in sets]))
-        for row in ROWS
+        for row in rows
         for m in _SHOWN
     }  # fmt: skip
 
 
-def _tables(scores: dict[Cell, dict[str, float]], means: dict[str, float]) -> list[str]:
+def _tables(rows: Sequence[str], scores: dict[Cell, dict[str, float]], means: dict[str, float]) -> list[str]:
     tables = []
     for measure in _SHOWN:
         places = list(dict.fromkeys((cell.where, cell.turns) for cell in scores))
-        lines = [[where, turns, *(scores[Cell(row, where, turns)][measure] for row in ROWS)] for where, turns in places]
-        lines.append(["mean of sets", "all", *(means[f"{row}/mean/{measure}"] for row in ROWS)])
-        tables.append(f"{measure}\n{format_table(['data', 'turns', *ROWS], lines)}\n")
+        lines = [[where, turns, *(scores[Cell(row, where, turns)][measure] for row in rows)] for where, turns in places]
+        lines.append(["mean of sets", "all", *(means[f"{row}/mean/{measure}"] for row in rows)])
+        tables.append(f"{measure}\n{format_table(['data', 'turns', *rows], lines)}\n")
     return tables
 
 

@@ -1,4 +1,4 @@
-"""What prediction.py compares: the predictor that ships, parts of it, and a small network. A part of prediction.py."""
+"""What prediction.py compares: the predictor that ships, parts of it, and networks. A part of prediction.py."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.config_prediction import PredictorConfig
-from vllm_ext.prediction.encoder import Encoder
+from vllm_ext.prediction.encoder import Encoder, find_model
 from vllm_ext.prediction.evaluate import History
 from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.neighbours import Near
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
-SHIPPED, RIDGE, MLP, HISTORY = "ridge+neighbours", "ridge", "mlp", "history"
+SHIPPED, RIDGE, MLP, HISTORY, PROXY = "ridge+neighbours", "ridge", "mlp", "history", "proxy"
 ROWS = (SHIPPED, RIDGE, MLP, HISTORY)
+"""What is always compared; `PROXY` takes minutes a data set and is asked for."""
 _LEVELS = np.linspace(0.0125, 0.9875, 40)
 Vectors = npt.NDArray[np.float32]
 
@@ -63,23 +64,25 @@ class RidgeAlone(LearnedPredictor):
         return [Near(np.empty(0, np.int64), np.empty(0))] * len(prompts)
 
 
-class Mlp:
-    """The decoder of ALISE's kind: a network from the embedding and the log prompt length to the log length.
+class Network:
+    """A model of the log length, trained once.
 
     Its residuals on a held-out fifth make the law, as the regression's do.
     """
 
+    name = ""
+
     def __init__(self, encoder: Cached, seed: int) -> None:
         self._encoder, self._seed = encoder, seed
         self._rows: list[FinishedPrompt] = []
-        self._model: Any = None
         self._residuals = np.zeros(1)
 
     def predict(self, prompts: Sequence[Prompt]) -> list[Prediction | None]:
         """Answer with the network."""
-        points = self._model.predict(self._columns(prompts))
+        points = self._points(prompts)
         return [
-            Prediction(LengthLaw.of(np.exp(np.clip(point + self._residuals, 0, 13)).round()), MLP) for point in points
+            Prediction(LengthLaw.of(np.exp(np.clip(point + self._residuals, 0, 13)).round()), self.name)
+            for point in points
         ]
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
@@ -88,18 +91,11 @@ class Mlp:
 
     def fit(self) -> None:
         """Train."""
-        from sklearn.neural_network import MLPRegressor
-
         order = np.random.default_rng(self._seed).permutation(len(self._rows))
         held, used = order[: len(order) // 5], order[len(order) // 5 :]
-        x = self._columns([done.prompt for done in self._rows])
-        y = np.log([done.tokens for done in self._rows])
-        self._model = MLPRegressor(
-            hidden_layer_sizes=(512, 256), early_stopping=True, validation_fraction=0.15, n_iter_no_change=6,
-            max_iter=60, alpha=1e-2, batch_size=64, random_state=self._seed,
-        )  # fmt: skip
-        self._model.fit(x[used], y[used])
-        self._residuals = np.quantile(y[held] - self._model.predict(x[held]), _LEVELS)
+        prompts, logs = [done.prompt for done in self._rows], np.log([done.tokens for done in self._rows])
+        self._train([prompts[i] for i in used], logs[used])
+        self._residuals = np.quantile(logs[held] - self._points([prompts[i] for i in held]), _LEVELS)
 
     def status(self) -> dict[str, int]:
         """As of `PromptPredictor`."""
@@ -108,10 +104,89 @@ class Mlp:
     def close(self) -> None:
         """Nothing to let go of."""
 
+    def _train(self, prompts: Sequence[Prompt], logs: npt.NDArray[np.float64]) -> None:
+        raise NotImplementedError
+
+    def _points(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64]:
+        raise NotImplementedError
+
+
+class Mlp(Network):
+    """The decoder of ALISE's kind: a network from the embedding and the log prompt length to the log length."""
+
+    name = MLP
+
+    def _train(self, prompts: Sequence[Prompt], logs: npt.NDArray[np.float64]) -> None:
+        from sklearn.neural_network import MLPRegressor
+
+        self._model = MLPRegressor(
+            hidden_layer_sizes=(512, 256), early_stopping=True, validation_fraction=0.15, n_iter_no_change=6,
+            max_iter=60, alpha=1e-2, batch_size=64, random_state=self._seed,
+        )  # fmt: skip
+        self._model.fit(self._columns(prompts), logs)
+
+    def _points(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = self._model.predict(self._columns(prompts))
+        return found
+
     def _columns(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64]:
         vectors = self._encoder.encode([prompt.text for prompt in prompts])
         tokens = np.log1p([prompt.prompt_tokens for prompt in prompts])
         return np.concatenate((vectors * np.sqrt(vectors.shape[1]), tokens[:, None] / 2), axis=1, dtype=np.float64)
+
+
+class Proxy(Network):
+    """A proxy model as others serve with: the whole encoder fine-tuned, with a linear head, on the log length.
+
+    Source: SSJF (Qiu et al., 2024), whose proxy is BERT-base; here it is the encoder that the predictor ships with, so
+    that fine-tuning and not size is what differs.
+    """
+
+    name = PROXY
+    _BATCH, _EPOCHS, _MAX_TOKENS = 16, 3, 128
+
+    def _train(self, prompts: Sequence[Prompt], logs: npt.NDArray[np.float64]) -> None:
+        import torch
+        from sentence_transformers import SentenceTransformer
+
+        torch.manual_seed(self._seed)
+        self._body = SentenceTransformer(str(find_model(None)[1]), device="cpu")
+        self._head = torch.nn.LazyLinear(1)
+        self._forward(prompts[:1])  # the head takes the encoder's width
+        self._centre, self._spread = float(logs.mean()), float(logs.std()) or 1.0
+        targets = torch.tensor((logs - self._centre) / self._spread, dtype=torch.float32)
+        optimiser = torch.optim.AdamW(
+            [{"params": self._body.parameters(), "lr": 5e-5}, {"params": self._head.parameters(), "lr": 1e-3}]
+        )
+        steps = self._EPOCHS * -(-len(prompts) // self._BATCH)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, [5e-5, 1e-3], total_steps=steps, pct_start=0.1)
+        by_length = np.argsort([prompt.prompt_tokens for prompt in prompts], kind="stable")
+        batches = np.array_split(by_length, -(-len(prompts) // self._BATCH))  # alike in length: less padding
+        rng = np.random.default_rng(self._seed)
+        self._body.train()
+        for _ in range(self._EPOCHS):
+            for number in rng.permutation(len(batches)):
+                chosen = batches[number]
+                loss = torch.nn.functional.mse_loss(self._forward([prompts[i] for i in chosen]), targets[chosen])
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                schedule.step()
+        self._body.eval()
+
+    def _points(self, prompts: Sequence[Prompt]) -> npt.NDArray[np.float64]:
+        import torch
+
+        with torch.inference_mode():
+            found = [self._forward(prompts[i : i + 64]).numpy() for i in range(0, len(prompts), 64)]
+        return np.concatenate(found).astype(np.float64) * self._spread + self._centre
+
+    def _forward(self, prompts: Sequence[Prompt]) -> Any:
+        tokens = self._body.tokenizer(
+            [prompt.text for prompt in prompts],
+            padding=True, truncation=True, max_length=self._MAX_TOKENS, return_tensors="pt",
+        )  # fmt: skip
+        return self._head(self._body(dict(tokens))["sentence_embedding"]).squeeze(1)
 
 
 class Silent(History):
@@ -136,7 +211,7 @@ def made(name: str, encoder: Cached, folder: Path, seed: int) -> Any:
     """Return a new predictor of a row."""
     if name == HISTORY:
         return Silent()
-    if name == MLP:
-        return Mlp(encoder, seed)
+    if name in (MLP, PROXY):
+        return (Mlp if name == MLP else Proxy)(encoder, seed)
     kind = LearnedPredictor if name == SHIPPED else RidgeAlone
     return kind(PredictorConfig(batch_size=512, seed=seed), folder, encoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,13 @@ def papers(root: Path) -> str:
     return table(["figure", "claim", "paper", "ours", "reached"], rows)
 
 
-def ordering_predicted(root: Path) -> str:
+def ordering(root: Path, name: str) -> str:
     """Geometric means over the workloads, tuned vLLM's over the system's, by load."""
-    result = Result(root, "ordering_predicted.json")
+    result = Result(root, name)
     baselines = result.data["baselines"]
     loads = sorted(result.setting("loads"))
-    kinds = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "longest gap": "ratio",
-             "share on time": "points"}  # fmt: skip
+    kinds = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "P90 TTFT": "ratio",
+             "longest gap": "ratio", "share on time": "points"}  # fmt: skip
 
     def cell(system: str, measure: str) -> str:
         found = baselines.get(system, result.data["metrics"])
@@ -224,6 +225,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "sizes": sizes,
     "step-cost": step_cost,
     "papers": papers,
-    "ordering-predicted": ordering_predicted,
+    "ordering": functools.partial(ordering, name="ordering.json"),
+    "ordering-tuned": functools.partial(ordering, name="ordering_tuned.json"),
+    "ordering-predicted": functools.partial(ordering, name="ordering_predicted.json"),
 }
 """The tables by the names that pages call them by."""

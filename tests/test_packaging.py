@@ -25,6 +25,7 @@ from vllm_ext.repro import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
+SOURCES = (".py", ".cpp")
 PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction")
 """All that `make setup` installs for the CPU, without dependency resolution."""
 CHEAPEST_STUDY = "alise-table3"
@@ -73,11 +74,12 @@ def test_wheel_ships_every_module_under_vllm_ext(wheel: Path) -> None:
     expected = {
         f"{prefix}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, prefix in prefixes.items()
-        for path in (ROOT / folder).rglob("*.py")
+        for suffix in SOURCES
+        for path in (ROOT / folder).rglob(f"*{suffix}")
     }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {name for name in names if name.endswith(".py")} == expected
+    assert {name for name in names if name.endswith(SOURCES)} == expected
     assert {"vllm_ext/patches/__init__.py", "vllm_ext/kernels/__init__.py", "vllm_ext/py.typed"} <= names
 
 

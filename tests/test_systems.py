@@ -167,7 +167,7 @@ def test_a_clash_names_the_axis_and_both_systems() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "alise+nonsense", "", "+", "alise+", "ALISE", " alise"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match="fcfs, fcfs-tuned, fair, alise, oracle-alise"):
+    with pytest.raises(ConfigError, match="fcfs, fcfs-tuned, fair, alise, alise-ttft, oracle-alise"):
         resolve(name)
 
 
@@ -283,5 +283,5 @@ def test_every_row_can_be_built_and_says_what_it_is() -> None:
 def test_only_systems_that_look_at_lengths_start_a_predictor() -> None:
     use = {s.name for s in ROWS if build(ExtConfig(system=s.name, allow_oracle=True)).use_predictions}
     serving = {name for name in use if not name.startswith("oracle-")}
-    assert serving == {"alise", "accelgen", "accelgen-no-chunk", "accelgen-no-order",
+    assert serving == {"alise", "alise-ttft", "accelgen", "accelgen-no-chunk", "accelgen-no-order",
                        "accelgen-no-batch", "accelgen-no-era", "auto"}  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_ext.config_attention import AttentionConfig
 from vllm_ext.config_checks import KEY, ConfigError, boolean, integer, number, parameters, strings, text
 from vllm_ext.config_flags import FLAGS, Flag, comma_list, merge_flags
 from vllm_ext.config_kv import KvTierConfig
@@ -24,6 +25,7 @@ __all__ = [
     "KEY",
     "RETRIEVAL",
     "SOURCES",
+    "AttentionConfig",
     "ConfigError",
     "ExtConfig",
     "Flag",
@@ -76,6 +78,9 @@ class ExtConfig:
     kv_tier: KvTierConfig = field(default_factory=KvTierConfig)
     """KV blocks in host memory."""
 
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """Which kernel computes attention."""
+
     modules: tuple[str, ...] = ()
     """Python modules imported first; they register further systems."""
 
@@ -112,6 +117,8 @@ class ExtConfig:
             raise ConfigError("slo", self.slo, "must be a SloConfig")
         if not isinstance(self.kv_tier, KvTierConfig):
             raise ConfigError("kv_tier", self.kv_tier, "must be a KvTierConfig")
+        if not isinstance(self.attention, AttentionConfig):
+            raise ConfigError("attention", self.attention, "must be an AttentionConfig")
         strings("policies", self.policies)
         strings("modules", self.modules)
         for module in self.modules:
@@ -156,6 +163,8 @@ def parse(raw: Mapping[str, Any]) -> ExtConfig:
         values["slo"] = _slo(values["slo"])
     if "kv_tier" in values and not isinstance(values["kv_tier"], KvTierConfig):
         values["kv_tier"] = KvTierConfig(**_known_keys("kv_tier", values["kv_tier"], KvTierConfig))
+    if "attention" in values and not isinstance(values["attention"], AttentionConfig):
+        values["attention"] = AttentionConfig(**_known_keys("attention", values["attention"], AttentionConfig))
     for axis in AXES:
         if isinstance(values.get(axis), Mapping):
             values[axis] = copy.deepcopy(dict(values[axis]))

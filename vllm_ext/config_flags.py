@@ -55,6 +55,8 @@ _GAMMA = {"normalised": 0.25, "mean": 0.5, "tail": 1.0}
 
 def gamma_for(text: str) -> float:
     """Return the power of waiting for ``normalised``, ``mean`` or ``tail``."""
+    if text == "ttft":
+        raise argparse.ArgumentTypeError("'ttft': is a system of its own, --scheduler-cls alise-ttft, with a KV tier")
     if text not in _GAMMA:
         raise argparse.ArgumentTypeError(f"{text!r}: must be one of {', '.join(_GAMMA)}")
     return _GAMMA[text]
@@ -107,7 +109,8 @@ FLAGS: tuple[Flag, ...] = (
         path=("ordering", "gamma"),
         type=gamma_for,
         metavar="WHAT",
-        help="What alise and auto make short: normalised (latency per token), mean (the default), or tail.",
+        help="What alise and auto make short: normalised (latency per token), mean (the default), or tail; "
+        "for first tokens there is --scheduler-cls alise-ttft.",
     ),
     Flag(
         name="--ext-share-by",
@@ -169,6 +172,13 @@ FLAGS: tuple[Flag, ...] = (
         path=("kv_tier", "admin"),
         type=bool,
         help="Whether conversations in the KV tier can be listed, pinned and dropped with the key VLLM_EXT_ADMIN_KEY.",
+    ),
+    Flag(
+        name="--ext-attention-kernel",
+        path=("attention", "kernel"),
+        type=str,
+        metavar="WHICH",
+        help="Attention kernel: stock (vLLM's, the default), own, or auto: whichever was faster at start.",
     ),
     Flag(
         name="--ext-policy",

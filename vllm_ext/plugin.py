@@ -6,6 +6,7 @@ It makes `--scheduler-cls NAME` and our flags known and does nothing else until 
 from __future__ import annotations
 
 import logging
+import sys
 
 _registered = False
 
@@ -32,6 +33,7 @@ def register() -> None:
         registry.install("base", check=False)  # these check themselves once a feature is chosen
     except Exception as error:  # noqa: BLE001 - an installed but unused package must not keep vLLM from starting
         _logger().warning("vllm-ext is inactive, vLLM runs without it: %s", error)
+    _take_attention_slot()
     from vllm_ext import envs
 
     if envs.bench_forced_length():
@@ -42,6 +44,26 @@ def register() -> None:
         from vllm_ext.observability import step_record
 
         step_record.install()
+
+
+def _take_attention_slot() -> None:
+    """Let engines be told to use our attention backend, and an engine core divide its memory; nothing else changes.
+
+    Both check themselves once a feature is chosen.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext.attention.slot import take_slot
+    from vllm_ext.patches import registry
+
+    try:
+        take_slot()
+        if current_platform.is_cpu():
+            registry.install("attention-slot", check=False)
+        if "vllm.v1.engine.core" in sys.modules:  # this is an engine core's process; else it is imported by nobody yet
+            registry.install("kv-arena", check=False)
+    except Exception as error:  # noqa: BLE001 - as above
+        _logger().warning("vllm-ext can't serve attention, nor keep KV in 8 bits on the device: %s", error)
 
 
 def _logger() -> logging.Logger:

@@ -119,7 +119,7 @@ def test_worse_kv_is_seen() -> None:
     metrics, beside = quality.measure(found, 4, 0)
     assert metrics["logprob_change_mean_abs_nats"] > 0
     assert metrics["judged_tokens"] == 4 * 127
-    assert set(beside) == {"bf16_kv_against_fp32_kv", "int8_group_16", "int8_group_32", "int8_group_128"}
+    assert set(beside) == {"bf16_kv_against_fp32_kv", "int8_block_16", "int8_block_32", "int8_block_128"}
 
 
 # --- errors and speed -------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ def test_an_error_beyond_what_is_allowed_is_seen(monkeypatch: pytest.MonkeyPatch
     error = script("kv_quant_error")
     exact = error.reference.dequantise
 
-    def one_too_high(records: Any, ids: Any, pages: torch.Tensor, fmt: Any) -> None:
-        exact(records, ids, pages, fmt)
+    def one_too_high(records: Any, pages: torch.Tensor, ids: Any, fmt: Any) -> None:
+        exact(records, pages, ids, fmt)
         pages[0, 7] *= 1.1
 
     monkeypatch.setattr(error.reference, "dequantise", one_too_high)
@@ -153,7 +153,7 @@ def test_copies_and_8_bits_are_measured_in_turns(layout: str, monkeypatch: pytes
     store, load = speed.measure(layout, 32, "warm", 0.5, 3, 0, lambda: float(next(ticks)))
     assert (store.direction, load.direction) == ("store", "load")
     assert store.ratios == load.ratios == (1.0, 1.0, 1.0), "a tick each"
-    assert store.bytes == 2 * PageLayout.rows(torch.bfloat16, 8, 128, 64).page_bytes
+    assert store.bytes == 4 * PageLayout.rows(torch.bfloat16, 8, 128, 32).page_bytes
     assert store.metrics()[f"{layout}_block32_warm_store_time_over_copy"] == 1.0
 
 
@@ -172,9 +172,9 @@ def test_smallest_run_prints_tables_and_one_line_of_json(
     printed = capsys.readouterr()
     result = json.loads(printed.out.splitlines()[-1])
     assert result == json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert result["metrics"]["group_64_times_smaller_than_bf16"] == pytest.approx(1.9104, abs=1e-4)
+    assert result["metrics"]["block_64_times_smaller_than_bf16"] == pytest.approx(1.8824, abs=1e-4)
     assert {goal["metric"] for goal in result["goals"]} == {
-        "group_64_times_smaller_than_bf16", "cpu_block32_cold_store_time_over_copy",
+        "block_64_times_smaller_than_bf16", "cpu_block32_cold_store_time_over_copy",
         "rows_block32_cold_store_time_over_copy", "worst_error_over_allowed", "perplexity_change_abs_percent",
     }  # fmt: skip
     assert "greedy_same_16_tokens_share" in printed.err

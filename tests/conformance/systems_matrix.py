@@ -60,6 +60,12 @@ SYSTEMS = (
         aging_bound_s=COST_BOUND_S,
         unaged=_NOT_AGED,
     ),
+    Row(
+        name="alise-ttft",
+        options={"system": "alise-ttft", "ordering": {**_COST_AGING, "back_after_s": 0.5}},
+        aging_bound_s=COST_BOUND_S,
+        unaged=_NOT_AGED,
+    ),
     Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
     Row(
         name="fair",

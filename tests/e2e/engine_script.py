@@ -2,18 +2,19 @@
 
     python engine_script.py JOB.json RESULT.json
 
-A job is ``{"boot": "plain" | "async" | "v2", "run": run}``; a run is ``{"name", "engine": {LLM arguments}, "arrivals":
-[{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps ``"odd_loads"`` or
-``"odd_gaps"``: see there; ``"leavers"``: {phase: [ids]}, see `odd_aborts`; ``"naps"``: {step: level of sleep}; or
-``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again; or ``"record"``:
+A job is ``{"boot": "plain" | "async" | "v2" | "cuda", "run": run}``; a run is ``{"name", "engine": {LLM arguments},
+"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
+``"odd_loads"``, ``"odd_gaps"`` or ``"odd_records"``: see there; ``"leavers"``: {phase: [ids]}, see `odd_aborts`;
+``"naps"``: {step: level of sleep}; or ``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU,
+and import it again; or ``"record"``:
 whether what the scheduler is told and decides is recorded. An arrival may
 name the turn it comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives
 in this process, so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a
 clock by which a step takes the time that its tokens say, so that they decide alike on every machine, whatever else it
 does: a run is reproducible up to the steps after which copies of KV are there.
 
-``v2`` needs a process of its own, because Triton must be changed before vLLM is imported; the others may be forks of
-one that has imported it (`fork_server`).
+``v2`` and ``cuda`` need processes of their own, because Triton must be changed before vLLM is imported; the others may
+be forks of one that has imported it (`fork_server`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ def boot(kind: str) -> None:
 
         interp_boot.install()
 
-    {"plain": plain, "async": asynchronous, "v2": v2}[kind]()
+    def cuda() -> None:
+        import cuda_boot
+
+        cuda_boot.install()
+
+    {"plain": plain, "async": asynchronous, "v2": v2, "cuda": cuda}[kind]()
 
 
 def sampling_params(raw: dict[str, Any]) -> Any:
@@ -96,6 +102,8 @@ def go_by_steps(scheduler: Any) -> None:
     from vllm_ext.simulation.virtual_clock import VirtualClock
 
     clock = VirtualClock(time.monotonic())  # which the scheduler may have seen
+    if scheduler.place is not None:
+        scheduler.price_records(1e10)
     finish_step = scheduler.update_from_output
 
     def timed(step: Any, output: Any) -> Any:
@@ -208,12 +216,17 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         import odd_gaps
 
         before_step = odd_gaps.install(spec["odd_gaps"], core)
+    if "odd_records" in spec:
+        import odd_records
+
+        before_step = odd_records.install(spec["odd_records"], core)
+    poisons = before_step
     leavers = None
     if "leavers" in spec:
         import odd_aborts
 
         leavers = odd_aborts.Leavers(llm.llm_engine, core, spec["leavers"])
-        before_step = leavers.before_step
+        before_step = leavers.before_step if poisons is None else _both(leavers.before_step, poisons)
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
     outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {
@@ -224,6 +237,8 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "preemption_reasons": steered_state(core.scheduler).get("preemptions", {}),
         "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
         "gaps": steered_state(core.scheduler).get("kv_gaps", {}),
+        "kv_device": steered_state(core.scheduler).get("kv_device", {}),
+        "attention": core.vllm_ext_state().get("attention", {}) if hasattr(core.scheduler, "clock") else {},
         "left": {} if leavers is None else leavers.left,
         "fullest": 0.0 if leavers is None else leavers.fullest,
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
@@ -240,6 +255,14 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     }
     core.shutdown()
     return result
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def before_step() -> None:
+        first()
+        second()
+
+    return before_step
 
 
 def _record(scheduler: Any) -> dict[str, Any]:

@@ -57,6 +57,10 @@ class Outcome:
     fallbacks: int
     gaps: dict[str, int]
     """What was done about gaps in kept KV; empty where they are not crossed."""
+    kv_device: dict[str, Any]
+    """What became of KV in 8 bits on the device; empty where none is kept so."""
+    attention: dict[str, Any]
+    """Steps and tokens by kernel; empty where vLLM's own backend serves."""
     left: dict[str, str]
     """Requests that their clients aborted, and what they did then; see `odd_aborts`."""
     fullest: float
@@ -142,7 +146,7 @@ class Engines:
 
         Args:
             runs: See `engine_script`.
-            boot: ``plain``, ``async`` or ``v2``.
+            boot: ``plain``, ``async``, ``v2`` or ``cuda``.
 
         Raises:
             RuntimeError: An engine failed; the message ends with its log.
@@ -175,8 +179,8 @@ class Engines:
         return Outcome(**json.loads(result.read_text()), log=str(log))
 
     def _forks(self, boot: str) -> ForkServer | None:
-        """What to fork from: nothing for the V2 runner, since Triton must be changed before vLLM is imported."""
-        if boot == "v2":
+        """What to fork from: nothing where Triton must be changed before vLLM is imported."""
+        if boot in ("v2", "cuda"):
             return None
         if self._server is None:
             self._server = self._own = ForkServer(self._folder / "forks.log")

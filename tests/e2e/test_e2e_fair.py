@@ -15,8 +15,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 FLOOD, TOKENS = 12, 100
 
 
-async def served_before(server: Served) -> int:
-    """Return how many of a flood's requests ended before the one that another client sent into it."""
+async def served_around(server: Served) -> tuple[int, int]:
+    """Return how many of a flood's requests ended while another client's, sent into it, was served, and how many later.
+
+    Of those that had ended before it was sent, which on a busy machine may be several, nothing is said.
+    """
     ended: list[str] = []
 
     async def send(client: httpx.AsyncClient, key: str) -> None:
@@ -30,9 +33,9 @@ async def served_before(server: Served) -> int:
         await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
         before = len(ended)
         await send(client, "other")
-        found = ended.index("other") - before
+        meanwhile = ended.index("other") - before
         await asyncio.gather(*flood)
-    return found
+    return meanwhile, len(ended) - 1 - ended.index("other")
 
 
 @pytest.mark.parametrize("system", ["fair", "fcfs-tuned"])
@@ -42,8 +45,8 @@ def test_a_client_that_floods_the_server_waits_behind_itself(
     by_key = ["--ext-share-by", "key"] if system == "fair" else []
     args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1"]
     with Served(llama, args, log_path=tmp_path / "server.log", forks=forks) as server:
-        found = asyncio.run(served_before(server))
+        meanwhile, later = asyncio.run(served_around(server))
     if system == "fair":
-        assert found <= 2  # who runs, and one whose turn came meanwhile
+        assert meanwhile <= 2  # who runs, and one whose turn came meanwhile
     else:
-        assert found >= FLOOD - 3
+        assert later <= 2  # those that were sent as late

@@ -22,10 +22,10 @@ ADMIN_KEY = "secret-of-the-administrator"
 SALT = "secret-of-a-tenant"
 TIER = "/vllm-ext/kv-tier"
 CHUNK, CHUNKS = 32, 24
-CHUNK_BYTES = 18944
+CHUNK_BYTES = 20480
 """Of the tiny model, in 8 bits."""
 PROMPT_TOKENS = 3 * CHUNK + 8
-OPTIONS = {"vllm_ext": {**EAGER["vllm_ext"], "kv_tier": {"chunk_tokens": CHUNK, "pin_share": 0.5, "store": "early"}}}
+OPTIONS = {"vllm_ext": {**EAGER["vllm_ext"], "kv_tier": {"pin_share": 0.5, "store": "early"}}}
 _openings = itertools.count(10, 8)
 
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.e2e
 MIB = 1 / 1024
 """In GiB."""
 FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 16, "max_model_len": 448, "max_num_seqs": 4}
+FEW_LARGE_BLOCKS: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 9, "block_size": 64}
 ROOM: Mapping[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
 NUM, USER_TOKENS, ANSWER_TOKENS = 3, 100, 40
 FIRST = conversations(seed=8, num=NUM, turns=1, user_tokens=USER_TOKENS, answer_tokens=ANSWER_TOKENS)
@@ -65,7 +66,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama:
         [
             spec("computed", llama, FIRST, **ROOM),
             spec("whole", llama, FIRST, **tier(whole)),
-            spec("eight", llama, FIRST, **tier(eight, bits=8, chunk_tokens=32)),
+            spec("eight", llama, FIRST, **tier(eight, bits=8)),
             spec("turns", llama, TURNS, **ROOM),
             spec("turns-small", llama, TURNS, **tier(None, gib=0.4 * MIB)),
             spec("turns-small-disk", llama, TURNS, **tier(small, gib=0.4 * MIB)),
@@ -76,8 +77,8 @@ def story(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama:
         [
             spec("computed", llama, turns, **ROOM),
             spec("whole", llama, turns, **tier(whole)),
-            spec("eight", llama, turns, **tier(eight, bits=8, chunk_tokens=32)),
-            spec("other-format", llama, turns, **tier(whole, chunk_tokens=64)),
+            spec("eight", llama, turns, **tier(eight, bits=8)),
+            spec("other-format", llama, turns, **{**tier(whole), **FEW_LARGE_BLOCKS}),
         ]
     )
     for path in whole.rglob("*.kv"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import Engines, Outcome
-from test_e2e_kv_tier import FEW_BLOCKS, LONGS, PRESSED, ROOM, TURNS, assert_same, spec, tier
+from test_e2e_kv_tier import FEW_BLOCKS, FEW_LARGE_BLOCKS, LONGS, PRESSED, ROOM, TURNS, assert_same, spec, tier
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +29,7 @@ def runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
         spec("turns", llama, TURNS, **ROOM),
         spec("longs", llama, LONGS, **ROOM),
         turns("turns-step", llama),
-        turns("turns-64-tokens", llama, chunk_tokens=64),
+        turns("turns-64-tokens", llama, engine=FEW_LARGE_BLOCKS),
         turns("turns-ahead", llama, store="ahead"),
         turns("turns-auto", llama, load="auto"),
         turns("turns-compiled", llama, engine={"enforce_eager": False}),

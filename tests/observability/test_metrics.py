@@ -252,11 +252,39 @@ def test_what_becomes_of_preempted_requests_begins_at_zero() -> None:
     assert [read(f"wait_{name}_seconds_total") for name in ("expected", "actual", "error")] == [3.0, 5.0, 2.5]
 
 
+def test_attention_is_counted_by_kernel_and_by_format() -> None:
+    read = Feed("attention_")
+    read.feed.update(state())
+    assert read("steps_total", kernel="own") is None
+    read.feed.update(state(attention={"steps": {"own": 3}, "tokens": {"own bfloat16": 70, "own int8": 30}}))
+    later = {"steps": {"own": 5, "stock": 1}, "tokens": {"own bfloat16": 90, "own int8": 30, "stock bfloat16": 8}}
+    read.feed.update(state(attention=later))
+    assert [read("steps_total", kernel=kernel) for kernel in ("own", "stock")] == [5, 1]
+    kinds = [("own", "bfloat16"), ("own", "int8"), ("stock", "bfloat16")]
+    assert [read("tokens_total", kernel=kernel, format=kept) for kernel, kept in kinds] == [90, 30, 8]
+
+
 @pytest.mark.parametrize("name", ["stored_chunks_total", "waits_total", "used_chunks"])
 def test_without_a_tier_there_are_no_such_metrics(name: str) -> None:
     read = Feed("kv_tier_")
     read.feed.update(state(fates={"keep": 3}, waits_compared=4))
     assert read(name) is None
+
+
+def test_records_on_the_device_are_counted_and_there_are_none_without_an_arena() -> None:
+    read = Feed("kv_device_record")
+    read.feed.update(state())
+    assert read("s", state="kept") is None
+    first = {
+        "records": {"held": 2, "kept": 5, "empty": 23}, "moves": {"demoted": 9, "partial": 1}, "forgotten": {"lost": 1},
+        "read_tokens": 128, "resumed_tokens": 30,
+    }  # fmt: skip
+    read.feed.update(state(kv_device=first))
+    read.feed.update(state(kv_device={**first, "moves": {"demoted": 12, "partial": 1, "resumed": 1}}))
+    assert [read("s", state=kind) for kind in ("held", "kept", "empty")] == [2, 5, 23]
+    assert [read("_moves_total", kind=kind) for kind in ("demoted", "partial", "resumed")] == [12, 1, 1]
+    assert read("s_forgotten_total", reason="lost") == 1
+    assert (read("s_read_tokens_total"), read("s_resumed_tokens_total")) == (128, 30)
 
 
 def test_totals_of_gaps_become_increments_and_there_are_none_where_gaps_are_not_crossed() -> None:

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import (
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse, UsageInfo
 
 from vllm_ext.observability import slo_report
-from vllm_ext.observability.slo_account import Judged
+from vllm_ext.observability.judged import Judged
 from vllm_ext.observability.slo_report import Report, along, asked, expect
 from vllm_ext.slo import NO_SLO, Slo
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from vllm_ext.config import PredictionConfig
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.law import LengthLaw
-from vllm_ext.prediction.length import LengthPredictor, LengthQuery
+from vllm_ext.prediction.length import LengthPredictor
+from vllm_ext.prediction.query import LengthQuery
 
 
 def predictor(**options: object) -> LengthPredictor:

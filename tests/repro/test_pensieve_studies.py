@@ -23,7 +23,7 @@ def test_kv_of_each_gpu_takes_40_gb() -> None:
     """OPT-13B has 819,200 bytes of KV per token; of Llama 2-70B a GPU holds 2 of 8 heads, 81,920 bytes per token."""
     for model, token_bytes in (("opt-13b", 819_200), ("llama-2-70b", 81_920)):
         made = spec(base.PREFIX, model)
-        assert engine_blocks(made) == 40_000_000_000 // (16 * token_bytes)
+        assert engine_blocks(made) == 40_000_000_000 // (32 * token_bytes)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "opt-66b"])

@@ -65,7 +65,10 @@ def audit_blocks(scheduler: Scheduler) -> None:
     free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     if len(free) != pool.get_num_free_blocks():
         raise AuditError(f"{len(free)} blocks in the free queue, counted as {pool.get_num_free_blocks()}")
-    holders: Counter[int] = Counter()
+    if records := sorted(block_id for block_id in free if block_id >= pool.num_gpu_blocks):
+        raise AuditError(f"records among the blocks that new tokens get: {records}")
+    holders: Counter[int] = Counter(_partials(scheduler))
+    free |= _free_records(scheduler)
     first_place: dict[int, tuple[int, str]] = {}
     for req_id, place, block_id in _held(scheduler):
         holders[block_id] += 1
@@ -83,8 +86,27 @@ def audit_blocks(scheduler: Scheduler) -> None:
             raise AuditError(
                 f"block {block.block_id}: ref_cnt {block.ref_cnt}, in free queue: {block.block_id in free}"
             )
-    if len(free) + len(holders) != pool.num_gpu_blocks - 1:  # the null block is neither
-        raise AuditError(f"{len(free)} free + {len(holders)} held of {pool.num_gpu_blocks - 1}")
+    if len(free) + len(holders) != len(pool.blocks) - 1:  # the null block is neither
+        raise AuditError(f"{len(free)} free + {len(holders)} held of {len(pool.blocks) - 1}")
+
+
+def _free_records(scheduler: Scheduler) -> set[int]:
+    """Records of 8 bits that nobody holds; none where there are no records."""
+    records = getattr(scheduler, "records", None)
+    if records is None:
+        return set()
+    return {record.block_id for record in records.lanes.records.get_all_free_blocks()}
+
+
+def _partials(scheduler: Scheduler) -> list[int]:
+    """Records that are held for requests that wait."""
+    records = getattr(scheduler, "records", None)
+    if records is None:
+        return []
+    waiting = {r.request_id for r in scheduler.waiting}
+    if strangers := sorted(records._partials.keys() - waiting):
+        raise AuditError(f"records are held for requests that don't wait: {strangers}")
+    return [partial.record.block_id for partial in records._partials.values()]
 
 
 def audit_drained(scheduler: Scheduler) -> None:

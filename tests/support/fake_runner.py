@@ -10,6 +10,7 @@ carries resumed requests as new ones, the V2 runner (``v1/worker/gpu/model_runne
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_ext.kv.gap_layout import ATTRIBUTE, GapLayout
+from vllm_ext.kv.device.step import Direction, step_of
+from vllm_ext.kv.gaps.layout import ATTRIBUTE, GapLayout
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 
 FIRST_TOKEN_ID = 16
@@ -46,9 +48,21 @@ class KVLedger:
     """What every slot of the KV pool holds, as a hash of the whole prefix that produced it."""
 
     block_size: int
+    num_blocks: float = math.inf
+    """Blocks; ids from here on are records of 8 bits, which no step writes to."""
     epoch: int = 0
     """Mixed into every hash; raised when the weights (and so all KV) are declared stale."""
     slots: dict[int, int] = field(default_factory=dict)
+
+    def move(self, source: int, target: int, num_tokens: int | None) -> None:
+        """Copy what a block or a record holds; of one that is not full, nothing behind its tokens is kept."""
+        size = self.block_size
+        for offset in range(size):
+            held = self.slots.pop(target * size + offset, None)
+            if num_tokens is None or offset < num_tokens:
+                held = self.slots.get(source * size + offset)
+                if held is not None:
+                    self.slots[target * size + offset] = held
 
     def check_and_write(self, req_id: str, row: _Row, spans: Sequence[tuple[int, int]]) -> None:
         """Write the positions of ``spans``, and verify that all others before them hold this request's own prefix.
@@ -68,6 +82,8 @@ class KVLedger:
             slot = row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
             current += position >= spans[current][1]
             if position >= spans[current][0]:
+                if slot >= self.num_blocks * self.block_size:
+                    raise RunnerError(f"{req_id}: writes position {position} into a record")
                 self.slots[slot] = chain
             elif self.slots.get(slot) != chain:
                 raise RunnerError(
@@ -89,6 +105,7 @@ class FakeRunner:
             runner takes the tokens of a request that sat out a step from the scheduler, as the real one does.
         v2: Follow the V2 runner: it forgets preempted requests, and resumed ones come to it as new.
         verify_kv: Keep the KV ledger and check every read. Costs time proportional to the context.
+        num_blocks: Blocks of the pool; ids from here on name records of 8 bits.
     """
 
     def __init__(
@@ -101,13 +118,16 @@ class FakeRunner:
         pipelined: bool = False,
         v2: bool = False,
         verify_kv: bool = True,
+        num_blocks: float = math.inf,
     ) -> None:
         self.seed = seed
         self.vocab_size = vocab_size
         self.output_lengths = output_lengths if output_lengths is not None else {}
         self.recovers_tokens = pipelined and not v2
         self.v2 = v2
-        self.ledger = KVLedger(block_size) if verify_kv else None
+        self.num_blocks = num_blocks
+        self.ledger = KVLedger(block_size, num_blocks) if verify_kv else None
+        self._reads: frozenset[int] = frozenset()
         self._rows: dict[str, _Row] = {}
         self._batch: set[str] = set()  # the persistent batch: ids scheduled in the previous step
 
@@ -137,6 +157,12 @@ class FakeRunner:
         """
         if output.kv_cache_block_copies or output.scheduled_spec_decode_tokens:
             raise RunnerError("block copies and speculative tokens are not modelled")
+        records = step_of(output)
+        self._reads = frozenset(() if records is None else records.reads)
+        if records is not None and self.ledger is not None:
+            for move in records.moves:
+                pair = move.block, move.record
+                self.ledger.move(*(pair if move.direction is Direction.TO_RECORD else pair[::-1]), move.num_tokens)
         gone = output.finished_req_ids | (output.preempted_req_ids or set()) if self.v2 else output.finished_req_ids
         for req_id in gone:
             self._rows.pop(req_id, None)
@@ -204,6 +230,7 @@ class FakeRunner:
         row = self._rows[req_id]
         end = start + num_tokens
         row.computed = end
+        self._check_records(req_id, row.block_ids)
         if end > len(row.token_ids):
             raise RunnerError(f"{req_id}: computes up to position {end} but only {len(row.token_ids)} tokens exist")
         if self.ledger is not None:
@@ -214,6 +241,12 @@ class FakeRunner:
         token = self._sample(req_id, row.salt, end - row.prompt_len)
         row.token_ids.append(token)
         return [token]
+
+    def _check_records(self, req_id: str, block_ids: Sequence[int]) -> None:
+        """Refuse records that the step does not name: a worker would read elsewhere."""
+        unknown = [block for block in block_ids if block >= self.num_blocks and block not in self._reads]
+        if unknown:
+            raise RunnerError(f"{req_id}: reads records {unknown}, and the step names {sorted(self._reads)}")
 
     def _salt(self, req_id: str) -> int:
         return zlib.crc32(f"{self.seed}:{req_id}".encode())

@@ -18,7 +18,9 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.request import Request
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.gap_layout import layouts_of
+from vllm_ext.kv.device.step import Direction as MoveDirection
+from vllm_ext.kv.device.step import step_of
+from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
 
@@ -103,6 +105,24 @@ class TransferAuditor:
         for job in self._jobs.values():
             job.content = [_STALE] * len(job.content)
 
+    def moved(self, output: SchedulerOutput) -> None:
+        """Let records of 8 bits hold what the blocks held that move into them, and the other way round.
+
+        Raises:
+            AuditError: what is moved holds nothing, or what is written is being read or written by a copy.
+        """
+        step = step_of(output)
+        for move in () if step is None else step.moves:
+            source, target = move.block, move.record
+            if move.direction is MoveDirection.TO_BLOCK:
+                source, target = target, source
+            held = self._device.get(source, _NOTHING)
+            if held in (_NOTHING, _BEING_WRITTEN):
+                raise AuditError(f"{move} moves {source}, which holds nothing yet")
+            if self._device.get(target) == _BEING_WRITTEN or self._reader(target, on_host=False) is not None:
+                raise AuditError(f"{move} writes {target}, which a copy uses")
+            self._device[target] = held
+
     def launched(self, output: SchedulerOutput) -> None:
         """Check what a step reads, and note what it writes.
 
@@ -129,8 +149,9 @@ class TransferAuditor:
     def _read(self, req_id: str, blocks: Sequence[int], hashes: _PrefixHashes, start: int, behind: int) -> None:
         for number, end in self._ends(start, behind):
             held = self._device.get(blocks[number])
-            # A block that was found whole holds more than is read of it, if its last token is computed again.
-            if held != hashes.up_to(end) and held != hashes.up_to((number + 1) * self._block_size):
+            # What holds more than is read of it: a block that was found whole, if its last token is computed again, or
+            # one that was written by a step whose tokens were not known yet.
+            if held not in map(hashes.up_to, range(end, (number + 1) * self._block_size + 1)):
                 raise AuditError(f"{req_id} reads block {blocks[number]} (its number {number}): another prefix")
 
     def _write(self, req_id: str, blocks: Sequence[int], hashes: _PrefixHashes, start: int, behind: int) -> None:

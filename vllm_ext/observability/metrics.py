@@ -37,6 +37,7 @@ class Row(NamedTuple):
     totals."""
     text: str
     label: str = ""
+    """Its label; with several, blanks between them, and so in the values."""
 
 
 def _tiers(size: str) -> Callable[[State], dict[str, int]]:
@@ -131,6 +132,22 @@ _GAPS = (
         "Tokens of gaps that were computed again.", "reason"),
     Row(Counter, "kv_gaps_refused", "refused", "Requests that were not continued across gaps.", "reason"),
 )  # fmt: skip
+_RECORDS = (
+    Row(Gauge, "kv_device_records", "records", "Records of KV in 8 bits on the device.", "state"),
+    Row(Counter, "kv_device_record_moves", "moves", "Blocks moved into records, and back.", "kind"),
+    Row(Counter, "kv_device_records_forgotten", "forgotten", "Blocks whose KV left the device's memory.", "reason"),
+    Row(Counter, "kv_device_records_read_tokens", "read_tokens",
+        "Tokens that requests found in records when they got their blocks, and read there."),
+    Row(Counter, "kv_device_records_resumed_tokens", "resumed_tokens",
+        "Tokens of partly filled blocks that preempted requests did not compute again."),
+)  # fmt: skip
+_ATTENTION = (
+    Row(Counter, "attention_steps", "steps", "Steps by the kernel that computed their attention: own or stock.",
+        "kernel"),
+    Row(Counter, "attention_tokens", "tokens",
+        "Tokens of KV that requests attended to, once for each step, by kernel and by what they are kept in.",
+        "kernel format"),
+)  # fmt: skip
 
 
 @functools.cache
@@ -177,6 +194,10 @@ class EngineFeed:
             self._export(_WITH_TIER, state, "kv_tier_")
         if "kv_gaps" in state:
             self._export(_GAPS, state["kv_gaps"])
+        if "kv_device" in state:
+            self._export(_RECORDS, state["kv_device"])
+        if "attention" in state:
+            self._export(_ATTENTION, state["attention"])
         for record in state["records"]:
             self._observe(record)
 
@@ -186,13 +207,14 @@ class EngineFeed:
             found: Any = (
                 functools.reduce(operator.getitem, read.split("."), part) if isinstance(read, str) else read(part)
             )
-            labels = (row.label,) if row.label else ()
+            labels = tuple(row.label.split())
             metric = _metric(row.kind, name, row.text, *labels)
             values = found if row.label else {"": found}
             if row.kind is Gauge:  # what vanished reads 0
                 values = {**{value: 0 for seen, value in self._seen if seen == name}, **values}
             for value, number in values.items():
-                child = metric.labels(**self._labels, **dict.fromkeys(labels, value))
+                parts = value.split() if len(labels) > 1 else [value] * len(labels)
+                child = metric.labels(**self._labels, **dict(zip(labels, parts, strict=True)))
                 seen = self._seen.get((name, value), 0.0)
                 self._seen[name, value] = number
                 if row.kind is Gauge:

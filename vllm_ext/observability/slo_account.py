@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_ext.hints import REPORT_KEY, SLO_KEYS, from_extra_args
 from vllm_ext.observability import slo_report
 from vllm_ext.observability.guard import Guard
-from vllm_ext.slo import NO_SLO, Slo, resolve
+from vllm_ext.observability.judged import Judged, Seen
+from vllm_ext.slo import NO_SLO, resolve
 
 if TYPE_CHECKING:
     from vllm_ext.config_slo import SloClass, SloConfig
-    from vllm_ext.observability.slo_metrics import Outcome, SloMetrics
+    from vllm_ext.observability.slo_metrics import SloMetrics
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.slo"),
@@ -27,67 +28,7 @@ guarded = Guard(
 )
 _METHOD = "make_request_output"
 _JUDGED = "_vllm_ext_judged"
-_ABORT, _ERROR = "abort", "error"
 Clock = Callable[[], float]
-
-
-class Judged:
-    """A client's request: what it was promised, and the worst that any of its sequences saw; times in seconds."""
-
-    __slots__ = ("_account", "aborted", "failed", "jct_s", "left", "max_tbt_s", "slo", "tier", "tokens", "ttft_s")
-
-    def __init__(self, account: Account, slo: Slo, tier: str, num_sequences: int) -> None:
-        self._account = account
-        self.slo = slo
-        self.tier = tier
-        self.left = num_sequences
-        """Sequences that have not ended."""
-        self.ttft_s: float | None = None
-        self.max_tbt_s: float | None = None
-        """Longest gap between outputs that carried tokens; None while no sequence had two."""
-        self.jct_s = 0.0
-        self.tokens = 0
-        self.aborted = False
-        self.failed = False
-
-    @property
-    def measured(self) -> dict[str, tuple[float | None, float | None]]:
-        """What each objective is about, with the objective."""
-        return {
-            "ttft": (self.ttft_s, self.slo.ttft_s),
-            "tbt": (self.max_tbt_s, self.slo.tbt_s),
-            "jct": (self.jct_s, self.slo.e2e_s),
-        }
-
-    def outcomes(self) -> tuple[dict[str, Outcome], Outcome]:
-        """Return the outcome of each objective that was set, and of all of them together."""
-        found: dict[str, Outcome] = {
-            name: self._outcome(value_s, objective_s)
-            for name, (value_s, objective_s) in self.measured.items()
-            if objective_s is not None
-        }
-        if self.aborted:
-            return found, "aborted"
-        return found, "missed" if "missed" in found.values() else "met"
-
-    def _outcome(self, value_s: float | None, objective_s: float) -> Outcome:
-        if self.aborted:
-            return "aborted"
-        # Without two outputs there is no gap to be too long; every ended sequence has a TTFT.
-        return "missed" if self.failed or (value_s is not None and value_s > objective_s) else "met"
-
-    def ended(self, sequence: Sequence, ttft_s: float, jct_s: float, reason: str) -> None:
-        """Take over what a sequence saw; the last one to end makes the account."""
-        self.left -= 1
-        self.ttft_s = max(ttft_s, self.ttft_s or 0.0)
-        if sequence.max_gap_s is not None:
-            self.max_tbt_s = max(sequence.max_gap_s, self.max_tbt_s or 0.0)
-        self.jct_s = max(jct_s, self.jct_s)
-        self.tokens += sequence.tokens
-        self.aborted = self.aborted or reason == _ABORT
-        self.failed = self.failed or reason == _ERROR
-        if self.left == 0:
-            self._account.count(self)
 
 
 class Sequence:
@@ -146,7 +87,8 @@ class Sequence:
         delattr(self._state, _METHOD)  # else the state would hold itself
         now = self._clock()
         first = now if self._first is None else self._first
-        guarded(self._judged.ended, self, first - self._arrived, now - self._arrived, reason)
+        seen = Seen(first - self._arrived, self.max_gap_s, now - self._arrived, self.tokens)
+        guarded(self._judged.ended, seen, reason)
 
 
 class Account:
@@ -194,7 +136,7 @@ class Account:
             slo = resolve(hints, state.prompt_len, self._config)
             if slo == NO_SLO and not hints.slo_report:
                 return
-            judged = Judged(self, slo, self._metrics.tier(hints.tag), 1 if parent is None else parent.n)
+            judged = Judged(self.count, slo, self._metrics.tier(hints.tag), 1 if parent is None else parent.n)
             if parent is not None:
                 setattr(parent, _JUDGED, judged)
             if hints.slo_report:

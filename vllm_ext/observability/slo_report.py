@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ext.hints import REPORT_KEY
 
 if TYPE_CHECKING:
-    from vllm_ext.observability.slo_account import Judged
+    from vllm_ext.observability.judged import Judged
 
 FIELD = "vllm_ext"
 """Name of our object in ``usage``."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vllm_ext.prediction.law import CELLS, LengthLaw, cells
 
 if TYPE_CHECKING:
-    from vllm_ext.prediction.length import LengthQuery
+    from vllm_ext.prediction.query import LengthQuery
 
 _SHRINKAGE = 8
 """Observations at which the law of a kind weighs as much as that of all."""

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 from vllm_ext.config import PredictionConfig
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.law import LengthLaw, Prediction
+from vllm_ext.prediction.query import LengthQuery, LengthSource
 
 _PRIOR_SPREAD = 1.0
 """Standard deviation of the log length that nothing is known of, in nats: that of chats is 0.9 to 1.2."""
-
-
-class LengthQuery(NamedTuple):
-    """What may be known of a request before it runs. Lengths in tokens."""
-
-    num_prompt_tokens: int
-    max_tokens: int
-    """The client's bound: caps a prediction, and is none itself."""
-    osl: int | None = None
-    """Output length the client expects."""
-    tag: str | None = None
-    """Name of the application or tenant, where the client gave one."""
-
-
-class LengthSource(Protocol):
-    """One way to predict output lengths."""
-
-    name: str
-
-    def predict(self, query: LengthQuery) -> LengthLaw | None:
-        """Return the law of the output length, or None if this source has nothing to say."""
-        ...
-
-    def observe(self, query: LengthQuery, output_tokens: int) -> None:
-        """Learn from a request that finished by itself or at its bound."""
-        ...
 
 
 class HintSource:

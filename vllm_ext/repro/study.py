@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_ext.observability.results import Workload
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -128,7 +129,7 @@ class Findings:
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings that shaped the measurement."""
     plots: Sequence[Plot] = ()
-    workload: Sequence[WorkloadSpec]
+    workload: Sequence[WorkloadSpec | Workload]
     """What was served; told by name, rows and checksum of its lengths."""
 
 
@@ -149,9 +150,9 @@ def flat(cells: Mapping[Any, Mapping[str, float]], where: Callable[..., str], ow
     return {"metrics": metrics, "baselines": baselines}
 
 
-def served(specs: Sequence[WorkloadSpec]) -> tuple[str, int, str]:
-    """Return name, rows and checksum of the lengths of workloads."""
-    built = [build(spec) for spec in specs]
+def served(workloads: Sequence[WorkloadSpec | Workload]) -> tuple[str, int, str]:
+    """Return name, rows and checksum of the lengths of workloads; those of the simulator are built."""
+    built = [build(one) if isinstance(one, WorkloadSpec) else one for one in workloads]
     digests = [one.sha256 for one in built]
     digest = digests[0] if len(built) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return " and ".join(one.name for one in built), sum(one.rows for one in built), digest

@@ -149,8 +149,9 @@ def test_one_that_ends_is_started_again_and_predicts(
     served.ready()
     served.ask("again")
     served.settle()
-    lost = {"lost": 2} if how == "crash" else {}
-    assert served.metrics.counted == {"predicted": 2, **lost, "not-ready": 1}
+    # It may be gone before the second of two questions is sent, which is then not lost but never asked.
+    allowed = [{"lost": 2, "not-ready": 1}, {"lost": 1, "not-ready": 2}] if how == "crash" else [{"not-ready": 1}]
+    assert served.metrics.counted in [{"predicted": 2, **counts} for counts in allowed]
     assert served.learned(1) == [["a", 5, False]]
     assert served.metrics.started == 2
     assert len(warnings(caplog)) == 1

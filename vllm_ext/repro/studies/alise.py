@@ -50,8 +50,8 @@ DONE = "throughput_requests_per_s"
 LATE_AGING = {"age_limit_s": 300.0}
 NOT_AGED = {"num_levels": 1, "age_limit_s": 1e6}
 """Shortest remaining time first and nothing else: long requests may starve."""
-TIER = {"gib": 64.0, "chunk_tokens": 16}
-"""Host memory that preempted KV is swapped to. Of a request of some 80 tokens chunks of 64 would hold too little."""
+TIER = {"gib": 64.0}
+"""Host memory that preempted KV is swapped to."""
 
 ORCA = Contender(name="ORCA", system="orca", start=0.4)
 VLLM_2023 = Contender(name="vLLM-2023", system="vllm-2023")

@@ -24,15 +24,15 @@ SEATS = 1024
 """Memory is to be what is short, as in the paper."""
 
 
-def _strategy(name: str, **options: Mapping[str, Any]) -> Contender:
-    """What becomes of preempted KV; a tier has the study's size and keeps KV as soon as a chunk is full."""
+def _strategy(name: str, *, block_size: int = 16, **options: Mapping[str, Any]) -> Contender:
+    """What becomes of preempted KV; a tier has the study's size and keeps KV as soon as a block is full."""
     if "kv_tier" in options:
         options["kv_tier"] = {**base.TIER, "store": EARLY, **options["kv_tier"]}
     return Contender(
         name=name,
         system=base.PAPER.row,
         options={"ordering": base.LATE_AGING, **options},
-        engine={"max_num_seqs": SEATS},
+        engine={"max_num_seqs": SEATS, "block_size": block_size},
         workload=base.announced(base.PAPER_ERROR["alpaca"]),
     )
 
@@ -41,7 +41,7 @@ DEFER = _strategy("Defer", admission={"preempt": False})
 RECOMPUTE = _strategy("Recompute")
 SWAP_16 = _strategy("swap, 16 bits", kv_tier={"bits": 16})
 SWAP_8 = _strategy("swap, 8 bits", kv_tier={"bits": 8})
-SWAP_8_LARGE = _strategy("swap, 8 bits, chunks of 64", kv_tier={"bits": 8, "chunk_tokens": 64})
+SWAP_8_LARGE = _strategy("swap, 8 bits, blocks of 64", block_size=64, kv_tier={"bits": 8})
 PRICED_RECOMPUTE = _strategy("Recompute where that pays", admission=base.PRICED)
 PRICED_8 = _strategy(
     "keep, swap or recompute where that pays, 8 bits",

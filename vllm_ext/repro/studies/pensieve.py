@@ -26,9 +26,10 @@ DIFFERENCES = (
     "The stateless baseline of the paper is vLLM 0.2, whose schedule (steps of prompts before steps of decodes) runs "
     "here in today's engine loop. vLLM 0.32, with prefix caching and with host memory too, is beside it; the paper did "
     "not have it.",
-    "Pensieve runs in vLLM's engine loop: blocks of 16 tokens, chunks of 32, prompts in pieces of at most 2048 tokens, "
-    "async scheduling. It is the row pensieve-published: stores and loads always, eviction by equation 3.4. `Pensieve, "
-    "returns by turns` has the probability of a return as well, as the paper's text; `pensieve, ours` is beside both.",
+    "Pensieve runs in vLLM's engine loop: blocks of 32 tokens, the paper's chunks, prompts in pieces of at most 2048 "
+    "tokens, async scheduling. It is the row pensieve-published: stores and loads always, eviction by equation 3.4. "
+    "`Pensieve, returns by turns` has the probability of a return as well, as the paper's text; `pensieve, ours` is "
+    "beside both.",
     "Rates count turns. A run begins with an empty server and caches, and that is part of its P90.",
 )
 PAPER = Paper("Pensieve (EuroSys '25)", "pensieve-published", DIFFERENCES)
@@ -74,7 +75,7 @@ def tiered(name: str, system: str = PAPER.row, start: float = 1.3, **tier: Any) 
 
 def _upstream(name: str, policy: Literal["lru", "arc"]) -> Contender:
     """Upstream with its own host tier, whose size `spec` sets."""
-    offload = KvOffloadSpec(cpu_bytes=HOST_BYTES_PER_GPU, policy=policy, blocks_per_chunk=2)
+    offload = KvOffloadSpec(cpu_bytes=HOST_BYTES_PER_GPU, policy=policy)
     return Contender(name=name, system="upstream-fcfs", engine={"kv_offload": offload}, start=1.3)
 
 
@@ -143,7 +144,7 @@ def spec(
     hardware = HardwareSpec(
         model=setting.model, device="a100-80", tensor_parallel=gpus, kv_memory_bytes=KV_BYTES_PER_GPU
     )
-    made = contender.spec(engine={"max_model_len": 16_384}, hardware=hardware, workload=workload)
+    made = contender.spec(engine={"max_model_len": 16_384, "block_size": 32}, hardware=hardware, workload=workload)
     sized: dict[str, Any] = {}
     if "kv_tier" in contender.options:
         sized["options"] = {"kv_tier": {"gib": host_bytes / 2**30, **contender.options["kv_tier"]}}

@@ -1,0 +1,309 @@
+"""The engine's answers are those of each request alone; and what becomes of requests when things go wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cellular.plain import Plain, lively, random_tree
+from tests.extent import HANG_S
+from vllm_ext.cellular.arena import Arena, ArenaFull
+from vllm_ext.cellular.cells import Cell
+from vllm_ext.cellular.engine import CellularEngine
+from vllm_ext.cellular.graphs import CellGraph
+from vllm_ext.cellular.layout import Region
+from vllm_ext.cellular.models import Model, Parsed, RequestError, build
+from vllm_ext.cellular.models.lstm import Lstm
+from vllm_ext.cellular.models.seq2seq import EOS, Seq2Seq
+from vllm_ext.cellular.options import EngineOptions
+from vllm_ext.cellular.requests import EngineBusy, EngineError, Request
+
+LENGTHS = 40
+
+
+def sentences(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 32, rng.integers(1, LENGTHS)).tolist() for _ in range(count)]
+
+
+def requests_of(kind: str, count: int) -> list[dict[str, Any]]:
+    if kind == "lstm":
+        return [{"tokens": tokens} for tokens in sentences(count)]
+    rng = np.random.default_rng(1)
+    return [{"tree": random_tree(rng, 5)} for _ in range(count)]
+
+
+def nothing_is_left(engine: CellularEngine) -> None:
+    """All rows and numbers have come back."""
+    assert engine.open_requests == 0
+    assert [ranges.taken for ranges in engine.arena._ranges] == [0] * len(engine.cells.kinds)
+    assert not any(map(len, engine.batching.queues))  # type: ignore[attr-defined]
+    assert not engine._stored
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("order", ["arrival", "slack"])
+@pytest.mark.parametrize("kind", ["lstm", "treelstm"])
+def test_scores_are_those_of_plain_torch(kind: str, order: str, workers: int) -> None:
+    """The allowed error is what plain fp32 is off from fp64 at most, over all requests, 8 times."""
+    model = build(kind)
+    exact, single = Plain(model), Plain(model, torch.float32)
+    requests = requests_of(kind, 40)
+    want = [exact.scores(request) for request in requests]
+    allowed = 8 * max(float((single.scores(r) - w).abs().max()) for r, w in zip(requests, want, strict=True))
+    with CellularEngine(model, EngineOptions(order=order, workers=workers)) as engine:
+        handles = [engine.submit(request, slo_s=0.05 * (place % 3 + 1)) for place, request in enumerate(requests)]
+        found = [handle.result(HANG_S) for handle in handles]
+        nothing_is_left(engine)
+    worst = max(float((torch.tensor(f["scores"]) - w).abs().max()) for f, w in zip(found, want, strict=True))
+    assert worst <= allowed
+    assert [one["label"] for one in found] == [int(scores.argmax()) for scores in want]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_decoders_end_by_themselves_or_at_their_bound_and_stream_what_they_return(workers: int) -> None:
+    model = lively(build("seq2seq", seed=3, vocabulary=8))
+    plain = Plain(model, torch.float32)
+    tokens = [[token % 8 for token in one] for one in sentences(60)]
+    want = [plain.translate(one, 12) for one in tokens]
+    assert {len(one) for one in want} > {12}, "some end by themselves, some are cut"
+    streamed: list[list[int]] = [[] for _ in tokens]
+    with CellularEngine(model, EngineOptions(workers=workers)) as engine:
+        handles = [
+            engine.submit({"tokens": one, "max_steps": 12}, on_output=into.append)
+            for one, into in zip(tokens, streamed, strict=True)
+        ]
+        found = [handle.result(HANG_S) for handle in handles]
+        assert [one["tokens"] for one in found] == want == streamed
+        assert {len(one["tokens"]) for one in found if one["finish_reason"] == "length"} == {12}
+        assert all(one["tokens"][-1] == EOS for one in found if one["finish_reason"] == "stop")
+        nothing_is_left(engine)
+
+
+class MustEnd(Seq2Seq):
+    def unfold(self, parsed: Parsed) -> CellGraph:
+        graph = super().unfold(parsed)
+        graph.must_end = True
+        return graph
+
+
+def test_a_graph_that_never_ends_is_cut_with_an_error() -> None:
+    model = MustEnd({"vocabulary": 8, "forced": 1})
+    for module in model.modules.values():
+        module.requires_grad_(False)
+    with CellularEngine(model) as engine:
+        ends = engine.submit({"tokens": [1, 2], "max_steps": 9, "length": 8})
+        assert len(ends.result(HANG_S)["tokens"]) == 8
+        model.modules["decoder"].forward = endless(model.modules["decoder"].forward)
+        never = engine.submit({"tokens": [1, 2], "max_steps": 9, "length": 9})
+        with pytest.raises(EngineError, match="node 1 has not ended within its bound of 9 steps"):
+            never.result(HANG_S)
+        assert engine.errors == 1
+        nothing_is_left(engine)
+
+
+def endless(forward: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def never_done(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *outputs, done = forward(*inputs)
+        return (*outputs, torch.zeros_like(done))
+
+    return never_done
+
+
+def test_a_client_whose_callback_raises_still_gets_its_answer() -> None:
+    def raises(value: int) -> None:
+        raise OSError(value)
+
+    with CellularEngine(build("seq2seq")) as engine:
+        handle = engine.submit({"tokens": [1, 2], "max_steps": 3}, on_output=raises)
+        assert handle.result(HANG_S)["tokens"]
+        assert engine.healthy
+
+
+def test_sessions_keep_their_state_apart_and_give_it_back() -> None:
+    model = lively(build("rnnt", seed=1), 2.0)
+    audio = np.random.default_rng(0).normal(size=(6, 12, 128)).astype(np.float32)
+    with CellularEngine(model) as engine:
+        sessions = [engine.open_session() for _ in audio]
+        handles = [[s.submit({"audio": c.tolist()}) for c in one] for s, one in zip(sessions, audio, strict=True)]
+        found = [[handle.result(HANG_S)["tokens"] for handle in one] for one in handles]
+        for session in sessions:
+            session.close()
+            session.close()
+        nothing_is_left(engine)
+        with pytest.raises(EngineError, match="the session is closed"):
+            sessions[0].submit({"audio": [0.0] * 128})
+        with pytest.raises(RequestError, match="session=None: must be given"):
+            engine.submit({"audio": [0.0] * 128})
+    assert found == [Plain(model, torch.float32).transcribe(one) for one in audio]
+    assert any(any(one) for one in found[0])
+
+
+class Held:
+    """Calls cells, the first time only when it is let."""
+
+    def __init__(self) -> None:
+        self.go, self.reached = threading.Event(), threading.Event()
+        self.fail: Callable[[Cell, list[torch.Tensor]], None] = lambda *_: None
+
+    def __call__(self, cell: Cell, inputs: Any) -> tuple[torch.Tensor, ...]:
+        self.reached.set()
+        assert self.go.wait(HANG_S)
+        self.fail(cell, inputs)
+        return cell.call(inputs)
+
+
+@contextmanager
+def held(model: Model | None = None, **options: Any) -> Iterator[tuple[CellularEngine, Held]]:
+    compute = Held()
+    with CellularEngine(model or build("lstm"), EngineOptions(**options), compute=compute) as engine:
+        try:
+            yield engine, compute
+        finally:
+            compute.go.set()
+
+
+def test_an_aborted_request_leaves_and_the_others_stay_right() -> None:
+    model = build("lstm")
+    with held(model) as (engine, compute):
+        requests = requests_of("lstm", 6)
+        first = engine.submit(requests[0])
+        assert compute.reached.wait(HANG_S)
+        handles = [first, *(engine.submit(request) for request in requests[1:])]
+        for handle in (handles[0], handles[3], handles[3]):
+            engine.abort(handle)
+        compute.go.set()
+        for place, handle in enumerate(handles):
+            if place in (0, 3):
+                with pytest.raises(CancelledError):
+                    handle.result(HANG_S)
+            else:
+                assert handle.result(HANG_S)["label"] == int(Plain(model).scores(requests[place]).argmax())
+        engine.abort(handles[1])
+        nothing_is_left(engine)
+
+
+def test_too_many_requests_are_refused_with_a_time_to_come_back() -> None:
+    with held(max_requests=2) as (engine, compute):
+        kept = [engine.submit({"tokens": [1, 2]}) for _ in range(2)]
+        with pytest.raises(EngineBusy, match="2 requests are open") as busy:
+            engine.submit({"tokens": [1]})
+        assert 1 <= busy.value.retry_after_s <= 60
+        compute.go.set()
+        assert all("label" in handle.result(HANG_S) for handle in kept)
+        assert "label" in engine.submit({"tokens": [1]}).result(HANG_S)
+
+
+def test_a_cell_that_raises_fails_only_whose_inputs_it_cannot_take() -> None:
+    def fail(cell: Cell, inputs: list[torch.Tensor]) -> None:
+        if cell.name == "step" and bool((inputs[0] == 13).any()):
+            raise ArithmeticError("13")
+
+    model = build("lstm")
+    with held(model) as (engine, compute):
+        compute.fail = fail
+        requests = [{"tokens": tokens} for tokens in ([1, 2, 3], [4, 13, 5], [13], [6], [7, 8])]
+        handles = [engine.submit(request) for request in requests]
+        compute.go.set()
+        for request, handle in zip(requests, handles, strict=True):
+            if 13 in request["tokens"]:
+                with pytest.raises(EngineError, match=r"cell step raised: ArithmeticError\('13'\)"):
+                    handle.result(HANG_S)
+            else:
+                assert handle.result(HANG_S)["label"] == int(Plain(model).scores(request).argmax())
+        assert engine.errors == 2
+        nothing_is_left(engine)
+
+
+def die(cell: Cell, inputs: list[torch.Tensor]) -> None:
+    if bool((inputs[0] == 13).any()):
+        raise SystemExit("a worker dies")
+
+
+def test_the_other_worker_goes_on_when_one_dies_and_without_any_all_requests_fail() -> None:
+    with held(workers=2, max_batch={"step": 1}) as (engine, compute):
+        compute.fail = die  # type: ignore[assignment]
+        compute.go.set()
+        with pytest.raises(EngineError, match="died with SystemExit"):
+            engine.submit({"tokens": [13]}).result(HANG_S)
+        assert engine.healthy
+        assert "label" in engine.submit({"tokens": [1, 2]}).result(HANG_S)
+        with pytest.raises(EngineError, match="died"):
+            engine.submit({"tokens": [13]}).result(HANG_S)
+        for thread in engine._threads:
+            thread.join(HANG_S)
+        assert not engine.healthy
+        with pytest.raises(EngineError, match="restart the engine"):
+            engine.submit({"tokens": [1]})
+
+
+def test_open_requests_fail_when_the_engine_closes() -> None:
+    with held() as (engine, compute):
+        handles: list[Request] = [engine.submit({"tokens": [1] * 30}) for _ in range(3)]
+        assert compute.reached.wait(HANG_S)
+        engine._closing = True
+        compute.go.set()
+    for handle in handles:
+        assert handle.future.done()
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit({"tokens": [1]})
+
+
+def test_a_request_that_never_fits_fails_and_one_that_does_not_fit_yet_waits() -> None:
+    model = build("seq2seq")
+    with CellularEngine(model, EngineOptions(state_bytes=1_500_000)) as engine:
+        ran = [engine.submit({"tokens": [1] * 2000, "max_steps": 5}) for _ in range(60)]
+        assert all(len(handle.result(HANG_S)["tokens"]) <= 5 for handle in ran)
+        nothing_is_left(engine)
+    kinds = engine.cells.kinds
+    arena = Arena(kinds, max_bytes=1_000_000)
+    with pytest.raises(ArenaFull, match=r"rows of int64\[\]"):
+        arena.take([Region(0, 500_000)])
+    assert [ranges.taken for ranges in arena._ranges] == [0] * len(kinds)
+    assert arena.take([Region(0, 2000)])[0] == 2
+
+
+class Centred(torch.nn.Module):
+    """A step whose state is made relative to the batch's."""
+
+    def __init__(self, step: torch.nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, token: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> Any:
+        return self.step(token, h - h.mean(0), c)
+
+
+class Coupled(Lstm):
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        step, *rest = super().cells
+        return (replace(step, module=Centred(self.modules["step"])), *rest)
+
+
+def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
+    with pytest.raises(ValueError, match="output h of cell step: a row differs"):
+        CellularEngine(Coupled({}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workers": 0}, "workers=0"),
+        ({"workers": 2, "device": "cuda"}, "workers=2: must be 1"),
+        ({"order": "lifo"}, "order='lifo'"),
+        ({"max_batch": {"stop": 3}}, "max_batch="),
+        ({"max_batch": {"step": 0}}, "max_batch=0 of cell step"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CellularEngine(build("lstm"), EngineOptions(**options))

@@ -1,0 +1,100 @@
+"""Cell graphs: what is refused, how subgraphs are found, and which rows of storage are shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cellular.graphs_of import cell, cells, chain, compiled, complete_tree, emissions, translation, tree
+from vllm_ext.cellular.cells import CellError, Port
+from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, GraphError, Output, Zero
+from vllm_ext.cellular.layout import compile_graph
+
+
+def test_a_chain_of_any_length_is_one_node_that_keeps_its_state_in_one_row() -> None:
+    graph = compiled(chain(30), cells())
+    assert graph.times.tolist() == [30]
+    assert [(region.kind, region.rows) for region in graph.regions] == [(0, 30), (1, 1)]
+    assert (graph.in_first.tolist(), graph.in_next.tolist(), graph.in_step.tolist()) == ([[1, 0]], [[2, 1]], [[1, 0]])
+    assert graph.out_first[0, 0] == 1
+
+
+def test_a_complete_tree_of_16_leaves_has_17_subgraphs() -> None:
+    """The paper's example, section 2.4.4; it says 31 internal nodes, which is all nodes of the tree."""
+    graph = compiled(tree(complete_tree(16)), cells())
+    names, sizes = np.unique(graph.subgraph, return_counts=True)
+    assert sorted(sizes.tolist()) == [1] * 16 + [15]
+    internal = int(names[sizes == 15][0])
+    assert graph.external[internal] == 16
+    assert len(graph.roots) == len(graph.ready) == 16
+
+
+def test_a_tree_is_computed_in_the_rows_of_its_leaves() -> None:
+    graph = compiled(tree(((1, 2), 3)), cells())
+    assert [region.rows for region in graph.regions] == [3, 3]
+    assert len(np.unique(graph.out_first[:, 0])) == 3
+
+
+def test_a_value_that_two_nodes_read_is_not_overwritten() -> None:
+    graph = CellGraph(data={"tokens": np.zeros(1, np.int64)})
+    leaf = graph.add("leaf", {"token": Data("tokens")})
+    once = graph.add("internal", {"h_left": Output(leaf, "h"), "h_right": Output(leaf, "h")})
+    graph.result["h"] = Output(once, "h")
+    made = compiled(graph, cells())
+    assert made.out_first[once, 0] != made.out_first[leaf, 0]
+
+
+def test_encoder_and_decoder_are_two_subgraphs_and_every_token_is_kept() -> None:
+    graph = compiled(translation(3, 5), cells())
+    assert graph.subgraph.tolist() == [0, 1]
+    assert graph.external.tolist() == [0, 1]
+    assert graph.out_step[1].tolist() == [0, 1, 0]
+    assert graph.work == {0: 3, 1: 5}
+
+
+def test_a_predictor_follows_the_joint_and_is_not_ready_at_first() -> None:
+    graph = compiled(emissions(3), cells())
+    assert (graph.followers.tolist(), graph.roots.tolist(), graph.ready.tolist()) == ([1], [0], [0])
+    assert graph.out_first[1, 0] == -2  # the session's row 1
+
+
+def broken(**change: object) -> CellGraph:
+    fields = {"cell": "step", "inputs": {"token": Data("tokens", each=True), "h": Zero()}, "times": 3} | change
+    graph = CellGraph(data={"tokens": np.arange(3)})
+    graph.add(**fields)  # type: ignore[arg-type]
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [
+        (CellGraph(), "nodes="),
+        (broken(cell="lstm"), "cell='lstm' of node 0"),
+        (broken(inputs={"token": Zero()}), "inputs="),
+        (broken(times=0), "times=0 of node 0"),
+        (broken(times=4), "row 3 of 3"),
+        (broken(feedback={"x": "h"}), "feedback="),
+        (broken(collect=["x"]), "outputs="),
+        (broken(then=7), "then=7"),
+        (broken(inputs={"token": Data("words"), "h": Zero()}), "data='words'"),
+        (broken(inputs={"token": Zero(), "h": Output(5, "h")}), "must be a node before it"),
+        (broken(inputs={"token": Zero(), "h": Data("tokens")}), r"is int64\[\], must be float32\[2\]"),
+        (CellGraph(data={"x": np.zeros((2, 9))}), "nodes="),
+        (emissions(2), "held='h'"),
+    ],
+)
+def test_a_graph_that_cannot_run_is_refused_by_name(graph: CellGraph, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        compile_graph(graph, cells())
+
+
+def test_cells_of_one_name_and_senseless_batch_sizes_are_refused() -> None:
+    one = cell("a", [Port("x")], [Port("y")])
+    with pytest.raises(GraphError, match="different names"):
+        CellTable([one, one])
+    for sizes in ((), (0, 4), (4, 2)):
+        with pytest.raises(CellError, match="batch_sizes"):
+            cell("a", [Port("x")], [Port("y")], batch_sizes=sizes)
+    with pytest.raises(CellError, match="until='y'"):
+        cell("a", [Port("x")], [Port("y")], until="y")
+    assert one.with_batches(24, 2).batch_sizes == (2, 4, 8, 16, 24)

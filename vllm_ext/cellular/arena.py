@@ -1,0 +1,135 @@
+"""Where values between cells are stored: rows of one tensor per kind, gathered into batches and scattered from them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_ext.cellular.cells import Kind
+from vllm_ext.cellular.graphs import Ints
+from vllm_ext.cellular.layout import CompiledGraph, Region
+from vllm_ext.cellular.tables import Ranges
+
+_FIRST_ROWS = 1024
+SCRATCH = 1
+"""The row that padding writes to; row 0 is zeros and never written."""
+
+
+class ArenaFull(RuntimeError):
+    """There is no room for a graph's rows; the message says how much there is."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that were copied beside computing, running totals."""
+
+    gathered: int = 0
+    reused: int = 0
+    """Not gathered, as a batch had the same rows as the one before."""
+    scattered: int = 0
+
+
+class Arena:
+    """Storage on one device; `gather` and `scatter` may be called from any thread, the rest from one at a time.
+
+    Args:
+        kinds: Of values.
+        device: Of the tensors.
+        max_bytes: How large all of them may get.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], device: str = "cpu", max_bytes: int = 4 << 30) -> None:
+        self._kinds, self._device, self._max_bytes = tuple(kinds), device, max_bytes
+        self._ranges = [Ranges(SCRATCH + 1) for _ in kinds]
+        self._rows = [torch.zeros((_FIRST_ROWS, *k.shape), dtype=getattr(torch, k.dtype), device=device) for k in kinds]
+        self._lock = threading.Lock()
+        self.traffic = Traffic()
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(rows.nbytes for rows in self._rows)
+
+    @property
+    def share_taken(self) -> float:
+        """Rows in use of all that may be made, in the kind that is used most."""
+        shares = [
+            ranges.taken * rows[0].nbytes / self._max_bytes
+            for ranges, rows in zip(self._ranges, self._rows, strict=True)
+        ]
+        return float(max(shares))
+
+    def take(self, regions: Sequence[Region]) -> Ints:
+        """Reserve rows and return the first of each kind; nothing is moved while every region fits.
+
+        Raises:
+            ArenaFull: the tensors would grow beyond their limit; nothing is reserved.
+        """
+        bases = np.zeros(len(self._kinds), np.int64)
+        for place, (kind, rows) in enumerate(regions):
+            if not self._room(kind, self._ranges[kind].end_with(rows)):
+                self.give(regions[:place], bases)
+                raise ArenaFull(f"{rows} rows of {self._kinds[kind]}: values of all requests take {self.bytes} of "
+                                f"{self._max_bytes} bytes")  # fmt: skip
+            bases[kind] = self._ranges[kind].take(rows)
+        return bases
+
+    def give(self, regions: Sequence[Region], bases: Ints) -> None:
+        """Take rows back."""
+        for kind, rows in regions:
+            self._ranges[kind].give(int(bases[kind]), rows)
+
+    def write(self, graphs: Sequence[CompiledGraph], bases: Ints) -> None:
+        """Store what requests brought."""
+        for kind, _ in enumerate(self._kinds):
+            parts = [
+                (b[kind] + row - 1, v)
+                for g, b in zip(graphs, bases, strict=True)
+                for k, row, v in g.inputs
+                if k == kind
+            ]
+            if parts:
+                rows = np.concatenate([np.arange(first, first + len(value)) for first, value in parts])
+                self.scatter(kind, rows, torch.from_numpy(np.concatenate([value for _, value in parts])))
+
+    def clear(self, kind: int, row: int) -> None:
+        """Set a row to zeros."""
+        self._rows[kind][row].zero_()
+
+    def gather(self, kind: int, rows: Ints) -> torch.Tensor:
+        """Return a batch of rows, a copy."""
+        index = self._index(rows)
+        with self._lock:
+            found = self._rows[kind].index_select(0, index)
+        self.traffic.gathered += found.nbytes
+        return found
+
+    def scatter(self, kind: int, rows: Ints, values: torch.Tensor) -> None:
+        """Store a batch of rows."""
+        index, values = self._index(rows), values.to(self._device)
+        with self._lock:  # the tensor is not replaced meanwhile by a larger one
+            self._rows[kind].index_copy_(0, index, values)
+        self.traffic.scattered += values.nbytes
+
+    def _index(self, rows: Ints) -> torch.Tensor:
+        index = torch.from_numpy(np.ascontiguousarray(rows))
+        return index if self._device == "cpu" else index.to(self._device, non_blocking=True)
+
+    def _room(self, kind: int, needed: int) -> bool:
+        """Make room for so many rows; False if that would be too much."""
+        old = self._rows[kind]
+        if needed <= len(old):
+            return True
+        left = (self._max_bytes - self.bytes) // old[0].nbytes
+        rows = min(max(2 * len(old), needed), len(old) + left)
+        if rows < needed:
+            return False
+        grown = torch.zeros((rows, *old.shape[1:]), dtype=old.dtype, device=self._device)
+        with self._lock:
+            grown[: len(old)] = old
+            self._rows[kind] = grown
+        return True

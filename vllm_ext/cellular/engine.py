@@ -1,0 +1,399 @@
+"""The engine: takes requests from any thread, runs workers, gives results back.
+
+A worker asks the scheduler itself when it has nothing to do, between two series of tasks, so that no other thread has
+to wake up first. Scheduler, tables and storage are changed under one lock; cells are computed outside of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_ext.cellular.arena import Arena, ArenaFull
+from vllm_ext.cellular.cells import Cell
+from vllm_ext.cellular.executor import Compute, Executor, Outcome
+from vllm_ext.cellular.graphs import CellTable, Ints
+from vllm_ext.cellular.layout import Region
+from vllm_ext.cellular.models.base import Model, RequestError
+from vllm_ext.cellular.options import EngineOptions
+from vllm_ext.cellular.order import ORDERS
+from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session, cut_short, settle
+from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
+from vllm_ext.cellular.templates import Templates
+
+NO_OBJECTIVE_S = 60.0
+"""Objective by which requests without one are ordered among others."""
+_RATE_OF = 200
+"""Results from which the rate of service is taken."""
+
+
+class CellularEngine:
+    """Serves one model.
+
+    Args:
+        model: Its cells are probed first.
+        options: See there.
+        batching: Makes the manner of batching from the cells and the function that is told of freed requests; cellular
+            batching by default.
+        compute: How cells are called.
+
+    Raises:
+        CellError: a cell cannot be batched.
+    """
+
+    def __init__(
+        self, model: Model, options: EngineOptions | None = None, *,
+        batching: Callable[[CellTable, Callable[[int], None]], Batching] | None = None, compute: Compute = Cell.call,
+    ) -> None:  # fmt: skip
+        self.model, self.options = model, options or EngineOptions()
+        cells = [_resized(cell, self.options.max_batch or {}) for cell in model.cells]
+        if unknown := {*(self.options.max_batch or {})} - {cell.name for cell in cells}:
+            raise ValueError(f"max_batch={sorted(unknown)}: {model.kind} has {', '.join(cell.name for cell in cells)}")
+        for module in model.modules.values():
+            module.to(self.options.device)
+        for cell in cells:
+            cell.check()
+        self.cells = CellTable(cells)
+        self.arena = Arena(self.cells.kinds, self.options.device, self.options.state_bytes)
+        self.batching = (batching or self._cellular)(self.cells, self._on_free)
+        self.executors = [Executor(cells, self.cells, self.arena, compute) for _ in range(self.options.workers)]
+        self.on_finished: Callable[[Request], None] = lambda _: None
+        self.errors, self.scheduling_s = 0, 0.0
+        self._lock = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._requests: dict[int, Request] = {}
+        self._open: set[Request] = set()
+        self._streaming, self._closing = 0, False
+        self._stored: dict[int, Request] = {}
+        self._templates = Templates(model, self.cells)
+        self._ends: deque[float] = deque(maxlen=_RATE_OF)
+        self._alive = set(range(self.options.workers))
+        self._threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"cell-worker-{worker}", daemon=True)
+            for worker in self._alive
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, request: Mapping[str, Any], *, slo_s: float | None = None, session: Session | None = None,
+        on_output: Callable[[Any], None] | None = None,
+    ) -> Request:  # fmt: skip
+        """Accept a request.
+
+        Args:
+            request: As the model wants it.
+            slo_s: Within how many seconds it should end.
+            session: That it belongs to; of models that keep state.
+            on_output: Called from a worker's thread with each value of the model's streamed result; it must not block.
+
+        Raises:
+            RequestError: the request is malformed, or of a model whose requests need a session without one.
+            EngineBusy: there are too many.
+            EngineError: the engine is closed, or has lost all workers.
+        """
+        if bool(self.model.held) != (session is not None):
+            raise RequestError("session", session, "given" if self.model.held else "left out: the model keeps no state")
+        graph = self._templates.graph(self.model.parse(request), session)
+        made = Request(
+            graph=graph, future=Future(), arrived_s=time.monotonic(), slo_s=slo_s, answer=self.model.answer,
+            on_output=on_output, session=session,
+        )  # fmt: skip
+        with self._lock:
+            self._refuse()
+            if session is not None and session.closed:
+                raise EngineError("the session is closed")
+            self._open.add(made)
+            self._streaming += on_output is not None
+            if session is not None and (session.running or session.waiting):
+                session.waiting.append(made)
+            else:
+                self._enqueue(made)
+        return made
+
+    def abort(self, request: Request) -> None:
+        """Drop a request; one that has ended is left alone."""
+        with self._lock:
+            if request not in self._open:
+                return
+            request.aborted = True
+            self._gone(request)
+            if request.number is not None:
+                del self._requests[request.number]
+                self.batching.abort(request.number)
+        request.future.cancel()
+
+    def open_session(self) -> Session:
+        """Return a session whose state is zeros.
+
+        Raises:
+            ArenaFull: there is no room for it.
+        """
+        counts: dict[int, int] = {}
+        places = {}
+        for name, port in self.model.held.items():
+            kind = self.cells.kind_number[port.kind]
+            places[name] = (kind, counts.get(kind, 0))
+            counts[kind] = counts.get(kind, 0) + 1
+        regions = [Region(kind, rows) for kind, rows in counts.items()]
+        with self._lock:
+            bases = self.arena.take(regions)
+            rows = {name: int(bases[kind]) + place for name, (kind, place) in places.items()}
+            for name, row in rows.items():
+                self.arena.clear(places[name][0], row)
+        return Session(self.submit, self.close_session, regions, bases, rows)
+
+    def close_session(self, session: Session) -> None:
+        """See `Session.close`."""
+        with self._lock:
+            if session.closed:
+                return
+            session.closed = True
+            waiting, running = list(session.waiting), session.running
+            if running is None:
+                self.arena.give(session.regions, session.bases)
+        for request in (*waiting, *([running] if running else ())):
+            self.abort(request)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the workers and fail what is open; a second call does nothing."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        self._fail_all(EngineError("the engine was closed"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have been accepted and not ended."""
+        return len(self._open)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a worker is left and requests are accepted."""
+        return bool(self._alive) and not self._closing
+
+    def _cellular(self, cells: CellTable, on_free: Callable[[int], None]) -> Batching:
+        options = self.options
+        return Scheduler(
+            cells, on_free, max_tasks_to_submit=options.max_tasks_to_submit, order=ORDERS[options.order](),
+            step_s=options.step_s,
+        )  # fmt: skip
+
+    def _refuse(self) -> None:
+        if not self.healthy:
+            raise EngineError("the engine is closed" if self._closing else "all workers have died; restart the engine")
+        if len(self._open) >= self.options.max_requests:
+            ends = self._ends
+            rate = (len(ends) - 1) / max(ends[-1] - ends[0], 1e-9) if len(ends) > 1 else 1.0
+            raise EngineBusy(len(self._open), min(max(len(self._open) / (2 * rate), 1.0), 60.0))
+
+    def _enqueue(self, request: Request) -> None:
+        if request.session is not None:
+            request.session.running = request
+        self._inbox.append(request)
+        self._lock.notify()
+
+    def _work(self, worker: int) -> None:
+        executor = self.executors[worker]
+        try:
+            while True:
+                with self._lock:
+                    tasks = self._next(worker)
+                if tasks is None:
+                    return
+                executor.begin_series()
+                for task in tasks:
+                    if task.delay_s:
+                        time.sleep(task.delay_s)
+                    live = self.batching.table.live[task.nodes]
+                    self._complete(task, live, executor.run(task, live))
+        except BaseException as error:  # noqa: BLE001 - a thread that ends must not leave requests behind
+            self._died(worker, error)
+
+    def _next(self, worker: int) -> list[Task] | None:
+        """Wait for tasks; None when the engine closes."""
+        while not self._closing:
+            begin = time.thread_time()
+            if self._inbox:
+                self._enter()
+            tasks = self.batching.schedule(worker, time.monotonic())
+            self.scheduling_s += time.thread_time() - begin
+            if tasks:
+                if self._inbox or len(self._alive) > 1:
+                    self._lock.notify()
+                return tasks
+            self._lock.wait()
+        return None
+
+    def _enter(self) -> None:
+        """Pass new requests to the scheduler, as many as there is room for."""
+        entered: list[Request] = []
+        while self._inbox:
+            request = self._inbox.popleft()
+            if request.aborted:
+                self._end_turn(request)
+                continue
+            try:
+                request.bases = self.arena.take(request.graph.regions)
+            except ArenaFull as full:
+                if self._requests or entered:
+                    self._inbox.appendleft(request)
+                    break
+                self._fail(request, EngineError(f"the request needs more room than there is: {full}"))
+                self._end_turn(request)
+                continue
+            entered.append(request)
+        if not entered:
+            return
+        graphs = [request.graph for request in entered]
+        bases = np.array([request.bases for request in entered])
+        self.arena.write(graphs, bases)
+        deadlines = [r.arrived_s + (r.slo_s if r.slo_s is not None else NO_OBJECTIVE_S) for r in entered]
+        numbers = self.batching.add(graphs, bases, deadlines)
+        for request, number in zip(entered, numbers, strict=True):
+            request.number = number
+            self._requests[number] = request
+            self._stored[number] = request
+
+    def _complete(self, task: Task, live: NDArray[np.bool_], outcome: Outcome) -> None:
+        now = time.monotonic()
+        table = self.batching.table
+        with self._lock:
+            begin = time.thread_time()
+            if self._streaming and self.model.streamed is not None and outcome.outputs:
+                self._stream(task.nodes[live], outcome, self.model.streamed)
+            failed = self._failed(task, outcome)
+            over = self.batching.complete(task, outcome.ended, outcome.failed)
+            fresh = task.nodes[table.steps[task.nodes] == 1]
+            for number in table.request[fresh].tolist():
+                if (request := self._requests.get(number)) is not None and request.started_s is None:
+                    request.started_s = now
+            ended = [self._requests.pop(number) for number in over if number in self._requests]
+            results = self._results(ended)
+            cut = [cut_short(request, table, task.nodes, task.last, outcome.ended) for request in ended]
+            self.errors += sum(error is not None for error in cut)
+            for request in ended:
+                request.ended_s = now
+                self._gone(request)
+            self._ends.extend([now] * len(ended))
+            if len(self._alive) > 1:
+                self._lock.notify_all()
+            self.scheduling_s += time.thread_time() - begin
+        for request, error in failed:
+            settle(request, error=error)
+        for request, values, cut_error in zip(ended, results, cut, strict=True):
+            self.on_finished(request)
+            settle(request, values=values, error=cut_error)
+
+    def _failed(self, task: Task, outcome: Outcome) -> list[tuple[Request, EngineError]]:
+        if outcome.failed is None or not outcome.failed.any():
+            return []
+        name = self.cells.cells[task.cell].name
+        found = []
+        for number, error in zip(
+            self.batching.table.request[task.nodes[outcome.failed]].tolist(), outcome.errors, strict=True
+        ):
+            request = self._requests.pop(number, None)
+            if request is not None:
+                self.errors += 1
+                self._gone(request)
+                found.append((request, EngineError(f"cell {name} raised: {error!r}")))
+        return found
+
+    def _stream(self, computed: Ints, outcome: Outcome, streamed: str) -> None:
+        """Hand out new values of collected outputs to who wants them at once."""
+        numbers = self.batching.table.request[computed].tolist()
+        for place, (node, number) in enumerate(zip(computed.tolist(), numbers, strict=True)):
+            request = self._requests.get(number)
+            if request is not None and request.on_output is not None:
+                own, out, *_ = request.graph.results[streamed]
+                if own == node - number:
+                    request.tell(outcome.outputs[out][place].tolist())
+
+    def _results(self, ended: list[Request]) -> list[dict[str, torch.Tensor]]:
+        """Copy results out of storage before their rows are used again."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in ended]
+        last: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for place, request in enumerate(ended):
+            for name, (node, _, kind, first, collected) in request.graph.results.items():
+                row = int(request.bases[kind]) + first - 1  # type: ignore[index]
+                if collected:
+                    count = int(self.batching.table.steps[request.number + node])  # type: ignore[operator]
+                    found[place][name] = self.arena.gather(kind, np.arange(row, row + count)).cpu()
+                else:
+                    last.setdefault((name, kind), []).append((place, row))
+        for (name, kind), pairs in last.items():
+            values = self.arena.gather(kind, np.array([row for _, row in pairs])).cpu()
+            for (place, _), value in zip(pairs, values, strict=True):
+                found[place][name] = value
+        return found
+
+    def _gone(self, request: Request) -> None:
+        """Count a request that is no longer open."""
+        self._open.discard(request)
+        self._streaming -= request.on_output is not None
+        if request.session is not None and request in request.session.waiting:
+            request.session.waiting.remove(request)
+
+    def _end_turn(self, request: Request) -> None:
+        """Let the next request of a session go on."""
+        session = request.session
+        if session is None:
+            return
+        session.running = None
+        if session.waiting:
+            self._enqueue(session.waiting.popleft())
+        elif session.closed:
+            self.arena.give(session.regions, session.bases)
+
+    def _on_free(self, number: int) -> None:
+        """Nothing of a request runs any more."""
+        request = self._stored.pop(number)
+        if request.bases is not None:
+            self.arena.give(request.graph.regions, request.bases)
+        self._end_turn(request)
+
+    def _fail(self, request: Request, error: EngineError) -> None:
+        self.errors += 1
+        self._gone(request)
+        settle(request, error=error)
+
+    def _died(self, worker: int, error: BaseException) -> None:
+        with self._lock:
+            self._alive.discard(worker)
+            for number in self.batching.worker_died(worker):
+                if (request := self._requests.pop(number, None)) is not None:
+                    self._fail(request, EngineError(f"worker {worker} died with {error!r}"))
+            self._lock.notify_all()
+        if not self._alive:
+            self._fail_all(EngineError(f"all workers have died, the last with {error!r}"))
+
+    def _fail_all(self, error: EngineError) -> None:
+        with self._lock:
+            for request in list(self._open):
+                self._fail(request, error)
+            self._requests.clear()
+            self._inbox.clear()
+
+
+def _resized(cell: Cell, sizes: Mapping[str, int]) -> Cell:
+    if cell.name not in sizes:
+        return cell
+    return replace(cell, batch_sizes=cell.with_batches(sizes[cell.name], cell.min_batch).batch_sizes)

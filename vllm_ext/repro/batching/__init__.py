@@ -1,0 +1,1 @@
+"""Manners of batching small steps beside each other, in virtual time: what reproductions of BatchMaker share."""
