@@ -8,34 +8,42 @@ from pathlib import Path
 import httpx
 import pytest
 from forks import ForkServer
-from servers import HANG_S, MODEL, Served
+from servers import HANG_S, MODEL, Served, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
-FLOOD, TOKENS = 12, 100
+FLOOD, TOKENS = 12, 20
+OTHERS_TOKENS = TOKENS + 1
+"""By which the other client's request is known in the request log."""
+DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Has vLLM offer ``/pause``, ``/resume`` and ``/load``."""
 
 
-async def served_around(server: Served) -> tuple[int, int]:
-    """Return how many of a flood's requests ended while another client's, sent into it, was served, and how many later.
+async def send_all(server: Served) -> None:
+    """Have a flood and then another client's request queued while the scheduler pauses, and serve all.
 
-    Of those that had ended before it was sent, which on a busy machine may be several, nothing is said.
+    Without the pause it would depend on the machine how much of the flood has ended when the other request comes.
     """
-    ended: list[str] = []
 
-    async def send(client: httpx.AsyncClient, key: str) -> None:
-        body = {"model": MODEL, "prompt": "again and again", "max_tokens": TOKENS, "ignore_eos": True}
+    async def send(client: httpx.AsyncClient, key: str, tokens: int) -> None:
+        body = {"model": MODEL, "prompt": "again and again", "max_tokens": tokens, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200, answer.text
-        ended.append(key)
+
+    async def sent(requests: int) -> None:
+        def arrived() -> bool:
+            return httpx.get(f"{server.base_url}/load", timeout=HANG_S).json()["server_load"] == requests
+
+        await asyncio.to_thread(wait_until, arrived, f"{requests} requests have been sent")
 
     async with httpx.AsyncClient(base_url=server.base_url, timeout=HANG_S) as client:
-        flood = [asyncio.create_task(send(client, "flood")) for _ in range(FLOOD)]
-        await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
-        before = len(ended)
-        await send(client, "other")
-        meanwhile = ended.index("other") - before
-        await asyncio.gather(*flood)
-    return meanwhile, len(ended) - 1 - ended.index("other")
+        assert (await client.post("/pause", params={"mode": "keep"})).status_code == 200
+        tasks = [asyncio.create_task(send(client, "flood", TOKENS)) for _ in range(FLOOD)]
+        await sent(FLOOD)
+        tasks.append(asyncio.create_task(send(client, "other", OTHERS_TOKENS)))
+        await sent(FLOOD + 1)
+        assert (await client.post("/resume")).status_code == 200
+        await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("system", ["fair", "fcfs-tuned"])
@@ -43,10 +51,15 @@ def test_a_client_that_floods_the_server_waits_behind_itself(
     forks: ForkServer | None, llama: Path, tmp_path: Path, system: str
 ) -> None:
     by_key = ["--ext-share-by", "key"] if system == "fair" else []
-    args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1"]
-    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks) as server:
-        meanwhile, later = asyncio.run(served_around(server))
+    log = tmp_path / "requests.jsonl"
+    args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1", "--enable-server-load-tracking"]
+    args += ["--ext-request-log", str(log), "--ext-metrics-interval-s", "0.1"]
+    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, request_log=log, env=DEV_MODE) as server:
+        asyncio.run(send_all(server))
+        wait_until(lambda: len(server.records()) == FLOOD + 1, "all requests are in the log")
+        ended = [record["output_tokens"] for record in sorted(server.records(), key=lambda record: record["seq"])]
+    ahead = ended.index(OTHERS_TOKENS)
     if system == "fair":
-        assert meanwhile <= 2  # who runs, and one whose turn came meanwhile
+        assert ahead <= 1  # whoever goes first of two clients who were served nothing
     else:
-        assert later <= 2  # those that were sent as late
+        assert ahead == FLOOD
