@@ -120,6 +120,18 @@ def test_every_manner_of_batching_gives_the_same_answers(batching: Any) -> None:
         assert [h.result(HANG_S)["tokens"] for h in handles] == [plain.translate(one, 9) for one in tokens]
 
 
+def test_padding_is_computed_and_neither_fails_nor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows that padding had written to were once its next inputs: no valid token, so that whole batches fell apart."""
+    model = build("seq2seq", hidden=8, vocabulary=4, forced=1)
+    tokens = [[1] * length for length in range(1, 40)]
+    with CellularEngine(model, batching=padding) as engine:
+        handles = [engine.submit({"tokens": one, "length": 3 * len(one), "max_steps": 200}) for one in tokens]
+        assert [len(handle.result(HANG_S)["tokens"]) for handle in handles] == [3 * len(one) for one in tokens]
+        assert engine.arena.traffic.reused > engine.arena.traffic.gathered, "a batch goes on without copies"
+        assert all(not rows[0].any() for rows in engine.arena._rows)
+    assert "one by one" not in caplog.text
+
+
 def test_padded_streams_say_what_single_ones_do() -> None:
     model = lively(build("rnnt", seed=1), 2.0)
     audio = np.random.default_rng(0).normal(size=(5, 9, 128)).astype(np.float32)

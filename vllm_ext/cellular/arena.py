@@ -15,8 +15,6 @@ from vllm_ext.cellular.layout import CompiledGraph, Region
 from vllm_ext.cellular.tables import Ranges
 
 _FIRST_ROWS = 1024
-SCRATCH = 1
-"""The row that padding writes to; row 0 is zeros and never written."""
 
 
 class ArenaFull(RuntimeError):
@@ -36,6 +34,8 @@ class Traffic:
 class Arena:
     """Storage on one device; `gather` and `scatter` may be called from any thread, the rest from one at a time.
 
+    Row 0 is zeros and never written.
+
     Args:
         kinds: Of values.
         device: Of the tensors.
@@ -44,7 +44,7 @@ class Arena:
 
     def __init__(self, kinds: Sequence[Kind], device: str = "cpu", max_bytes: int = 4 << 30) -> None:
         self._kinds, self._device, self._max_bytes = tuple(kinds), device, max_bytes
-        self._ranges = [Ranges(SCRATCH + 1) for _ in kinds]
+        self._ranges = [Ranges(1) for _ in kinds]
         self._rows = [torch.zeros((_FIRST_ROWS, *k.shape), dtype=getattr(torch, k.dtype), device=device) for k in kinds]
         self._lock = threading.Lock()
         self.traffic = Traffic()

@@ -218,7 +218,8 @@ class CellularEngine:
                     tasks = self._next(worker)
                 if tasks is None:
                     return
-                executor.begin_series()
+                if not tasks[0].goes_on:
+                    executor.begin_series()
                 for task in tasks:
                     if task.delay_s:
                         time.sleep(task.delay_s)

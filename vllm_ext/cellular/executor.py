@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ext.cellular.arena import SCRATCH, Arena
+from vllm_ext.cellular.arena import Arena
 from vllm_ext.cellular.cells import Cell
 from vllm_ext.cellular.graphs import CellTable, Ints
 from vllm_ext.cellular.scheduler import Task
@@ -79,38 +79,37 @@ class Executor:
         if not whole and not live.any() and not task.padding:
             return Outcome()
         in_rows, out_rows = (task.in_rows, task.out_rows) if whole else (task.in_rows[live], task.out_rows[live])
-        if task.padding:
-            in_rows, out_rows = (
-                np.pad(r, ((0, task.padding), (0, 0)), constant_values=SCRATCH) for r in (in_rows, out_rows)
-            )
         try:
-            outputs = self._batch(task.cell, in_rows, out_rows)
+            outputs = self._batch(task.cell, in_rows, out_rows, task.padding)
         except Exception as error:  # noqa: BLE001 - whatever a user's module raises
             logger.warning("cell %s raised, its %d nodes are computed one by one: %r", self._cells[task.cell].name,
                            len(in_rows), error)  # fmt: skip
             return self._one_by_one(task, live)
         return Outcome(ended=self._ended(task.cell, live, outputs), outputs=outputs)
 
-    def _batch(self, cell: int, in_rows: Ints, out_rows: Ints) -> tuple[torch.Tensor, ...]:
+    def _batch(self, cell: int, in_rows: Ints, out_rows: Ints, padding: int = 0) -> tuple[torch.Tensor, ...]:
+        """Compute a batch, with rows of zeros behind it whose outputs are thrown away."""
         begin = time.thread_time()
-        inputs = [self._input(kind, in_rows[:, place]) for place, kind in enumerate(self._table.in_kinds[cell])]
+        inputs = [
+            self._input(kind, in_rows[:, place], padding) for place, kind in enumerate(self._table.in_kinds[cell])
+        ]
         gathered = time.thread_time()
         outputs = self._compute(self._cells[cell], inputs)
         computed = time.thread_time()
         self._before = []
         for place, kind in enumerate(self._table.out_kinds[cell]):
             rows = out_rows[:, place]
-            self._arena.scatter(kind, rows, outputs[place])
+            self._arena.scatter(kind, rows, outputs[place][: len(rows)])
             self._before.append((kind, rows, outputs[place]))
         self.times.copying += gathered - begin + time.thread_time() - computed
         return outputs
 
-    def _input(self, kind: int, rows: Ints) -> torch.Tensor:
+    def _input(self, kind: int, rows: Ints, padding: int) -> torch.Tensor:
         for other, known, value in self._before:
-            if other == kind and np.array_equal(known, rows):
+            if other == kind and len(value) == len(rows) + padding and np.array_equal(known, rows):
                 self._arena.traffic.reused += value.nbytes
                 return value
-        return self._arena.gather(kind, rows)
+        return self._arena.gather(kind, np.pad(rows, (0, padding)) if padding else rows)
 
     def _ended(self, cell: int, live: Bools, outputs: tuple[torch.Tensor, ...]) -> Bools | None:
         until = self._cells[cell].until

@@ -41,6 +41,8 @@ class Task:
     """Whether this is the node's last execution, whatever its output."""
     padding: int = 0
     """Rows computed beside the nodes, to nobody's use."""
+    goes_on: bool = False
+    """Whether nobody has written to its rows since the worker's task before, although that is of another series."""
     delay_s: float = 0.0
     """What the worker waits for before it starts: graphs being merged."""
 

@@ -130,19 +130,36 @@ def cdf(series: Sequence[Series], path: Path, *, xlabel: str, title: str = "", l
 
 def over_time(panels: Sequence[Panel], path: Path, *, title: str = "", xlabel: str = "time (s)") -> None:
     """Draw quantities over time, one below the other: KV cache used, running, waiting; raises as `lines`."""
+    with _stacked(panels, path, xlabel, title) as pairs:
+        for axes, one, style in pairs:
+            axes.step(one.x, one.y, where="post", label=one.label, color=style.colour, linewidth=1.2)
+            axes.set_ylim(bottom=0)
+
+
+def stacked(panels: Sequence[Panel], path: Path, *, xlabel: str, title: str = "", log_y: bool = False) -> None:
+    """Draw measures against one load, one below the other: several percentiles, say; raises as `lines`."""
+    with _stacked(panels, path, xlabel, title, log_y=log_y) as pairs:
+        for axes, one, style in pairs:
+            axes.plot(one.x, one.y, label=one.label, color=style.colour, marker=style.marker, markersize=3.5)
+
+
+@contextmanager
+def _stacked(
+    panels: Sequence[Panel], path: Path, xlabel: str, title: str, *, log_y: bool = False
+) -> Iterator[list[tuple[Axes, Series, Style]]]:
     _refuse_nothing([one for panel in panels for one in panel.series])
     names = styles([one.label for panel in panels for one in panel.series])
-    with _figure(path, width=7.2, height=0.9 + 1.7 * len(panels), rows=len(panels)) as (figure, all_axes):
-        for panel, axes in zip(panels, np.atleast_1d(all_axes), strict=True):
-            for one in panel.series:
-                axes.step(one.x, one.y, where="post", label=one.label, color=names[one.label].colour, linewidth=1.2)
-            _finish(axes, "", panel.ylabel, "")
-            axes.set_ylim(bottom=0)
-        first, last = np.atleast_1d(all_axes)[[0, -1]]
-        first.set_title(title)
-        last.set_xlabel(xlabel)
+    with _figure(path, width=7.2, height=0.9 + 1.7 * len(panels), rows=len(panels)) as (figure, found):
+        all_axes = np.atleast_1d(found)
+        yield [
+            (axes, one, names[one.label]) for panel, axes in zip(panels, all_axes, strict=True) for one in panel.series
+        ]
+        for panel, axes in zip(panels, all_axes, strict=True):
+            _finish(axes, "", panel.ylabel, "", log_y=log_y)
+        all_axes[0].set_title(title)
+        all_axes[-1].set_xlabel(xlabel)
         figure.align_ylabels()
-        _legend(figure, *np.atleast_1d(all_axes), beside=True)
+        _legend(figure, *all_axes, beside=True)
 
 
 def bars(

@@ -34,6 +34,7 @@ class _Batch:
     step: int = 0
     follows: bool = False
     """Whether the node that takes turns with the stage's is next."""
+    begun: bool = False
     going: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     """Nodes of the stage that have not ended."""
 
@@ -144,9 +145,10 @@ class PaddedBatching:
         head = batch.requests[0] + batch.stage
         cell = int(table.cell[table.then[head]] if batch.follows else table.cell[head])
         self.counts[cell].add(len(nodes))
+        begun, batch.begun = batch.begun, True
         return Task(
             cell=cell, worker=worker, nodes=nodes, in_rows=in_rows, out_rows=out_rows,
-            last=np.zeros(len(nodes), bool), padding=len(batch.requests) - len(nodes),
+            last=np.zeros(len(nodes), bool), padding=len(batch.requests) - len(nodes), goes_on=begun,
         )  # fmt: skip
 
     def _advance(self, batch: _Batch, over: Ints) -> None:
