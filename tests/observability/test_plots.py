@@ -45,6 +45,15 @@ DRAWINGS: dict[str, tuple[Callable[[Path], None], set[str]]] = {
         ),
         {"orca", "vllm-2023", "KV (%)", "running", "time (s)", "Server"},
     ),
+    "percentiles": (
+        lambda path: plots.stacked(
+            [Panel(ylabel="P50 (ms)", series=[ORCA]), Panel(ylabel="P90 (ms)", series=[VLLM])],
+            path,
+            xlabel="served requests/s",
+            log_y=True,
+        ),
+        {"orca", "vllm-2023", "P50 (ms)", "P90 (ms)", "served requests/s"},
+    ),
     "bars": (
         lambda path: plots.compare_with_paper(["Alpaca", "GPT"], [0.034, 0.1], [0.05, math.nan], path, ylabel="error"),
         {"Alpaca", "GPT", "paper", "ours", "error", "0.034", "0.05"},
