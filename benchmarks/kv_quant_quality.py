@@ -2,8 +2,9 @@
 
 Held-out text is cut into sequences. KV of a sequence's first half, a whole number of blocks, is computed exactly; then
 the second half is computed on it, as by a resumed request or a conversation's next turn: on that KV as it is (fp32), as
-bfloat16, which is what a server's cache holds, or as bfloat16 that went through 8 bits. KV of the second half is exact,
-and so is all arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
+bfloat16, which is what a server's cache holds, or as bfloat16 that went through 8 bits, all blocks or every other one,
+as where a request's history lies partly in records on the device. KV of the second half is exact, and so is all
+arithmetic (fp32), so that what differs comes from the KV that was kept, and from nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ KV = Sequence[tuple[torch.Tensor, torch.Tensor]]
 GREEDY_LENGTHS = (16, 32, 64, 128, 256)
 BLOCKS = (16, 32, 64, 128)
 BLOCK = 64
+HALF = f"int8_half_of_blocks_{BLOCK}"
+"""Every other block in 8 bits."""
 _BATCH = 8
 
 
@@ -53,13 +56,14 @@ def measure(found: Trained, sequences: int, seed: int) -> tuple[dict[str, float]
         "bf16": lambda values: values.bfloat16().float(),
     }
     ways |= {f"int8_block_{block}": _through_8_bits(block) for block in BLOCKS if block <= found.recipe.tokens // 2}
-    greedy = ("fp32", "bf16", f"int8_block_{BLOCK}")
+    ways[HALF] = _through_8_bits(BLOCK, every=2)
+    greedy = ("fp32", "bf16", f"int8_block_{BLOCK}", HALF)
     outputs = {name: _outputs(found, rows, way, greedy=name in greedy) for name, way in ways.items()}
     metrics = compare(outputs[f"int8_block_{BLOCK}"], outputs["bf16"], seed)
     beside = {"bf16_kv_against_fp32_kv": compare(outputs["bf16"], outputs["fp32"], seed)}
-    for block in BLOCKS:
-        if block != BLOCK and f"int8_block_{block}" in outputs:
-            beside[f"int8_block_{block}"] = compare(outputs[f"int8_block_{block}"], outputs["bf16"], seed)
+    for name in (HALF, *(f"int8_block_{block}" for block in BLOCKS if block != BLOCK)):
+        if name in outputs:
+            beside[name] = compare(outputs[name], outputs["bf16"], seed)
     metrics |= {"judged_tokens": float(outputs["bf16"].logprobs.numel()), "judged_sequences": float(len(rows))}
     return metrics, beside
 
@@ -155,14 +159,20 @@ def _both(way: Callable[[torch.Tensor], torch.Tensor], keys: torch.Tensor, value
     return done[..., :width], done[..., width:]
 
 
-def _through_8_bits(block: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what takes KV, [sequences, heads, tokens, K and V], to bfloat16, to 8 bits and back, by the definition."""
+def _through_8_bits(block: int, every: int = 1) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes KV, [sequences, heads, tokens, K and V], to bfloat16, to 8 bits and back, by the definition.
+
+    Args:
+        block: Tokens of a block.
+        every: Of so many blocks one goes through 8 bits, the first of them.
+    """
 
     def through(values: torch.Tensor) -> torch.Tensor:
         sequences, heads, tokens, width = values.shape
-        pages = _pages(values, block).bfloat16()
+        back = _pages(values, block).bfloat16()
         layout = PageLayout.rows(torch.bfloat16, heads, width // 2, block)
-        _, back = there_and_back(pages, RecordFormat(layout))
+        chosen = torch.arange(len(back)) % (tokens // block) % every == 0
+        back[chosen] = there_and_back(back[chosen], RecordFormat(layout))[1]
         shaped = back.float().view(sequences, tokens // block, heads, block, width)
         return shaped.transpose(1, 2).reshape(values.shape)
 

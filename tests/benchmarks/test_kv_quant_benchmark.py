@@ -111,6 +111,9 @@ def test_kv_comes_back_from_8_bits_where_it_was() -> None:
     assert (back - values).abs().max() < 0.05
     assert (back[..., 5] == 1.5).all()
     assert not torch.equal(back, values.bfloat16().float())
+    half = quality._through_8_bits(32, every=2)(values)
+    assert torch.equal(half[:, :, :32], back[:, :, :32])
+    assert torch.equal(half[:, :, 32:], values[:, :, 32:].bfloat16().float())
 
 
 def test_worse_kv_is_seen() -> None:
@@ -119,7 +122,9 @@ def test_worse_kv_is_seen() -> None:
     metrics, beside = quality.measure(found, 4, 0)
     assert metrics["logprob_change_mean_abs_nats"] > 0
     assert metrics["judged_tokens"] == 4 * 127
-    assert set(beside) == {"bf16_kv_against_fp32_kv", "int8_block_16", "int8_block_32", "int8_block_128"}
+    others = {f"int8_block_{block}" for block in (16, 32, 128)}
+    assert set(beside) == {"bf16_kv_against_fp32_kv", quality.HALF, *others}
+    assert 0 < beside[quality.HALF]["logprob_change_mean_abs_nats"] < metrics["logprob_change_mean_abs_nats"]
 
 
 # --- errors and speed -------------------------------------------------------------------------------------------------
