@@ -14,11 +14,13 @@ from typing import Any
 import engine_rows
 from multi_turn_workload import ModelKv
 
+from vllm_ext.config_attention import OWN
 from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.kv.geometry import TierGeometry
 
 STATELESS, LRU, RETENTION, RETENTION_8 = "stateless", "tier-lru", "tier-retention", "tier-retention-8"
 PENSIEVE, PENSIEVE_8 = "pensieve", "pensieve-8"
+PREFIX_CACHE, RECORDS, PENSIEVE_RECORDS = "prefix-cache", "records", "pensieve-records"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,11 @@ class Row:
     tier: Mapping[str, Any] | None = None
     """Options of `kv_tier` beside ``gib``; None: no host tier, and vLLM's own scheduler."""
 
+    device_int8_share: float = 0.0
+    """Of the device's blocks, whose bytes hold records of 8 bits instead, read by our attention kernel."""
+
     system: str = "fcfs"
-    """Of a row with a tier."""
+    """Of a row with a tier or records."""
 
     baseline: bool = False
     """Whether it is upstream's: its scheduler, or its eviction policy over our copies."""
@@ -46,7 +51,7 @@ _EARLY: Mapping[str, Any] = {"bits": 16, "store": "early"}
 
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
-    "prefix-cache": Row(baseline=True),
+    PREFIX_CACHE: Row(baseline=True),
     LRU: Row(tier={**_EARLY, "policy": "lru"}, baseline=True),
     "tier-arc": Row(tier={**_EARLY, "policy": "arc"}, baseline=True),
     RETENTION: Row(tier={**_EARLY, "policy": "retention"}),
@@ -54,13 +59,16 @@ ROWS: Mapping[str, Row] = {
     f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
+    RECORDS: Row(device_int8_share=0.4, by_default=False),
+    PENSIEVE_RECORDS: Row(device_int8_share=0.4, system="pensieve", by_default=False),
+    f"{PENSIEVE_8}-records": Row(device_int8_share=0.4, system="pensieve", tier={"bits": 8}, by_default=False),
     **{
         f"{RETENTION}-{mode}": Row(tier={**_EARLY, "policy": "retention", option: mode}, by_default=False)
         for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
         for mode in modes
     },
 }
-"""All tiers get the same number of bytes, and all rows the same blocks on the device."""
+"""All tiers get the same number of bytes, and all rows the same bytes on the device."""
 
 DEFAULT = tuple(name for name, row in ROWS.items() if row.by_default)
 QUICK = (STATELESS, LRU, RETENTION_8)
@@ -70,15 +78,19 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine settings of a row: those that all have in common, and its own."""
     row = ROWS[name]
     found = {**engine_rows.engine_args(args), "enable_prefix_caching": row.prefix_caching}
-    if row.tier is not None:
+    if row.tier is not None or row.device_int8_share:
         found["scheduler_cls"] = row.system
-        found["additional_config"] = {"vllm_ext": {"kv_tier": tier_options(row, args)}}
+        ours = {"kv_tier": tier_options(row, args)}
+        if row.device_int8_share:
+            ours["attention"] = {"kernel": OWN}
+        found["additional_config"] = {"vllm_ext": ours}
     return found
 
 
 def tier_options(row: Row, args: argparse.Namespace) -> dict[str, Any]:
-    """Return `kv_tier` of a row that has a tier."""
-    return {"gib": args.tier_gib, **(row.tier or {})}
+    """Return `kv_tier` of a row that has a tier or records."""
+    device = {"device_int8_share": row.device_int8_share} if row.device_int8_share else {}
+    return device if row.tier is None else {"gib": args.tier_gib, **row.tier, **device}
 
 
 def tier_tokens(name: str, args: argparse.Namespace, model: ModelKv) -> int | None:

@@ -126,7 +126,11 @@ def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> 
         for name, own in found.items()
         if "additional_config" in own
     }
-    assert {tier.gib for tier in tiers.values()} == {0.25}
+    on_device = {name for name, tier in tiers.items() if tier.device_int8_share}
+    assert on_device == {"records", "pensieve-records", "pensieve-8-records"}
+    kernels = [found[name]["additional_config"]["vllm_ext"]["attention"] for name in on_device]
+    assert kernels == [{"kernel": "own"}] * 3
+    assert {tier.gib for name, tier in tiers.items() if name not in {"records", "pensieve-records"}} == {0.25}
     upstream = {name: own["enable_prefix_caching"] for name, own in found.items() if "scheduler_cls" not in own}
     assert upstream == {"stateless": False, "prefix-cache": True}
     assert upstream.keys().isdisjoint(tiers)
@@ -357,6 +361,14 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
     assert found["tier-retention.sustained_over_tier_lru_ratio"] == (1.0, False)
     assert found[report.DENSITY] == (2.0, True)
     assert found[report.FOUND] == (pytest.approx(0.125), True)
+
+
+def test_history_found_on_the_device_is_compared_with_prefix_caching() -> None:
+    report = script("multi_turn_report")
+    measured = cells({"records": [{1.0: 5.0}]}, device_hit_share=0.6)
+    measured += cells({"prefix-cache": [{1.0: 10.0}]}, device_hit_share=0.3)
+    found = {goal.metric: (goal.value, goal.met) for goal in judged(measured, {})}
+    assert found[report.ON_DEVICE] == (2.0, True)
 
 
 def test_an_upper_bound_meets_no_goal() -> None:
