@@ -155,8 +155,15 @@ SCENES: Mapping[str, Scene] = {
 _HINT: dict[str, Any] = {"announce": "hint", "announce_error": 0.3}
 PREDICTED, ANOTHERS = "alise, predicted", "alise, another's prediction"
 """By the predictor that ships, learned from others of the same file; and what it said of another request."""
-_PREDICTED = ((PREDICTED, "alise"), (ANOTHERS, "alise"), ("auto, predicted", "auto"))
-NEED_PREDICTIONS = tuple(name for name, _ in _PREDICTED)
+_TIER: dict[str, Any] = {"kv_tier": {"gib": 64.0}}
+_PREDICTED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (PREDICTED, "alise", {}),
+    (ANOTHERS, "alise", {}),
+    ("auto, predicted", "auto", {}),
+    ("alise, predicted, tier", "alise", _TIER),
+    ("alise-ttft, predicted, tier", "alise-ttft", _TIER),
+)
+NEED_PREDICTIONS = tuple(name for name, _, _ in _PREDICTED)
 _FEWER_TOKENS: dict[str, Any] = {"max_num_batched_tokens": 512}
 OTHERWISE_TUNED: Mapping[str, dict[str, Any]] = {
     "upstream tuned, 512 tokens": _FEWER_TOKENS,
@@ -165,7 +172,6 @@ OTHERWISE_TUNED: Mapping[str, dict[str, Any]] = {
     "upstream tuned, 512 seats": {"max_num_seqs": 512},
 }
 """What an operator could also turn: whether one of these is the better baseline is seen in the same table."""
-_TIER: dict[str, Any] = {"kv_tier": {"gib": 64.0}}
 _ORACLE: dict[str, Any] = {"options": {"allow_oracle": True}, "workload": {"announce": "hidden"}}
 SYSTEMS = {
     one.name: one
@@ -183,7 +189,10 @@ SYSTEMS = {
         ),
         Contender(name="alise, 512 tokens", system="alise", engine=_FEWER_TOKENS),
         Contender(name="alise, lengths within 30 %", system="alise", workload=_HINT),
-        *(Contender(name=name, system=system, workload={"announce": "predicted"}) for name, system in _PREDICTED),
+        *(
+            Contender(name=name, system=system, options=options, workload={"announce": "predicted"})
+            for name, system, options in _PREDICTED
+        ),
         Contender(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),
         *(
             Contender(name=f"{name}, tier", system=name, options=_TIER)
