@@ -131,10 +131,10 @@ def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> 
              value=metrics["attainment_slack"] - metrics["attainment_arrival"],
              note="of requests, at 1.2 times capacity"),
         Goal(metric="rnnt_chunk_p99_ms / padded", value=metrics["rnnt_chunk_p99_ms"] / streams[0], op="<=", goal=1.0,
-             note="wall time with other load; streams in step make fewer tasks than streams that join anywhere"),
+             note="streams in step make fewer tasks than streams that join anywhere, and this CPU is nearly full"),
         Goal(metric="rnnt_chunk_p99_ms / one by one", op="<=", goal=1.0,
              value=metrics["rnnt_chunk_p99_ms"] / streams[1],
-             note="wall time with other load on the machine"),
+             note="interleaving many small tasks delays all of them"),
     ]  # fmt: skip
     return goals
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_ext.cellular.engine import CellularEngine
+from vllm_ext.cellular.garbage import freeze
 from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Model, build
 from vllm_ext.cellular.options import EngineOptions
@@ -43,7 +44,9 @@ def merged(table: CellTable, freed: Callable[[int], None]) -> Batching:
 
 def engine(model: Model, make: Make | None, max_batch: int, requests: int) -> CellularEngine:
     sizes = dict.fromkeys((cell.name for cell in model.cells), max_batch)
-    return CellularEngine(model, EngineOptions(max_requests=requests + 1, max_batch=sizes), batching=make)
+    made = CellularEngine(model, EngineOptions(max_requests=requests + 1, max_batch=sizes), batching=make)
+    freeze()  # as `vllm-ext cellular serve` does
+    return made
 
 
 def cpu_s(one: CellularEngine) -> tuple[float, float]:

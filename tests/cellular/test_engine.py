@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -18,6 +19,7 @@ from tests.extent import HANG_S
 from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Cell
 from vllm_ext.cellular.engine import CellularEngine
+from vllm_ext.cellular.garbage import freeze
 from vllm_ext.cellular.graphs import CellGraph
 from vllm_ext.cellular.layout import Region
 from vllm_ext.cellular.models import Model, Parsed, RequestError, build
@@ -307,3 +309,13 @@ def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CellularEngine(build("lstm"), EngineOptions(**options))
+
+
+def test_a_server_that_is_ready_does_not_look_for_garbage_among_what_it_has() -> None:
+    before = gc.get_freeze_count()
+    freeze()
+    try:
+        assert gc.get_freeze_count() > before
+        assert not gc.get_objects(generation=2)
+    finally:
+        gc.unfreeze()

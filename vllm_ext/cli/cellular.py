@@ -33,12 +33,14 @@ def _serve(args: argparse.Namespace) -> int:
     import uvicorn
 
     from vllm_ext.cellular.engine import CellularEngine
+    from vllm_ext.cellular.garbage import freeze
     from vllm_ext.cellular.serving import create_app
 
     model = _model(args.model, args.seed)
     options = _options(model, args)
     with CellularEngine(model, options, compute=_compute(args.compile, args.device)) as engine:
         app = create_app(engine, default_slo_ms=args.default_slo_ms, max_sessions=args.max_sessions)
+        freeze()
         print(f"serving {model.kind} {model.config} at http://{args.host}:{args.port}/v1/infer", file=sys.stderr)
         uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
         return 0 if engine.healthy else 1
