@@ -126,15 +126,7 @@ def served(case: Case, make: real.Make | None, batch: int, rate_per_s: float, se
     drawn = rng.integers(0, len(case.requests), len(times)).tolist()
     with real.engine(case.model, make, batch, len(times) + WARM_UP) as one:
         warm(one, case)
-        begin = time.monotonic()
-        handles = []
-        for at, row in zip(times.tolist(), drawn, strict=True):
-            if (pause := begin + at - time.monotonic()) > 0:
-                time.sleep(pause)
-            handles.append(one.submit(case.requests[row]))
-        for handle in handles:
-            real.values(handle)
-        ended = np.array([handle.ended_s for handle in handles], float) - begin
+        ended = real.ends(one, [case.requests[row] for row in drawn], times)
     start, end = times[-1] / 5, times[-1]
     counted = times >= start
     rate = float(((ended >= start) & (ended < end)).sum() / (end - start))

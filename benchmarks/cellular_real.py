@@ -111,22 +111,27 @@ def sentences(lengths: Sequence[int], seed: int) -> list[dict[str, Any]]:
     return [{"tokens": rng.integers(0, VOCABULARY, length).tolist()} for length in lengths]
 
 
+def ends(one: CellularEngine, requests: Sequence[Mapping[str, Any]], times: np.ndarray) -> np.ndarray:
+    """Submit each request at its time, in seconds from now on, and return when it ended, on the same clock."""
+    begin = time.monotonic()
+    handles = []
+    for at, request in zip(times.tolist(), requests, strict=True):
+        if (pause := begin + at - time.monotonic()) > 0:
+            time.sleep(pause)
+        handles.append(one.submit(request))
+    for handle in handles:
+        values(handle)
+    found: np.ndarray = np.array([handle.ended_s for handle in handles], float) - begin
+    return found
+
+
 def at_load(
     model: Model, requests: Sequence[Mapping[str, Any]], make: Make | None, max_batch: int, rate_per_s: float, seed: int
 ) -> dict[str, float]:
     """Serve Poisson arrivals and return latencies in wall time, from the intended arrival."""
     times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate_per_s, len(requests)))
     with engine(model, make, max_batch, len(requests)) as one:
-        begin = time.monotonic()
-        handles = []
-        for at, request in zip(times.tolist(), requests, strict=True):
-            if (pause := begin + at - time.monotonic()) > 0:
-                time.sleep(pause)
-            handles.append(one.submit(request))
-        for handle in handles:
-            values(handle)
-        ended = np.array([handle.ended_s for handle in handles], float)
-    latencies = (ended - begin - times) * 1e3
+        latencies = (ends(one, requests, times) - times) * 1e3
     return {f"p{p}_ms": float(np.percentile(latencies, p)) for p in (50, 90, 99)}
 
 

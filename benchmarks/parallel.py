@@ -13,6 +13,20 @@ from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
 
 
+def finished(runs: Mapping[str, SimulationSpec], at_a_time: int, *, label: str) -> dict[str, Metrics]:
+    """Return what `simulated` does, of runs that all requests came through.
+
+    Raises:
+        SystemExit: as `simulated`.
+        RuntimeError: requests of a run did not end.
+    """
+    metrics = simulated(runs, at_a_time, label=label)
+    for name, found in metrics.items():
+        if found["unfinished_requests"]:
+            raise RuntimeError(f"{name}: {found['unfinished_requests']:.0f} requests did not end")
+    return metrics
+
+
 def simulated(runs: Mapping[str, SimulationSpec], at_a_time: int, *, label: str) -> dict[str, Metrics]:
     """Return the metrics of each run by its name, simulated unless they are kept from before.
 

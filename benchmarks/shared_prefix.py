@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, NamedTuple
 
-from parallel import simulated
+from parallel import finished
 
 from vllm_ext.config_kv import FUSED
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
@@ -162,10 +162,7 @@ def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
         SystemExit: runs failed, which are named; the others are kept.
         RuntimeError: requests of a run did not end.
     """
-    metrics = simulated({str(job): spec(job) for job in jobs}, at_a_time, label="shared prefix")
-    for name, found in metrics.items():
-        if found["unfinished_requests"]:
-            raise RuntimeError(f"{name}: {found['unfinished_requests']:.0f} requests did not end")
+    metrics = finished({str(job): spec(job) for job in jobs}, at_a_time, label="shared prefix")
     return {job: {name: float(metrics[str(job)][name]) for name in MEASURES} for job in jobs}
 
 

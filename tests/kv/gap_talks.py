@@ -140,6 +140,42 @@ class Talks:
         self.answered(name)
         return steps
 
+    def walk(self, rng: random.Random, shared: list[int], *, clients: int, lose: float, reset: float = 0.0) -> None:
+        """Serve 60 random turns of at most ``clients`` conversations at a time, with random aborts, until none is left.
+
+        Args:
+            rng: Decides.
+            shared: What every conversation begins with.
+            clients: See above.
+            lose: Probability that idle blocks are lost between two bursts of steps.
+            reset: Probability that the prefix cache is reset there.
+        """
+        busy: dict[str, str] = {}
+        served = 0
+        while served < 60:
+            name = rng.choice("abcdef")
+            if name not in busy and len(busy) < clients:
+                if not self.history.get(name) or len(self.history[name]) > 300:
+                    self.history[name] = list(shared)
+                busy[name] = self.say(name, words(rng.randint(0, 10**6), rng.randint(1, 70)), answer=rng.randint(1, 40))
+            for _ in range(rng.randint(1, 8)):
+                self.step()
+            if busy and rng.random() < 0.05:
+                victim = rng.choice(sorted(busy))
+                self.loop.abort(busy.pop(victim))
+                self.history[victim] = list(shared)
+            if reset and rng.random() < reset:
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            if rng.random() < lose:
+                idle = [b for b in self.pool.blocks if b.ref_cnt == 0 and b.block_hash is not None]
+                for block in rng.sample(idle, min(len(idle), rng.randint(0, 3))):
+                    self.pool.evict_blocks({block.block_id})
+            for name in [n for n, req_id in busy.items() if req_id not in self.scheduler.requests]:
+                self.answered(name)
+                del busy[name]
+                served += 1
+        self.drain()
+
 
 def words(seed: int, count: int) -> list[int]:
     rng = random.Random(seed)

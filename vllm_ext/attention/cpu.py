@@ -20,9 +20,8 @@ from vllm_ext.attention.counts import COUNTS
 from vllm_ext.attention.measure import Sizes, measured_plan, paged
 from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
 from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_reads, records_behind
-from vllm_ext.attention.support import FIELD, chosen_kernel, layer_obstacle
+from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
 from vllm_ext.config_attention import AUTO, OWN
-from vllm_ext.config_checks import ConfigError
 from vllm_ext.kernels.paged_attention import Ranges, cpu
 
 logger = logging.getLogger("vllm.vllm_ext")
@@ -123,17 +122,14 @@ class CpuBuilder(HearsOfRecords, CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         impls = [layer.impl for layer in layers.values()]
-        self.plan = self._choose(chosen_kernel(vllm_config), impls)
+        self.plan = self._choose(*layers_kernel(vllm_config, (impl.obstacle for impl in impls)))
         for impl in impls:
             impl.plan = self.plan
         self.check_pages(layers.values())
         logger.info("%s", self.plan.describe("CPU_ATTN"))
 
-    def _choose(self, kernel: str, impls: list[CpuImpl]) -> KernelPlan:
-        obstacle = next((impl.obstacle for impl in impls if impl.obstacle), None)
+    def _choose(self, kernel: str, obstacle: str | None) -> KernelPlan:
         if kernel == OWN:
-            if obstacle is not None:
-                raise ConfigError(FIELD, kernel, f"must be stock or auto: {obstacle}")
             return KernelPlan.all(Kernel.OWN, f"{FIELD}={OWN}, {cpu.arithmetic()}")
         if kernel == AUTO and obstacle is None:
             sizes = Sizes(self.dtype, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.isa)
@@ -153,8 +149,7 @@ class CpuBuilder(HearsOfRecords, CPUAttentionMetadataBuilder):
             found = super().build(common_prefix_len, common, fast_build)
             fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
             return CpuMetadata(**fields)
-        if common.causal is not True:
-            raise ConfigError(FIELD, OWN, "must be stock: a step attends to what comes later")
+        refuse_what_comes_later(common.causal)
         return CpuMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,

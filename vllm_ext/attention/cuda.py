@@ -19,9 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_ext.attention.counts import COUNTS
 from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
 from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_reads, records_behind
-from vllm_ext.attention.support import FIELD, chosen_kernel, layer_obstacle
+from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
 from vllm_ext.config_attention import OWN
-from vllm_ext.config_checks import ConfigError
 from vllm_ext.kernels.kv_quant.format import PageLayout, Side
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu
 
@@ -125,10 +124,7 @@ class CudaBuilder(HearsOfRecords, _STOCK.get_builder_cls()):  # type: ignore[mis
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        obstacle = next((layer.impl.obstacle for layer in layers.values() if layer.impl.obstacle), None)
-        kernel = chosen_kernel(vllm_config)
-        if kernel == OWN and obstacle is not None:
-            raise ConfigError(FIELD, kernel, f"must be stock or auto: {obstacle}")
+        kernel, _ = layers_kernel(vllm_config, (layer.impl.obstacle for layer in layers.values()))
         self.plan = KernelPlan.all(Kernel.OWN if kernel == OWN else Kernel.STOCK, f"{FIELD}={kernel}")
         self.check_pages(layers.values())
         self._dtype = str(kv_cache_spec.dtype).removeprefix("torch.")
@@ -142,8 +138,7 @@ class CudaBuilder(HearsOfRecords, _STOCK.get_builder_cls()):  # type: ignore[mis
         note_reads(metadata, common.seq_lens, self.kv_cache_spec.block_size, unpack=kernel is Kernel.STOCK)
         COUNTS.add(kernel, int(common.seq_lens_cpu_upper_bound[: common.num_reqs].sum()), self._dtype)
         if kernel is Kernel.OWN:
-            if common.causal is not True:
-                raise ConfigError(FIELD, OWN, "must be stock: a step attends to what comes later")
+            refuse_what_comes_later(common.causal)
             rows = common.num_reqs
             ranges = Ranges.from_block_table(
                 common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows]

@@ -6,10 +6,11 @@ What only layers know, such as attention sinks, a worker finds when it builds th
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_ext.attention import slot
-from vllm_ext.config_attention import AUTO, STOCK
+from vllm_ext.config_attention import AUTO, OWN, STOCK
 from vllm_ext.config_checks import KEY, ConfigError
 from vllm_ext.kernels.native import CompilerMissing, compiler_version
 from vllm_ext.kernels.paged_attention.format import MAX_GROUP, STEP
@@ -92,6 +93,32 @@ def chosen_kernel(vllm_config: VllmConfig) -> str:
     options = (vllm_config.additional_config or {}).get(KEY) or {}
     kernel: str = (options.get("attention") or {}).get("kernel", STOCK)
     return kernel
+
+
+def layers_kernel(vllm_config: VllmConfig, obstacles: Iterable[str | None]) -> tuple[str, str | None]:
+    """Return which kernel some layers were told to use, and what keeps ours from serving them.
+
+    Args:
+        vllm_config: Of the engine.
+        obstacles: Of each layer, as `layer_obstacle` said.
+
+    Raises:
+        ConfigError: ours was asked for and can't serve a layer.
+    """
+    kernel, found = chosen_kernel(vllm_config), next(filter(None, obstacles), None)
+    if kernel == OWN and found is not None:
+        raise ConfigError(FIELD, kernel, f"must be stock or auto: {found}")
+    return kernel, found
+
+
+def refuse_what_comes_later(causal: object) -> None:
+    """Refuse a step that our kernel can't serve.
+
+    Raises:
+        ConfigError: it attends to what comes later.
+    """
+    if causal is not True:
+        raise ConfigError(FIELD, OWN, "must be stock: a step attends to what comes later")
 
 
 def layer_obstacle(*, alibi: bool, sinks: bool, kv_cache_dtype: str, attn_type: str) -> str | None:

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.config import KEY
+from vllm_ext.attention.support import chosen_kernel
 from vllm_ext.config_attention import STOCK
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.manager import RecordManager, with_record_manager
@@ -59,9 +59,7 @@ class RecordScheduler(GapScheduler):
 
     @property
     def _unpacks(self) -> bool:
-        options = (self.vllm_config.additional_config or {}).get(KEY) or {}
-        kernel: str = (options.get("attention") or {}).get("kernel", STOCK)
-        return kernel == STOCK
+        return chosen_kernel(self.vllm_config) == STOCK
 
     def price_records(self, prices: RecordPrices | float) -> None:
         """Say what records cost, where moving them takes no time, or another time than here.

@@ -35,31 +35,7 @@ def test_walk(system: str, gaps: str, seed: int, depth: int) -> None:
         max_model_len=448,
     )
     records, shared = talks.scheduler.records, words(99, rng.choice([0, 24, 48]))
-    busy: dict[str, str] = {}
-    served = 0
-    while served < 60:
-        name = rng.choice("abcdef")
-        if name not in busy and len(busy) < 4:
-            if not talks.history.get(name) or len(talks.history[name]) > 300:
-                talks.history[name] = list(shared)
-            busy[name] = talks.say(name, words(rng.randint(0, 10**6), rng.randint(1, 70)), answer=rng.randint(1, 40))
-        for _ in range(rng.randint(1, 8)):
-            talks.step()
-        if busy and rng.random() < 0.05:
-            victim = rng.choice(sorted(busy))
-            talks.loop.abort(busy.pop(victim))
-            talks.history[victim] = list(shared)
-        if rng.random() < 0.02:
-            talks.scheduler.reset_prefix_cache(reset_running_requests=True)
-        if rng.random() < 0.2:
-            idle = [b for b in talks.pool.blocks if b.ref_cnt == 0 and b.block_hash is not None]
-            for block in rng.sample(idle, min(len(idle), rng.randint(0, 3))):
-                talks.pool.evict_blocks({block.block_id})
-        for name in [n for n, req_id in busy.items() if req_id not in talks.scheduler.requests]:
-            talks.answered(name)
-            del busy[name]
-            served += 1
-    talks.drain()
+    talks.walk(rng, shared, clients=4, lose=0.2, reset=0.02)
     state = records.state()
     assert state["moves"]["demoted"] > 3, "the walk went past what it is for"
     assert state["records"]["held"] == 0

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from vllm_ext.policies.admission.passing import PassAFew
-from vllm_ext.policies.admission.preemptive import Preempting
-from vllm_ext.policies.contract import Room, Step
+from vllm_ext.policies.admission.preemptive import PassThenPreempt
+from vllm_ext.policies.contract import Candidate, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassOrPreempt(PassAFew, Preempting):
+class PassOrPreempt(PassThenPreempt):
     """Take waiting requests as `PassAFew` does; for those that press and do not fit others leave, if that pays.
 
     Ours: `PassAFew` with the preemption of `Preemptive`, for which an objective must be at stake.
     """
 
-    uses_predictions: ClassVar[bool] = True
-
     spare_outlived: bool = True
     """Whether requests that outlived their estimate are never preempted for others. Where lengths can't be told these
     are many, most end soon, and their KV is long."""
 
-    def __post_init__(self) -> None:
-        PassAFew.__post_init__(self)
-        Preempting.__post_init__(self)
-
-    def select(self, step: Step, room: Room) -> None:
-        """Take those who fit, then those at the front who press and fit if others leave."""
-        super().select(step, room)
-        if self.preempt and (room.why or not room.open):
-            joined = set(room.admit)
-            front = itertools.takewhile(lambda c: c.presses or c.aged, step.waiting())
-            self.make_room(step, room, (c for c in front if c.presses and c.req_id not in joined))
+    def _left_over(self, step: Step) -> Iterator[Candidate]:
+        """Yield those at the front that press."""
+        front = itertools.takewhile(lambda c: c.presses or c.aged, step.waiting())
+        return (c for c in front if c.presses)

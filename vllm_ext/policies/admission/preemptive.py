@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from vllm_ext.policies.admission.in_order import take_while_they_fit
+from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.checks import require
 from vllm_ext.policies.contract import Admission, Candidate, Room, Step, Victim
 
@@ -122,3 +124,25 @@ class Preemptive(Preempting):
         refused = take_while_they_fit(room, candidates) if room.open else None
         if self.preempt:
             self.make_room(step, room, candidates if refused is None else itertools.chain((refused,), candidates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassThenPreempt(PassAFew, Preempting):
+    """What selectors have in common that take waiting requests as `PassAFew`, and then have others leave for some."""
+
+    uses_predictions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        PassAFew.__post_init__(self)
+        Preempting.__post_init__(self)
+
+    def select(self, step: Step, room: Room) -> None:
+        """Take those who fit, then those for whom others leave."""
+        super().select(step, room)
+        if self.preempt and (room.why or not room.open):
+            joined = set(room.admit)
+            self.make_room(step, room, (c for c in self._left_over(step) if c.req_id not in joined))
+
+    def _left_over(self, step: Step) -> Iterator[Candidate]:
+        """Yield waiting requests for whom others may leave, in order."""
+        return step.waiting()
