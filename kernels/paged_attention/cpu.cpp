@@ -40,7 +40,8 @@ constexpr int W = 4;
 constexpr int STEP = 32;        // tokens, and channels, that a micro-kernel makes at once
 constexpr int VECTORS = STEP / W;
 constexpr int MAX_ROWS = 64;    // of an item
-constexpr int FEW_ROWS = 8;     // that a micro-kernel takes at once
+constexpr int FEW_ROWS = W == 16 ? 8 : 6;  // that a micro-kernel takes at once
+constexpr int MAX_DIM = 512;    // of a head
 constexpr float NEG_INF = -INFINITY;
 
 typedef float Vec __attribute__((vector_size(W * 4)));
@@ -80,25 +81,22 @@ inline Vec widened(const Half* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si2
 inline Vec widened(const uint8_t* p) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
+#elif defined(__AVX2__)
+inline __m128i bytes16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+inline Vec widened(const BFloat16* p) { return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bytes16(p)), 16); }
+inline Vec widened(const uint8_t* p) {
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+#if defined(__F16C__)
+inline Vec widened(const Half* p) { return (Vec)_mm256_cvtph_ps(bytes16(p)); }
+#else
+inline Vec widened(const Half* p) { Vec x; for (int i = 0; i < W; i++) x[i] = widen(p[i]); return x; }
+#endif
 #else
 inline float widen(uint8_t x) { return x; }
 template <class T>
 inline Vec widened(const T* p) { Vec x; for (int i = 0; i < W; i++) x[i] = widen(p[i]); return x; }
 #endif
-// Numbers as fp32 that were rounded to T.
-inline Vec rounded(Vec x, float) { return x; }
-#if defined(__AVX512F__)
-inline Vec rounded(Vec x, Half) { return (Vec)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
-inline Vec rounded(Vec x, BFloat16) {
-  __m512i u = (__m512i)x, odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return (Vec)_mm512_and_si512(u, _mm512_set1_epi32(int(0xffff0000)));
-}
-#else
-template <class T>
-inline Vec rounded(Vec x, T t) { for (int i = 0; i < W; i++) { narrow(x[i], t); x[i] = widen(t); } return x; }
-#endif
-
 inline Vec exponential(Vec x) {  // of numbers up to 0; 0 below -87; relative error 2e-7
   Vec t = x * 1.44269504f + 12582912.f;  // 1.5 * 2^23: the integer lies in the lowest bits
   Vec n = t - 12582912.f;
@@ -113,7 +111,12 @@ inline Vec exponential(Vec x) {  // of numbers up to 0; 0 below -87; relative er
   return x > -87.f ? p : Vec{};  // also NaN, of rows that see nothing
 }
 inline float largest(Vec v) { float m = v[0]; for (int i = 1; i < W; i++) m = std::max(m, v[i]); return m; }
-inline float total(Vec v) { float s = 0; for (int i = 0; i < W; i++) s += v[i]; return s; }
+inline float total(Vec v) {
+  alignas(64) float x[W];
+  store(x, v);
+  for (int n = W / 2; n; n /= 2) for (int i = 0; i < n; i++) x[i] += x[i + n];
+  return x[0];
+}
 
 // 32 tokens of one head, K or V: `rows` of numbers, or of codes with a minimum and a scale for each channel.
 struct Source {
@@ -131,60 +134,87 @@ struct Ahead {  // what is prefetched into L2 while something else is computed: 
   void fetch_two(int j) const { fetch(j); if (!halves) fetch(j + 1); }
 };
 
-// Rows of B as vectors of fp32. PER_ROW: a row has one minimum and scale (K), else a column has (V).
-template <class T, bool PER_ROW>
-inline void fp32_row(const Source& b, int64_t row, int64_t column, Vec* out) {
-  if (b.minimum) {
-    const uint8_t* codes = static_cast<const uint8_t*>(b.at) + row * b.stride + column;
-    for (int v = 0; v < VECTORS; v++) {
-      const float* scale = b.scale + column + v * W;
-      const float* minimum = b.minimum + column + v * W;
-      Vec x = widened(codes + v * W);
-      out[v] = rounded(PER_ROW ? x * b.scale[row] + b.minimum[row] : x * load(scale) + load(minimum), T{});
-    }
-  } else {
-    const T* at = static_cast<const T*>(b.at) + row * b.stride + column;
-    for (int v = 0; v < VECTORS; v++) out[v] = widened(at + v * W);
-  }
-}
-
-// fp32 arithmetic for any type of KV.
+// fp32 arithmetic for any type of KV. PER_ROW: a row of codes has one minimum and scale (K), else a column has (V).
 template <class T>
 struct Fused {
   using Number = float;                  // of A, and of P
-  static constexpr int PAIR = 1;
-  static constexpr int UNIT = 1;         // floats of unpacked B for each number
   static Number number(float x) { return x; }
 
   template <bool PER_ROW>
   static void unpack(const Source& b, int64_t column, int k, float* to) {
-    for (int i = 0; i < k; i++) {
-      Vec x[VECTORS]; fp32_row<T, PER_ROW>(b, i, column, x);
-      for (int v = 0; v < VECTORS; v++) store(to + i * STEP + v * W, x[v]);
+    for (int i = 0; i < k; i++, to += STEP)
+      for (int v = 0; v < STEP; v += W) {
+        int64_t at = i * b.stride + column + v;
+        if (!b.minimum) store(to + v, widened(static_cast<const T*>(b.at) + at));
+        else {
+          Vec x = widened(static_cast<const uint8_t*>(b.at) + at);
+          store(to + v, PER_ROW ? x * b.scale[i] + b.minimum[i] : x * load(b.scale + column + v) + load(b.minimum + column + v));
+        }
+      }
+  }
+  // Sums of products with rows of B as they lie in memory, `finish` stores; as many columns at once as registers hold.
+  template <int R, class S, class F>
+  static void accumulate(const float* a, int64_t lda, const S* b, int64_t ldb, int k, Ahead next, int line, F&& finish) {
+    constexpr int HELD = W == 16 ? VECTORS : R <= 3 ? 4 : 2;
+    for (int first = 0; first < VECTORS; first += HELD) {
+      Vec acc[R][HELD] = {};
+      for (int i = 0; i < k; i++) {
+        if (first == 0) next.fetch(line + i);
+        Vec x[HELD]; for (int v = 0; v < HELD; v++) x[v] = widened(b + i * ldb + (first + v) * W);
+        for (int r = 0; r < R; r++) { float y = a[r * lda + i]; for (int v = 0; v < HELD; v++) acc[r][v] += x[v] * y; }
+      }
+      for (int r = 0; r < R; r++) for (int v = 0; v < HELD; v++) finish(r, (first + v) * W, acc[r][v]);
     }
   }
   template <int R>
   static void multiply_packed(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc, bool add,
                               Ahead next, int line) {
-    Vec acc[R][VECTORS];
-    for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) acc[r][v] = add ? load(c + r * ldc + v * W) : Vec{};
-    for (int i = 0; i < k; i++) {
-      next.fetch(line + i);
-      Vec x[VECTORS]; for (int v = 0; v < VECTORS; v++) x[v] = load(b + i * ldb + v * W);
-      for (int r = 0; r < R; r++) { float y = a[r * lda + i]; for (int v = 0; v < VECTORS; v++) acc[r][v] += x[v] * y; }
-    }
-    for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++) store(c + r * ldc + v * W, acc[r][v]);
+    accumulate<R>(a, lda, b, ldb, k, next, line, sum_into(c, ldc, add));
   }
+  // Codes are multiplied as they are; minima and scales meet A (K) or the sums (V), so that a code costs no more than a bfloat16.
   template <bool PER_ROW, int R>
   static void multiply(const float* a, int64_t lda, const Source& b, int64_t column, int k, float* c, int64_t ldc, bool add,
                        Ahead next, int line) {
-    if constexpr (std::is_same<T, float>::value) if (!b.minimum) {
-      multiply_packed<R>(a, lda, static_cast<const float*>(b.at) + column, b.stride, k, c, ldc, add, next, line);
+    if (!b.minimum) {
+      accumulate<R>(a, lda, static_cast<const T*>(b.at) + column, b.stride, k, next, line, sum_into(c, ldc, add));
       return;
     }
-    alignas(64) float rows[512 * STEP];
-    unpack<PER_ROW>(b, column, k, rows);
-    multiply_packed<R>(a, lda, rows, STEP, k, c, ldc, add, next, line);
+    const uint8_t* codes = static_cast<const uint8_t*>(b.at) + column;
+    float constant[R];
+    if constexpr (PER_ROW) {
+      alignas(64) float scaled[R * MAX_DIM];
+      Vec sums[R] = {};
+      for (int i = 0; i < k; i += W) {
+        Vec scale = load(b.scale + i), minimum = load(b.minimum + i);
+        for (int r = 0; r < R; r++) {
+          Vec y = load(a + r * lda + i);
+          store(scaled + r * k + i, y * scale);
+          sums[r] += y * minimum;
+        }
+      }
+      for (int r = 0; r < R; r++) constant[r] = total(sums[r]);
+      accumulate<R>(scaled, k, codes, b.stride, k, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
+        float* to = c + r * ldc + at;
+        store(to, (add ? load(to) : Vec{}) + sum + constant[r]);
+      });
+    } else {
+      for (int r = 0; r < R; r++) {  // A is 0 from k to the next multiple of STEP
+        Vec sum = load(a + r * lda);
+        for (int i = W; i < k; i += W) sum += load(a + r * lda + i);
+        constant[r] = total(sum);
+      }
+      accumulate<R>(a, lda, codes, b.stride, k, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
+        float* to = c + r * ldc + at;
+        Vec product = sum * load(b.scale + column + at) + constant[r] * load(b.minimum + column + at);
+        store(to, add ? load(to) + product : product);
+      });
+    }
+  }
+  static auto sum_into(float* c, int64_t ldc, bool add) {
+    return [=](int r, int at, Vec sum) __attribute__((always_inline)) {
+      float* to = c + r * ldc + at;
+      store(to, add ? load(to) + sum : sum);
+    };
   }
   static void probabilities(const float* s, float* p, int n) { std::memcpy(p, s, n * sizeof(float)); }
 };
@@ -193,7 +223,6 @@ struct Fused {
 // bfloat16 by dot products: A in pairs of k, B as vectors of 16 pairs.
 struct Dot {
   using Number = uint16_t;
-  static constexpr int PAIR = 2;
   static Number number(float x) { BFloat16 y; narrow(x, y); return y.bits; }
   static __m512i zip(int half) {  // of two rows of 32 the pairs of columns 0 to 15, or 16 to 31
     alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
