@@ -216,6 +216,28 @@ def ordering(root: Path, name: str) -> str:
     return table([f"at load {at}", *(f"{m}, points" if k == "points" else m for m, k in kinds.items())], rows)
 
 
+def workloads(root: Path, name: str) -> str:
+    """Each workload at its one load: tuned vLLM's over the system's, with the interval of the mean latency."""
+    result = Result(root, name)
+    (load,) = result.setting("loads")
+    rows = []
+    for workload in result.setting("duration_s"):
+        for system in result.setting("systems")[1:]:
+            found = result.data["baselines"].get(system, result.data["metrics"])
+
+            def value(measure: str, at: str = f"{workload}.{load:g}", found: Any = found) -> float:
+                return float(found[f"{at}.{measure}"])
+
+            low, high = value("mean e2e.low"), value("mean e2e.high")
+            rows.append(
+                [workload, system, f"{value('mean e2e.ratio'):.2f} ({low:.2f} to {high:.2f})"]
+                + [f"{value(f'{one}.ratio'):.2f}" for one in ("P99 e2e", "mean normalised", "P90 TTFT", "longest gap")]
+                + [f"{value('share on time.points'):+.0f}"]
+            )
+    header = ["", "", "mean e2e", "P99 e2e", "mean normalised", "P90 TTFT", "longest gap", "share on time, points"]
+    return table(header, rows)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": objectives,
@@ -226,6 +248,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "step-cost": step_cost,
     "papers": papers,
     "ordering": functools.partial(ordering, name="ordering.json"),
+    "ordering-long": functools.partial(workloads, name="ordering_long.json"),
+    "ordering-alpaca": functools.partial(ordering, name="ordering_alpaca.json"),
     "ordering-tuned": functools.partial(ordering, name="ordering_tuned.json"),
     "ordering-predicted": functools.partial(ordering, name="ordering_predicted.json"),
 }

@@ -10,7 +10,7 @@
 //
 // Both products are C[rows, 32] (+)= A[rows, k] B[k, 32] with B in rows of 32 numbers, and so there is one micro-kernel for
 // each arithmetic: `Dot`, bfloat16 by the dot products of AVX512-BF16, pairs of k at once; and `Fused`, all else in fp32,
-// in vectors that the compiler makes AVX-512, AVX2, SSE or NEON of. Up to 8 rows (decode) read B where it lies and
+// in vectors that the compiler makes AVX-512, AVX2, SSE or NEON of. Up to FEW_ROWS rows (decode) read B where it lies, and
 // dequantise it in registers; more rows unpack it once into the L1 cache. What is read next is prefetched meanwhile.
 #include <omp.h>
 
