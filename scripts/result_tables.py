@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,22 +218,19 @@ def ordering(root: Path, name: str) -> str:
 
 
 def workloads(root: Path, name: str) -> str:
-    """Each workload at its one load: tuned vLLM's over the system's, with the interval of the mean latency."""
+    """Each workload at each of its loads: tuned vLLM's over the system's, with the interval of the mean latency."""
     result = Result(root, name)
-    (load,) = result.setting("loads")
+    measured = re.findall(r"(?:^|\n)([^.\n]+)\.(.+)\.mean e2e\.ratio", "\n".join(result.data["metrics"]))
     rows = []
-    for workload in result.setting("duration_s"):
+    for workload, load in ((one, load) for one, load in measured if one != "all"):
         for system in result.setting("systems")[1:]:
             found = result.data["baselines"].get(system, result.data["metrics"])
-
-            def value(measure: str, at: str = f"{workload}.{load:g}", found: Any = found) -> float:
-                return float(found[f"{at}.{measure}"])
-
-            low, high = value("mean e2e.low"), value("mean e2e.high")
+            mean, low, high = (found[f"{workload}.{load}.mean e2e.{end}"] for end in ("ratio", "low", "high"))
+            others = ("P99 e2e", "mean normalised", "P90 TTFT", "longest gap")
             rows.append(
-                [workload, system, f"{value('mean e2e.ratio'):.2f} ({low:.2f} to {high:.2f})"]
-                + [f"{value(f'{one}.ratio'):.2f}" for one in ("P99 e2e", "mean normalised", "P90 TTFT", "longest gap")]
-                + [f"{value('share on time.points'):+.0f}"]
+                [f"{workload} at {load}", system, f"{mean:.2f} ({low:.2f} to {high:.2f})"]
+                + [f"{found[f'{workload}.{load}.{measure}.ratio']:.2f}" for measure in others]
+                + [f"{found[f'{workload}.{load}.share on time.points']:+.0f}"]
             )
     header = ["", "", "mean e2e", "P99 e2e", "mean normalised", "P90 TTFT", "longest gap", "share on time, points"]
     return table(header, rows)
