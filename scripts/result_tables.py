@@ -247,6 +247,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "papers": papers,
     "ordering": functools.partial(ordering, name="ordering.json"),
     "ordering-long": functools.partial(workloads, name="ordering_long.json"),
+    "ordering-more": functools.partial(workloads, name="ordering_more.json"),
     "ordering-alpaca": functools.partial(ordering, name="ordering_alpaca.json"),
     "ordering-tuned": functools.partial(ordering, name="ordering_tuned.json"),
     "ordering-predicted": functools.partial(ordering, name="ordering_predicted.json"),
