@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from attention_subjects import BLOCK, HEAD_DIM, HEADS, KV_HEADS, STRAW_MEN, Shape, Step
 from kv_quant_speed import largest_copy
+from turns import Seconds, measure, ratio
 from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
@@ -48,18 +49,7 @@ _ALLOWED_ERROR = 0.02
 """Relative to the norm of the output; bfloat16 has steps of 0.4 % in each probability."""
 
 Subject = Callable[[], torch.Tensor]
-Times = dict[str, np.ndarray[Any, np.dtype[np.float64]]]
-
-
-def measure(subjects: Mapping[str, Subject], repeats: int, timer: Callable[[], float]) -> Times:
-    """Return seconds of each subject, by turns."""
-    found: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(repeats):
-        for name, subject in subjects.items():
-            started = timer()
-            subject()
-            found[name].append(timer() - started)
-    return {name: np.array(times) for name, times in found.items()}
+Times = dict[str, Seconds]
 
 
 def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -73,12 +63,6 @@ def check_all(subjects: Mapping[str, Subject], expected: Mapping[str, torch.Tens
     """Check every subject; which also touches all memory before the clock starts."""
     for name, subject in subjects.items():
         check(name, subject(), expected.get(name, default))
-
-
-def ratio(times: Times, one: str, other: str) -> tuple[float, float, float]:
-    """Return the median of one subject's time over that of the other in the same turn, and its quartiles."""
-    middle, low, high = np.percentile(times[one] / times[other], [50, 25, 75])
-    return float(middle), float(low), float(high)
 
 
 def figure_17(context: int, args: argparse.Namespace) -> tuple[Step, Times]:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from turns import Seconds, ratio
 
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.tiny_model import Style, build
@@ -34,7 +35,8 @@ STOCK, AGAIN, PASSING, OWN = "vLLM's backend", "vLLM's backend, again", "passing
 SHARE = 0.3
 """Of the device's KV memory that is set aside for records."""
 GOAL = 1.01
-PROMPT, MARGIN = 128, 8
+PROMPT, OUTPUT, MARGIN = 128, 1024, 8
+"""Tokens of a request, and steps that are left over before it ends."""
 SIZES: Mapping[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -61,7 +63,6 @@ def serve(row: str, requests: int, seed: int, pipe: Connection) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    torch.set_num_threads(1)
     llm = LLM(
         model=str(build(Style.LLAMA)),
         load_format="dummy",
@@ -79,7 +80,8 @@ def serve(row: str, requests: int, seed: int, pipe: Connection) -> None:
     )
     torch.set_num_threads(1)
     engine, numbers, left, started = llm.llm_engine, np.random.default_rng(seed), 0, 0
-    sampling = SamplingParams(temperature=0.0, max_tokens=1024, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
+    filling = requests * PROMPT // 2048 + MARGIN
     pipe.send("ready")
     while steps := pipe.recv():
         if left < steps + MARGIN:
@@ -88,9 +90,9 @@ def serve(row: str, requests: int, seed: int, pipe: Connection) -> None:
                 prompt = {"prompt_token_ids": numbers.integers(10, 250, PROMPT).tolist()}
                 engine.add_request(str(started), prompt, sampling)
                 started += 1
-            for _ in range(requests * PROMPT // 2048 + MARGIN):
+            for _ in range(filling):
                 engine.step()
-            left = 1024 - requests * PROMPT // 2048 - MARGIN
+            left = OUTPUT - filling
         before = time.process_time()
         for _ in range(steps):
             engine.step()
@@ -113,7 +115,7 @@ def engine(row: str, requests: int, seed: int) -> Iterator[Connection]:
         child.join()
 
 
-def measure(rows: Sequence[str], args: argparse.Namespace) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+def measure(rows: Sequence[str], args: argparse.Namespace) -> dict[str, Seconds]:
     """Return the CPU seconds of a step by turn, of each row.
 
     Raises:
@@ -152,8 +154,7 @@ def main(argv: Sequence[str]) -> None:
     metrics: dict[str, dict[str, float]] = {}
     lines = []
     for row in rows:
-        ratios = times[row] / times[STOCK]
-        low, middle, high = (float(x) for x in np.percentile(ratios, (25, 50, 75)))
+        middle, low, high = ratio(times, row, STOCK)
         more_us = float(np.median(times[row] - times[STOCK])) * 1e6
         step_ms = float(np.median(times[row])) * 1e3
         metrics[row] = {"step_ms": round(step_ms, 3)}

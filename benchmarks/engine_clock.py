@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import os
 import sys
 import tempfile
@@ -28,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from engine_process import run
-from scipy import stats
+from ordering_report import interval
 
 from vllm_ext.observability.count_progress import CountProgress
 from vllm_ext.observability.forced_length import extra_args
@@ -69,17 +71,7 @@ def workload(requests: int, seed: int, rate: float) -> list[Any]:
 def shape_of(step: Any) -> StepShape:
     """Return what a step of vLLM's scheduler computes."""
     did = Decision.of(step)
-    decodes = sampled = decode_context = prefill_context = 0
-    pairs = 0.0
-    for (_, tokens), held in zip(did.scheduled, did.num_computed_tokens, strict=True):
-        if tokens == 1:
-            decodes += 1
-            decode_context += held + 1
-        else:
-            prefill_context += held + tokens
-            pairs += tokens * (held + (tokens + 1) / 2)
-        sampled += 1
-    return StepShape(len(did.scheduled), did.num_tokens, decodes, sampled, decode_context, prefill_context, pairs)
+    return StepShape.of_rows((n, held) for (_, n), held in zip(did.scheduled, did.num_computed_tokens, strict=True))
 
 
 class Engine:
@@ -157,8 +149,6 @@ class Engine:
 
 def cell(argv: Sequence[str]) -> None:
     """Serve all seeds by one system, in a process of its own: requests, rate and seeds; write what came of them."""
-    import json
-
     out, system, requests, rate, *seeds = argv
     engine = Engine(system)
     engine.serve(workload(60, 99, 1e6), 99)  # so that there is a history of lengths, as on a server that has run
@@ -175,8 +165,6 @@ def served(system: str, requests: int, rate: float, seeds: Sequence[int]) -> dic
     Raises:
         CellFailed: the engine did not start, or failed.
     """
-    import json
-
     with tempfile.TemporaryDirectory(prefix="engine_clock-") as folder:
         out = Path(folder, "out.json")
         run(system, [sys.executable, __file__, "--cell", str(out), system, str(requests), str(rate), *map(str, seeds)])
@@ -205,10 +193,8 @@ def measures(rows: Sequence[Times]) -> dict[str, float]:
 
 def compared(ours: Sequence[float], tuned: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean of tuned over ours with its 95 % interval."""
-    logs = np.log(np.array(tuned) / np.array(ours))
-    half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5) if len(logs) > 1 else 0.0
-    middle = float(logs.mean())
-    return float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half))
+    found = interval([math.log(other / one) for one, other in zip(ours, tuned, strict=True)], points=False)
+    return found.value, found.low, found.high
 
 
 def main(argv: Sequence[str]) -> None:

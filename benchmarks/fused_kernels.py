@@ -20,11 +20,11 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import layer_norm, linear, relu
+from turns import Seconds, measure, ratio
 
 from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
@@ -32,6 +32,8 @@ HIDDEN, FFN = 2048, 8192
 """OPT-1.3B's."""
 ROWS = (1, 32, 512)
 INDUCTOR, ONE_BY_ONE, FLOOR = "Inductor", "one by one", "floor"
+_CALLS = 20
+"""Of a LayerNorm in a turn, which alone is too short for the clock."""
 GOAL = 0.05
 """Of a layer's time, from which on a kernel of our own would be worth its upkeep."""
 
@@ -77,18 +79,16 @@ def subjects(rows: int, generator: torch.Generator) -> dict[str, dict[str, Subje
     }
 
 
-def measure(parts: Mapping[str, Mapping[str, Subject]], repeats: int) -> dict[tuple[str, str], Any]:
-    """Return CPU seconds of each way of each part, by turns."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for _ in range(repeats + 1):
-        for part, ways in parts.items():
-            calls = 1 if part != "LayerNorm" else 20
-            for name, subject in ways.items():
-                before = time.process_time()
-                for _ in range(calls):
-                    subject()
-                found.setdefault((part, name), []).append((time.process_time() - before) / calls)
-    return {key: np.array(times[1:]) for key, times in found.items()}
+def measured(parts: Mapping[str, Mapping[str, Subject]], repeats: int) -> dict[tuple[str, str], Seconds]:
+    """Return CPU seconds of each way of each part, by turns; the first turn, which warms up, is left out."""
+
+    def calls(subject: Subject, count: int) -> Subject:
+        return lambda: [subject() for _ in range(count)]
+
+    count = {part: _CALLS if part == "LayerNorm" else 1 for part in parts}
+    ways = {(part, name): calls(way, count[part]) for part, found in parts.items() for name, way in found.items()}
+    times = measure(ways, repeats + 1, time.process_time)
+    return {key: took[1:] / count[key[0]] for key, took in times.items()}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -107,23 +107,23 @@ def main(argv: Sequence[str]) -> None:
     baselines: dict[str, dict[str, float]] = {ONE_BY_ONE: {}, FLOOR: {}}
     lines, goals = [], []
     for rows in rows_list:
-        times = measure(subjects(rows, generator), repeats)
+        times = measured(subjects(rows, generator), repeats)
         total = 0.0
         saved = 0.0
         for (part, name), took in times.items():
             each = float(np.median(took))
-            low, middle, high = np.percentile(took / times[part, FLOOR], (25, 50, 75))
+            middle, low, high = ratio(times, (part, name), (part, FLOOR))
             count = 2 if part == "LayerNorm" else 1
             key = f"{rows}_rows.{part}"
             if name == INDUCTOR:
                 total += count * each
                 saved += count * float(np.median(took - times[part, FLOOR]))
-                metrics |= {f"{key}_us": round(each * 1e6, 1), f"{key}_over_floor": round(float(middle), 3)}
+                metrics |= {f"{key}_us": round(each * 1e6, 1), f"{key}_over_floor": round(middle, 3)}
             elif part == "other products":
                 total += each
                 metrics[f"{key}_us"] = round(each * 1e6, 1)
             else:
-                baselines[name] |= {f"{key}_us": round(each * 1e6, 1), f"{key}_over_floor": round(float(middle), 3)}
+                baselines[name] |= {f"{key}_us": round(each * 1e6, 1), f"{key}_over_floor": round(middle, 3)}
             lines.append([rows, part, name, each * 1e6, middle, low, high])
         share = max(0.0, saved / total)
         metrics[f"{rows}_rows.saved_by_perfect_kernels"] = round(share, 4)

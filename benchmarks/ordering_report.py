@@ -60,10 +60,11 @@ def compare(cells: Cells) -> dict[tuple[str, float, str, str], Compared]:
             tuned = cells[workload, load, TUNED, seed]
             for one in MEASURES:
                 pairs[workload, load, system, one.name].append(_one(one, metrics[one.metric], tuned[one.metric]))
-    return {key: _interval(found, points=_BY_NAME[key[3]].points) for key, found in pairs.items()}
+    return {key: interval(found, points=_BY_NAME[key[3]].points) for key, found in pairs.items()}
 
 
-def _interval(values: Sequence[float], *, points: bool) -> Compared:
+def interval(values: Sequence[float], *, points: bool) -> Compared:
+    """Return the mean of seeds with its interval: of differences in points, or of logarithms of ratios."""
     middle, half = mean(values), 0.0
     if len(values) >= MIN_SEEDS:
         half = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,42 +197,43 @@ def papers(root: Path) -> str:
     return table(["figure", "claim", "paper", "ours", "reached"], rows)
 
 
+_ORDERING = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "P90 TTFT": "ratio",
+             "longest gap": "ratio", "share on time": "points"}  # fmt: skip
+"""Measures of ordering.py that pages show, and how each is compared."""
+_ORDERING_HEADER = [f"{name}, points" if kind == "points" else name for name, kind in _ORDERING.items()]
+
+
+def _ordering_cell(result: Result, system: str, at: str, measure: str) -> str:
+    found = result.data["baselines"].get(system, result.data["metrics"])
+    value = found[f"{at}.{measure}.{_ORDERING[measure]}"]
+    if _ORDERING[measure] == "points":
+        return f"{value:+.0f}"
+    return f"{value:.2f}"
+
+
 def ordering(root: Path, name: str) -> str:
     """Geometric means over the workloads, tuned vLLM's over the system's, by load."""
     result = Result(root, name)
-    baselines = result.data["baselines"]
     loads = sorted(result.setting("loads"))
-    kinds = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "P90 TTFT": "ratio",
-             "longest gap": "ratio", "share on time": "points"}  # fmt: skip
-
-    def cell(system: str, measure: str) -> str:
-        found = baselines.get(system, result.data["metrics"])
-        points = kinds[measure] == "points"
-        values = [found[f"all.{load:g}.{measure}.{kinds[measure]}"] for load in loads]
-        return " / ".join(f"{value:+.0f}" if points else f"{value:.2f}" for value in values)
-
-    at = " / ".join(f"{load:g}" for load in loads)
-    rows = [[system, *(cell(system, measure) for measure in kinds)] for system in result.setting("systems")[1:]]
-    return table([f"at load {at}", *(f"{m}, points" if k == "points" else m for m, k in kinds.items())], rows)
+    rows = []
+    for system in result.setting("systems")[1:]:
+        cells = ((_ordering_cell(result, system, f"all.{load:g}", measure) for load in loads) for measure in _ORDERING)
+        rows.append([system, *(" / ".join(cell) for cell in cells)])
+    return table([f"at load {' / '.join(f'{load:g}' for load in loads)}", *_ORDERING_HEADER], rows)
 
 
 def workloads(root: Path, name: str) -> str:
     """Each workload at each of its loads: tuned vLLM's over the system's, with the interval of the mean latency."""
     result = Result(root, name)
-    measured = re.findall(r"(?:^|\n)([^.\n]+)\.(.+)\.mean e2e\.ratio", "\n".join(result.data["metrics"]))
+    metrics, mean = result.data["metrics"], ".mean e2e.ratio"
     rows = []
-    for workload, load in ((one, load) for one, load in measured if one != "all"):
+    for at in (key.removesuffix(mean) for key in metrics if key.endswith(mean) and not key.startswith("all.")):
         for system in result.setting("systems")[1:]:
-            found = result.data["baselines"].get(system, result.data["metrics"])
-            mean, low, high = (found[f"{workload}.{load}.mean e2e.{end}"] for end in ("ratio", "low", "high"))
-            others = ("P99 e2e", "mean normalised", "P90 TTFT", "longest gap")
-            rows.append(
-                [f"{workload} at {load}", system, f"{mean:.2f} ({low:.2f} to {high:.2f})"]
-                + [f"{found[f'{workload}.{load}.{measure}.ratio']:.2f}" for measure in others]
-                + [f"{found[f'{workload}.{load}.share on time.points']:+.0f}"]
-            )
-    header = ["", "", "mean e2e", "P99 e2e", "mean normalised", "P90 TTFT", "longest gap", "share on time, points"]
-    return table(header, rows)
+            found = result.data["baselines"].get(system, metrics)
+            low, high = found[f"{at}.mean e2e.low"], found[f"{at}.mean e2e.high"]
+            cells = [_ordering_cell(result, system, at, measure) for measure in _ORDERING]
+            rows.append([at.replace(".", " at ", 1), system, f"{cells[0]} ({low:.2f} to {high:.2f})", *cells[1:]])
+    return table(["", "", *_ORDERING_HEADER], rows)
 
 
 TABLES: dict[str, Callable[[Path], str]] = {

@@ -152,9 +152,11 @@ struct Fused {
         }
       }
   }
-  // Sums of products with rows of B as they lie in memory, `finish` stores; as many columns at once as registers hold.
+  // Sums of products with rows of B as they lie in memory, as many columns at once as registers hold; `finished` makes of a
+  // sum what goes into C.
   template <int R, class S, class F>
-  static void accumulate(const float* a, int64_t lda, const S* b, int64_t ldb, int k, Ahead next, int line, F&& finish) {
+  static void accumulate(const float* a, int64_t lda, const S* b, int64_t ldb, int k, float* c, int64_t ldc, bool add,
+                         Ahead next, int line, F&& finished) {
     constexpr int HELD = W == 16 ? VECTORS : R <= 3 ? 4 : 2;
     for (int first = 0; first < VECTORS; first += HELD) {
       Vec acc[R][HELD] = {};
@@ -163,20 +165,26 @@ struct Fused {
         Vec x[HELD]; for (int v = 0; v < HELD; v++) x[v] = widened(b + i * ldb + (first + v) * W);
         for (int r = 0; r < R; r++) { float y = a[r * lda + i]; for (int v = 0; v < HELD; v++) acc[r][v] += x[v] * y; }
       }
-      for (int r = 0; r < R; r++) for (int v = 0; v < HELD; v++) finish(r, (first + v) * W, acc[r][v]);
+      for (int r = 0; r < R; r++) for (int v = 0; v < HELD; v++) {
+        int at = (first + v) * W;
+        float* to = c + r * ldc + at;
+        Vec product = finished(r, at, acc[r][v]);
+        store(to, add ? load(to) + product : product);
+      }
     }
   }
   template <int R>
   static void multiply_packed(const float* a, int64_t lda, const float* b, int64_t ldb, int k, float* c, int64_t ldc, bool add,
                               Ahead next, int line) {
-    accumulate<R>(a, lda, b, ldb, k, next, line, sum_into(c, ldc, add));
+    accumulate<R>(a, lda, b, ldb, k, c, ldc, add, next, line, [](int, int, Vec sum) { return sum; });
   }
   // Codes are multiplied as they are; minima and scales meet A (K) or the sums (V), so that a code costs no more than a bfloat16.
   template <bool PER_ROW, int R>
   static void multiply(const float* a, int64_t lda, const Source& b, int64_t column, int k, float* c, int64_t ldc, bool add,
                        Ahead next, int line) {
     if (!b.minimum) {
-      accumulate<R>(a, lda, static_cast<const T*>(b.at) + column, b.stride, k, next, line, sum_into(c, ldc, add));
+      const T* numbers = static_cast<const T*>(b.at) + column;
+      accumulate<R>(a, lda, numbers, b.stride, k, c, ldc, add, next, line, [](int, int, Vec sum) { return sum; });
       return;
     }
     const uint8_t* codes = static_cast<const uint8_t*>(b.at) + column;
@@ -193,28 +201,18 @@ struct Fused {
         }
       }
       for (int r = 0; r < R; r++) constant[r] = total(sums[r]);
-      accumulate<R>(scaled, k, codes, b.stride, k, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
-        float* to = c + r * ldc + at;
-        store(to, (add ? load(to) : Vec{}) + sum + constant[r]);
-      });
+      accumulate<R>(scaled, k, codes, b.stride, k, c, ldc, add, next, line,
+                    [&](int r, int, Vec sum) __attribute__((always_inline)) { return sum + constant[r]; });
     } else {
       for (int r = 0; r < R; r++) {  // A is 0 from k to the next multiple of STEP
         Vec sum = load(a + r * lda);
         for (int i = W; i < k; i += W) sum += load(a + r * lda + i);
         constant[r] = total(sum);
       }
-      accumulate<R>(a, lda, codes, b.stride, k, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
-        float* to = c + r * ldc + at;
-        Vec product = sum * load(b.scale + column + at) + constant[r] * load(b.minimum + column + at);
-        store(to, add ? load(to) + product : product);
+      accumulate<R>(a, lda, codes, b.stride, k, c, ldc, add, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
+        return sum * load(b.scale + column + at) + constant[r] * load(b.minimum + column + at);
       });
     }
-  }
-  static auto sum_into(float* c, int64_t ldc, bool add) {
-    return [=](int r, int at, Vec sum) __attribute__((always_inline)) {
-      float* to = c + r * ldc + at;
-      store(to, add ? load(to) + sum : sum);
-    };
   }
   static void probabilities(const float* s, float* p, int n) { std::memcpy(p, s, n * sizeof(float)); }
 };

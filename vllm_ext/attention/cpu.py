@@ -23,6 +23,7 @@ from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_read
 from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
 from vllm_ext.config_attention import AUTO, OWN
 from vllm_ext.kernels.paged_attention import Ranges, cpu
+from vllm_ext.kv.device.worker import current
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -186,9 +187,9 @@ class CpuBackend(CPUAttentionBackend):
 def _count(step: CpuMetadata, kv_cache: torch.Tensor) -> None:
     """Count a step, once for all layers."""
     num_blocks, block_size = kv_cache.shape[0], kv_cache.shape[2]
-    int8 = 0
-    if bool((is_record := step.block_table >= num_blocks).any()):
+    int8, at_hand = 0, current()
+    if at_hand is not None and at_hand.reads:
         at = torch.arange(step.block_table.shape[1]) * block_size
         held = (step.seq_lens[:, None] - at).clamp(0, block_size)  # tokens of each block
-        int8 = int(held[is_record].sum())
+        int8 = int(held[step.block_table >= num_blocks].sum())
     COUNTS.add(step.kernel, int(step.seq_lens.sum()), str(kv_cache.dtype).removeprefix("torch."), int8)

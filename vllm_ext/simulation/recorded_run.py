@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from statistics import median
 from typing import NamedTuple
 
 from vllm_ext.simulation.recording import Add, RecordingError, Run, Step, Update
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.step_shape import EMPTY_SHAPE, StepShape
+from vllm_ext.simulation.step_shape import StepShape
 
 _IDLE_S = 2e-4
 """An engine core that waits for work takes a request at once; by how much a single wake-up may differ."""
@@ -75,11 +74,8 @@ def timed_steps(run: Run) -> list[TimedStep]:
 
 
 def _shape(step: Step, update: Update) -> StepShape:
-    rows = (
-        StepShape.of_decodes(1, held + 1) if tokens == 1 else StepShape.of_chunk(tokens, held)
-        for (_, tokens), held in zip(step.scheduled, step.computed, strict=True)
-    )
-    return reduce(StepShape.plus, rows, EMPTY_SHAPE)._replace(num_sampled=sum(1 for _, ids in update.tokens if ids))
+    rows = ((tokens, held) for (_, tokens), held in zip(step.scheduled, step.computed, strict=True))
+    return StepShape.of_rows(rows)._replace(num_sampled=sum(1 for _, ids in update.tokens if ids))
 
 
 def offsets(runs: Sequence[Run], requests: Sequence[frozenset[str]] | None = None) -> Offsets:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from operator import add
 from typing import NamedTuple, Protocol
 
@@ -38,6 +40,12 @@ class StepShape(NamedTuple):
     def of_chunk(cls, tokens: int, held: int = 0, *, sampled: bool = True) -> StepShape:
         """Return a step of one prefill row behind ``held`` tokens; ``sampled``: it completes the prompt."""
         return cls(1, tokens, 0, int(sampled), 0, held + tokens, tokens * (held + (tokens + 1) / 2))
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[tuple[int, int]]) -> StepShape:
+        """Return a step of rows without gaps, each given by its tokens and by those held before; all are sampled."""
+        shapes = (cls.of_decodes(1, held + 1) if tokens == 1 else cls.of_chunk(tokens, held) for tokens, held in rows)
+        return reduce(cls.plus, shapes, EMPTY_SHAPE)
 
     def plus(self, other: StepShape) -> StepShape:
         """Return a step of both's rows."""
