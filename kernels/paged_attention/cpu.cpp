@@ -126,9 +126,10 @@ struct Source {
   const float* scale;
 };
 
-struct Whole {  // rows of A in integers: number i of row r is at[r * lda + i] * unit[r]
-  const int16_t* at;
-  const float* unit;
+struct Whole {  // rows that become integers, or are: number i of row r is [r * lda + i] * unit[r]
+  float *query, *query_unit;
+  const int16_t* probability;
+  const float* probability_unit;
 };
 
 struct Ahead {  // what is prefetched into L2 while something else is computed: place j at `at + j * stride`
@@ -341,50 +342,63 @@ struct Dot {
   template <bool PER_ROW, int R>
   static void multiply(const uint16_t* a, Whole whole, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc,
                        bool add, Ahead next) {
-    if (b.minimum) return multiply_codes<PER_ROW, R>(a, whole, lda, b, width, k, c, ldc, add, next);
+    if (b.minimum) return multiply_codes<PER_ROW, R>(whole, lda, b, width, k, c, ldc, add, next);
     for (int64_t column = 0; column < width; column += STEP)
       accumulate<R>(a, lda, Numbers{static_cast<const uint16_t*>(b.at) + column, b.stride}, k, c + column, ldc, add, next, int(column));
   }
-  // Integers of a row whose largest number is given, of 15 bits where the sums of their products with k codes are below 2^31.
-  static float integers(const float* from, int n, int k, float largest, int16_t* to) {
-    const float most = k <= 256 ? 32767.f : 16383.f;
-    const Vec factor = splat(largest > 0 ? most / largest : 0.f);
-    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    for (int i = 0; i < n; i += 2 * W) {
-      __m512i x = _mm512_cvtps_epi32((__m512)(load(from + i) * factor)), y = _mm512_cvtps_epi32((__m512)(load(from + i + W) * factor));
-      _mm512_storeu_si512(to + i, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(x, y)));
-    }
-    return largest / most;
+  static __m512i integers(Vec x, Vec y) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
+                                    _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_cvtps_epi32((__m512)y)));
   }
-  // Codes are multiplied as they are, by integers (VNNI). Minima and scales meet A (K) or the sums (V). An integer errs by 2^-15
-  // of the largest of the span (probabilities) or of the row and record (scaled queries), where bfloat16 errs by 2^-9 of each.
+  // Writes numbers from 0 to `largest` in units, which are returned.
+  static float integers(const float* from, int n, float largest, int16_t* to) {
+    const Vec factor = splat(largest > 0 ? 32767.f / largest : 0.f);
+    for (int i = 0; i < n; i += 2 * W) _mm512_storeu_si512(to + i, integers(load(from + i) * factor, load(from + i + W) * factor));
+    return largest / 32767.f;
+  }
+  // Writes queries times scales in units of the row; where the largest comes to less than `most` / 32, or to more than `most`,
+  // the row gets a unit of which it is half as many. Returns the product with the minima.
+  static float scaled(float* query, float& unit, const Source& b, int k, int16_t* to) {
+    const float most = k <= 256 ? 32767.f : 16383.f;  // 255 k of them stay below 2^31
+    for (bool again = true;; again = false) {
+      Vec sum = {}, other = {};
+      __m512 large = _mm512_setzero_ps();
+      for (int i = 0; i < k; i += 2 * W) {
+        Vec x = load(query + i), y = load(query + i + W);
+        sum += x * load(b.minimum + i);
+        other += y * load(b.minimum + i + W);
+        x *= load(b.scale + i);
+        y *= load(b.scale + i + W);
+        large = _mm512_range_ps(_mm512_range_ps(large, (__m512)x, 0b1011), (__m512)y, 0b1011);  // the larger size, positive
+        _mm512_storeu_si512(to + i, integers(x, y));
+      }
+      bool fits = !_mm512_cmp_ps_mask(large, _mm512_set1_ps(most), _CMP_GT_OQ) &&
+                  _mm512_cmp_ps_mask(large, _mm512_set1_ps(most / 32), _CMP_GE_OQ);
+      float largest;
+      if (fits || !again || !((largest = _mm512_reduce_max_ps(large)) > 0)) return _mm512_reduce_add_ps((__m512)(sum + other)) * unit;
+      float factor = most / 2 / largest;
+      for (int i = 0; i < k; i += W) store(query + i, load(query + i) * factor);
+      unit /= factor;
+    }
+  }
+  // Codes are multiplied as they are, by integers (VNNI). Minima and scales meet A (K) or the sums (V). An integer errs by half a
+  // unit: by 2^-16 of the largest probability of a span, and by 2^-10 at most of the largest scaled query. bfloat16 errs by 2^-9
+  // of each number.
   template <bool PER_ROW, int R>
-  static void multiply_codes(const uint16_t* a, Whole whole, int64_t lda, const Source& b, int64_t width, int k, float* c,
-                             int64_t ldc, bool add, Ahead next) {
-    alignas(64) int16_t scaled[PER_ROW ? R * MAX_DIM : 1];
-    const int16_t* left = whole.at;
-    float back[R], constant[R];
+  static void multiply_codes(Whole a, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc, bool add, Ahead next) {
+    alignas(64) int16_t own[PER_ROW ? R * MAX_DIM : 1];
+    const int16_t* left = PER_ROW ? own : a.probability;
+    float unit[R], constant[R];
     for (int r = 0; r < R; r++) {
       if constexpr (PER_ROW) {
-        alignas(64) float y[MAX_DIM];
-        Vec sum = {};
-        __m512 large = _mm512_setzero_ps();
-        for (int i = 0; i < k; i += W) {
-          Vec x = widened(reinterpret_cast<const BFloat16*>(a + r * lda + i));
-          sum += x * load(b.minimum + i);
-          x *= load(b.scale + i);
-          store(y + i, x);
-          large = _mm512_range_ps(large, (__m512)x, 0b1011);  // the larger size, positive
-        }
-        constant[r] = _mm512_reduce_add_ps((__m512)sum);
-        back[r] = integers(y, k, k, _mm512_reduce_max_ps(large), scaled + r * k);
+        constant[r] = scaled(a.query + r * lda, a.query_unit[r], b, k, own + r * k);
+        unit[r] = a.query_unit[r];
       } else {  // A is 0 from k to the next multiple of STEP
         __m512i sum = _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(left + r * lda), _mm512_set1_epi16(1));
-        constant[r] = float(_mm512_reduce_add_epi32(sum)) * whole.unit[r];
-        back[r] = whole.unit[r];
+        unit[r] = a.probability_unit[r];
+        constant[r] = float(_mm512_reduce_add_epi32(sum)) * unit[r];
       }
     }
-    if (PER_ROW) left = scaled;
     const int64_t ldl = PER_ROW ? k : lda;
     const __m512i low = zip(0), high = zip(1);
     for (int64_t column = 0; column < width; column += STEP) {
@@ -404,7 +418,7 @@ struct Dot {
       }
       for (int r = 0; r < R; r++)
         for (int v = 0; v < 2; v++) {
-          Vec sum = (Vec)_mm512_cvtepi32_ps(v ? second[r] : first[r]) * back[r];
+          Vec sum = (Vec)_mm512_cvtepi32_ps(v ? second[r] : first[r]) * unit[r];
           float* to = c + r * ldc + column + v * W;
           if constexpr (PER_ROW) sum += constant[r];
           else sum = sum * load(b.scale + column + v * W) + constant[r] * load(b.minimum + column + v * W);
@@ -463,8 +477,10 @@ struct Kernel {
 
   struct Work {
     Number *q, *p;
-    int16_t* whole_p;  // P in integers, where codes are multiplied by those
-    float* unit_p;
+    float *query, *query_unit;  // where codes are multiplied by integers: Q in units, and P
+    int16_t* probability;
+    float* probability_unit;
+    Whole whole(int64_t at) const { return {query, query_unit, probability ? probability + at : nullptr, probability_unit}; }
     float *scores, *output, *packed, *maxima, *sums, *channels;
     int64_t rows, span;
   };
@@ -546,7 +562,8 @@ struct Kernel {
       for (int64_t i = 0; i < padded; i += W) { Vec e = exponential(load(s + i) - base); store(s + i, e); sum += e; }
       E::probabilities(s, w.p + r * w.span, int(padded));
       if constexpr (E::WHOLE)
-        if (w.whole_p) w.unit_p[r] = E::integers(s, int(padded), STEP, std::exp(here - base), w.whole_p + r * w.span);
+        if (w.probability)
+          w.probability_unit[r] = E::integers(s, int(padded), std::exp(here - base), w.probability + r * w.span);
       float fade = now == before ? 1.f : before == NEG_INF ? 0.f : std::exp(before - now);
       if (fade != 1.f) for (int64_t d = 0; d < D; d += W) store(w.output + r * D + d, load(w.output + r * D + d) * fade);
       w.sums[r] = w.sums[r] * fade + total(sum);
@@ -559,7 +576,7 @@ struct Kernel {
     w.rows = item.count * group;
     w.span = w.rows <= FEW_ROWS ? 8 * STEP : 2 * STEP;
     int64_t at = 0;
-    scratch.memory.resize(MAX_ROWS * (3 * D + 8) + 3 * FEW_ROWS * 8 * STEP + 4 * MAX_ROWS * STEP + 3 * STEP * D + 16 * D + 1024);
+    scratch.memory.resize(MAX_ROWS * (3 * D + 8) + 3 * FEW_ROWS * 8 * STEP + 4 * MAX_ROWS * STEP + 3 * STEP * D + 24 * D + 1024);
     float* start = scratch.memory.data();
     at = (16 - (reinterpret_cast<uintptr_t>(start) / 4) % 16) % 16;
     w.output = scratch.take(at, w.rows * D);
@@ -570,10 +587,14 @@ struct Kernel {
     w.maxima = scratch.take(at, w.rows);
     w.sums = scratch.take(at, w.rows);
     w.channels = scratch.take(at, 2 * D);
-    w.whole_p = nullptr;
+    w.query = w.query_unit = w.probability_unit = nullptr;
+    w.probability = nullptr;
     if (E::WHOLE && call.num_records && w.rows <= FEW_ROWS) {
-      w.whole_p = reinterpret_cast<int16_t*>(scratch.take(at, w.rows * w.span / 2));
-      w.unit_p = scratch.take(at, w.rows);
+      w.query = scratch.take(at, w.rows * D);
+      w.query_unit = scratch.take(at, w.rows);
+      w.probability = reinterpret_cast<int16_t*>(scratch.take(at, w.rows * w.span / 2));
+      w.probability_unit = scratch.take(at, w.rows);
+      std::fill(w.query_unit, w.query_unit + w.rows, 1.f);
     }
     std::fill(w.output, w.output + w.rows * D, 0.f);
     std::fill(w.maxima, w.maxima + w.rows, NEG_INF);
@@ -581,6 +602,7 @@ struct Kernel {
     for (int64_t r = 0; r < w.rows; r++) {
       const T* q = query(item, r);
       for (int64_t d = 0; d < D; d++) w.q[r * D + d] = E::number(widen(q[d]));
+      if (w.query) for (int64_t d = 0; d < D; d++) w.query[r * D + d] = widen(q[d]);
     }
     return w;
   }
@@ -594,11 +616,11 @@ struct Kernel {
     for (int64_t begin = item.begin; begin < item.end; begin += w.span) {
       int64_t end = std::min<int64_t>(item.end, begin + w.span);
       for (int64_t t = begin; t < end; t += STEP)
-        product<true>(w, w.q, {}, D, source(item, t, 0, w.channels), STEP, int(D), w.scores + t - begin, w.span, false,
+        product<true>(w, w.q, w.whole(0), D, source(item, t, 0, w.channels), STEP, int(D), w.scores + t - begin, w.span, false,
                       ahead(item, t, 1));
       softmax(w, item, begin, end - begin);
       for (int64_t t = begin; t < end; t += STEP)
-        product<false>(w, w.p + t - begin, {w.whole_p ? w.whole_p + t - begin : nullptr, w.unit_p}, w.span, source(item, t, 1, w.channels), D,
+        product<false>(w, w.p + t - begin, w.whole(t - begin), w.span, source(item, t, 1, w.channels), D,
                        int(std::min<int64_t>(STEP, end - t)), w.output, D, true, ahead(item, t + w.span, 0));
     }
     if (item.splits > 1) {

@@ -87,7 +87,9 @@ def test_records_are_attended_as_if_they_were_dequantised(dtype, int8, num_heads
     expected, _ = reference.paged_attention(batch.query, batch.plain, batch.plain_ranges, scale=0.125)
     allowed = 2 * budget(batch, expected, scale=0.125)  # each is that far from the definition
     torch.testing.assert_close(out, dequantised, rtol=0.0, atol=allowed, equal_nan=True)
-    if dtype is torch.bfloat16 and cpu.arithmetic() == "AVX512-BF16":  # where more than 8 rows multiply what was rounded
+    if (
+        dtype is torch.bfloat16 and cpu.arithmetic() == "AVX512-BF16"
+    ):  # where more than 8 rows multiply what was rounded
         many = unpacked_tokens(batch, 64 // (num_heads // 2), least=8 // (num_heads // 2) + 1)
         assert many.any()
         assert torch.equal(out[many], dequantised[many])
