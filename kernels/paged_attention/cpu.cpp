@@ -11,7 +11,7 @@
 // Both products are C[rows, 32] (+)= A[rows, k] B[k, 32] with B in rows of 32 numbers, and so there is one micro-kernel for
 // each arithmetic: `Dot`, bfloat16 by the dot products of AVX512-BF16, pairs of k at once; and `Fused`, all else in fp32,
 // in vectors that the compiler makes AVX-512, AVX2, SSE or NEON of. Up to FEW_ROWS rows (decode) read B where it lies, and
-// dequantise it in registers; more rows unpack it once into the L1 cache. What is read next is prefetched meanwhile.
+// multiply codes as they are; more rows unpack it once into the L1 cache. What is read next is prefetched meanwhile.
 #include <omp.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define HAS_DOT 1
 #endif
 #define FORCED inline __attribute__((always_inline))
@@ -126,6 +126,12 @@ struct Source {
   const float* scale;
 };
 
+struct Whole {  // rows that become integers, or are: number i of row r is [r * lda + i] * unit[r]
+  float *query, *query_unit;
+  const int16_t* probability;
+  const float* probability_unit;
+};
+
 struct Ahead {  // what is prefetched into L2 while something else is computed: place j at `at + j * stride`
   const char* at;
   int64_t stride;
@@ -138,6 +144,7 @@ struct Ahead {  // what is prefetched into L2 while something else is computed: 
 template <class T>
 struct Fused {
   using Number = float;                  // of A, and of P
+  static constexpr bool WHOLE = false;   // whether codes are multiplied by integers
   static Number number(float x) { return x; }
 
   template <bool PER_ROW>
@@ -180,14 +187,18 @@ struct Fused {
   }
   // Codes are multiplied as they are; minima and scales meet A (K) or the sums (V), so that a code costs no more than a bfloat16.
   template <bool PER_ROW, int R>
-  static void multiply(const float* a, int64_t lda, const Source& b, int64_t column, int k, float* c, int64_t ldc, bool add,
-                       Ahead next, int line) {
+  static void multiply(const float* a, Whole, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc, bool add,
+                       Ahead next) {
+    auto columns = [&](const auto* from, const float* left, int64_t ldl, auto&& finished) __attribute__((always_inline)) {
+      for (int64_t column = 0; column < width; column += STEP)
+        accumulate<R>(left, ldl, from + column, b.stride, k, c + column, ldc, add, next, int(column),
+                      [&](int r, int at, Vec sum) __attribute__((always_inline)) { return finished(r, column + at, sum); });
+    };
     if (!b.minimum) {
-      const T* numbers = static_cast<const T*>(b.at) + column;
-      accumulate<R>(a, lda, numbers, b.stride, k, c, ldc, add, next, line, [](int, int, Vec sum) { return sum; });
+      columns(static_cast<const T*>(b.at), a, lda, [](int, int64_t, Vec sum) { return sum; });
       return;
     }
-    const uint8_t* codes = static_cast<const uint8_t*>(b.at) + column;
+    const uint8_t* codes = static_cast<const uint8_t*>(b.at);
     float constant[R];
     if constexpr (PER_ROW) {
       alignas(64) float scaled[R * MAX_DIM];
@@ -201,17 +212,15 @@ struct Fused {
         }
       }
       for (int r = 0; r < R; r++) constant[r] = total(sums[r]);
-      accumulate<R>(scaled, k, codes, b.stride, k, c, ldc, add, next, line,
-                    [&](int r, int, Vec sum) __attribute__((always_inline)) { return sum + constant[r]; });
+      columns(codes, scaled, k, [&](int r, int64_t, Vec sum) { return sum + constant[r]; });
     } else {
       for (int r = 0; r < R; r++) {  // A is 0 from k to the next multiple of STEP
         Vec sum = load(a + r * lda);
         for (int i = W; i < k; i += W) sum += load(a + r * lda + i);
         constant[r] = total(sum);
       }
-      accumulate<R>(a, lda, codes, b.stride, k, c, ldc, add, next, line, [&](int r, int at, Vec sum) __attribute__((always_inline)) {
-        return sum * load(b.scale + column + at) + constant[r] * load(b.minimum + column + at);
-      });
+      columns(codes, a, lda,
+              [&](int r, int64_t at, Vec sum) { return sum * load(b.scale + at) + constant[r] * load(b.minimum + at); });
     }
   }
   static void probabilities(const float* s, float* p, int n) { std::memcpy(p, s, n * sizeof(float)); }
@@ -221,6 +230,7 @@ struct Fused {
 // bfloat16 by dot products: A in pairs of k, B as vectors of 16 pairs.
 struct Dot {
   using Number = uint16_t;
+  static constexpr bool WHOLE = true;
   static Number number(float x) { BFloat16 y; narrow(x, y); return y.bits; }
   static __m512i zip(int half) {  // of two rows of 32 the pairs of columns 0 to 15, or 16 to 31
     alignas(64) static constexpr uint16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
@@ -234,7 +244,8 @@ struct Dot {
       for (int i = 0; i < 16; i++) o.at[v][4 * i] = uint8_t(8 * v + i / 2 + 32 * (i % 2));
     return o;
   }
-  struct Codes {  // two rows of 32 codes become four vectors of pairs
+  struct Codes {  // two rows of 32 codes become two vectors of pairs of 16 bits, or four of pairs of 32
+    static constexpr __mmask64 PAIRS = 0x5555555555555555ull;  // with the order of `zip`
     __m512i order[4];
     FORCED Codes() {
       static constexpr Orders found = orders();
@@ -312,19 +323,16 @@ struct Dot {
     if (k % 2) step(k / 2, false);
     for (int r = 0; r < R; r++) { _mm512_storeu_ps(c + r * ldc, left[r]); _mm512_storeu_ps(c + r * ldc + 16, right[r]); }
   }
-  template <bool PER_ROW, class F>
-  static void with_reader(const Source& b, int64_t column, F&& f) {
-    if (!b.minimum) f(Numbers{static_cast<const uint16_t*>(b.at) + column, b.stride});
-    else if constexpr (PER_ROW) f(CodesByRow(b, column));
-    else f(CodesByColumn(b, column));
-  }
   template <bool PER_ROW>
   static void unpack(const Source& b, int64_t column, int k, float* to) {
     __m512i* pairs = reinterpret_cast<__m512i*>(to);
-    with_reader<PER_ROW>(b, column, [&](const auto& reader) {
+    auto read = [&](const auto& reader) {
       for (int i = 0; i < k / 2; i++) reader.pair(i, true, pairs[2 * i], pairs[2 * i + 1]);
       if (k % 2) reader.pair(k / 2, false, pairs[k - 1], pairs[k]);
-    });
+    };
+    if (!b.minimum) read(Numbers{static_cast<const uint16_t*>(b.at) + column, b.stride});
+    else if constexpr (PER_ROW) read(CodesByRow(b, column));
+    else read(CodesByColumn(b, column));
   }
   template <int R>
   static void multiply_packed(const uint16_t* a, int64_t lda, const float* b, int64_t, int k, float* c, int64_t ldc, bool add,
@@ -332,9 +340,91 @@ struct Dot {
     accumulate<R>(a, lda, Packed{reinterpret_cast<const __m512i*>(b), 2}, (k + 1) / 2 * 2, c, ldc, add, next, line);
   }
   template <bool PER_ROW, int R>
-  static void multiply(const uint16_t* a, int64_t lda, const Source& b, int64_t column, int k, float* c, int64_t ldc, bool add,
-                       Ahead next, int line) {
-    with_reader<PER_ROW>(b, column, [&](const auto& reader) { accumulate<R>(a, lda, reader, k, c, ldc, add, next, line); });
+  static void multiply(const uint16_t* a, Whole whole, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc,
+                       bool add, Ahead next) {
+    if (b.minimum) return multiply_codes<PER_ROW, R>(whole, lda, b, width, k, c, ldc, add, next);
+    for (int64_t column = 0; column < width; column += STEP)
+      accumulate<R>(a, lda, Numbers{static_cast<const uint16_t*>(b.at) + column, b.stride}, k, c + column, ldc, add, next, int(column));
+  }
+  static __m512i integers(Vec x, Vec y) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
+                                    _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)x), _mm512_cvtps_epi32((__m512)y)));
+  }
+  // Writes numbers from 0 to `largest` in units, which are returned.
+  static float integers(const float* from, int n, float largest, int16_t* to) {
+    const Vec factor = splat(largest > 0 ? 32767.f / largest : 0.f);
+    for (int i = 0; i < n; i += 2 * W) _mm512_storeu_si512(to + i, integers(load(from + i) * factor, load(from + i + W) * factor));
+    return largest / 32767.f;
+  }
+  // Writes queries times scales in units of the row; where the largest comes to less than `most` / 32, or to more than `most`,
+  // the row gets a unit of which it is half as many. Returns the product with the minima.
+  static float scaled(float* query, float& unit, const Source& b, int k, int16_t* to) {
+    const float most = k <= 256 ? 32767.f : 16383.f;  // 255 k of them stay below 2^31
+    for (bool again = true;; again = false) {
+      Vec sum = {}, other = {};
+      __m512 large = _mm512_setzero_ps();
+      for (int i = 0; i < k; i += 2 * W) {
+        Vec x = load(query + i), y = load(query + i + W);
+        sum += x * load(b.minimum + i);
+        other += y * load(b.minimum + i + W);
+        x *= load(b.scale + i);
+        y *= load(b.scale + i + W);
+        large = _mm512_range_ps(_mm512_range_ps(large, (__m512)x, 0b1011), (__m512)y, 0b1011);  // the larger size, positive
+        _mm512_storeu_si512(to + i, integers(x, y));
+      }
+      bool fits = !_mm512_cmp_ps_mask(large, _mm512_set1_ps(most), _CMP_GT_OQ) &&
+                  _mm512_cmp_ps_mask(large, _mm512_set1_ps(most / 32), _CMP_GE_OQ);
+      float largest;
+      if (fits || !again || !((largest = _mm512_reduce_max_ps(large)) > 0)) return _mm512_reduce_add_ps((__m512)(sum + other)) * unit;
+      float factor = most / 2 / largest;
+      for (int i = 0; i < k; i += W) store(query + i, load(query + i) * factor);
+      unit /= factor;
+    }
+  }
+  // Codes are multiplied as they are, by integers (VNNI). Minima and scales meet A (K) or the sums (V). An integer errs by half a
+  // unit: by 2^-16 of the largest probability of a span, and by 2^-10 at most of the largest scaled query. bfloat16 errs by 2^-9
+  // of each number.
+  template <bool PER_ROW, int R>
+  static void multiply_codes(Whole a, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc, bool add, Ahead next) {
+    alignas(64) int16_t own[PER_ROW ? R * MAX_DIM : 1];
+    const int16_t* left = PER_ROW ? own : a.probability;
+    float unit[R], constant[R];
+    for (int r = 0; r < R; r++) {
+      if constexpr (PER_ROW) {
+        constant[r] = scaled(a.query + r * lda, a.query_unit[r], b, k, own + r * k);
+        unit[r] = a.query_unit[r];
+      } else {  // A is 0 from k to the next multiple of STEP
+        __m512i sum = _mm512_dpwssd_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(left + r * lda), _mm512_set1_epi16(1));
+        unit[r] = a.probability_unit[r];
+        constant[r] = float(_mm512_reduce_add_epi32(sum)) * unit[r];
+      }
+    }
+    const int64_t ldl = PER_ROW ? k : lda;
+    const __m512i low = zip(0), high = zip(1);
+    for (int64_t column = 0; column < width; column += STEP) {
+      const uint8_t* row = static_cast<const uint8_t*>(b.at) + column;
+      __m512i first[R], second[R];
+      for (int r = 0; r < R; r++) first[r] = second[r] = _mm512_setzero_si512();
+      for (int i = 0; i < k; i += 2, row += 2 * b.stride) {
+        next.fetch_two(int(column) + i);
+        __m512i rows = Codes::two(row, i + 1 < k ? row + b.stride : row);
+        __m512i x = _mm512_maskz_permutexvar_epi8(Codes::PAIRS, low, rows), y = _mm512_maskz_permutexvar_epi8(Codes::PAIRS, high, rows);
+        for (int r = 0; r < R; r++) {
+          int32_t two; std::memcpy(&two, left + r * ldl + i, 4);
+          __m512i z = _mm512_set1_epi32(two);
+          first[r] = _mm512_dpwssd_epi32(first[r], z, x);
+          second[r] = _mm512_dpwssd_epi32(second[r], z, y);
+        }
+      }
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < 2; v++) {
+          Vec sum = (Vec)_mm512_cvtepi32_ps(v ? second[r] : first[r]) * unit[r];
+          float* to = c + r * ldc + column + v * W;
+          if constexpr (PER_ROW) sum += constant[r];
+          else sum = sum * load(b.scale + column + v * W) + constant[r] * load(b.minimum + column + v * W);
+          store(to, add ? load(to) + sum : sum);
+        }
+    }
   }
   static void probabilities(const float* s, uint16_t* p, int n) {
     for (int i = 0; i < n; i += 32)
@@ -387,6 +477,10 @@ struct Kernel {
 
   struct Work {
     Number *q, *p;
+    float *query, *query_unit;  // where codes are multiplied by integers: Q in units, and P
+    int16_t* probability;
+    float* probability_unit;
+    Whole whole(int64_t at) const { return {query, query_unit, probability ? probability + at : nullptr, probability_unit}; }
     float *scores, *output, *packed, *maxima, *sums, *channels;
     int64_t rows, span;
   };
@@ -416,9 +510,10 @@ struct Kernel {
     return {reinterpret_cast<const char*>(record(id)) + offset, line, line < 64};
   }
 
+  // c[rows, width] (+)= a[rows, k] b[k, width]
   template <bool PER_ROW>
-  void product(const Work& w, const Number* a, int64_t lda, const Source& b, int64_t column, int k, float* c, int64_t ldc,
-               bool add, Ahead next, int line) const {
+  void product(const Work& w, const Number* a, Whole whole, int64_t lda, const Source& b, int64_t width, int k, float* c, int64_t ldc,
+               bool add, Ahead next) const {
     auto rows = [&](auto&& f, int64_t r) {
       switch (std::min<int64_t>(w.rows - r, FEW_ROWS)) {
         case 1: f(std::integral_constant<int, 1>{}); break; case 2: f(std::integral_constant<int, 2>{}); break;
@@ -428,15 +523,17 @@ struct Kernel {
       }
     };
     if (w.rows <= FEW_ROWS) {
-      rows([&](auto r) { E::template multiply<PER_ROW, r()>(a, lda, b, column, k, c, ldc, add, next, line); }, 0);
+      rows([&](auto r) { E::template multiply<PER_ROW, r()>(a, whole, lda, b, width, k, c, ldc, add, next); }, 0);
       return;
     }
-    E::template unpack<PER_ROW>(b, column, k, w.packed);
-    for (int64_t first = 0; first < w.rows; first += FEW_ROWS)
-      rows([&](auto r) {
-        E::template multiply_packed<r()>(a + first * lda, lda, w.packed, STEP, k, c + first * ldc, ldc, add,
-                                         first ? Ahead{nullptr, 0, true} : next, line);
-      }, first);
+    for (int64_t column = 0; column < width; column += STEP) {
+      E::template unpack<PER_ROW>(b, column, k, w.packed);
+      for (int64_t first = 0; first < w.rows; first += FEW_ROWS)
+        rows([&](auto r) {
+          E::template multiply_packed<r()>(a + first * lda, lda, w.packed, STEP, k, c + first * ldc + column, ldc, add,
+                                           first ? Ahead{nullptr, 0, true} : next, int(column));
+        }, first);
+    }
   }
 
   void cap(float* s, int64_t n) const {
@@ -460,10 +557,13 @@ struct Kernel {
       for (int64_t i = 0; i < std::min(low, padded); i++) s[i] = NEG_INF;
       Vec m = load(s);
       for (int64_t i = W; i < padded; i += W) { Vec x = load(s + i); m = x > m ? x : m; }
-      float before = w.maxima[r], now = std::max(before, largest(m)), base = now == NEG_INF ? 0.f : now;
+      float here = largest(m), before = w.maxima[r], now = std::max(before, here), base = now == NEG_INF ? 0.f : now;
       Vec sum = {};
       for (int64_t i = 0; i < padded; i += W) { Vec e = exponential(load(s + i) - base); store(s + i, e); sum += e; }
       E::probabilities(s, w.p + r * w.span, int(padded));
+      if constexpr (E::WHOLE)
+        if (w.probability)
+          w.probability_unit[r] = E::integers(s, int(padded), std::exp(here - base), w.probability + r * w.span);
       float fade = now == before ? 1.f : before == NEG_INF ? 0.f : std::exp(before - now);
       if (fade != 1.f) for (int64_t d = 0; d < D; d += W) store(w.output + r * D + d, load(w.output + r * D + d) * fade);
       w.sums[r] = w.sums[r] * fade + total(sum);
@@ -476,7 +576,7 @@ struct Kernel {
     w.rows = item.count * group;
     w.span = w.rows <= FEW_ROWS ? 8 * STEP : 2 * STEP;
     int64_t at = 0;
-    scratch.memory.resize(MAX_ROWS * (3 * D + 8) + 2 * FEW_ROWS * 8 * STEP + 4 * MAX_ROWS * STEP + 3 * STEP * D + 16 * D + 1024);
+    scratch.memory.resize(MAX_ROWS * (3 * D + 8) + 3 * FEW_ROWS * 8 * STEP + 4 * MAX_ROWS * STEP + 3 * STEP * D + 24 * D + 1024);
     float* start = scratch.memory.data();
     at = (16 - (reinterpret_cast<uintptr_t>(start) / 4) % 16) % 16;
     w.output = scratch.take(at, w.rows * D);
@@ -487,12 +587,22 @@ struct Kernel {
     w.maxima = scratch.take(at, w.rows);
     w.sums = scratch.take(at, w.rows);
     w.channels = scratch.take(at, 2 * D);
+    w.query = w.query_unit = w.probability_unit = nullptr;
+    w.probability = nullptr;
+    if (E::WHOLE && call.num_records && w.rows <= FEW_ROWS) {
+      w.query = scratch.take(at, w.rows * D);
+      w.query_unit = scratch.take(at, w.rows);
+      w.probability = reinterpret_cast<int16_t*>(scratch.take(at, w.rows * w.span / 2));
+      w.probability_unit = scratch.take(at, w.rows);
+      std::fill(w.query_unit, w.query_unit + w.rows, 1.f);
+    }
     std::fill(w.output, w.output + w.rows * D, 0.f);
     std::fill(w.maxima, w.maxima + w.rows, NEG_INF);
     std::fill(w.sums, w.sums + w.rows, 0.f);
     for (int64_t r = 0; r < w.rows; r++) {
       const T* q = query(item, r);
       for (int64_t d = 0; d < D; d++) w.q[r * D + d] = E::number(widen(q[d]));
+      if (w.query) for (int64_t d = 0; d < D; d++) w.query[r * D + d] = widen(q[d]);
     }
     return w;
   }
@@ -506,16 +616,12 @@ struct Kernel {
     for (int64_t begin = item.begin; begin < item.end; begin += w.span) {
       int64_t end = std::min<int64_t>(item.end, begin + w.span);
       for (int64_t t = begin; t < end; t += STEP)
-        product<true>(w, w.q, D, source(item, t, 0, w.channels), 0, int(D), w.scores + t - begin, w.span, false,
-                      ahead(item, t, 1), 0);
+        product<true>(w, w.q, w.whole(0), D, source(item, t, 0, w.channels), STEP, int(D), w.scores + t - begin, w.span, false,
+                      ahead(item, t, 1));
       softmax(w, item, begin, end - begin);
-      for (int64_t t = begin; t < end; t += STEP) {
-        Source v = source(item, t, 1, w.channels);
-        Ahead next = ahead(item, t + w.span, 0);
-        for (int64_t column = 0; column < D; column += STEP)
-          product<false>(w, w.p + t - begin, w.span, v, column, int(std::min<int64_t>(STEP, end - t)), w.output + column, D, true,
-                         next, int(column));
-      }
+      for (int64_t t = begin; t < end; t += STEP)
+        product<false>(w, w.p + t - begin, w.whole(t - begin), w.span, source(item, t, 1, w.channels), D,
+                       int(std::min<int64_t>(STEP, end - t)), w.output, D, true, ahead(item, t + w.span, 0));
     }
     if (item.splits > 1) {
       float* to = partial.data() + (item.partial + item.split) * MAX_ROWS * (D + 2);

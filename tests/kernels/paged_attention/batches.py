@@ -39,7 +39,9 @@ def int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def make_batch(layout: PageLayout, num_heads: int, wanted: list[Range], *, seed: int = 0, gap: int = 2) -> Batch:
+def make_batch(
+    layout: PageLayout, num_heads: int, wanted: list[Range], *, seed: int = 0, gap: int = 2, key_sizes: float = 1.0
+) -> Batch:
     """Return a batch whose pages have NaN behind the last token of a range, in blocks of no range, and between pages.
 
     Args:
@@ -48,6 +50,8 @@ def make_batch(layout: PageLayout, num_heads: int, wanted: list[Range], *, seed:
         wanted: The ranges.
         seed: Of the numbers.
         gap: Rows of the query that belong to no range, in front of each.
+        key_sizes: How many times larger the last channel of a key is than the first; channels of queries are as much
+            smaller, so that all have the same part in a score.
     """
     generator = torch.Generator().manual_seed(seed)
     n, heads, dim = layout.block_size, layout.num_heads, layout.head_dim
@@ -60,13 +64,16 @@ def make_batch(layout: PageLayout, num_heads: int, wanted: list[Range], *, seed:
     records = torch.full((total, fmt.record_bytes), 255, dtype=torch.uint8)
     plain = stored.clone()[:, : layout.page_elements]
     index = torch.from_numpy(layout.index.copy())
+    sizes = torch.logspace(0, math.log10(key_sizes), dim)
     ids: list[int] = []
     plain_ids: list[int] = []
     for r, count in zip(wanted, counts, strict=True):
         for b in range(count):
             block = shuffled.pop()
             held = min(n, r.kv_len - b * n)
-            values = torch.randn(heads, 2, n, dim, generator=generator).to(layout.dtype)
+            values = torch.randn(heads, 2, n, dim, generator=generator)
+            values[:, 0] *= sizes
+            values = values.to(layout.dtype)
             plain_ids.append(block)
             if r.int8 and r.int8[b % len(r.int8)] == "x":
                 ids.append(len(pages) + block - 1)
@@ -90,7 +97,7 @@ def make_batch(layout: PageLayout, num_heads: int, wanted: list[Range], *, seed:
         first.append(block_at)
         at += r.q_len
         block_at += count
-    query = torch.randn(at, num_heads, dim, generator=generator).to(layout.dtype)
+    query = (torch.randn(at, num_heads, dim, generator=generator) / sizes).to(layout.dtype)
     positions = [r.kv_len - r.q_len if r.position is None else r.position for r in wanted]
 
     def ranges(block_ids: list[int]) -> Ranges:
