@@ -96,7 +96,7 @@ def test_records_are_attended_as_if_they_were_dequantised(dtype, int8, num_heads
 
 
 def unpacked_tokens(batch: Batch, tile: int, *, least: int) -> torch.Tensor:
-    """Return which tokens of the query are in a tile of at least so many; ranges are cut into tiles of up to ``tile``."""
+    """Return which tokens of the query are in a tile of at least so many; ``tile`` is the most there are."""
     found = torch.zeros(len(batch.query), dtype=torch.bool)
     for start, length in zip(batch.ranges.q_start.tolist(), batch.ranges.q_len.tolist(), strict=True):
         for first in range(0, length, tile):
