@@ -63,6 +63,11 @@ class ArenaGeometry:
         return self.num_blocks + self.arena_pages
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes from the start of a layer to that of the next one."""
+        return self.stride_pages * self.page_bytes
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all layers and the scratch pages."""
         return (self.num_layers * self.stride_pages + self.scratch_pages) * self.page_bytes
