@@ -197,6 +197,7 @@ class _Run:
             "length_scale": args.length_scale,
             "think_s": args.think_s,
             "tier_gib": args.tier_gib,
+            "int8_share": args.int8_share,
             "tier_tokens": self._tier_tokens,
             "kv_bytes_per_token": self._kv.bytes_per_token,
             "model": self._model.name,

@@ -81,11 +81,14 @@ _CONVERSATIONS: tuple[engine_options.Option, ...] = (
     ("--length-scale", float, 0.5, "factor on recorded lengths"),
     ("--think-s", float, 5.0, "mean time from an answer's end to the next turn, exponential"),
 )
-_TIER: engine_options.Option = (
-    "--tier-gib",
-    float,
-    None,
-    "host memory of every row that has a tier; otherwise a quarter of the KV of all conversations, 16 bits",
+_MEMORY: tuple[engine_options.Option, ...] = (
+    (
+        "--tier-gib",
+        float,
+        None,
+        "host memory of every row that has a tier; otherwise a quarter of the KV of all conversations, 16 bits",
+    ),
+    ("--int8-share", float, 0.4, "of the device's blocks in rows with records of 8 bits"),
 )
 
 
@@ -110,6 +113,7 @@ def parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
             args.max_turns < args.min_turns,
             f"--max-turns={args.max_turns}: must be at least --min-turns={args.min_turns}",
         ),
+        (not 0 < args.int8_share < 1, f"--int8-share={args.int8_share:g}: must be greater than 0 and less than 1"),
         (args.think_s < 0, f"--think-s={args.think_s:g}: must be 0 or more"),
         (not args.length_scale > 0, f"--length-scale={args.length_scale:g}: must be greater than 0"),
         (
@@ -131,7 +135,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     engine_options.add(group, (("--rows", str, ",".join(rows.DEFAULT), chosen), *_COMPARED))
     engine_options.add(options.add_argument_group("conversations"), _CONVERSATIONS)
     group = options.add_argument_group("engine, the same for every row")
-    engine_options.add(group, (_TIER,))
+    engine_options.add(group, _MEMORY)
     engine_options.add_engine(group)
     options.set_defaults(**ENGINE)
     return options

@@ -33,8 +33,8 @@ class Row:
     tier: Mapping[str, Any] | None = None
     """Options of `kv_tier` beside ``gib``; None: no host tier, and vLLM's own scheduler."""
 
-    device_int8_share: float = 0.0
-    """Of the device's blocks, whose bytes hold records of 8 bits instead, read by our attention kernel."""
+    records: bool = False
+    """Whether ``--int8-share`` of the device's blocks are records of 8 bits instead, read by our attention kernel."""
 
     system: str = "fcfs"
     """Of a row with a tier or records."""
@@ -59,9 +59,9 @@ ROWS: Mapping[str, Row] = {
     f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
-    RECORDS: Row(device_int8_share=0.4, by_default=False),
-    PENSIEVE_RECORDS: Row(device_int8_share=0.4, system="pensieve", by_default=False),
-    f"{PENSIEVE_8}-records": Row(device_int8_share=0.4, system="pensieve", tier={"bits": 8}, by_default=False),
+    RECORDS: Row(records=True, by_default=False),
+    PENSIEVE_RECORDS: Row(records=True, system="pensieve", by_default=False),
+    f"{PENSIEVE_8}-records": Row(records=True, system="pensieve", tier={"bits": 8}, by_default=False),
     **{
         f"{RETENTION}-{mode}": Row(tier={**_EARLY, "policy": "retention", option: mode}, by_default=False)
         for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
@@ -78,10 +78,10 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine settings of a row: those that all have in common, and its own."""
     row = ROWS[name]
     found = {**engine_rows.engine_args(args), "enable_prefix_caching": row.prefix_caching}
-    if row.tier is not None or row.device_int8_share:
+    if row.tier is not None or row.records:
         found["scheduler_cls"] = row.system
         ours = {"kv_tier": tier_options(row, args)}
-        if row.device_int8_share:
+        if row.records:
             ours["attention"] = {"kernel": OWN}
         found["additional_config"] = {"vllm_ext": ours}
     return found
@@ -89,7 +89,7 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def tier_options(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Return `kv_tier` of a row that has a tier or records."""
-    device = {"device_int8_share": row.device_int8_share} if row.device_int8_share else {}
+    device = {"device_int8_share": args.int8_share} if row.records else {}
     return device if row.tier is None else {"gib": args.tier_gib, **row.tier, **device}
 
 

@@ -31,9 +31,12 @@ def _get_kv_cache_configs(original: Callable[..., Any], vllm_config: Any, *args:
     share = (options.get("kv_tier") or {}).get("device_int8_share") or 0.0
     if not share or not all(config.kv_cache_groups for config in configs):
         return configs
+    from vllm_ext.attention.support import chosen_kernel
+    from vllm_ext.config_attention import OWN
     from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas
 
-    divided = with_arenas(configs, share, vllm_config.model_config.max_model_len)
+    unpacks = chosen_kernel(vllm_config) != OWN
+    divided = with_arenas(configs, share, vllm_config.model_config.max_model_len, unpacks=unpacks)
     geometry = ArenaGeometry.of(divided[0])
     assert geometry is not None
     logger.info(

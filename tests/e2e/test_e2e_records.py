@@ -89,7 +89,13 @@ def test_a_preempted_request_goes_on_where_it_was(exact: dict[str, Outcome], nam
     assert found.kv_device["resumed_tokens"] > 0
 
 
-INT8 = ("fcfs", "pensieve", "preempting")
+SMALLER: dict[str, Any] = {**SMALL, "num_gpu_blocks_override": 38}
+HOST_8: dict[str, dict[str, Any]] = {
+    "host-8": {**SMALLER, **steered("fcfs", gib=8 * MIB, bits=8)},
+    "host-8-early": {**SMALLER, **steered("fcfs", gib=8 * MIB, bits=8, store="early")},
+    "host-8-gaps": {**SMALLER, **steered("pensieve", gib=8 * MIB, bits=8)},
+}
+INT8 = ("fcfs", "pensieve", "preempting", *HOST_8)
 OWN = {
     "fcfs": {**SMALL, **steered("fcfs", kernel="own")},
     "pensieve": {**SMALL, **steered("pensieve", kernel="own")},
@@ -101,11 +107,15 @@ OWN = {
 def quantised(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     """By run, and whether its records are in the arena, or elsewhere by the definition of the format."""
     runs = []
+    more = talks(1, num=8)  # than the device holds
+    asked = {name: (TALKS[name], talks(1)) for name in TALKS} | {name: (HOST_8[name], more) for name in HOST_8}
+    asked |= {name: (CROWDS[name], long_then_short(1)) for name in CROWDS}
     for name in INT8:
-        engine, arrivals = (TALKS[name], talks(1)) if name in TALKS else (CROWDS[name], long_then_short(1))
+        engine, arrivals = asked[name]
         runs.append(spec(f"{name}-arena", llama, engine, arrivals, odd_records="poison"))
         runs.append(spec(f"{name}-defined", llama, engine, arrivals, odd_records="reference"))
-        runs.append(spec(f"{name}-own", llama, OWN[name], arrivals, odd_records="poison"))
+        if name in OWN:
+            runs.append(spec(f"{name}-own", llama, OWN[name], arrivals, odd_records="poison"))
     return run_engines(runs)
 
 
@@ -119,7 +129,14 @@ def test_attending_in_place_is_attending_to_what_was_dequantised(quantised: dict
     assert arena.tokens == defined.tokens
 
 
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", HOST_8)
+def test_records_go_to_the_host_as_they_are_and_come_back(quantised: dict[str, Outcome], name: str) -> None:
+    arena, defined = quantised[f"{name}-arena"], quantised[f"{name}-defined"]
+    assert arena.host_hit_tokens == defined.host_hit_tokens > 0
+    assert arena.host_bytes_stored == defined.host_bytes_stored > 0
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_our_kernel_reads_records_where_they_are(quantised: dict[str, Outcome], name: str) -> None:
     own = quantised[f"{name}-own"]
     assert_cleaned_up(own)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,12 +15,12 @@ import torch
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.codec import QuantisedCodec, RawCodec
-from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
+from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec, StagedCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
-BLOCKS, CHUNKS, LAYERS = 40, 12, 3
+BLOCKS, CHUNKS, LAYERS, RECORDS = 40, 12, 3, 6
 GROUPS = [[0, 1, 2], [0, 2]]
 COUNT = 7
 _GAP = 192
@@ -76,7 +75,8 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     holds = np.ones(COUNT, np.bool_)
     for tensor in GROUPS[0]:
         holds &= reference.store(tensor, blocks, chunks)
-    transfers.submit(1, pieces(codec, GROUPS[0], chunks, blocks), is_load=False)
+    assert codec.chunks_per_piece == 2
+    transfers.submit(1, pieces_of(codec, tuple(GROUPS[0]), chunks, blocks), is_load=False)
     transfers.wait({1})
     unreadable = transfers.take_failures().chunks
 
@@ -84,7 +84,7 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     for group, back in ((GROUPS[0], chunks[[3, 0, 4]]), (GROUPS[1], chunks[[5, 6, 3]])):
         for tensor in group:
             reference.load(tensor, back, wanted)
-        transfers.submit(2, pieces(codec, group, back, wanted), is_load=True)
+        transfers.submit(2, pieces_of(codec, tuple(group), back, wanted), is_load=True)
         transfers.wait({2})
         wanted = wanted - 6
     transfers.drain()
@@ -108,6 +108,31 @@ def compare(layout: PageLayout, bits: int, device: str, *, together: bool) -> di
     }
 
 
+def copy_records(layout: PageLayout, device: str) -> dict[str, float]:
+    """Store blocks and records of the device in one job; a record, one layer of which holds nothing, is told of."""
+    geometry, fmt = geometry_of(layout, QUANTISED), RecordFormat(layout)
+    kv = [torch.zeros(BLOCKS, layout.page_elements, dtype=layout.dtype, device=device).view(torch.int8)] * LAYERS
+    arena = torch.zeros(LAYERS, RECORDS + 1, fmt.record_bytes, dtype=torch.uint8)[:, 1:]  # layers lie apart
+    arena[..., : fmt.codes_bytes] = torch.randint(0, 255, (LAYERS, RECORDS, fmt.codes_bytes), dtype=torch.uint8)
+    minima = arena[1, 4, fmt.minima_offset : fmt.scales_offset]
+    minima.copy_(torch.full((len(minima) // layout.dtype.itemsize,), torch.nan, dtype=layout.dtype).view(torch.uint8))
+    pool = torch.full((CHUNKS, geometry.chunk_bytes), 0xAB, dtype=torch.uint8)
+    size = 2 * geometry.chunk_bytes
+    codec = QuantisedCudaCodec(kv, pool, geometry, layout, arena.to(device), staging_bytes=size)
+    codec.prepare(GROUPS)
+    transfers = Transfers(CudaDevice(torch.device("cuda", 0)) if device == "cuda" else InstantDevice(), codec)
+    blocks, chunks = np.array([BLOCKS + 3, 7, BLOCKS, BLOCKS + 4, BLOCKS + 1]), np.array([5, 6, 0, 1, 2])
+    transfers.submit(1, pieces_of(codec, tuple(GROUPS[0]), chunks, blocks), is_load=False)
+    transfers.wait({1})
+    of_records = [(chunk, block - BLOCKS) for chunk, block in zip(chunks, blocks, strict=True) if block >= BLOCKS]
+    return {
+        "records_that_differ": float(sum(not pool[c].equal(arena[:, r].flatten()) for c, r in of_records)),
+        "blocks_that_differ": float(pool[6].eq(0xAB).all()),
+        "written_besides": float(pool[[3, 4, *range(7, CHUNKS)]].ne(0xAB).any()),
+        "told_of_others": float(transfers.take_failures().chunks != {1}),
+    }
+
+
 def geometry_of(layout: PageLayout, bits: int) -> TierGeometry:
     """Return the geometry of a chunk of all layers."""
     if bits == QUANTISED:
@@ -126,13 +151,6 @@ def codecs(
         mine = QuantisedCudaCodec(there, rows, geometry, layout, staging_bytes=size)
         return mine, QuantisedCodec(kv, expected_pool, geometry, layout)
     return RawCudaCodec(there, rows, geometry, staging_bytes=size), RawCodec(kv, expected_pool, geometry)
-
-
-def pieces(codec: StagedCodec, group: list[int], chunks: np.ndarray, blocks: np.ndarray) -> Iterator[Piece]:
-    """Cut a job into pieces."""
-    assert codec.chunks_per_piece == 2
-    for i in range(0, len(chunks), 2):
-        yield Piece(tuple(group), chunks[i : i + 2], blocks[i : i + 2])
 
 
 def bytes_that_differ(
@@ -170,7 +188,8 @@ def main(device: str) -> None:
             (torch.float16, PageLayout.transposed_keys, 24, 4, False),
         )
     }
-    print(json.dumps(found))
+    layout = PageLayout.rows(torch.bfloat16, 2, 16, 16)
+    print(json.dumps({"codecs": found, "records": copy_records(layout, device)}))
 
 
 if __name__ == "__main__":

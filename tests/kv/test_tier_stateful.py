@@ -32,11 +32,15 @@ def test_a_long_walk_through_all_that_can_happen(part: int) -> None:
     assert [name for name, count in counted.items() if not count] == [], "something never happened"
 
 
-def test_a_long_walk_with_kv_in_8_bits_on_the_device() -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_long_walk_with_kv_in_8_bits_on_the_device(bits: int) -> None:
     """Blocks move into records and back between everything else; the auditor follows what each of them holds."""
     seen = WalkedWithRecords()
-    walk(quick(6_000, full=60_000), FIRST_SEED, seen, int8_share=0.3, prefix_caching=True)
-    rare = ("evicted_chunks", "dropped_chunks", "unsaved_chunks", "failed_jobs")
+    walk(quick(6_000, full=60_000), FIRST_SEED, seen, int8_share=0.3, prefix_caching=True, bits=bits)
+    rare = ["evicted_chunks", "dropped_chunks", "unsaved_chunks", "failed_jobs"]
+    if bits == 16:  # where a record is no chunk
+        assert not seen.copied
+        rare.append("copied")
     assert [name for name, count in vars(seen).items() if not count and name not in rare] == []
 
 

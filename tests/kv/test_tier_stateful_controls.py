@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.support.audit import AuditError
 from vllm_ext.kv.connector import TieredConnector
+from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.manager import TierManager
 from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.simulation.cost.link import Direction
@@ -22,6 +24,7 @@ from .tier_stateful_driver import walk
 
 _STEPS = 20_000
 """More than any of these needs."""
+RECORDS = {"int8_share": 0.3, "prefix_caching": True, "bits": 8, "store": "ahead", "host_chunks": 40}
 
 
 def caught(match: str, **fixed: object) -> None:
@@ -59,6 +62,27 @@ def test_a_load_reported_before_it_is_through(monkeypatch: pytest.MonkeyPatch) -
 def test_a_step_that_does_not_wait_for_the_stores_it_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChaosCopies, "wait", lambda self, job_ids: None)
     caught(r"writes block \d+, (which job \d+ reads|as another job does)", slow=0.9)
+
+
+def test_a_step_that_does_not_wait_for_the_stores_of_records_it_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    overwritten = TierScheduler._overwritten
+
+    def in_idle_jobs_only(self: TierScheduler) -> set[int]:
+        return overwritten(self) if sys._getframe(1).f_code.co_name == "_idle_jobs" else set()
+
+    monkeypatch.setattr(TierScheduler, "_overwritten", in_idle_jobs_only)
+    caught(r"writes \d+, which a copy uses|another prefix", slow=0.9, **RECORDS)
+
+
+def test_a_record_copied_before_what_moves_into_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives in the step in which it is given up again is still in its block alone."""
+
+    def dropped(self: IdleChunks, record: int) -> None:
+        if (chunk := self._pop(record)) is not None:
+            self._dropped.append(chunk)
+
+    monkeypatch.setattr(IdleChunks, "dropped", dropped)
+    caught(r"which holds nothing yet|another prefix", **RECORDS)
 
 
 def test_a_chunk_evicted_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

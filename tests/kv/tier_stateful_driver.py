@@ -44,6 +44,8 @@ class WalkedWithRecords(Walked):
     resumed: int = 0
     dropped: int = 0
     read_tokens: int = 0
+    copied: int = 0
+    """Records, to the host."""
 
     def note(self, rig: TierRig) -> None:
         """Add what became of the records of one engine."""
@@ -54,6 +56,7 @@ class WalkedWithRecords(Walked):
             setattr(self, kind, getattr(self, kind) + state["moves"].get(kind, 0))
         self.dropped += state["forgotten"].get("dropped", 0)
         self.read_tokens += state["read_tokens"]
+        self.copied += rig.auditor.copied_records
 
 
 def walk(num_steps: int, seed: int, seen: Walked | None = None, **fixed: object) -> Walked:

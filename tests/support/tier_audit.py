@@ -46,7 +46,7 @@ class TransferAuditor:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.checked_steps = self.checked_jobs = 0
+        self.checked_steps = self.checked_jobs = self.copied_records = 0
         self._scheduler = scheduler
         self._block_size = scheduler.cache_config.block_size
         self._blocks_per_chunk: int = scheduler.connector.connector_scheduler.config.blocks_per_chunk
@@ -72,6 +72,9 @@ class TransferAuditor:
         self.checked_jobs += 1
         job = _Job(direction, device.block_ids.tolist(), _host_blocks(device, host, self._blocks_per_chunk), [])
         to_host = direction is Direction.TO_HOST
+        if to_host:
+            first_record = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+            self.copied_records += sum(block >= first_record for block in job.device_blocks)
         source, source_ids = (self._device, job.device_blocks) if to_host else (self._host, job.host_blocks)
         target, target_ids = (self._host, job.host_blocks) if to_host else (self._device, job.device_blocks)
         for block in source_ids:

@@ -21,7 +21,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import BETWEEN, QUANTISED
-from vllm_ext.kv.device.geometry import without_arena
+from vllm_ext.kv.device.geometry import ArenaGeometry, without_arena
+from vllm_ext.kv.device.memory import arena_records
 from vllm_ext.kv.device.worker import current
 from vllm_ext.kv.failures import Fallible
 from vllm_ext.kv.keeping.keeper import Keeper
@@ -92,6 +93,7 @@ class TieredConnector(OffloadingConnector):
                 keeper=Keeper(books, **extra[KEEPER_KEY]),
             )
             self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
+            self.connector_scheduler.keeps_records = spec.geometry.bits == QUANTISED
             logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
@@ -118,6 +120,8 @@ class TieredConnector(OffloadingConnector):
         spec = self.connector_worker.spec
         if spec.geometry.bits == QUANTISED:
             spec.layout = self._layout(kv_caches)
+            if (arena := ArenaGeometry.of(self._kv_cache_config)) is not None:
+                spec.arena = arena_records(next(iter(kv_caches.values())), arena)
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:

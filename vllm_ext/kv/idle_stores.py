@@ -23,6 +23,8 @@ from vllm_ext.policies.contract.fate import Fate
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
+    from vllm_ext.kv.device.records import Records
+
 _MAX_AHEAD_PER_STEP = 16
 """Chunks copied ahead of time in one step at most beyond as many as it takes: a step's cost has a bound, and copies
 keep pace."""
@@ -56,12 +58,16 @@ class IdleStoringScheduler(GapLoadingScheduler):
     As published (``copies_all``) every copy is made that keeps something from being lost, whatever waits for it, and
     none while its request runs.
 
+    With records of 8 bits on the device, and chunks that are such records too, a block that is taken moves into one.
+    Then what is lost next is in a record, and copied from there as it is.
+
     Attributes:
         idle: What could be copied; None: copies are made at other times.
         free_fraction: Share of the device's blocks that is kept free or copied.
         takes_cycles: Whether what computes also copies, as on the CPU.
         keeper: Follows conversations; None: nobody does, and all of them may come back.
         unsaved: Chunks that were given up on the device without a copy.
+        records: The device's, if chunks are copied from these.
     """
 
     idle: IdleChunks | None = None
@@ -69,6 +75,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
     takes_cycles: bool = False
     keeper: Keeper | None = None
     unsaved: int = 0
+    records: Records | None = None
     _pool: BlockPool | None = None
     _recompute_s: ClassCosts | None = None
 
@@ -83,16 +90,18 @@ class IdleStoringScheduler(GapLoadingScheduler):
         idle, pool = self.idle, self._pool
         if idle is None or pool is None:
             raise RuntimeError("the connector was not given vLLM's blocks before the first step")
-        taken = self._current_batch_allocated_block_ids
-        last_moment = idle.taken(taken)
+        taken = self._current_batch_allocated_block_ids - self._overwritten()
+        last_moment = idle.taken(taken) + idle.take_dropped()
         now: list[IdleChunk] = []
         for req_id, num_tokens in self._became_idle(finished, given_up):
             fate = fates.get(req_id, Fate.KEEP) if req_id in given_up else Fate.KEEP
             if fate is Fate.RECOMPUTE:
                 continue
             chunks = self._chunks(req_id, num_tokens)
-            last_moment += (c for c in chunks if not c.is_kept(pool) and c.block in taken)
-            here = [c for c in chunks if c.is_in(pool)]
+            places = [(chunk, chunk.where_kept(pool)) for chunk in chunks]
+            last_moment += (chunk for chunk, place in places if place is None and chunk.block in taken)
+            ends = pool.num_gpu_blocks if self.records is None else len(pool.blocks)  # of what is copied from
+            here = [chunk for _, chunk in places if chunk is not None and chunk.block < ends]
             if fate is Fate.SWAP:
                 now += here
             else:
@@ -112,10 +121,23 @@ class IdleStoringScheduler(GapLoadingScheduler):
                 self.unsaved += sum(held.get(chunk.key) is None for chunk in of_one)
         return worth
 
+    def _room(self, pool: BlockPool) -> tuple[int, int]:
+        """Return how many blocks are free, or records where blocks move into these, and how many are to be."""
+        free, all_of_them = pool.get_num_free_blocks(), pool.num_gpu_blocks
+        if self.records is not None:
+            free, all_of_them = self.records.num_free, self.records.num_records
+        return free, int(self.free_fraction * all_of_them)
+
+    def _overwritten(self) -> set[int]:
+        """Return the records that the step at hand writes to."""
+        return set() if self.records is None else self.records.overwritten()
+
     def _is_full(self) -> bool:
         """Whether running requests hold nearly all of the device."""
-        pool = self._pool
-        return pool is not None and pool.get_num_free_blocks() < _FULL * self.free_fraction * pool.num_gpu_blocks
+        if self._pool is None:
+            return False
+        num_free, wanted = self._room(self._pool)
+        return num_free < _FULL * wanted
 
     def _saves(self, owner: ReqContext, *, after_this_turn: bool = False) -> bool:
         turn, chain = owner.get_state(Turn), owner.get_state(Chain)
@@ -168,7 +190,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
             pool: vLLM's blocks.
             num_taken: Blocks that the step takes.
         """
-        wanted, num_free = int(self.free_fraction * pool.num_gpu_blocks), pool.get_num_free_blocks()
+        num_free, wanted = self._room(pool)
         chunks: list[IdleChunk] = []
         if num_free - idle.num_blocks >= wanted or self._under_way_s() > _MAX_UNDER_WAY_S:
             return chunks

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
     from vllm_ext.hints import HintError
+    from vllm_ext.kv.device.records import Records
 
 
 class TierScheduler(IdleStoringScheduler):
@@ -48,7 +49,10 @@ class TierScheduler(IdleStoringScheduler):
         store: When chunks are copied; what ``auto`` stands for, where that was asked for.
         prices: What copies take.
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
+        keeps_records: Whether chunks are records of 8 bits, as those on the device are.
     """
+
+    keeps_records: bool = False
 
     _current_batch_jobs_to_flush: set[int]
 
@@ -92,6 +96,15 @@ class TierScheduler(IdleStoringScheduler):
         self._pool = pool
         if self.store == AHEAD:
             self.idle = IdleChunks(pool)
+
+    def copy_records(self, records: Records) -> None:
+        """Take the device's records of 8 bits; where chunks are no such records, what is in one is not copied."""
+        if not self.keeps_records:
+            return
+        self.records = records
+        if self.idle is not None:
+            self.idle.behind_records(records.first_record)
+            records.follower = self.idle
 
     def use(self, clock: Callable[[], float], prefill_s: Callable[[int, int], float]) -> None:
         """Take the scheduler's clock, and its estimate of the time to compute so many tokens after so many others."""
@@ -225,7 +238,9 @@ class TierScheduler(IdleStoringScheduler):
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         """Follow requests that got blocks; of the others nothing changes but keys, which are looked up when needed."""
         pool = self._pool
-        if pool is not None and len(pool.blocks) > pool.num_gpu_blocks:
+        if self.records is not None:  # what the step's moves write to is waited for like what it allocates
+            self._current_batch_allocated_block_ids |= self._overwritten()
+        elif pool is not None and len(pool.blocks) > pool.num_gpu_blocks:
             scheduler_output = blocks_only(scheduler_output, pool.num_gpu_blocks)
         if not self._is_simple():
             super()._update_req_states(scheduler_output)

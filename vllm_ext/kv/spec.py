@@ -40,9 +40,11 @@ class TierSpec(CPUOffloadingSpec):
 
     Attributes:
         layout: Of a page, set by the connector before the worker is asked for; needed with 8 bits only.
+        arena: The device's records, [layers, records, record_bytes], set likewise where there are any.
     """
 
     layout: PageLayout | PackedPages | None = None
+    arena: torch.Tensor | None = None
     _manager: TierManager | DiskBackedManager | None
     _worker: OffloadingWorker | None
 
@@ -177,7 +179,7 @@ class TierSpec(CPUOffloadingSpec):
             raise ConfigError("kv_tier.bits", QUANTISED, "needs pages that strides describe on CUDA; use 16")
         stride = self._strides(tensors).chunk_bytes
         rows = self._allocate().as_strided((self.num_chunks, self.geometry.chunk_bytes), (stride, 1))
-        return cuda_worker(tensors, groups, rows, self.geometry, self.layout)
+        return cuda_worker(tensors, groups, rows, self.geometry, self.layout, self.arena)
 
     def _codec(self, tensors: list[torch.Tensor], pool: torch.Tensor) -> Codec:
         strides = self._strides(tensors)
@@ -185,7 +187,7 @@ class TierSpec(CPUOffloadingSpec):
             return RawCodec(tensors, pool, strides)
         if self.layout is None:
             raise RuntimeError("the layout of pages was not found out before the worker was built")
-        return QuantisedCodec(tensors, pool, strides, self.layout)
+        return QuantisedCodec(tensors, pool, strides, self.layout, self.arena)
 
     def _strides(self, tensors: list[torch.Tensor]) -> TierGeometry:
         """Return the geometry by which chunks follow each other in the pool: with a disk, all workers' shares of one.

@@ -53,6 +53,8 @@ class RecordScheduler(GapScheduler):
         self._manager = manager
         self.records = manager.records = Records(self.kv_cache_manager.block_pool, geometry)
         self.records.spare_blocks = self._spare_blocks
+        if (tier := getattr(self.connector, "tier", None)) is not None:
+            tier.copy_records(self.records)
         self._geometry, spec = geometry, kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_cpu, unpacks = current_platform.is_cpu(), self._unpacks
         self.price_records(measured(geometry, spec.block_size, spec.dtype, on_cpu=on_cpu, unpacks=unpacks))

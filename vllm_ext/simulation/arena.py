@@ -19,7 +19,7 @@ _CHANNELS = 1024
 
 def simulated_arena(
     config: KVCacheConfig, share: float, max_model_len: int, *, bytes_per_block: int = 0, layers: int = _LAYERS,
-    dtype: str = "bfloat16",
+    dtype: str = "bfloat16", unpacks: bool = True,
 ) -> KVCacheConfig:  # fmt: skip
     """Return the configuration of an engine that keeps a share of its KV memory for records.
 
@@ -30,6 +30,7 @@ def simulated_arena(
         bytes_per_block: Of all layers; 0: nothing is known.
         layers: Of the model.
         dtype: Of its KV.
+        unpacks: Whether a kernel that knows blocks only may serve.
 
     Raises:
         ConfigError: the memory can't be divided so.
@@ -45,5 +46,5 @@ def simulated_arena(
     stride = config.num_blocks * spec.page_size_bytes
     tensor = KVCacheTensor(layers * stride, names, layer_stride=stride, block_stride=spec.page_size_bytes)
     whole = replace(config, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
-    (divided,) = with_arenas([whole], share, max_model_len)
+    (divided,) = with_arenas([whole], share, max_model_len, unpacks=unpacks)
     return divided

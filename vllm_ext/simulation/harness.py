@@ -35,7 +35,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_ext.attention.support import chosen_kernel
 from vllm_ext.config import KEY, parse
+from vllm_ext.config_attention import OWN
 from vllm_ext.config_kv import FUSED
 from vllm_ext.kv.gaps.support import WORKERS
 from vllm_ext.scheduling.record_scheduler import RecordScheduler
@@ -228,7 +230,7 @@ def make_scheduler(
     block_size = config.cache_config.block_size
     kv_cache_config = make_kv_cache_config(config.cache_config.num_gpu_blocks, block_size, kv_shape)
     if share := _int8_share(config.additional_config):
-        known = {} if kv_shape is None else vars(kv_shape)
+        known = {"unpacks": chosen_kernel(config) != OWN, **({} if kv_shape is None else vars(kv_shape))}
         kv_cache_config = simulated_arena(kv_cache_config, share, config.model_config.max_model_len, **known)
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     scheduler: Scheduler = cls(

@@ -74,7 +74,7 @@ def test_sizes_of_heads_and_blocks(dtype, dim, block_size):
 @pytest.mark.parametrize("int8", ["x", "x.", ".xx"])
 @pytest.mark.parametrize("num_heads", [2, 8, 32])
 def test_records_are_attended_as_if_they_were_dequantised(dtype, int8, num_heads):
-    """Whatever the number of rows: decode multiplies codes as they are, more rows unpack them once into the L1 cache."""
+    """Whatever the number of rows: decode multiplies codes as they are, more rows unpack them into the L1 cache."""
     wanted = [Range(r.q_len, r.kv_len, int8=int8) for r in [*DECODE, *SUFFIXES, Range(70, 70)]]
     batch = make_batch(cpu.layout_for(dtype, 2, 64, 32), num_heads, wanted)
     out = assert_right(batch, scale=0.125)
@@ -96,7 +96,7 @@ def test_records_are_attended_as_if_they_were_dequantised(dtype, int8, num_heads
 
 
 def unpacked_tokens(batch: Batch, tile: int, *, least: int) -> torch.Tensor:
-    """Return which tokens of the query are in a tile of at least so many; a range is cut into tiles of up to ``tile``."""
+    """Return which tokens of the query are in a tile of at least so many; ``tile`` is the most there are."""
     found = torch.zeros(len(batch.query), dtype=torch.bool)
     for start, length in zip(batch.ranges.q_start.tolist(), batch.ranges.q_len.tolist(), strict=True):
         for first in range(0, length, tile):

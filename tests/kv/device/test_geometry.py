@@ -67,6 +67,17 @@ def test_no_more_memory_is_taken_and_every_record_has_a_scratch_page(share: floa
     assert lost < (layers + 2) * PAGE, "no more than what layers of whole pages leave over"
 
 
+@pytest.mark.parametrize("layers", [1, 4])
+def test_where_only_our_kernel_serves_nothing_is_kept_for_unpacking(layers: int) -> None:
+    before = config(num_blocks=400, num_layers=layers)
+    (made,) = with_arenas([before], 0.25, max_model_len=256, unpacks=False)
+    geometry = ArenaGeometry.of(made)
+    assert geometry is not None
+    assert (geometry.num_blocks, geometry.arena_pages, geometry.scratch_pages) == (300, 100, 0)
+    assert geometry.total_bytes == before.kv_cache_tensors[0].size
+    assert geometry.num_records > divided(0.25, num_blocks=400, num_layers=layers).num_records
+
+
 def test_workers_with_other_numbers_of_layers_get_as_many_blocks_and_records() -> None:
     """Pipeline stages: ids mean the same to all of them."""
     made = with_arenas([config(num_layers=4), config(num_layers=3)], 0.4, max_model_len=256)

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from vllm_ext.config_kv import QUANTISED
-from vllm_ext.kv.cuda.codec import DeviceCodec, Piece, QuantisedCudaCodec, RawCudaCodec
+from vllm_ext.kv.cuda.codec import DeviceCodec, Piece, QuantisedCudaCodec, RawCudaCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.failures import Failures
@@ -44,7 +44,7 @@ class CudaTierWorker(OffloadingWorker):
         codec.prepare(tensors_of_group)
         self._tensors_of_group = [tuple(tensors) for tensors in tensors_of_group]
         self._chunk_bytes = chunk_bytes
-        self._chunks_per_piece = codec.chunks_per_piece
+        self._codec = codec
         self._pool = pool
         self._transfers = Transfers(device, codec, loads_first=loads_first)
 
@@ -96,14 +96,12 @@ class CudaTierWorker(OffloadingWorker):
 
     def _pieces(self, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> Iterator[Piece]:
         for part in group_transfers(device, host):
-            for first in range(0, len(part.chunks), self._chunks_per_piece):
-                rows = slice(first, first + self._chunks_per_piece)
-                yield Piece(self._tensors_of_group[part.group], part.chunks[rows], part.blocks[rows])
+            yield from pieces_of(self._codec, self._tensors_of_group[part.group], part.chunks, part.blocks)
 
 
 def cuda_worker(
     tensors: Sequence[torch.Tensor], tensors_of_group: Sequence[Sequence[int]], pool: torch.Tensor,
-    geometry: TierGeometry, layout: PageLayout | None,
+    geometry: TierGeometry, layout: PageLayout | None, arena: torch.Tensor | None = None,
 ) -> CudaTierWorker:  # fmt: skip
     """Return a worker with its codec.
 
@@ -114,6 +112,7 @@ def cuda_worker(
             warning logged.
         geometry: Of a chunk.
         layout: Of a page; needed with 8 bits only.
+        arena: The device's records, if chunks are copied from these: see `QuantisedCudaCodec`.
 
     Raises:
         ValueError: The tensors do not fit the geometry or the layout.
@@ -125,7 +124,7 @@ def cuda_worker(
     elif layout is None:
         raise RuntimeError("the layout of pages was not found out before the worker was built")
     else:
-        codec = QuantisedCudaCodec(tensors, pool, geometry, layout)
+        codec = QuantisedCudaCodec(tensors, pool, geometry, layout, arena)
     return CudaTierWorker(
         codec, tensors_of_group, chunk_bytes=geometry.chunk_bytes,
         device=CudaDevice(tensors[0].device), pool=PinnedMemory(pool),

@@ -8,7 +8,7 @@ these as blocks, and leaves the stride as it is:
 
 A record holds one block of one layer. In every layer record ``B + i`` is the i-th one of that layer's arena, so that
 ids below B name blocks, and all others records. Scratch pages serve all layers: a kernel that knows blocks only finds
-there what a layer's records hold.
+there what a layer's records hold. Where only our kernel serves, which reads records, there are none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ArenaGeometry:
     arena_pages: int
     """Pages behind the blocks of each layer."""
     scratch_pages: int
-    """Pages behind the last layer."""
+    """Pages behind the last layer; 0 where nothing is unpacked."""
     num_layers: int
     page_bytes: int
     """Bytes of one block of one layer."""
@@ -61,6 +61,11 @@ class ArenaGeometry:
     def stride_pages(self) -> int:
         """Pages from the start of a layer to that of the next one."""
         return self.num_blocks + self.arena_pages
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes from the start of a layer to that of the next one."""
+        return self.stride_pages * self.page_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -86,13 +91,16 @@ class ArenaGeometry:
         )
 
 
-def with_arenas(configs: Sequence[KVCacheConfig], share: float, max_model_len: int) -> list[KVCacheConfig]:
+def with_arenas(
+    configs: Sequence[KVCacheConfig], share: float, max_model_len: int, *, unpacks: bool = True
+) -> list[KVCacheConfig]:
     """Return all workers' configurations with a part of the pool as arena, in no more memory than before.
 
     Args:
         configs: Of all workers, with as many blocks each; they may have different numbers of layers.
         share: Of the pool that becomes arena, greater than 0 and less than 1.
         max_model_len: Tokens of the longest request, whose new tokens must find blocks.
+        unpacks: Whether a kernel that knows blocks only may serve, and needs scratch pages.
 
     Raises:
         ConfigError: the model's KV can't be kept so, or one of the parts would be too small.
@@ -101,10 +109,10 @@ def with_arenas(configs: Sequence[KVCacheConfig], share: float, max_model_len: i
     spec, pages = specs[0], configs[0].num_blocks
     layers = min(len(config.kv_cache_tensors[0].layers) for config in configs)
     page, record = spec.page_size_bytes, record_bytes(spec)
-    arena, scratch = _divided(pages, layers, share, page, record)
+    arena, scratch = _divided(pages, layers, share, page, record if unpacks else None)
     stride = pages - -(-scratch // layers)
     needed = -(-max_model_len // spec.block_size) + 1
-    if not arena or not scratch:
+    if not arena:
         raise ConfigError(SHARE, share, f"must be more: of {pages} blocks it leaves none for an arena")
     if stride - arena < needed:
         allowed = (
@@ -142,12 +150,12 @@ def record_bytes(spec: FullAttentionSpec) -> int:
     return size
 
 
-def _divided(pages: int, layers: int, share: float, page: int, record: int) -> tuple[int, int]:
-    """Return the pages of an arena and the scratch pages, as many as there are records, that fit into a pool."""
+def _divided(pages: int, layers: int, share: float, page: int, record: int | None) -> tuple[int, int]:
+    """Return the pages of an arena that fit into a pool, and of scratch: one for each record, if its size is given."""
     stride = pages
     while stride > 0:
         arena = int(share * stride)
-        scratch = arena * page // record
+        scratch = 0 if record is None else arena * page // record
         if layers * stride + scratch <= layers * pages:
             return arena, scratch
         stride -= 1

@@ -41,22 +41,31 @@ def layer_memory(cache: torch.Tensor, geometry: ArenaGeometry) -> LayerMemory:
         ValueError: the cache is not a layer of such a memory.
     """
     item = cache.element_size()
-    start, stride = cache.storage_offset() * item, geometry.stride_pages * geometry.page_bytes
-    layer, inside = divmod(start, stride)
+    layer, inside = divmod(cache.storage_offset() * item, geometry.layer_bytes)
     page = cache.stride(0) * item
     if inside or page != geometry.page_bytes or len(cache) != geometry.num_blocks or layer >= geometry.num_layers:
         raise ValueError(
-            f"a cache of {len(cache)} blocks of {page} bytes at byte {start}: must be one of {geometry.num_layers} "
-            f"layers of {geometry.num_blocks} blocks of {geometry.page_bytes} bytes, {stride} bytes apart"
+            f"a cache of {len(cache)} blocks of {page} bytes at byte {cache.storage_offset() * item}: must be one of "
+            f"{geometry.num_layers} layers of {geometry.num_blocks} blocks of {geometry.page_bytes} bytes, "
+            f"{geometry.layer_bytes} bytes apart"
         )
     scratch = (geometry.num_layers - layer) * geometry.stride_pages
     size = (scratch + geometry.scratch_pages, *cache.shape[1:])
     wide = torch.as_strided(cache, size, cache.stride(), cache.storage_offset())
+    return LayerMemory(wide, arena_records(cache, geometry)[layer], scratch)
+
+
+def arena_records(cache: torch.Tensor, geometry: ArenaGeometry) -> torch.Tensor:
+    """Return the records of all layers, [layers, records, record_bytes], uint8.
+
+    Args:
+        cache: Of any layer.
+        geometry: How the memory is divided in which it lies.
+    """
     whole = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
-    records = torch.as_strided(
+    return torch.as_strided(
         whole,
-        (geometry.num_records, geometry.record_bytes),
-        (geometry.record_bytes, 1),
-        start + geometry.num_blocks * geometry.page_bytes,
+        (geometry.num_layers, geometry.num_records, geometry.record_bytes),
+        (geometry.layer_bytes, geometry.record_bytes, 1),
+        geometry.num_blocks * geometry.page_bytes,
     )
-    return LayerMemory(wide, records, scratch)
