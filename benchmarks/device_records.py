@@ -34,7 +34,7 @@ from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
-SHARES = (0.1, 0.2, 0.4)
+SHARES = (0.1, 0.2, 0.4, 0.7)
 STOCK_SHARE = 0.2
 """At which vLLM's kernel is measured, too."""
 BASE = "no records"

@@ -171,6 +171,7 @@ class Tier:
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
         self._connector = connector
+        copies.first_record = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self._connector.connector_worker.worker = copies  # instead of register_kv_caches: there are none
         self._quiet_steps = 0
 
