@@ -154,9 +154,12 @@ class TierSpec(CPUOffloadingSpec):
         Raises:
             ConfigError: there is not enough memory.
             NotImplementedError: KV is neither in the CPU's memory nor in a CUDA device's.
+            RuntimeError: the connector found out too little, or layers lie in another order than their records.
         """
         if self._worker is None:
             tensors = [cache.tensor for cache in kv_caches.tensors]
+            if self.arena is not None:
+                _check_order(tensors, self.arena)
             groups = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
             kinds = {tensor.device.type for tensor in tensors}
             if kinds == {"cuda"}:
@@ -223,3 +226,10 @@ class TierSpec(CPUOffloadingSpec):
             self.num_chunks, wanted / 2**30, self.geometry.bits,
         )  # fmt: skip
         return pool
+
+
+def _check_order(tensors: list[torch.Tensor], arena: torch.Tensor) -> None:
+    """Look whether the n-th tensor is the layer of the arena's n-th records."""
+    start, step = arena.untyped_storage().data_ptr(), arena.stride(0)
+    if [tensor.data_ptr() for tensor in tensors] != [start + number * step for number in range(len(arena))]:
+        raise RuntimeError("the layers of the KV cache do not lie in the order in which vLLM names them")
