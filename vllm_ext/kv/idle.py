@@ -91,28 +91,33 @@ class IdleChunks:
 
     def moved(self, source: int, target: int) -> None:
         """Follow a chunk into a record. Into a block it moves to be used: it comes back when its request has left."""
-        chunk = self._pop(source)
-        if chunk is not None and target >= self._first:
-            self._moved[target] = self._moved.pop(source, chunk)
-            self.add([replace(chunk, block=target)])
+        chunk, _ = self._pop(source), self._pop(target)
+        if chunk is None or target < self._first:
+            return
+        arrived = replace(chunk, block=target)
+        if arrived.is_in(self._pool):  # and not what the block got since, in this same step
+            self._moved[target] = chunk
+            self.add([arrived])
 
     def dropped(self, record: int) -> None:
         """Note that what a record held is lost in this step; what it was to get in this step is where it was."""
         chunk = self._pop(record)
         before = self._moved.pop(record, chunk)
-        if chunk is not None and before is not None:
+        if chunk is not None and before is not None and chunk.is_in(self._pool):
             self._dropped.append(before)
 
     def taken(self, blocks: Iterable[int]) -> list[IdleChunk]:
         """Forget chunks whose blocks a step takes.
 
         Returns:
-            Those that the step will overwrite; what is taken to be used, or was moved into a record, is not lost.
+            Those that the step will overwrite; what is taken to be used, or was moved into a record, is not lost, and
+            neither is a record that a request reads.
         """
         lost = []
         for block in blocks:
             chunk = self._pop(block)
-            if chunk is not None and chunk.where_kept(self._pool) is None:
+            written = not self._first or block < self._first
+            if chunk is not None and written and chunk.where_kept(self._pool) is None:
                 lost.append(chunk)
         return lost
 
