@@ -67,11 +67,11 @@ SCENES = {
     "talks": Scene(description="conversations, fcfs", system="fcfs", num_blocks=900, asked=_TALKS),
     "gaps": Scene(description="conversations, pensieve on the device", system="pensieve", num_blocks=900, asked=_TALKS),
     "host": Scene(
-        description="conversations, pensieve with 4 GiB of host memory",
+        description="conversations, pensieve with 2 GiB of host memory in 8 bits",
         system="pensieve",
         num_blocks=900,
         asked=_TALKS,
-        tier={"gib": 4.0},
+        tier={"gib": 2.0, "bits": 8},
     ),
     "jobs": Scene(
         description="preempted requests, alise-published",
