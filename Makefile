@@ -11,7 +11,7 @@ SEED ?= 0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-all conformance soak lint format bench-quick repro clean
+.PHONY: help setup serve demo test test-all conformance soak lint format gpu-check bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ lint: setup ## Check style and types
 format: setup ## Fix style where that is safe
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+gpu-check: setup ## On a machine with a GPU: its tests, and the benchmarks of kernels and copies
+	$(BIN)/pytest -m gpu $(ARGS)
+	$(BIN)/python benchmarks/attention_gpu.py --out benchmarks/results/attention_gpu.json
+	$(BIN)/python benchmarks/kv_tier_cuda.py --out benchmarks/results/kv_tier_cuda.json
+	$(BIN)/python benchmarks/kv_quant.py --quick
 
 bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
 	@$(BIN)/python scripts/bench_quick.py $(ARGS)
