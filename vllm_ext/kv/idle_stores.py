@@ -90,8 +90,8 @@ class IdleStoringScheduler(GapLoadingScheduler):
         idle, pool = self.idle, self._pool
         if idle is None or pool is None:
             raise RuntimeError("the connector was not given vLLM's blocks before the first step")
-        taken = self._current_batch_allocated_block_ids - self._overwritten()
-        last_moment = idle.taken(taken) + idle.take_dropped()
+        overwritten = self._current_batch_allocated_block_ids  # or used
+        last_moment = idle.taken(overwritten - self._overwritten()) + idle.take_dropped()
         now: list[IdleChunk] = []
         for req_id, num_tokens in self._became_idle(finished, given_up):
             fate = fates.get(req_id, Fate.KEEP) if req_id in given_up else Fate.KEEP
@@ -99,14 +99,14 @@ class IdleStoringScheduler(GapLoadingScheduler):
                 continue
             chunks = self._chunks(req_id, num_tokens)
             places = [(chunk, chunk.where_kept(pool)) for chunk in chunks]
-            last_moment += (chunk for chunk, place in places if place is None and chunk.block in taken)
+            last_moment += (chunk for chunk, place in places if place is None and chunk.block in overwritten)
             ends = pool.num_gpu_blocks if self.records is None else len(pool.blocks)  # of what is copied from
             here = [chunk for _, chunk in places if chunk is not None and chunk.block < ends]
             if fate is Fate.SWAP:
                 now += here
             else:
                 idle.add(here)
-        now += self._taken_soon(idle, pool, len(taken))
+        now += self._taken_soon(idle, pool, len(overwritten))
         saved = self._store_idle(self._worth_a_copy(last_moment), at_once=True)
         return saved | self._store_idle(now, at_once=False)
 
