@@ -33,11 +33,14 @@ class Row:
     tier: Mapping[str, Any] | None = None
     """Options of `kv_tier` beside ``gib``; None: no host tier, and vLLM's own scheduler."""
 
+    own_kernel: bool = False
+    """Whether our attention kernel serves all steps."""
+
     records: bool = False
-    """Whether ``--int8-share`` of the device's blocks are records of 8 bits instead, read by our attention kernel."""
+    """Whether ``--int8-share`` of the device's blocks are records of 8 bits instead; with `own_kernel`."""
 
     system: str = "fcfs"
-    """Of a row with a tier or records."""
+    """Of a row with a tier, records or our kernel."""
 
     baseline: bool = False
     """Whether it is upstream's: its scheduler, or its eviction policy over our copies."""
@@ -49,6 +52,8 @@ class Row:
 _EARLY: Mapping[str, Any] = {"bits": 16, "store": "early"}
 """As vLLM's connector keeps KV."""
 
+_RECORDS: Mapping[str, Any] = {"own_kernel": True, "records": True, "by_default": False}
+
 ROWS: Mapping[str, Row] = {
     STATELESS: Row(prefix_caching=False, baseline=True),
     PREFIX_CACHE: Row(baseline=True),
@@ -59,9 +64,10 @@ ROWS: Mapping[str, Row] = {
     f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, by_default=False),
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
-    RECORDS: Row(records=True, by_default=False),
-    PENSIEVE_RECORDS: Row(records=True, system="pensieve", by_default=False),
-    f"{PENSIEVE_8}-records": Row(records=True, system="pensieve", tier={"bits": 8}, by_default=False),
+    f"{PREFIX_CACHE}-own-kernel": Row(own_kernel=True, by_default=False),
+    RECORDS: Row(**_RECORDS),
+    PENSIEVE_RECORDS: Row(**_RECORDS, system="pensieve"),
+    f"{PENSIEVE_8}-records": Row(**_RECORDS, system="pensieve", tier={"bits": 8}),
     **{
         f"{RETENTION}-{mode}": Row(tier={**_EARLY, "policy": "retention", option: mode}, by_default=False)
         for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
@@ -78,10 +84,10 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the engine settings of a row: those that all have in common, and its own."""
     row = ROWS[name]
     found = {**engine_rows.engine_args(args), "enable_prefix_caching": row.prefix_caching}
-    if row.tier is not None or row.records:
+    if row.tier is not None or row.own_kernel:
         found["scheduler_cls"] = row.system
         ours = {"kv_tier": tier_options(row, args)}
-        if row.records:
+        if row.own_kernel:
             ours["attention"] = {"kernel": OWN}
         found["additional_config"] = {"vllm_ext": ours}
     return found
