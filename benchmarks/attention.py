@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from attention_subjects import BLOCK, HEAD_DIM, HEADS, KV_HEADS, STRAW_MEN, Shape, Step
 from kv_quant_speed import largest_copy
-from turns import Seconds, measure, ratio
+from turns import Seconds, check_output, measure, ratio
 from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
@@ -42,30 +42,21 @@ MIXED = 0.5
 """Share of INT8 at which ways to read both are compared."""
 CONTEXTS, QUERIES = (1024, 4096, 16384), (1, 8, 64, 512)
 LONG_CONTEXT, LONG_QUERIES = 131072, (1, 8, 64)
-"""Of the sweep beside the others, unless contexts are named; goals are set for the longest of those."""
+"""Of the sweep beside the default contexts, of which the longest has the goals."""
 QUICK_CONTEXTS, QUICK_QUERIES = (1024, 2048), (1, 8, 64)
 FIG17_BATCH, FIG17_QUERY = 32, 8
 SWEEP_TOKENS = 16384
 """Of KV in a step of the sweep, at least: short contexts come in batches."""
 OWN, STOCK = "own", "stock"
-_ALLOWED_ERROR = 0.02
-"""Relative to the norm of the output; bfloat16 has steps of 0.4 % in each probability."""
 
 Subject = Callable[[], torch.Tensor]
 Times = dict[str, Seconds]
 
 
-def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise RuntimeError if an output is not what it must be."""
-    error = float((found.float() - expected).norm() / expected.norm())
-    if not error <= _ALLOWED_ERROR:
-        raise RuntimeError(f"{name}: the output is off by {error:.3g} of its norm, allowed are {_ALLOWED_ERROR}")
-
-
 def check_all(subjects: Mapping[str, Subject], expected: Mapping[str, torch.Tensor], default: torch.Tensor) -> None:
     """Check every subject; which also touches all memory before the clock starts."""
     for name, subject in subjects.items():
-        check(name, subject(), expected.get(name, default))
+        check_output(name, subject(), expected.get(name, default))
 
 
 def figure_17(context: int, args: argparse.Namespace) -> tuple[Step, Times]:
@@ -204,8 +195,8 @@ def main(argv: Sequence[str]) -> None:
     for context in args.contexts:
         report.add_figure(context, *figure_17(context, args), last=context == longest)
     shapes = [(query, context) for query in args.queries for context in args.contexts]
-    if longest == max(CONTEXTS):
-        shapes += [(query, LONG_CONTEXT) for query in LONG_QUERIES]
+    if args.contexts == CONTEXTS:
+        shapes += [(query, LONG_CONTEXT) for query in args.queries if query in LONG_QUERIES]
     for query, context in shapes:
         report.add_sweep(context, query, *sweep(context, query, args), last=context == longest)
     config = {

@@ -14,29 +14,26 @@ Needs a GPU, torch, Triton and numpy; vLLM's subject is left out where vLLM is n
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import checkout  # noqa: F401 - before all that it makes importable
 import numpy as np
+import on_gpu
 import torch
-from turns import Seconds, ratio
+from turns import Seconds, check_output, ratio
 
 from vllm_ext.kernels.kv_quant import gpu as codec
-from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat, Side
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
 from vllm_ext.observability.results import (
-    NEEDS_DEVICE,
     Goal,
     Result,
     Workload,
-    add_arguments,
     command,
     emit,
     format_table,
@@ -44,8 +41,6 @@ from vllm_ext.observability.results import (
 
 OWN, INT8, UNIFIED = "own", "own_int8", "vllm_unified"
 QUERIES = (1, 8, 64)
-_ALLOWED_ERROR = 0.02
-"""Relative to the norm of the output; bfloat16 has steps of 0.4 % in each probability."""
 _MISSED = "measured once on this device; see the quartiles"
 
 
@@ -69,12 +64,8 @@ class Shape:
 
     @property
     def layout(self) -> PageLayout:
-        """Pages of shape [tokens, heads, K then V]."""
-        width, token = 2 * self.dim, self.kv_heads * 2 * self.dim
-        return PageLayout(
-            dtype=self.dtype, num_heads=self.kv_heads, head_dim=self.dim, block_size=self.block, head_stride=width,
-            k=Side(0, token, 1), v=Side(self.dim, token, 1),
-        )  # fmt: skip
+        """Of a page."""
+        return PageLayout.tokens_first(self.dtype, self.kv_heads, self.dim, self.block)
 
 
 class Step:
@@ -148,49 +139,25 @@ class Step:
         Raises:
             RuntimeError: one is off.
         """
-        device = self.kv.pages.device
         assert self.kv.records is not None
         kv = PagedKV(self.kv.layout, self.kv.pages.cpu(), self.kv.records.cpu())
         for name, subject in self.subjects().items():
             table = (self._table + self.shape.blocks * (name == INT8)).cpu()
             ranges = Ranges.from_block_table(self._start.cpu(), self._lens.cpu(), table)
             wanted, _ = reference.paged_attention(self._query.cpu(), kv, ranges, scale=self._scale)
-            found = subject().cpu().double()
-            error = float((found - wanted).norm() / wanted.norm())
-            if not error <= _ALLOWED_ERROR:
-                raise RuntimeError(f"{name} on {device}: off by {error:.3g} of the norm, allowed are {_ALLOWED_ERROR}")
+            check_output(f"{name} on {self.kv.pages.device}", subject().cpu(), wanted)
 
     def bytes_read(self, name: str) -> int:
         """Return the bytes of KV that a subject has to read."""
         return self.shape.blocks * (self.fmt.record_bytes if name == INT8 else self.kv.layout.page_bytes)
 
 
-def seconds(work: Callable[[], object], device: str) -> float:
-    """Return the time of one call, by the device's events."""
-    if device != "cuda":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def measure(subjects: dict[str, Callable[[], torch.Tensor]], repeats: int, device: str) -> dict[str, Seconds]:
-    """Return seconds of each subject by turns, behind two turns that do not count."""
-    turns = [{name: seconds(subject, device) for name, subject in subjects.items()} for _ in range(repeats + 2)]
-    return {name: np.array([turn[name] for turn in turns[2:]]) for name in subjects}
-
-
 def limit_gb_per_s(mib: int, repeats: int, device: str) -> float:
     """Return the bytes that a copy on the device reads and writes per second, in 1e9."""
     source = torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = [seconds(lambda: target.copy_(source), device) for _ in range(repeats + 1)]
-    return 2 * source.numel() / min(times[1:]) / 1e9
+    times = on_gpu.measure({"copy": lambda: target.copy_(source)}, repeats, device, skipped=1)
+    return 2 * source.numel() / float(min(times["copy"])) / 1e9
 
 
 def goals(query: int, times: dict[str, Seconds], share: float) -> list[Goal]:
@@ -212,12 +179,7 @@ def goals(query: int, times: dict[str, Seconds], share: float) -> list[Goal]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
-    args = parser.parse_args(argv)
-    if not args.dry and not torch.cuda.is_available():
-        parser.exit(NEEDS_DEVICE, "needs a CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1\n")
+    args = on_gpu.parse(__doc__, argv)
     device = "cpu" if args.dry else "cuda"
     tiny: dict[str, Any] = (
         {"heads": 4, "kv_heads": 2, "dim": 16, "block": 16, "dtype": torch.float16} if args.dry else {}
@@ -233,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
         Step(Shape(2, query, 32 if args.dry else 512, **tiny), device, args.seed).check()
         for context in contexts:
             step = Step(Shape(batch, query, context, **tiny), device, args.seed)
-            times = measure(step.subjects(), repeats, device)
+            times = on_gpu.measure(step.subjects(), repeats, device, skipped=2)
             speeds = {name: step.bytes_read(name) / float(np.median(found)) / 1e9 for name, found in times.items()}
             for name, found in times.items():
                 milliseconds = round(float(np.median(found)) * 1e3, 4)

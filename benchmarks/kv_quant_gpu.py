@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import on_gpu
 import torch
 
 from vllm_ext.kernels.kv_quant import reference
@@ -59,7 +60,8 @@ def measure(mib: int, repeats: int, seed: int) -> tuple[dict[str, float], dict[s
     }
     _check(pages, blocks, slots, records, fmt, subjects["quantise"])
     num_bytes = pages.numel() * pages.element_size()
-    speed = {name: num_bytes / 1e9 / seconds for name, seconds in _seconds(subjects, repeats).items()}
+    times = on_gpu.measure(subjects, repeats, "cuda", skipped=1)
+    speed = {name: num_bytes / 1e9 / float(np.median(found)) for name, found in times.items()}
     ours, theirs = list(speed)[:3], list(speed)[3:]
     metrics = {f"gpu_{name}_gb_per_s": round(speed[name], 2) for name in ours}
     metrics |= {
@@ -68,22 +70,6 @@ def measure(mib: int, repeats: int, seed: int) -> tuple[dict[str, float], dict[s
         "gpu_to_host_time_over_copy": round(speed["gather_and_copy_bf16_to_host"] / speed["to_host_in_8_bits"], 3),
     }
     return metrics, {"gpu": {f"gpu_{name}_gb_per_s": round(speed[name], 2) for name in theirs}}
-
-
-def _seconds(subjects: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, in turns, by CUDA events."""
-    found: dict[str, list[float]] = {name: [] for name in subjects}
-    for name in subjects:
-        subjects[name]()
-    for _ in range(repeats):
-        for name, subject in subjects.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            subject()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) / 1e3)
-    return {name: float(np.median(times)) for name, times in found.items()}
 
 
 def _check(

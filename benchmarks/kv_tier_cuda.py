@@ -14,7 +14,6 @@ Needs a GPU, torch, Triton and numpy, but neither vLLM nor an installation:
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import statistics
 import subprocess
@@ -23,16 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 
 import checkout  # noqa: F401 - before all that it makes importable
+import on_gpu
 import torch
 from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.observability.results import (
-    NEEDS_DEVICE,
     Goal,
     Result,
     Workload,
-    add_arguments,
     command,
     emit,
     format_table,
@@ -217,12 +215,7 @@ def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
-    args = parser.parse_args(argv)
-    if not args.dry and not torch.cuda.is_available():
-        parser.exit(NEEDS_DEVICE, "needs a CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1\n")
+    args = on_gpu.parse(__doc__, argv)
     where = "cpu" if args.dry else "cuda"
     shape = _TINY if args.dry else Shape(blocks=512 if args.quick else 2048)
     repeats = 1 if args.dry else 3 if args.quick else 9

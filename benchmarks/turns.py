@@ -1,4 +1,4 @@
-"""Subjects that take turns, so that noise of the machine meets all alike. A part of benchmarks."""
+"""Subjects that take turns, so that noise of the machine meets all alike, and agree. A part of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 Key = TypeVar("Key", bound=Hashable)
 Seconds = np.ndarray[Any, np.dtype[np.float64]]
+_ALLOWED_ERROR = 0.02
+"""Of attention, relative to the norm of its output; bfloat16 has steps of 0.4 % in each probability."""
+
+
+def check_output(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise RuntimeError if what attention gives is not what it must be."""
+    error = float((found.to(expected.dtype) - expected).norm() / expected.norm())
+    if not error <= _ALLOWED_ERROR:
+        raise RuntimeError(f"{name}: the output is off by {error:.3g} of its norm, allowed are {_ALLOWED_ERROR}")
 
 
 def measure(

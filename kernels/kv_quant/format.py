@@ -92,6 +92,15 @@ class PageLayout:
         )  # fmt: skip
 
     @classmethod
+    def tokens_first(cls, dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> PageLayout:
+        """Pages of shape [tokens, heads, K then V]: vLLM's default on CUDA."""
+        width = 2 * head_dim
+        return cls(
+            dtype=dtype, num_heads=num_heads, head_dim=head_dim, block_size=block_size,
+            head_stride=width, k=Side(0, num_heads * width, 1), v=Side(head_dim, num_heads * width, 1),
+        )  # fmt: skip
+
+    @classmethod
     def transposed_keys(cls, dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> PageLayout:
         """Pages of shape [heads, (K: channels, tokens) then (V: tokens, channels)]: vLLM's CPU backend."""
         side = block_size * head_dim

@@ -20,7 +20,7 @@ def step() -> Any:
 
 
 def test_every_subject_computes_the_same_step(step: Any) -> None:
-    check = script("attention").check
+    check = script("turns").check_output
     expected = step.contiguous_kv()().float().clone()
     for name in ("own", "stock", "copied_out", "single_tokens"):
         check(name, getattr(step, name)()(), expected)

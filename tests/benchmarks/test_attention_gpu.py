@@ -46,7 +46,7 @@ def test_a_try_on_the_cpu_compares_outputs_with_the_definition_and_fills_the_res
 
 
 def test_an_output_that_is_off_is_found() -> None:
-    assert "RuntimeError: own on cpu: off by 0.05" in run("-c", SPOILT, TRITON_INTERPRET="1").stderr
+    assert "RuntimeError: own on cpu: the output is off by 0.05" in run("-c", SPOILT, TRITON_INTERPRET="1").stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

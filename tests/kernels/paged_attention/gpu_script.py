@@ -15,20 +15,11 @@ import torch
 sys.path.append(str(Path(__file__).parents[3]))
 
 from tests.kernels.paged_attention.batches import Batch, Range, budget, make_batch
-from vllm_ext.kernels.kv_quant.format import PageLayout, Side
+from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
 
 SCALE = 0.25
 MANY_PROCESSORS, ONE_PROCESSOR = 64, 1
-
-
-def tokens_first(dtype: torch.dtype, heads: int, dim: int, block_size: int) -> PageLayout:
-    """Pages of shape [tokens, heads, K then V], vLLM's default on CUDA."""
-    width = 2 * dim
-    return PageLayout(
-        dtype=dtype, num_heads=heads, head_dim=dim, block_size=block_size, head_stride=width,
-        k=Side(0, heads * width, 1), v=Side(dim, heads * width, 1),
-    )  # fmt: skip
 
 
 RANGES = {
@@ -36,7 +27,7 @@ RANGES = {
     "prefill": [Range(5, 5), Range(17, 33), Range(3, 40, int8="x")],
     "gap": [Range(6, 6), Range(4, 38, int8=".x"), Range(0, 20), Range(2, 0), Range(2, 20, position=5)],
 }
-LAYOUTS = {"rows": PageLayout.rows, "tokens first": tokens_first}
+LAYOUTS = {"rows": PageLayout.rows, "tokens first": PageLayout.tokens_first}
 OPTIONS = {"plain": {}, "window": {"window": 9}, "softcap": {"softcap": 2.0}}
 
 
