@@ -128,8 +128,9 @@ struct Source {
 
 struct Whole {  // rows that become integers, or are: number i of row r is [r * lda + i] * unit[r]
   float *query, *query_unit;
-  const int16_t* probability;
-  const float* probability_unit;
+  int16_t* probability;
+  float* probability_unit;
+  Whole at(int64_t column) const { return {query, query_unit, probability ? probability + column : nullptr, probability_unit}; }
 };
 
 struct Ahead {  // what is prefetched into L2 while something else is computed: place j at `at + j * stride`
@@ -477,10 +478,7 @@ struct Kernel {
 
   struct Work {
     Number *q, *p;
-    float *query, *query_unit;  // where codes are multiplied by integers: Q in units, and P
-    int16_t* probability;
-    float* probability_unit;
-    Whole whole(int64_t at) const { return {query, query_unit, probability ? probability + at : nullptr, probability_unit}; }
+    Whole whole;  // Q and P, where codes are multiplied by integers
     float *scores, *output, *packed, *maxima, *sums, *channels;
     int64_t rows, span;
   };
@@ -562,8 +560,8 @@ struct Kernel {
       for (int64_t i = 0; i < padded; i += W) { Vec e = exponential(load(s + i) - base); store(s + i, e); sum += e; }
       E::probabilities(s, w.p + r * w.span, int(padded));
       if constexpr (E::WHOLE)
-        if (w.probability)
-          w.probability_unit[r] = E::integers(s, int(padded), std::exp(here - base), w.probability + r * w.span);
+        if (w.whole.probability)
+          w.whole.probability_unit[r] = E::integers(s, int(padded), std::exp(here - base), w.whole.probability + r * w.span);
       float fade = now == before ? 1.f : before == NEG_INF ? 0.f : std::exp(before - now);
       if (fade != 1.f) for (int64_t d = 0; d < D; d += W) store(w.output + r * D + d, load(w.output + r * D + d) * fade);
       w.sums[r] = w.sums[r] * fade + total(sum);
@@ -587,14 +585,13 @@ struct Kernel {
     w.maxima = scratch.take(at, w.rows);
     w.sums = scratch.take(at, w.rows);
     w.channels = scratch.take(at, 2 * D);
-    w.query = w.query_unit = w.probability_unit = nullptr;
-    w.probability = nullptr;
+    w.whole = {};
     if (E::WHOLE && call.num_records && w.rows <= FEW_ROWS) {
-      w.query = scratch.take(at, w.rows * D);
-      w.query_unit = scratch.take(at, w.rows);
-      w.probability = reinterpret_cast<int16_t*>(scratch.take(at, w.rows * w.span / 2));
-      w.probability_unit = scratch.take(at, w.rows);
-      std::fill(w.query_unit, w.query_unit + w.rows, 1.f);
+      w.whole.query = scratch.take(at, w.rows * D);
+      w.whole.query_unit = scratch.take(at, w.rows);
+      w.whole.probability = reinterpret_cast<int16_t*>(scratch.take(at, w.rows * w.span / 2));
+      w.whole.probability_unit = scratch.take(at, w.rows);
+      std::fill(w.whole.query_unit, w.whole.query_unit + w.rows, 1.f);
     }
     std::fill(w.output, w.output + w.rows * D, 0.f);
     std::fill(w.maxima, w.maxima + w.rows, NEG_INF);
@@ -602,7 +599,7 @@ struct Kernel {
     for (int64_t r = 0; r < w.rows; r++) {
       const T* q = query(item, r);
       for (int64_t d = 0; d < D; d++) w.q[r * D + d] = E::number(widen(q[d]));
-      if (w.query) for (int64_t d = 0; d < D; d++) w.query[r * D + d] = widen(q[d]);
+      if (w.whole.query) for (int64_t d = 0; d < D; d++) w.whole.query[r * D + d] = widen(q[d]);
     }
     return w;
   }
@@ -616,11 +613,11 @@ struct Kernel {
     for (int64_t begin = item.begin; begin < item.end; begin += w.span) {
       int64_t end = std::min<int64_t>(item.end, begin + w.span);
       for (int64_t t = begin; t < end; t += STEP)
-        product<true>(w, w.q, w.whole(0), D, source(item, t, 0, w.channels), STEP, int(D), w.scores + t - begin, w.span, false,
+        product<true>(w, w.q, w.whole, D, source(item, t, 0, w.channels), STEP, int(D), w.scores + t - begin, w.span, false,
                       ahead(item, t, 1));
       softmax(w, item, begin, end - begin);
       for (int64_t t = begin; t < end; t += STEP)
-        product<false>(w, w.p + t - begin, w.whole(t - begin), w.span, source(item, t, 1, w.channels), D,
+        product<false>(w, w.p + t - begin, w.whole.at(t - begin), w.span, source(item, t, 1, w.channels), D,
                        int(std::min<int64_t>(STEP, end - t)), w.output, D, true, ahead(item, t + w.span, 0));
     }
     if (item.splits > 1) {

@@ -117,7 +117,7 @@ FIRST_RECORD = 10
 
 
 @pytest.fixture
-def before_records(pool: Any, idle: IdleChunks, chunks: list[IdleChunk]) -> IdleChunks:
+def before_records(pool: Any, chunks: list[IdleChunk]) -> IdleChunks:
     """Blocks up to 9, and records."""
     pool.num_gpu_blocks = FIRST_RECORD
     queue = IdleChunks(pool)

@@ -41,13 +41,13 @@ def layer_memory(cache: torch.Tensor, geometry: ArenaGeometry) -> LayerMemory:
         ValueError: the cache is not a layer of such a memory.
     """
     item = cache.element_size()
-    layer, inside = divmod(cache.storage_offset() * item, geometry.layer_bytes)
+    start = cache.storage_offset() * item
+    layer, inside = divmod(start, geometry.layer_bytes)
     page = cache.stride(0) * item
     if inside or page != geometry.page_bytes or len(cache) != geometry.num_blocks or layer >= geometry.num_layers:
         raise ValueError(
-            f"a cache of {len(cache)} blocks of {page} bytes at byte {cache.storage_offset() * item}: must be one of "
-            f"{geometry.num_layers} layers of {geometry.num_blocks} blocks of {geometry.page_bytes} bytes, "
-            f"{geometry.layer_bytes} bytes apart"
+            f"a cache of {len(cache)} blocks of {page} bytes at byte {start}: must be one of {geometry.num_layers} "
+            f"layers of {geometry.num_blocks} blocks of {geometry.page_bytes} bytes, {geometry.layer_bytes} bytes apart"
         )
     scratch = (geometry.num_layers - layer) * geometry.stride_pages
     size = (scratch + geometry.scratch_pages, *cache.shape[1:])
