@@ -100,7 +100,7 @@ _ENGINE: tuple[Option, ...] = (
     ("--max-num-seqs", positive, 8, "seats: requests running at once"),
     ("--num-gpu-blocks", positive, 64, "KV blocks"),
     ("--block-size", positive, 32, "tokens per KV block"),
-    ("--gpu-memory-utilization", float, 0.1, "fraction of memory vLLM may claim"),
+    ("--gpu-memory-utilization", float, 0.3, "fraction of memory vLLM may claim, with the model in it"),
 )
 
 

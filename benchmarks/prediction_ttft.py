@@ -88,7 +88,7 @@ async def _serve(model: str, prompts: Sequence[str], folder: str, seed: int) -> 
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=model, dtype="float32", enforce_eager=True, max_model_len=512, block_size=32, seed=0,
-            num_gpu_blocks_override=64, max_num_seqs=8, gpu_memory_utilization=0.1, scheduler_cls="alise",
+            num_gpu_blocks_override=64, max_num_seqs=8, gpu_memory_utilization=0.3, scheduler_cls="alise",
             additional_config={"vllm_ext": options},
         )
     )  # fmt: skip
