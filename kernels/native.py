@@ -47,15 +47,15 @@ def load(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     another user or does not load is set aside and made again. Without a folder to write to it is compiled each time.
 
     Args:
-        source: One C++17 file; what it includes must be the compiler's own, since only this file is hashed.
+        source: One C++17 file. What it includes is the compiler's own, or a ``.h`` beside it: all of those are hashed.
         flags: Further flags of g++, such as ``-fopenmp``.
 
     Raises:
         CompilerMissing: g++ is needed and not there; says how to install it.
         CompileError: g++ refused the source, or made what cannot be loaded.
     """
-    text = source.read_bytes()
-    made_of = (text, FLAGS, flags, compiler_version(), machine())
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    made_of = (texts, FLAGS, flags, compiler_version(), machine())
     key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
     with _folder() as folder, _locked(folder / f"{source.stem}-{key}.lock"):
         path = folder / f"{source.stem}-{key}.so"

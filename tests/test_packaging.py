@@ -25,7 +25,7 @@ from vllm_ext.repro import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
-SOURCES = (".py", ".cpp")
+SOURCES = (".py", ".cpp", ".h")
 PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction")
 """All that `make setup` installs for the CPU, without dependency resolution."""
 CHEAPEST_STUDY = "alise-table3"

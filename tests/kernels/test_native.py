@@ -61,12 +61,14 @@ def test_second_load_compiles_nothing(source, monkeypatch):
     assert native.load(source, flags=("-DANSWER=1",)).answer() == 1
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "compiler", "machine"])
+@pytest.mark.parametrize("change", ["source", "header", "flags", "compiler", "machine"])
 def test_what_the_code_depends_on_is_part_of_its_name(source, tmp_path, monkeypatch, change):
     native.load(source, flags=("-DANSWER=1",))
     flags = ("-DANSWER=1",)
     if change == "source":
         source.write_text("// changed\n" + SOURCE)
+    elif change == "header":
+        source.with_name("beside.h").write_text("// new\n")
     elif change == "flags":
         flags = ("-DANSWER=2",)
     elif change == "compiler":
