@@ -91,18 +91,24 @@ def _at_most(row: str, other: str, goal: float = 1.0, metric: str = NORMALISED) 
     return Comparison(row=row, other=other, metric=metric, op="<=", goal=goal)
 
 
+_JOBS = "alise-published"
+_FATES = (
+    ("swap-8", "defer"),
+    ("swap-8", "recompute"),
+    ("cost-8", "defer"),
+    ("swap-8-ahead", "defer"),
+    ("swap-8-ahead", "recompute"),
+    ("cost-8-ahead", "defer"),
+    *((row, other) for row in ("in-place-10", "in-place-20") for other in ("defer", "recompute", "swap-8-ahead")),
+)
+"""Variants for what becomes of preempted jobs' KV, and those that each is to be as good as."""
 COMPARISONS = (
     Comparison(row="oracle-alise", load=0.9, metric=NORMALISED, op="<=", goal=0.6),
     Comparison(row="oracle-alise", load=0.5, metric=NORMALISED, op="<=", goal=1.02),
     Comparison(row="alise", load=0.5, metric=NORMALISED, op="<=", goal=1.02),
     Comparison(row="alise@cold", load=0.1, metric=TTFT, op="<=", goal=1.02),
     Comparison(row="alise@warm", load=0.1, metric=TTFT, op="<=", goal=1.02),
-    _at_most("alise:swap-8", "alise:defer"),
-    _at_most("alise:swap-8", "alise:recompute"),
-    _at_most("alise:cost-8", "alise:defer"),
-    _at_most("alise:swap-8-ahead", "alise:defer"),
-    _at_most("alise:swap-8-ahead", "alise:recompute"),
-    _at_most("alise:cost-8-ahead", "alise:defer"),
+    *(_at_most(f"{_JOBS}:{row}", f"{_JOBS}:{other}") for row, other in _FATES),
     Comparison(row="fcfs:tier-early", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
     Comparison(row="fcfs:tier-late", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
     Comparison(row="fcfs:tier-ahead", other="fcfs", metric=TOKENS, op=">=", goal=0.99),

@@ -40,7 +40,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "swap-8-ahead": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "ahead"}},
     "cost-8": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "early"}},
     "cost-8-ahead": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "ahead"}},
-    "in-place": {"kv_tier": {"gib": 0.0, "device_int8_share": 0.2}},
+    "in-place-10": {"kv_tier": {"gib": 0.0, "device_int8_share": 0.1}},
+    "in-place-20": {"kv_tier": {"gib": 0.0, "device_int8_share": 0.2}},
     "tier-early": {"kv_tier": {"bits": 16, "store": "early"}},
     "tier-late": {"kv_tier": {"bits": 16, "store": "late"}},
     "tier-ahead": {"kv_tier": {"bits": 16, "store": "ahead"}},
@@ -49,7 +50,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 The first four are the strategies of ALISE's figure 8; ``cost-8`` chooses among keeping, swapping and recomputing.
 ``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon, ``-ahead``
-when its blocks are about to be needed. ``in-place`` has no host memory, and records of 8 bits in a fifth of the
+when its blocks are about to be needed. ``in-place-10`` has no host memory, and records of 8 bits in a tenth of the
 device's.
 """
 

@@ -115,13 +115,21 @@ def test_variants_are_options_that_their_systems_take() -> None:
 
 
 def test_variants_are_judged_against_another_row_of_the_same_repeat() -> None:
-    cells = [cell(f"alise:{name}", ms, repeat=r) for r, name, ms in [(0, "swap-8", 8), (0, "defer", 10)]]
-    cells += [cell("alise:swap-8", 30.0, repeat=1), cell("alise:defer", 40.0, repeat=1), cell("fcfs", 1.0)]
+    ours, other = "alise-published:swap-8", "alise-published:defer"
+    cells = [cell(ours, 8), cell(other, 10), cell(ours, 30.0, repeat=1), cell(other, 40.0, repeat=1), cell("fcfs", 1.0)]
     ((metric, goal),) = judged(cells, "tiny model.")[0].items()
-    assert metric == "alise:swap-8.load_0.9.normalised_latency_mean_ms_per_token_over_alise_defer"
+    assert metric == f"{ours}.load_0.9.normalised_latency_mean_ms_per_token_over_alise_published_defer"
     assert (goal.value, goal.met) == (pytest.approx(0.775), True)
     assert goal.note.startswith("tiny model. ")
-    assert "alise:swap-8 19, alise:defer 25; ratio over repeats 0.750 to 0.800; waiting on average: 3.0" in goal.note
+    assert f"{ours} 19, {other} 25; ratio over repeats 0.750 to 0.800; waiting on average: 3.0" in goal.note
+
+
+def test_goals_compare_rows_that_are_measured() -> None:
+    goals, rows = script("engine_goals"), script("engine_rows")
+    without = set(rows.WORKLOADS) - set(rows.WITH_OBJECTIVES)
+    for workloads, comparisons in [(without, goals.COMPARISONS), *(({w}, c) for w, c in goals.SLO_COMPARISONS.items())]:
+        measured = {row for workload in workloads for row in rows.default_rows(workload, quick=False).split(",")}
+        assert {row for one in comparisons for row in (one.row, one.other)} <= measured
 
 
 def test_a_warm_predictor_learns_from_no_row_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
