@@ -90,7 +90,7 @@ class Result:
     @property
     def command(self) -> str:
         """The command, without the options that say where it wrote, and without folders of the machine it ran on."""
-        return " ".join(_portable(shlex.split(str(self.data.get("command", "")))))
+        return shlex.join(_portable(shlex.split(str(self.data.get("command", "")))))
 
     @property
     def machine(self) -> str:
