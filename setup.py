@@ -13,4 +13,8 @@ for folder in ("kernels", "patches"):
         packages.append(f"vllm_ext.{package}")
         package_dir[f"vllm_ext.{package}"] = package.replace(".", "/")
 
-setup(packages=packages, package_dir=package_dir, package_data={"": ["*.cpp", "*.h"], "vllm_ext": ["py.typed", "cli/*.txt"]})
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    package_data={"": ["*.cpp", "*.h"], "vllm_ext": ["py.typed", "cli/*.txt"]},
+)
