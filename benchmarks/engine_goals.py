@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from engine_report import NORMALISED, Cell, Reduced, pairs
-from engine_rows import BASELINE, MEMORY_BOUND, MIXED_SLO, UPSTREAM
+from engine_rows import BASELINE, MEMORY_BOUND, MIXED_SLO, PREEMPTED, UPSTREAM
 from engine_slo import tier_of
 
 from vllm_ext.observability.results import Goal
@@ -91,7 +91,6 @@ def _at_most(row: str, other: str, goal: float = 1.0, metric: str = NORMALISED) 
     return Comparison(row=row, other=other, metric=metric, op="<=", goal=goal)
 
 
-_JOBS = "alise-published"
 _FATES = (
     ("swap-8", "defer"),
     ("swap-8", "recompute"),
@@ -108,7 +107,7 @@ COMPARISONS = (
     Comparison(row="alise", load=0.5, metric=NORMALISED, op="<=", goal=1.02),
     Comparison(row="alise@cold", load=0.1, metric=TTFT, op="<=", goal=1.02),
     Comparison(row="alise@warm", load=0.1, metric=TTFT, op="<=", goal=1.02),
-    *(_at_most(f"{_JOBS}:{row}", f"{_JOBS}:{other}") for row, other in _FATES),
+    *(_at_most(f"{PREEMPTED}:{row}", f"{PREEMPTED}:{other}") for row, other in _FATES),
     Comparison(row="fcfs:tier-early", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
     Comparison(row="fcfs:tier-late", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
     Comparison(row="fcfs:tier-ahead", other="fcfs", metric=TOKENS, op=">=", goal=0.99),

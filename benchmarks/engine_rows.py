@@ -51,13 +51,15 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 The first four are the strategies of ALISE's figure 8; ``cost-8`` chooses among keeping, swapping and recomputing.
 ``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon, ``-ahead``
 when its blocks are about to be needed. ``in-place-10`` has no host memory, and records of 8 bits in a tenth of the
-device's.
+device's, ``in-place-20`` in a fifth.
 """
 
 LENGTHS, MIXED_SLO, MEMORY_BOUND = "lengths", "mixed-slo", "memory-bound"
 SWAPPING, UNUSED_TIER = "swapping", "unused-tier"
 WITH_OBJECTIVES = (MIXED_SLO, MEMORY_BOUND)
 """Workloads whose clients tell objectives; they make their own requests."""
+PREEMPTED = "alise-published"
+"""Whose preempted requests' KV is compared in `SWAPPING`."""
 _OPTIONAL = "auto"
 _ROWS = {
     LENGTHS: (BASELINE, PRIORITY, "fcfs", "alise", "alise@cold", "alise@warm", "oracle-alise"),
@@ -70,14 +72,14 @@ _ROWS = {
         *(BASELINE, "upstream-watermark", "fcfs", "sarathi", "alise", "accelgen"),
         *("past-future", "aggressive", "conservative", _OPTIONAL),
     ),
-    SWAPPING: (BASELINE, *(f"alise-published:{name}" for name in VARIANTS if not name.startswith("tier-"))),
+    SWAPPING: (BASELINE, *(f"{PREEMPTED}:{name}" for name in VARIANTS if not name.startswith("tier-"))),
     UNUSED_TIER: (BASELINE, "fcfs", *(f"fcfs:{name}" for name in VARIANTS if name.startswith("tier-"))),
 }
 _QUICK_ROWS = {
     LENGTHS: (BASELINE, "oracle-alise"),
     MIXED_SLO: (BASELINE, "sarathi", "accelgen"),
     MEMORY_BOUND: (BASELINE, "aggressive", "past-future"),
-    SWAPPING: (BASELINE, "alise-published:recompute", "alise-published:swap-8"),
+    SWAPPING: (BASELINE, f"{PREEMPTED}:recompute", f"{PREEMPTED}:swap-8"),
     UNUSED_TIER: ("fcfs", "fcfs:tier-early"),
 }
 WORKLOADS = tuple(_ROWS)

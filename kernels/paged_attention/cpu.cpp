@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "dot.h"
+#include "fused.h"
 
 // Mirrored by cpu.py. Strides count elements unless they are named in bytes.
 struct Call {
@@ -33,6 +34,8 @@ struct Call {
 };
 
 namespace {
+
+constexpr float NEG_INF = -INFINITY;
 
 struct Item {
   int32_t range, head, first, count;  // query tokens of the range

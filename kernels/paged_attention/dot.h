@@ -1,7 +1,7 @@
 // Products C[rows, 32] (+)= A[rows, k] B[k, 32] of bfloat16 by the dot products of AVX512-BF16: A in pairs of k, B as vectors
 // of 16 pairs. Few rows multiply codes by integers of 16 bits (VNNI).
 #pragma once
-#include "fused.h"
+#include "operands.h"
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #define HAS_DOT 1
 

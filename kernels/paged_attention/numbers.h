@@ -18,12 +18,6 @@ constexpr int W = 8;
 #else
 constexpr int W = 4;
 #endif
-constexpr int STEP = 32;        // tokens, and channels, that a micro-kernel makes at once
-constexpr int VECTORS = STEP / W;
-constexpr int MAX_ROWS = 64;    // of an item
-constexpr int FEW_ROWS = W == 16 ? 8 : 6;  // that a micro-kernel takes at once
-constexpr int MAX_DIM = 512;    // of a head
-constexpr float NEG_INF = -INFINITY;
 
 typedef float Vec __attribute__((vector_size(W * 4)));
 typedef int32_t IVec __attribute__((vector_size(W * 4)));
