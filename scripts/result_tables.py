@@ -32,6 +32,14 @@ _CHATS = {
     "pensieve-8": "`pensieve`, 8 bits",
 }
 """Rows of multi_turn."""
+_KEPT = {
+    "alise-published:defer": "Defer",
+    "alise-published:recompute": "Recompute",
+    "alise-published:swap-8-ahead": "host memory, 8 bits, `store: ahead`",
+    "alise-published:in-place-10": "records, a tenth of the memory",
+    "alise-published:in-place-20": "records, a fifth",
+}
+"""Rows of engine_compare that differ in what becomes of preempted requests' KV."""
 _SIZES = ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json")
 
 
@@ -95,6 +103,24 @@ def memory(root: Path) -> str:
         return [_system(name), *(f"{count:g}" for count in counts), met]
 
     return table(["", "preemptions", "steps", "met all objectives"], map(row, result.setting("systems")))
+
+
+def in_place(root: Path) -> str:
+    """What becomes of preempted jobs' KV, on the device among others."""
+    result = Result(root, "engine_compare_in_place.json")
+
+    def row(name: str) -> list[str]:
+        def value(metric: str) -> float:
+            return result.value(name, f"load_1.5.{metric}")
+
+        ratio, per_token = "normalised_latency_mean_ratio", value("normalised_latency_mean_ms_per_token")
+        over = [f"{value(ratio + end):.2f}" for end in ("", "_min", "_max")] if name in _KEPT else []
+        seconds = [value(metric) / 1000 for metric in ("e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")]
+        shown = [f"{per_token:.0f}", "{} ({} to {})".format(*over) if over else "1", *(f"{s:.1f}" for s in seconds)]
+        return [_KEPT.get(name, _system(name)), *shown, f"{value('preemptions'):.0f}"]
+
+    header = ["preempted KV", "mean ms per output token", "over vLLM's", "mean end-to-end, s", "P99, s", "mean TTFT, s"]
+    return table([*header, "preemptions"], map(row, result.setting("systems")))
 
 
 def conversations(root: Path) -> str:
@@ -240,6 +266,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
     "objectives": objectives,
     "memory": memory,
+    "in-place": in_place,
     "conversations": conversations,
     "stores": stores,
     "sizes": sizes,
