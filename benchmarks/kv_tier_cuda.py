@@ -3,8 +3,15 @@
 A job of scattered blocks of all layers (the shape of Llama-3.1-8B's KV) is stored into chunks of the pool in random
 order, and loaded into other blocks; timed from its submission until it is through, and the median of some repeats is
 taken. Throughput counts bytes of KV, whatever crosses the link: in 8 bits that is about half. The bytes are checked
-first, those of 8 bits against the format's definition. Besides: kernels alone; jobs of one chunk, what they cost the
-engine's thread and when they are through; loads beside stores; what stores cost a stream that multiplies matrices.
+first, those of 8 bits against the format's definition. Besides:
+
+- ``polled``: jobs of 4 GiB over the link, looked at only every 20 or 6 ms, as by an engine with steps of that length;
+  timed on the device, from the first copy's start to the last one's end. With it, what a GiB of KV costs the thread
+  that launches.
+- kernels alone; jobs of one chunk, what they cost the engine's thread and when they are through; loads beside stores.
+- what loads, and stores, cost a stream that multiplies matrices meanwhile.
+
+Not measured on a device yet, so that no result is committed.
 
 Needs a GPU, torch, Triton and numpy, but neither vLLM nor an installation:
 
@@ -27,6 +34,8 @@ import torch
 from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.kv.cuda.codec import Buffer, Piece, StagingSlot
+from vllm_ext.kv.cuda.transfers import Ended
 from vllm_ext.observability.results import (
     Goal,
     Result,
@@ -39,6 +48,13 @@ from vllm_ext.observability.results import (
 _NAMES = {LOSSLESS: "raw", QUANTISED: "8bit"}
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Of one PCIe lane, by generation, after encoding."""
+_LINK_BYTES = 2**28
+_POLLED_BYTES = 2**32
+"""Over the link, several times what may be on the device at once."""
+_POLLED_MS = (20, 6)
+_POLLED_GOAL = 0.9
+_KERNEL_PIECES = 32
+"""More than the device's cache holds."""
 _TINY = Shape(blocks=16, layers=2, heads=1, head_dim=4, dtype=torch.float16)
 """For a try; Triton's interpreter does not round to bfloat16 as a GPU does."""
 
@@ -90,15 +106,63 @@ def throughput(tier: Tier, repeats: int) -> dict[str, float]:
     found = {}
     for kind, is_load in (("store", False), ("load", True)):
         found[f"{name}_{kind}_gb_per_s"] = total / seconds(lambda: job(is_load), tier.sync, repeats) / 1e9  # noqa: B023
-    codec, buffer, (slip,) = tier.codec, tier.codec.new_buffer(), tier.codec.new_slips(1)
-    piece = next(tier.pieces(tier.chunks, tier.sources))
-    codec.fill_in(slip, piece)
-    size, times = len(piece.chunks) * tier.kv_bytes_per_chunk, 20 if tier.where == "cuda" else 1
-    for kind, step in (("pack", codec.pack), ("unpack", codec.unpack)):
-        took = seconds(lambda: [step(piece, buffer, slip) for _ in range(times)], tier.sync, repeats)  # noqa: B023
-        found[f"{name}_{kind}_kernel_gb_per_s"] = times * size / took / 1e9
     tier.transfers.take_ended()
+    return found | kernels(tier, repeats)
+
+
+def kernels(tier: Tier, repeats: int) -> dict[str, float]:
+    """Measure kernels on one buffer and, one after the other, the blocks of many pieces."""
+    codec, buffer = tier.codec, tier.codec.new_buffer()
+    pieces = list(tier.pieces(tier.chunks, tier.sources))[:_KERNEL_PIECES]
+    slots = codec.new_slots(len(pieces))
+    for slot, piece in zip(slots, pieces, strict=True):
+        codec.fill_in(slot, piece)
+    size = sum(len(piece.chunks) for piece in pieces) * tier.kv_bytes_per_chunk
+
+    def all_pieces(step: Callable[[Piece, Buffer, StagingSlot], None]) -> None:
+        for slot, piece in zip(slots, pieces, strict=True):
+            step(piece, buffer, slot)
+
+    steps = {"pack": codec.pack, "unpack": codec.unpack}
+    return {
+        f"{_NAMES[tier.bits]}_{kind}_kernel_gb_per_s": size
+        / seconds(lambda: all_pieces(step), tier.sync, repeats)  # noqa: B023
+        / 1e9
+        for kind, step in steps.items()
+    }
+
+
+def polled(tier: Tier, repeats: int) -> dict[str, float]:
+    """Measure large jobs that are looked at once in a while, and what it costs the thread to launch them."""
+    times = -(-_POLLED_BYTES // (tier.num_chunks * tier.geometry.chunk_bytes)) if tier.where == "cuda" else 1
+    total = times * tier.num_chunks * tier.kv_bytes_per_chunk
+    found = {}
+    for kind, is_load in (("store", False), ("load", True)):
+        for period_ms in _POLLED_MS:
+            runs = [_polled_once(tier, is_load, times, period_ms / 1e3) for _ in range(repeats + 1)][1:]
+            took, launching = (statistics.median(values) for values in zip(*runs, strict=True))
+            name = f"{_NAMES[tier.bits]}_{kind}_polled_{period_ms}ms"
+            found[f"{name}_gb_per_s"] = total / took / 1e9
+            found[f"{name}_launching_ms_per_gib"] = launching * 1e3 / (total / 2**30)
     return found
+
+
+def _polled_once(tier: Tier, is_load: bool, times: int, period_s: float) -> tuple[float, float]:
+    """Return seconds on the device, and those for which the thread was busy with it."""
+    tier.sync()
+    next_look = time.perf_counter()
+    tier.submit(is_load=is_load, times=times)
+    launching = time.perf_counter() - next_look
+    ended: list[Ended] = []
+    while not ended:
+        next_look += period_s
+        time.sleep(max(0.0, next_look - time.perf_counter()))
+        called = time.perf_counter()
+        ended = tier.transfers.take_ended()
+        launching += time.perf_counter() - called
+    if ended[0].seconds is None:
+        raise RuntimeError("a copy failed")
+    return ended[0].seconds, launching
 
 
 def one_chunk(tier: Tier, repeats: int) -> dict[str, float]:
@@ -137,29 +201,36 @@ def load_beside_stores(tier: Tier, repeats: int) -> float:
     return tier.num_chunks * tier.kv_bytes_per_chunk / statistics.median(taken) / 1e9
 
 
-def slowdown(tier: Tier, repeats: int, size: int) -> float:
-    """Return how much longer matrices take to multiply while all is stored, about as long."""
+def slowdown(tier: Tier, repeats: int, size: int, *, is_load: bool) -> float:
+    """Return how much longer matrices take to multiply beside copies.
+
+    The copies begin before, and take twice as long as the matrices do alone: none is left to itself.
+    """
     a = torch.randn(size, size, dtype=torch.bfloat16, device=tier.where)
 
-    def multiply(count: int) -> None:
+    def multiply(count: int) -> float:
+        """Return seconds of the device."""
+        started = tier.device.record(None)
         for _ in range(count):
             a @ a
-
-    def beside() -> float:
-        tier.submit(is_load=False)
-        started, done = tier.device.record(None), None
-        multiply(count)
         done = tier.device.record(None)
         tier.transfers.drain()
         tier.sync()
         return tier.device.elapsed_s(started, done)
 
-    store = seconds(lambda: (tier.submit(is_load=False), tier.transfers.drain()), tier.sync, 1)
-    one = seconds(lambda: multiply(10), tier.sync, repeats) / 10
-    count = max(10, int(store / one))
-    alone = seconds(lambda: multiply(count), tier.sync, repeats)
+    def beside() -> float:
+        tier.submit(is_load=is_load, times=2)
+        return multiply(count)
+
+    copying = seconds(lambda: (tier.submit(is_load=is_load), tier.transfers.drain()), tier.sync, 1)
+    multiply(10)
+    count = max(10, int(copying / (multiply(10) / 10)))
+    multiply(count)
+    alone = statistics.median(multiply(count) for _ in range(repeats))
     beside()
-    return statistics.median(beside() for _ in range(repeats)) / alone
+    ratio = statistics.median(beside() for _ in range(repeats)) / alone
+    tier.transfers.take_ended()
+    return ratio
 
 
 def pcie_limit_gb_per_s() -> float | None:
@@ -185,13 +256,13 @@ def measure(shape: Shape, where: str, seed: int, repeats: int) -> tuple[dict[str
         if wrong := wrong_bytes(tier):
             raise RuntimeError(f"{wrong} bytes are wrong at {bits} bits")
         metrics[f"{_NAMES[bits]}_host_bytes_per_kv_byte"] = tier.geometry.chunk_bytes / tier.kv_bytes_per_chunk
-        metrics |= throughput(tier, repeats) | one_chunk(tier, repeats)
-        metrics[f"{_NAMES[bits]}_compute_time_beside_stores_ratio"] = slowdown(
-            tier, repeats, 4096 if where == "cuda" else 64
-        )
+        metrics |= throughput(tier, repeats) | polled(tier, repeats) | one_chunk(tier, repeats)
+        for kind, is_load in (("stores", False), ("loads", True)):
+            ratio = slowdown(tier, repeats, 4096 if where == "cuda" else 64, is_load=is_load)
+            metrics[f"{_NAMES[bits]}_compute_time_beside_{kind}_ratio"] = ratio
         metrics[f"{_NAMES[bits]}_load_before_stores_gb_per_s"] = load_beside_stores(tier, repeats)
         tier.close()
-    copies = link(where, min(2**28, shape.blocks * shape.layers * 1024), repeats)
+    copies = link(where, _LINK_BYTES if where == "cuda" else 2**10, repeats)
     for name, options in (("load_at_once_with_stores", {"loads_first": False}), ("pageable", {"pins": False})):
         tier = Tier(shape, LOSSLESS, where, seed, **options)
         rate = throughput(tier, repeats)["raw_store_gb_per_s"] if name == "pageable" else None
@@ -210,7 +281,14 @@ def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
             note = "" if ratio >= goal else f"the kernel alone moves {kernel:.0f} GB/s of KV"
             metric = f"{name}_{kind} / one pinned copy"
             found.append(Goal(metric=metric, value=ratio, op=">=", goal=goal, note=note))
-    return found
+    return found + [_polled_goal(metrics, copies, kind, period) for kind in ("store", "load") for period in _POLLED_MS]
+
+
+def _polled_goal(metrics: dict[str, float], copies: dict[str, float], kind: str, period_ms: int) -> Goal:
+    name = f"raw_{kind}_polled_{period_ms}ms"
+    ratio = metrics[f"{name}_gb_per_s"] / copies[f"{kind}_gb_per_s"]
+    note = "" if ratio >= _POLLED_GOAL else f"looked at all the time it is {metrics[f'raw_{kind}_gb_per_s']:.0f} GB/s"
+    return Goal(metric=f"{name} / one pinned copy", value=ratio, op=">=", goal=_POLLED_GOAL, note=note)
 
 
 def main(argv: Sequence[str]) -> int:

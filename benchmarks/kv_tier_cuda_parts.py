@@ -108,11 +108,12 @@ class Tier:
         """Bytes of KV that a chunk stands for."""
         return self.shape.layers * self.shape.layout.page_bytes
 
-    def submit(self, *, is_load: bool, count: int | None = None) -> int:
-        """Begin to store the first half, or to load into the second; return the job's id."""
+    def submit(self, *, is_load: bool, count: int | None = None, times: int = 1) -> int:
+        """Begin to store the first half, or to load into the second, over and over; return the job's id."""
         self._jobs += 1
         blocks = self.targets if is_load else self.sources
-        self.transfers.submit(self._jobs, self.pieces(self.chunks[:count], blocks[:count]), is_load=is_load)
+        pieces = list(self.pieces(self.chunks[:count], blocks[:count]))
+        self.transfers.submit(self._jobs, pieces * times, is_load=is_load)
         return self._jobs
 
     def pieces(self, chunks: Ids, blocks: Ids) -> Iterator[Piece]:

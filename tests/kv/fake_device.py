@@ -10,9 +10,10 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from vllm_ext.kv.cuda.codec import Buffer, StagedCodec
+from vllm_ext.kv.cuda.codec import Buffer, Piece, StagedCodec, StagingSlot
 from vllm_ext.kv.geometry import TierGeometry
 
 REFUSED = 0xFF
@@ -161,3 +162,102 @@ class PlainCodec(StagedCodec):
             for tensor in which.tolist()
             for row, block in enumerate(block_ids.tolist())
         ]
+
+
+class TimedDevice:
+    """Streams that run side by side on a virtual clock; it stands still but for ``now``, which a test moves, and waits.
+
+    A mark in a stream is the time at which the stream gets there. Copies of one direction are all put into one stream,
+    so that they share the link.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._ends = [0.0]
+        self._current = 0
+
+    def spend(self, seconds: float) -> None:
+        """Called by work that is launched: how long it takes."""
+        self._ends[self._current] += seconds
+
+    def new_stream(self, *, urgent: bool) -> int:
+        self._ends.append(0.0)
+        return len(self._ends) - 1
+
+    def record(self, stream: int | None) -> float:
+        return max(self._ends[stream or 0], self.now)
+
+    def wait(self, stream: int, event: float) -> None:
+        self._ends[stream] = max(self._ends[stream], event)
+
+    def launch(self, stream: int, work: Callable[[], None]) -> None:
+        self._current = stream
+        self._ends[stream] = max(self._ends[stream], self.now)
+        work()
+
+    def is_through(self, event: float) -> bool:
+        return event <= self.now
+
+    def synchronize(self, event: float) -> None:
+        self.now = max(self.now, event)
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+class TimedCodec:
+    """Copies nothing, and takes the time of a link and of kernels.
+
+    Args:
+        device: Whose clock goes on.
+        chunk_bytes: By default of Llama-3.1-8B's KV, 32 tokens.
+        chunks_per_piece: Of a buffer.
+    """
+
+    LINK_BYTES_PER_S = 50e9
+    KERNEL_BYTES_PER_S = 1e12
+
+    first_record = 2**40
+
+    def __init__(self, device: TimedDevice, *, chunk_bytes: int = 4 * 2**20, chunks_per_piece: int = 4) -> None:
+        self._device, self._chunk_bytes = device, chunk_bytes
+        self.chunks_per_piece = chunks_per_piece
+        self.piece_bytes = chunks_per_piece * chunk_bytes
+        self.sent: list[Piece] = []
+
+    def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def new_buffer(self) -> Buffer:
+        return Buffer(*(torch.empty(0),) * 3)
+
+    def new_slots(self, count: int) -> list[StagingSlot]:
+        return [StagingSlot(torch.empty(0), torch.empty(0)) for _ in range(count)]
+
+    def copies(self, piece: Piece) -> int:
+        return 1 + int((np.diff(piece.chunks) != 1).sum())
+
+    def check(self, piece: Piece) -> None:
+        pass
+
+    def fill_in(self, slot: StagingSlot, piece: Piece) -> None:
+        pass
+
+    def pack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
+        self._device.spend(self._bytes(piece) / self.KERNEL_BYTES_PER_S)
+
+    def unpack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
+        self._device.spend(self._bytes(piece) / self.KERNEL_BYTES_PER_S)
+
+    def send(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
+        self._device.spend(self._bytes(piece) / self.LINK_BYTES_PER_S)
+        self.sent.append(piece)
+
+    def fetch(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
+        self.send(piece, buffer, slot)
+
+    def readable(self, piece: Piece, slot: StagingSlot) -> np.ndarray:
+        return np.ones(len(piece.chunks), np.bool_)
+
+    def _bytes(self, piece: Piece) -> int:
+        return len(piece.chunks) * self._chunk_bytes

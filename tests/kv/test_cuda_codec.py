@@ -16,7 +16,7 @@ import torch
 from tests.extent import HANG_S
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec
+from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec
 from vllm_ext.kv.cuda.device import PinnedMemory
 
 from .tier_worker_parts import LAYOUT, geometry, random_kv
@@ -50,6 +50,19 @@ def check(found: dict[str, dict[str, Any]], *, rounds: bool) -> None:
 def test_interpreted_copies_are_those_of_the_cpu() -> None:
     """But for the last bit of bfloat16: where a GPU rounds to the nearest, Triton's interpreter cuts."""
     check(differences("cpu", TRITON_INTERPRET="1"), rounds=False)
+
+
+@pytest.mark.parametrize(
+    "module", ["tests.kv.cuda_codec_script", "tests.kv.test_cuda_gpu", "tests.cellular.test_graphed"]
+)
+def test_what_a_machine_with_a_gpu_runs_needs_no_vllm(module: str) -> None:
+    """There may be torch and Triton only."""
+    without = "import sys; sys.modules['vllm'] = None; import importlib; importlib.import_module(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", without, module], cwd=SCRIPT.parents[2], capture_output=True, text=True, timeout=HANG_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
@@ -111,7 +124,9 @@ def test_chunks_that_follow_each_other_are_one_copy(apart: bool, copies: list[tu
     size = geometry(LOSSLESS)
     pool = torch.zeros(9, size.chunk_bytes + 64 * apart, dtype=torch.uint8)[:, : size.chunk_bytes]
     codec = RawCudaCodec(random_kv(), pool, size)
-    assert list(codec._runs(np.array([3, 4, 5, 0, 7, 8, 1]))) == copies
+    chunks = np.array([3, 4, 5, 0, 7, 8, 1])
+    assert list(codec._runs(chunks)) == copies
+    assert codec.copies(Piece((0, 1), chunks, chunks)) == len(copies)
 
 
 def test_a_buffer_is_bounded_but_holds_a_chunk() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from vllm_ext.config_kv import LOSSLESS
 from vllm_ext.kv.cuda.codec import Piece, RawCudaCodec
 from vllm_ext.kv.cuda.device import CudaDevice, PinnedMemory
-from vllm_ext.kv.cuda.transfers import Transfers
+from vllm_ext.kv.cuda.transfers import Depth, Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -47,7 +49,7 @@ class Tier:
 
 
 @pytest.fixture
-def tier() -> object:
+def tier() -> Iterator[Tier]:
     made = Tier()
     yield made
     made.transfers.drain()
@@ -104,3 +106,32 @@ def test_many_jobs_both_ways_keep_their_bytes(tier: Tier) -> None:
         for tensor in tier.kv:
             assert tensor[32:47].equal(tensor[:15])
     assert not any(tier.transfers.take_failures())
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_burst_does_not_hold_up_the_thread_that_submits_it(tier: Tier, is_load: bool) -> None:
+    """While the engine computes, no copy is through, and all that may wait on the device does."""
+    depth = Depth()
+    for job in range(depth.pieces):  # what is done once per process is not part of a burst
+        tier.submit(job, [job % CHUNKS], 0, is_load=is_load)
+    tier.transfers.drain()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    computed = torch.cuda.Event()
+    computed.record()
+    for job in range(depth.pieces):
+        tier.submit(1000 + job, [job % CHUNKS], 0, is_load=is_load)
+    assert not computed.query(), "the thread came back while the engine computes"
+    tier.transfers.drain()
+    assert not any(tier.transfers.take_failures())
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_job_beyond_the_depth_ends_though_nobody_waits_for_it(tier: Tier, is_load: bool) -> None:
+    pieces = [Piece(tuple(range(LAYERS)), np.array([n % CHUNKS]), np.array([n % BLOCKS])) for n in range(300)]
+    tier.transfers.submit(1, pieces, is_load=is_load)
+    ended = []
+    while not ended:
+        torch.cuda.synchronize()
+        ended = tier.transfers.take_ended()
+    assert [(job.failed, job.num_chunks) for job in ended] == [(False, 300)]

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from vllm_ext.config_kv import LOSSLESS
-from vllm_ext.kv.cuda import transfers as cuda_transfers
-from vllm_ext.kv.cuda.codec import Piece
-from vllm_ext.kv.cuda.transfers import Transfers
+from vllm_ext.kv.cuda.codec import STAGING_BYTES, Piece, pieces_of
+from vllm_ext.kv.cuda.transfers import Depth, Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
-from .fake_device import REFUSED, FakeDevice, PlainCodec
+from .fake_device import REFUSED, FakeDevice, PlainCodec, TimedCodec, TimedDevice
 
 TENSORS, BLOCKS, CHUNKS, PAGE = 2, 24, 12, 8
 
@@ -23,7 +22,9 @@ TENSORS, BLOCKS, CHUNKS, PAGE = 2, 24, 12, 8
 class Tier:
     """KV, a pool and what moves between them; a block's bytes are all its number of the day."""
 
-    def __init__(self, device: FakeDevice, *, chunks_per_piece: int = 2, loads_first: bool = True) -> None:
+    def __init__(
+        self, device: FakeDevice, *, chunks_per_piece: int = 2, loads_first: bool = True, depth: Depth | None = None
+    ) -> None:
         self.device = device
         self.kv = [torch.zeros(BLOCKS, PAGE, dtype=torch.int8) for _ in range(TENSORS)]
         size = TENSORS * PAGE
@@ -32,7 +33,7 @@ class Tier:
         self.codec = PlainCodec(self.kv, self.pool, geometry, chunks_per_piece)
         self.codec.prepare([range(TENSORS)])
         self.chunks_per_piece = chunks_per_piece
-        self.transfers = Transfers(device, self.codec, loads_first=loads_first)
+        self.transfers = Transfers(device, self.codec, loads_first=loads_first, depth=depth)
 
     def fill(self, block: int, number: int) -> None:
         """Let the engine write a block, some time."""
@@ -112,9 +113,9 @@ class Serving:
         self.tier.transfers.wait(set(jobs))
 
 
-def serve(device: FakeDevice, seed: int, steps: int = 150) -> int:
+def serve(device: FakeDevice, seed: int, steps: int = 150, depth: Depth | None = None) -> int:
     """Return how many blocks were loaded with wrong bytes."""
-    serving = Serving(Tier(device, chunks_per_piece=1 + seed % 3, loads_first=seed % 4 > 0), seed)
+    serving = Serving(Tier(device, chunks_per_piece=1 + seed % 3, loads_first=seed % 4 > 0, depth=depth), seed)
     for _ in range(steps):
         serving.step()
     serving.tier.transfers.drain()
@@ -126,9 +127,8 @@ def serve(device: FakeDevice, seed: int, steps: int = 150) -> int:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_what_is_loaded_is_what_was_stored(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_transfers, "DEPTH", 1 + seed % 4)
-    assert serve(FakeDevice(seed), seed) == 0
+def test_what_is_loaded_is_what_was_stored(seed: int) -> None:
+    assert serve(FakeDevice(seed), seed, depth=Depth(pieces=1 + seed % 4, copies=1 + seed % 3)) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -172,23 +172,104 @@ def test_waiting_is_for_the_jobs_named_only() -> None:
     assert [ended.job_id for ended in tier.transfers.take_ended()] == [1, 2]
 
 
-def test_who_is_waited_for_overtakes_those_that_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_transfers, "DEPTH", 1)
-    tier = Tier(FakeDevice(None))
+def test_who_is_waited_for_overtakes_those_that_wait_for_room() -> None:
+    tier = Tier(FakeDevice(None), depth=Depth(pieces=1))
     for job in range(4):
         tier.submit(job, [job], [job], is_load=False)
     tier.transfers.wait({3})
     assert [ended.job_id for ended in tier.transfers.take_ended()] == [0, 3], "job 0 is on the device already"
 
 
-def test_no_more_than_a_few_pieces_are_on_the_device_at_once() -> None:
-    tier = Tier(FakeDevice(None), chunks_per_piece=1)
-    for job in range(0, 200, 10):
+@pytest.mark.parametrize(
+    ("depth", "pieces"),
+    [
+        (Depth(), 96),
+        (Depth(pieces=7), 7),
+        (Depth(num_bytes=5 * TENSORS * PAGE), 5),
+        (Depth(copies=3), 3),
+        (Depth(num_bytes=1), 1),
+    ],
+    ids=["default", "pieces", "bytes", "copies", "less than a piece"],
+)
+def test_no_more_than_the_depth_is_on_the_device_at_once(depth: Depth, pieces: int) -> None:
+    tier = Tier(FakeDevice(None), chunks_per_piece=1, depth=depth)
+    for job in range(20):
         tier.submit(job, list(range(10)), list(range(10)), is_load=False)
-    assert tier.device.launches == 2 * cuda_transfers.DEPTH
+    assert tier.device.launches == 2 * pieces
     tier.transfers.drain()
     assert len(tier.transfers.take_ended()) == 20
     assert tier.device.launches == 2 * 200
+
+
+def test_a_piece_of_more_copies_than_the_depth_goes_alone() -> None:
+    tier = Tier(FakeDevice(None), chunks_per_piece=3, depth=Depth(copies=2))
+    tier.submit(1, [0, 2, 4, 6, 8, 10], [0, 1, 2, 3, 4, 5], is_load=False)
+    assert tier.device.launches == 2, "the second piece waits"
+    tier.submit(2, [7], [7], is_load=False)
+    tier.transfers.drain()
+    assert [(ended.job_id, ended.failed) for ended in tier.transfers.take_ended()] == [(1, False), (2, False)]
+
+
+@pytest.mark.parametrize("name", ["num_bytes", "copies", "pieces"])
+def test_a_depth_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        Depth(**{name: 0})
+
+
+def test_the_drivers_queues_hold_all_that_may_be_on_the_device() -> None:
+    """Jobs of one piece, loads first, so that all that can wait does; nothing is done of it."""
+    device, depth = FakeDevice(None), Depth()
+    tier = Tier(device, chunks_per_piece=1, depth=depth)
+    for job in range(2 * 200):
+        tier.submit(job, [0], [0], is_load=job < 200)
+    assert device.launches == 2 * 2 * depth.pieces
+    load_link, load_kernels, store_kernels, store_link = (len(stream.queue) for stream in device.streams[1:])
+    ids_and_flags = 2 * depth.pieces
+    assert max(load_kernels, store_kernels) + ids_and_flags < 1024
+    assert max(load_link, store_link) + ids_and_flags // 2 + depth.copies - depth.pieces < 1024
+
+
+def test_a_gib_of_full_pieces_may_be_on_the_device() -> None:
+    assert Depth().slots(STAGING_BYTES) * STAGING_BYTES == 2**30
+
+
+GIB = 2**30
+
+
+def link_share(period_s: float, *, is_load: bool, depth: Depth | None = None) -> float:
+    """Return how much of its link a job of 4 GiB uses if the engine comes by at a period and waits for nothing."""
+    device = TimedDevice()
+    codec = TimedCodec(device)
+    transfers = Transfers(device, codec, depth=depth)
+    chunks = np.random.default_rng(0).permutation(4 * codec.chunks_per_piece * GIB // codec.piece_bytes)
+    transfers.submit(1, pieces_of(codec, (0,), chunks, chunks), is_load=is_load)
+    while not (ended := transfers.take_ended()):
+        device.now += period_s
+    (job,) = ended
+    assert not job.failed
+    assert job.seconds is not None
+    return 4 * GIB / job.seconds / codec.LINK_BYTES_PER_S
+
+
+@pytest.mark.parametrize("period_s", [0.006, 0.020])
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_burst_keeps_the_link_busy_though_it_is_looked_at_once_per_step(period_s: float, is_load: bool) -> None:
+    """With 256 MiB on the device, steps of 20 ms left three quarters of the link idle."""
+    assert 0.9 <= link_share(period_s, is_load=is_load) <= 1
+    assert link_share(0.020, is_load=is_load, depth=Depth(num_bytes=GIB // 4)) < 0.3, "this test notices it"
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_chunks_that_lie_apart_do_not_flood_the_device_with_copies(is_load: bool) -> None:
+    """As with small chunks, or where several workers share the pool."""
+    device = TimedDevice()
+    codec = TimedCodec(device, chunk_bytes=128 * 2**10, chunks_per_piece=128)
+    transfers = Transfers(device, codec)
+    apart = 2 * np.arange(2**13)
+    transfers.submit(1, pieces_of(codec, (0,), apart, apart), is_load=is_load)
+    assert sum(codec.copies(piece) for piece in codec.sent) == Depth().copies
+    transfers.drain()
+    assert sum(codec.copies(piece) for piece in codec.sent) == len(apart)
 
 
 def _order(tier: Tier) -> list[str]:

@@ -24,7 +24,12 @@ from vllm_ext.kv.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 STAGING_BYTES = 16 * 2**20
-"""Of one buffer, of which there are two in each direction: a third of a millisecond on a link of 50 GB/s."""
+"""Most of one buffer, a third of a millisecond on a link of 50 GB/s.
+
+There are two in each direction, so 64 MiB of the device in all. Larger ones would save launches (of 64 MiB three in
+four), but take memory from the KV cache for good, and the link stands still while the first is packed and the last
+unpacked.
+"""
 
 
 class Piece(NamedTuple):
@@ -42,9 +47,10 @@ def pieces_of(codec: DeviceCodec, tensors: tuple[int, ...], chunks: Ids, blocks:
     """Cut a job into pieces that fit into a buffer, each of blocks only or of records only; arguments as of `Piece`."""
     of_records = blocks >= codec.first_record
     for kind in (~of_records, of_records):
-        for first in range(0, int(kind.sum()), codec.chunks_per_piece):
+        chunks_of_kind, blocks_of_kind = chunks[kind], blocks[kind]
+        for first in range(0, len(chunks_of_kind), codec.chunks_per_piece):
             rows = slice(first, first + codec.chunks_per_piece)
-            yield Piece(tensors, chunks[kind][rows], blocks[kind][rows])
+            yield Piece(tensors, chunks_of_kind[rows], blocks_of_kind[rows])
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,10 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Slip:
-    """The same on the host, pinned, for a piece from its launch until it is through: the device reads it late.
+class StagingSlot:
+    """The ids and flags of a `Buffer` on the host, pinned, for a piece from its launch until it is through.
 
-    Made in advance, since a new piece of pinned memory may hold up all streams.
+    The device reads and writes them late. Made in advance, since a new piece of pinned memory may hold up all streams.
     """
 
     block_ids: torch.Tensor
@@ -74,6 +80,7 @@ class DeviceCodec(Protocol):
     """What `kv.cuda.transfers` needs of a `StagedCodec`."""
 
     chunks_per_piece: int
+    piece_bytes: int
     first_record: int
 
     def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
@@ -84,35 +91,39 @@ class DeviceCodec(Protocol):
         """Return a buffer."""
         ...
 
-    def new_slips(self, count: int) -> list[Slip]:
-        """Return slips."""
+    def new_slots(self, count: int) -> list[StagingSlot]:
+        """Return staging slots."""
+        ...
+
+    def copies(self, piece: Piece) -> int:
+        """Return how many copies over the link a piece takes."""
         ...
 
     def check(self, piece: Piece) -> None:
         """Raise ValueError if a block or a chunk does not exist: a kernel would write elsewhere."""
         ...
 
-    def fill_in(self, slip: Slip, piece: Piece) -> None:
-        """Write a slip, on the host."""
+    def fill_in(self, slot: StagingSlot, piece: Piece) -> None:
+        """Write a staging slot, on the host."""
         ...
 
-    def pack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def pack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """First step of a store."""
         ...
 
-    def send(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def send(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Second step of a store."""
         ...
 
-    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def fetch(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """First step of a load."""
         ...
 
-    def unpack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def unpack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Second step of a load."""
         ...
 
-    def readable(self, piece: Piece, slip: Slip) -> npt.NDArray[np.bool_]:
+    def readable(self, piece: Piece, slot: StagingSlot) -> npt.NDArray[np.bool_]:
         """Return which chunks of a store that is through can be read."""
         ...
 
@@ -129,6 +140,7 @@ class StagedCodec:
 
     Attributes:
         chunks_per_piece: Chunks that a buffer holds.
+        piece_bytes: Of a buffer full of chunks.
         first_record: Id from which on ids name records.
 
     Raises:
@@ -153,18 +165,19 @@ class StagedCodec:
         self._geometry = geometry
         self._pool = pool
         self.chunks_per_piece = max(1, staging_bytes // geometry.chunk_bytes)
+        self.piece_bytes = self.chunks_per_piece * geometry.chunk_bytes
         self.first_record = self._end = min(map(len, tensors))
         self._which: dict[tuple[int, ...], torch.Tensor] = {}
 
     def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
         """Compile what copies, which takes seconds, at start and not while the first request waits for its KV."""
-        buffer, (slip,) = self.new_buffer(), self.new_slips(1)
+        buffer, (slot,) = self.new_buffer(), self.new_slots(1)
         for tensors in {tuple(group) for group in tensors_of_group if group}:
             self._which[tensors] = torch.tensor(tensors, dtype=torch.int64, device=self._device)
             piece = Piece(tensors, np.zeros(1, np.int64), np.zeros(1, np.int64))
-            self.fill_in(slip, piece)
-            self.pack(piece, buffer, slip)
-            self.unpack(piece, buffer, slip)
+            self.fill_in(slot, piece)
+            self.pack(piece, buffer, slot)
+            self.unpack(piece, buffer, slot)
 
     def new_buffer(self) -> Buffer:
         """Return a buffer."""
@@ -175,12 +188,12 @@ class StagedCodec:
             torch.empty(rows, dtype=torch.int32, device=device),
         )
 
-    def new_slips(self, count: int) -> list[Slip]:
-        """Return slips."""
+    def new_slots(self, count: int) -> list[StagingSlot]:
+        """Return staging slots, all of which lie together."""
         rows, pins = (count, self.chunks_per_piece), self._device.type == "cuda"
         block_ids = torch.empty(rows, dtype=torch.int64, pin_memory=pins)
         holds = torch.empty(rows, dtype=torch.int32, pin_memory=pins)
-        return [Slip(ids, flags) for ids, flags in zip(block_ids, holds, strict=True)]
+        return [StagingSlot(ids, flags) for ids, flags in zip(block_ids, holds, strict=True)]
 
     def check(self, piece: Piece) -> None:
         """Look at the ids of a piece.
@@ -190,49 +203,58 @@ class StagedCodec:
         """
         check_ids(piece.blocks, self._end, piece.chunks, len(self._pool))
 
-    def fill_in(self, slip: Slip, piece: Piece) -> None:
-        """Write a slip, on the host."""
-        slip.block_ids[: len(piece.blocks)] = torch.from_numpy(piece.blocks)
+    def copies(self, piece: Piece) -> int:
+        """Return how many copies over the link a piece takes: one for each run of chunks."""
+        return len(self._starts(piece.chunks))
 
-    def pack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def fill_in(self, slot: StagingSlot, piece: Piece) -> None:
+        """Write a staging slot, on the host."""
+        slot.block_ids[: len(piece.blocks)] = torch.from_numpy(piece.blocks)
+
+    def pack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Bring blocks into a buffer."""
         pack = self._pack_records if piece.blocks[0] >= self.first_record else self._pack
-        pack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slip))
+        pack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slot))
 
-    def send(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def send(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Copy a buffer into the pool, and with it what `readable` looks at."""
         for row, chunk, count in self._runs(piece.chunks):
             self._pool[chunk : chunk + count].copy_(buffer.rows[row : row + count], non_blocking=True)
         if self._may_refuse:
             count = len(piece.chunks)
-            slip.holds[:count].copy_(buffer.holds[:count], non_blocking=True)
+            slot.holds[:count].copy_(buffer.holds[:count], non_blocking=True)
 
-    def fetch(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:  # noqa: ARG002 - what each step is given
+    def fetch(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:  # noqa: ARG002 - what each step is given
         """Copy chunks of the pool into a buffer."""
         for row, chunk, count in self._runs(piece.chunks):
             buffer.rows[row : row + count].copy_(self._pool[chunk : chunk + count], non_blocking=True)
 
-    def unpack(self, piece: Piece, buffer: Buffer, slip: Slip) -> None:
+    def unpack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Bring a buffer into blocks."""
-        self._unpack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slip))
+        self._unpack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slot))
 
-    def readable(self, piece: Piece, slip: Slip) -> npt.NDArray[np.bool_]:
+    def readable(self, piece: Piece, slot: StagingSlot) -> npt.NDArray[np.bool_]:
         """Return which chunks of a store that is through can be read, shape [n]."""
         if not self._may_refuse:
             return np.ones(len(piece.chunks), np.bool_)
-        holds: npt.NDArray[np.bool_] = slip.holds[: len(piece.chunks)].numpy() != 0
+        holds: npt.NDArray[np.bool_] = slot.holds[: len(piece.chunks)].numpy() != 0
         return holds
 
-    def _block_ids(self, piece: Piece, buffer: Buffer, slip: Slip) -> torch.Tensor:
+    def _block_ids(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> torch.Tensor:
         count = len(piece.chunks)
-        return buffer.block_ids[:count].copy_(slip.block_ids[:count], non_blocking=True)
+        return buffer.block_ids[:count].copy_(slot.block_ids[:count], non_blocking=True)
 
     def _runs(self, chunks: Ids) -> Iterator[tuple[int, int, int]]:
         """Yield what is one copy: the first chunk's place in the piece, the chunk, and how many follow each other."""
-        breaks = np.diff(chunks, prepend=-2) != 1
-        starts = np.flatnonzero(breaks if self._pool.is_contiguous() else np.ones_like(breaks))
-        for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(chunks)], strict=True):
+        starts = self._starts(chunks).tolist()
+        for start, end in zip(starts, [*starts[1:], len(chunks)], strict=True):
             yield start, int(chunks[start]), end - start
+
+    def _starts(self, chunks: Ids) -> Ids:
+        """Return the places in a piece at which a copy starts."""
+        if not self._pool.is_contiguous():
+            return np.arange(len(chunks))
+        return np.flatnonzero(np.diff(chunks, prepend=-2) != 1)
 
     def _pack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
         raise NotImplementedError

@@ -11,8 +11,7 @@ Nothing here waits for the device but `Transfers.wait` and `Transfers.drain`: th
 - A store's piece waits for the loads that were launched before it, and no load ever waits for a store: swap-in goes
   before swap-out, since copies in both directions at once slow each other down, by 18 to 20 % (Pensieve, section
   4.3.2), and only loads are waited for by requests. As in the paper it can be switched off.
-- At most `DEPTH` pieces in each direction are on the device, so that a burst fills no queue of the driver, which would
-  hold up the engine; the others wait here until earlier ones are through.
+- Each direction has at most a `Depth` of work on the device; the rest waits here until earlier pieces are through.
 
 Used by one thread.
 """
@@ -25,15 +24,50 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from vllm_ext.kv.cuda.codec import Buffer, DeviceCodec, Piece, Slip
+from vllm_ext.kv.cuda.codec import Buffer, DeviceCodec, Piece, StagingSlot
 from vllm_ext.kv.cuda.device import Device, Event
 from vllm_ext.kv.failures import Failures
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
 
-DEPTH = 16
 _BUFFERS = 2
-_Step = Callable[[Piece, Buffer, Slip], None]
+_Step = Callable[[Piece, Buffer, StagingSlot], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """How much work one direction may have on the device.
+
+    The engine's thread calls once per step, and only then is new work launched. What is on the device must therefore
+    keep the link busy for a whole step. It must not be more than that: work on the device can't be overtaken by the
+    jobs that `Transfers.wait` is called for, nor by a load that the current step needs.
+
+    Each limit also bounds how long one call keeps the engine's thread. A piece takes it about 60 us, and each copy of a
+    piece but the first about 10 us (estimates, not measured). To fill an idle direction with pieces of 16 MiB in chunks
+    of 4 MiB takes 4 ms if all chunks follow each other and 6 ms if none do, and at most 10 ms whatever the pieces.
+
+    CUDA's driver blocks a thread that puts work into a stream whose queue is full. The queue has about 1,024 entries
+    (observed, not documented). The stream over the link gets up to 3 entries for each piece and one for each copy; the
+    other stream gets up to 8 for each piece. With these limits neither gets more than 800.
+    """
+
+    num_bytes: int = 2**30
+    """What a link of 50 GB/s carries in 21 ms. In a longer step the link is idle once these bytes are through. A piece
+    counts as a full one, as large as a buffer."""
+    copies: int = 512
+    """Copies over the link. Chunks that follow each other in the pool are one copy. A piece with more copies than this
+    is launched when no other is on the device."""
+    pieces: int = 96
+    """Binds where pieces are below 10 MiB, as those of short jobs are."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_bytes", "copies", "pieces"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+
+    def slots(self, piece_bytes: int) -> int:
+        """Return how many pieces of this size may be on the device."""
+        return max(1, min(self.pieces, self.num_bytes // piece_bytes))
 
 
 class Ended(NamedTuple):
@@ -67,22 +101,24 @@ class _Job:
 class _Part:
     job: _Job
     piece: Piece
-    slip: Slip | None = None
+    copies: int = 0
+    slot: StagingSlot | None = None
     through: Event | None = None
 
 
 @dataclass
-class _Lane:
-    """One direction."""
+class _Direction:
+    """Loads or stores."""
 
     streams: tuple[Any, Any]
     buffers: list[Buffer]
-    slips: list[Slip]
+    free_slots: list[StagingSlot]
     steps: tuple[_Step, _Step]
     busy_until: list[Event | None] = field(default_factory=lambda: [None] * _BUFFERS)
     next_buffer: int = 0
     waiting: deque[_Part] = field(default_factory=deque)
     running: deque[_Part] = field(default_factory=deque)
+    running_copies: int = 0
 
 
 class Transfers:
@@ -95,13 +131,17 @@ class Transfers:
         device: Its streams and events.
         codec: The steps.
         loads_first: Let stores wait for the loads before them.
+        depth: What each direction may have on the device.
     """
 
-    def __init__(self, device: Device, codec: DeviceCodec, *, loads_first: bool = True) -> None:
+    def __init__(
+        self, device: Device, codec: DeviceCodec, *, loads_first: bool = True, depth: Depth | None = None
+    ) -> None:
         self._device, self._codec = device, codec
         self._loads_first = loads_first
-        self._loads = self._lane((codec.fetch, codec.unpack), urgent=True)
-        self._stores = self._lane((codec.pack, codec.send), urgent=False)
+        self._depth = depth or Depth()
+        self._loads = self._direction((codec.fetch, codec.unpack), urgent=True)
+        self._stores = self._direction((codec.pack, codec.send), urgent=False)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
         self._failures = Failures.none()
@@ -118,8 +158,8 @@ class Transfers:
             self._codec.check(piece)
         job = _Job(job_id, is_load, self._device.record(None), pieces, len(pieces))
         self._jobs[job_id] = job
-        lane = self._loads if is_load else self._stores
-        lane.waiting.extend(_Part(job, piece) for piece in pieces)
+        direction = self._loads if is_load else self._stores
+        direction.waiting.extend(_Part(job, piece) for piece in pieces)
         if not pieces:
             self._end(job)
         self.advance()
@@ -132,11 +172,11 @@ class Transfers:
 
     def advance(self) -> None:
         """Take what is through off the device, and launch what waits; loads first. Does not wait."""
-        for lane in (self._loads, self._stores):
-            while lane.running and self._is_through(lane.running[0]):
-                self._take_off(lane)
-            while lane.waiting and lane.slips:
-                self._launch(lane, lane.waiting.popleft())
+        for direction in (self._loads, self._stores):
+            while direction.running and self._is_through(direction.running[0]):
+                self._take_off(direction)
+            while direction.waiting and self._has_room(direction):
+                self._launch(direction, direction.waiting.popleft())
 
     def take_ended(self) -> list[Ended]:
         """Return the jobs that ended since the last time."""
@@ -151,49 +191,59 @@ class Transfers:
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when none of these jobs is under way; they overtake others of their direction that still wait here."""
-        for lane in (self._loads, self._stores):
-            lane.waiting = deque(sorted(lane.waiting, key=lambda part: part.job.job_id not in job_ids))
+        for direction in (self._loads, self._stores):
+            direction.waiting = deque(sorted(direction.waiting, key=lambda part: part.job.job_id not in job_ids))
         for job in [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]:
-            lane = self._loads if job.is_load else self._stores
+            direction = self._loads if job.is_load else self._stores
             while job.pieces_left:
                 self.advance()
-                if job.pieces_left and lane.running:
-                    self._synchronize(lane.running[0])
-                    self._take_off(lane)
+                if job.pieces_left and direction.running:
+                    self._synchronize(direction.running[0])
+                    self._take_off(direction)
 
     def drain(self) -> None:
         """Return when no job is under way."""
         self.wait(set(self._jobs))
 
-    def _lane(self, steps: tuple[_Step, _Step], *, urgent: bool) -> _Lane:
+    def _direction(self, steps: tuple[_Step, _Step], *, urgent: bool) -> _Direction:
         first, second = (self._device.new_stream(urgent=urgent) for _ in steps)
         buffers = [self._codec.new_buffer() for _ in range(_BUFFERS)]
-        return _Lane((first, second), buffers, self._codec.new_slips(DEPTH), steps)
+        slots = self._codec.new_slots(self._depth.slots(self._codec.piece_bytes))
+        return _Direction((first, second), buffers, slots, steps)
 
-    def _launch(self, lane: _Lane, part: _Part) -> None:
+    def _has_room(self, direction: _Direction) -> bool:
+        """Return whether the first part that waits may go to the device."""
+        if not direction.free_slots:
+            return False
+        part = direction.waiting[0]
+        part.copies = self._codec.copies(part.piece)
+        return not direction.running or direction.running_copies + part.copies <= self._depth.copies
+
+    def _launch(self, direction: _Direction, part: _Part) -> None:
         if part.job.failed:  # in an earlier piece
-            self._count_off(lane, part)
+            self._count_off(direction, part)
             return
-        index = lane.next_buffer
-        lane.next_buffer = (index + 1) % _BUFFERS
+        index = direction.next_buffer
+        direction.next_buffer = (index + 1) % _BUFFERS
         try:
-            self._put(lane, part, index)
+            self._put(direction, part, index)
         except Exception:  # noqa: BLE001 - a copy that can't be launched costs a recomputation, not the engine its life
             self._failed(part.job, "could not be launched")
-            part.through = self._fence(lane)
+            part.through = self._fence(direction)
         if part.through is None:  # the device is gone
-            self._count_off(lane, part)
+            self._count_off(direction, part)
             return
-        lane.busy_until[index] = part.job.ended = part.through
-        lane.running.append(part)
+        direction.busy_until[index] = part.job.ended = part.through
+        direction.running.append(part)
+        direction.running_copies += part.copies
 
-    def _put(self, lane: _Lane, part: _Part, index: int) -> None:
-        device, job, buffer = self._device, part.job, lane.buffers[index]
-        first, second = lane.streams
-        first_step, second_step = lane.steps
-        slip = part.slip = lane.slips.pop()
-        self._codec.fill_in(slip, part.piece)
-        if (busy := lane.busy_until[index]) is not None:
+    def _put(self, direction: _Direction, part: _Part, index: int) -> None:
+        device, job, buffer = self._device, part.job, direction.buffers[index]
+        first, second = direction.streams
+        first_step, second_step = direction.steps
+        slot = part.slot = direction.free_slots.pop()
+        self._codec.fill_in(slot, part.piece)
+        if (busy := direction.busy_until[index]) is not None:
             device.wait(first, busy)
         if not job.is_load:
             device.wait(first, job.submitted)
@@ -201,18 +251,18 @@ class Transfers:
                 device.wait(first, self._loads.running[-1].through)
         if job.started is None:
             job.started = device.record(first)
-        device.launch(first, lambda: first_step(part.piece, buffer, slip))
+        device.launch(first, lambda: first_step(part.piece, buffer, slot))
         done = device.record(first)
         device.wait(second, done)
         if job.is_load:
             device.wait(second, job.submitted)
             job.stalled = job.stalled or (done, device.record(second))
-        device.launch(second, lambda: second_step(part.piece, buffer, slip))
+        device.launch(second, lambda: second_step(part.piece, buffer, slot))
         part.through = device.record(second)
 
-    def _fence(self, lane: _Lane) -> Event | None:
-        """Return a mark behind all that was launched in a lane, or None if the device takes none any more."""
-        first, second = lane.streams
+    def _fence(self, direction: _Direction) -> Event | None:
+        """Return a mark behind all that was launched in a direction, or None if the device takes none any more."""
+        first, second = direction.streams
         try:
             self._device.wait(second, self._device.record(first))
             return self._device.record(second)
@@ -232,16 +282,17 @@ class Transfers:
         except Exception:  # noqa: BLE001 - as above
             self._failed(part.job, "failed on the device")
 
-    def _take_off(self, lane: _Lane) -> None:
-        part = lane.running.popleft()
-        if not part.job.is_load and not part.job.failed and part.slip is not None:
-            readable = self._codec.readable(part.piece, part.slip)
+    def _take_off(self, direction: _Direction) -> None:
+        part = direction.running.popleft()
+        direction.running_copies -= part.copies
+        if not part.job.is_load and not part.job.failed and part.slot is not None:
+            readable = self._codec.readable(part.piece, part.slot)
             part.job.failures.chunks.update(part.piece.chunks[~readable].tolist())
-        self._count_off(lane, part)
+        self._count_off(direction, part)
 
-    def _count_off(self, lane: _Lane, part: _Part) -> None:
-        if part.slip is not None:
-            lane.slips.append(part.slip)
+    def _count_off(self, direction: _Direction, part: _Part) -> None:
+        if part.slot is not None:
+            direction.free_slots.append(part.slot)
         part.job.pieces_left -= 1
         if not part.job.pieces_left:
             self._end(part.job)
