@@ -13,11 +13,14 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from prometheus_client import CollectorRegistry
 
 from tests.cellular.plain import Plain, lively
 from tests.cellular.test_engine import Held
 from tests.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
+from vllm_ext.cellular.graphed import GraphedCells
+from vllm_ext.cellular.metrics import EngineMetrics
 from vllm_ext.cellular.models import Model, build
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.serving import create_app
@@ -66,6 +69,8 @@ async def test_concurrent_clients_get_the_answers_of_each_alone() -> None:
     assert labels == [int(Plain(model).scores(request).argmax()) for request in requests]
     assert "vllm_ext:cell_latency_seconds_count 40.0" in metrics
     assert 'vllm_ext:cell_ready_nodes{cell="step"} 0.0' in metrics
+    assert 'vllm_ext:cell_task_cpu_seconds_total{cell="step"}' in metrics
+    assert "vllm_ext:cell_uncaptured_batches_total 0.0" in metrics
     assert 'vllm_ext:cell_batch_nodes_bucket{cell="head",le="+Inf"}' in metrics
 
 
@@ -167,3 +172,14 @@ async def test_objectives_come_from_body_header_and_default() -> None:
         metrics = (await client.get("/metrics")).text
     assert 'vllm_ext:cell_objectives_total{met="yes"} 1.0' in metrics
     assert 'vllm_ext:cell_objectives_total{met="no"} 2.0' in metrics
+
+
+def test_batches_for_which_no_graph_was_captured_are_counted() -> None:
+    def refused(*_: object) -> Any:
+        raise RuntimeError("injected: no capture")
+
+    with CellularEngine(build("lstm"), compute=GraphedCells("cpu", refused)) as engine:
+        registry = CollectorRegistry()
+        EngineMetrics(engine, registry)
+        engine.submit({"tokens": [1, 2, 3]}).result(HANG_S)
+        assert registry.get_sample_value("vllm_ext:cell_uncaptured_batches_total") == 4, "three steps and the head"

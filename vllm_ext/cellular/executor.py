@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +23,28 @@ from vllm_ext.cellular.scheduler import Task
 logger = logging.getLogger(__name__)
 Compute = Callable[[Cell, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 Bools = NDArray[np.bool_]
+
+
+@runtime_checkable
+class PreparedCompute(Protocol):
+    """A `Compute` that has something to do at start, as to capture graphs."""
+
+    uncaptured: int
+    """Batches that it was not prepared for."""
+
+    def prepare(self, cells: Sequence[Cell]) -> None:
+        """Get ready for the batch sizes of cells, whose modules are on their device."""
+        ...
+
+    def __call__(self, cell: Cell, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Compute a batch."""
+        ...
+
+
+def prepare(compute: Compute, cells: Sequence[Cell]) -> None:
+    """Let a way to call cells get ready for them, if it has anything to do at start."""
+    if isinstance(compute, PreparedCompute):
+        compute.prepare(cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +62,13 @@ class Outcome:
 
 @dataclass
 class Times:
-    """Running totals of a worker, in seconds."""
+    """Running totals of a worker, in CPU seconds of its thread.
+
+    With a CUDA device that is launching and waiting for results, and says nothing of how long the device computes.
+    """
 
     computing: list[float] = field(default_factory=list)
-    """Per cell, copies included."""
+    """Tasks per cell, copies included."""
     copying: float = 0.0
     """Gathering and scattering."""
 
@@ -51,7 +77,7 @@ class Executor:
     """The work of one worker.
 
     Args:
-        cells: With modules, in the order of the table.
+        cells: With modules on the device, in the order of the table; ``compute`` is prepared for them here.
         table: Their kinds.
         arena: Where values are; shared by the workers of a device.
         compute: How a cell is called: as it is, compiled, or as a CUDA graph.
@@ -61,6 +87,12 @@ class Executor:
         self._cells, self._table, self._arena, self._compute = cells, table, arena, compute
         self._before: list[tuple[int, Ints, torch.Tensor]] = []
         self.times = Times([0.0] * len(cells))
+        prepare(compute, cells)
+
+    @property
+    def uncaptured(self) -> int:
+        """Batches for which there was no graph, of all workers; 0 where cells are not called through graphs."""
+        return self._compute.uncaptured if isinstance(self._compute, PreparedCompute) else 0
 
     def begin_series(self) -> None:
         """Forget the outputs of the task before: their rows may be others' by now."""

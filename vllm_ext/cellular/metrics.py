@@ -53,15 +53,18 @@ class EngineMetrics(Collector):
         yield traffic
         computing = [sum(times) for times in zip(*(one.times.computing for one in engine.executors), strict=True)]
         copying = sum(one.times.copying for one in engine.executors)
-        yield GaugeMetricFamily(f"{_PREFIX}gather_share", "Share of gathering and scattering in the time of tasks.",
+        yield GaugeMetricFamily(f"{_PREFIX}gather_share", "Share of gathering and scattering in the CPU time of tasks.",
                                 value=copying / max(sum(computing), 1e-9))  # fmt: skip
+        yield CounterMetricFamily(f"{_PREFIX}uncaptured_batches", "Batches computed without a CUDA graph, as none was "
+                                  "captured at start.", value=engine.executors[0].uncaptured)  # fmt: skip
         yield from self._of_cells(computing)
 
     def _of_cells(self, computing: list[float]) -> Iterator[Any]:
         engine = self._engine
         ready = GaugeMetricFamily(f"{_PREFIX}ready_nodes", "Nodes that wait for a task.", labels=["cell"])
         occupancy = GaugeMetricFamily(f"{_PREFIX}occupancy", "Mean batch over the largest.", labels=["cell"])
-        seconds = CounterMetricFamily(f"{_PREFIX}task_seconds", "CPU time of tasks.", labels=["cell"])
+        seconds = CounterMetricFamily(f"{_PREFIX}task_cpu_seconds", "CPU time of workers' threads in tasks; "
+                                      "on a CUDA device without the device's own time.", labels=["cell"])  # fmt: skip
         batches = HistogramMetricFamily(f"{_PREFIX}batch_nodes", "Nodes of a task.", labels=["cell"])
         waiting = getattr(engine.batching, "ready", lambda _: 0)
         for number, (cell, counts) in enumerate(zip(engine.cells.cells, engine.batching.counts, strict=True)):

@@ -57,13 +57,14 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from vllm_ext.cellular import profile
+    from vllm_ext.cellular import executor, profile
     from vllm_ext.observability.results import format_table
 
     model = _model(args.model, args.seed)
     for module in model.modules.values():
         module.to(args.device)
     compute = _compute(args.compile, args.device)
+    executor.prepare(compute, [replace(cell, batch_sizes=tuple(sorted(args.batches))) for cell in model.cells])
     found = {
         cell.name: profile.measure(cell, args.batches, repeats=args.repeats, compute=compute) for cell in model.cells
     }
@@ -120,7 +121,7 @@ def _compute(compiled: bool, device: str) -> Any:
     if not compiled and device.startswith("cuda"):
         from vllm_ext.cellular.graphed import GraphedCells
 
-        return GraphedCells()
+        return GraphedCells(device)
     if not compiled:
         return Cell.call
     import torch
