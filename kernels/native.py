@@ -40,6 +40,13 @@ class CompileError(RuntimeError):
     """g++ refused the source; holds its messages."""
 
 
+def brief(error: CompilerMissing | CompileError) -> str:
+    """Return an error in one line: what failed, and the first line of g++ that names an error."""
+    first, *others = str(error).splitlines()
+    named = next((line for line in (first, *others) if "error:" in line), first)
+    return first if named is first else f"{first.partition('; ')[0]}; {named}"
+
+
 def load(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
     """Compile ``source`` unless that was done before, and load it; calls of its functions release the GIL.
 
@@ -54,11 +61,9 @@ def load(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
         CompilerMissing: g++ is needed and not there; says how to install it.
         CompileError: g++ refused the source, or made what cannot be loaded.
     """
-    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
-    made_of = (texts, FLAGS, flags, compiler_version(), machine())
-    key = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
-    with _folder() as folder, _locked(folder / f"{source.stem}-{key}.lock"):
-        path = folder / f"{source.stem}-{key}.so"
+    name = f"{source.stem}-{fingerprint(source, flags=flags)}"
+    with _folder() as folder, locked(folder / f"{name}.lock"):
+        path = folder / f"{name}.so"
         if (kept := _open_kept(path)) is not None:
             return kept
         _compile(source, flags, path)
@@ -66,6 +71,19 @@ def load(source: Path, *, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
             return ctypes.CDLL(str(path))
         except OSError as error:
             raise CompileError(f"{source.name}: {COMPILER} made a file that cannot be loaded: {error}") from error
+
+
+def fingerprint(source: Path, *, flags: tuple[str, ...] = ()) -> str:
+    """Return 24 hexadecimal digits made of all that the machine code depends on.
+
+    Those are the source, the headers beside it, the flags, the compiler and this machine.
+
+    Raises:
+        CompilerMissing: g++ is not there.
+    """
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    made_of = (texts, FLAGS, flags, compiler_version(), machine())
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
 
 
 @functools.cache
@@ -118,7 +136,12 @@ def _lasting_folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this file, which is made, and hold it meanwhile.
+
+    Raises:
+        OSError: it can't be made.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,8 +12,6 @@
 // each arithmetic: `Dot` (dot.h) for bfloat16 where the CPU has dot products of it, and `Fused` (fused.h), all else in fp32. Up to
 // FEW_ROWS rows (decode) read B where it lies, and multiply codes as they are; more rows unpack it once into the L1 cache. What is
 // read next is prefetched meanwhile.
-#include <omp.h>
-
 #include <type_traits>
 #include <vector>
 
@@ -28,7 +26,8 @@ struct Call {
   const uint8_t* records; int64_t record_bytes, num_records;
   const int32_t* block_ids; const int64_t* first_block; // where the ids of a range begin
   const int32_t *q_start, *q_len, *q_position, *kv_len; // of each range
-  int64_t num_ranges, num_heads, num_kv_heads, head_dim, block_size, window;
+  int64_t num_tokens, num_block_ids, num_ranges;        // how many there are of each
+  int64_t num_heads, num_kv_heads, head_dim, block_size, window;
   float scale, softcap;
   int32_t dtype, threads;
 };
@@ -132,7 +131,7 @@ struct Kernel {
     int64_t padded = (length + STEP - 1) / STEP * STEP;
     for (int64_t r = 0; r < w.rows; r++) {
       float* s = w.scores + r * w.span;
-      int64_t position = call.q_position[item.range] + item.first + r / group;
+      int64_t position = int64_t(call.q_position[item.range]) + item.first + r / group;
       int64_t high = std::min<int64_t>(item.end, position + 1) - begin;
       int64_t low = call.window > 0 ? std::max<int64_t>(0, position + 1 - call.window - begin) : 0;
       for (int64_t i = 0; i < padded; i += W) store(s + i, load(s + i) * call.scale);
@@ -252,7 +251,7 @@ struct Kernel {
     for (int32_t r = 0; r < call.num_ranges; r++)
       for (int32_t first = 0; first < call.q_len[r]; first += tile) {
         int32_t count = int32_t(std::min<int64_t>(tile, call.q_len[r] - first));
-        int64_t position = call.q_position[r] + first;
+        int64_t position = int64_t(call.q_position[r]) + first;
         int64_t end = std::max<int64_t>(0, std::min<int64_t>(call.kv_len[r], position + count));
         int64_t begin = call.window > 0 ? std::max<int64_t>(0, position + 1 - call.window) / STEP * STEP : 0;
         begin = std::min(begin, end / STEP * STEP);
@@ -294,13 +293,22 @@ struct Kernel {
   }
 };
 
-// Returns the first range with a block that does not exist, or -1.
-int64_t unknown_block(const Call& c) {
-  for (int64_t r = 0; r < c.num_ranges; r++)
-    for (int64_t b = 0; b < (c.kv_len[r] + c.block_size - 1) / c.block_size; b++) {
-      int64_t id = c.block_ids[c.first_block[r] + b];
-      if (id < 0 || id >= c.num_blocks + c.num_records) return r;
-    }
+bool queries_exist(const Call& c, int64_t r) {
+  return c.q_len[r] <= 0 || (c.q_start[r] >= 0 && int64_t(c.q_start[r]) + c.q_len[r] <= c.num_tokens);
+}
+
+bool blocks_exist(const Call& c, int64_t r) {
+  int64_t first = c.first_block[r], count = (c.kv_len[r] + c.block_size - 1) / c.block_size;
+  if (count <= 0) return true;
+  if (first < 0 || first > c.num_block_ids - count) return false;
+  for (int64_t b = first; b < first + count; b++)
+    if (c.block_ids[b] < 0 || c.block_ids[b] >= c.num_blocks + c.num_records) return false;
+  return true;
+}
+
+// Returns the first range of which something does not exist: queries, ids of blocks, or blocks; or -1.
+int64_t unknown_range(const Call& c) {
+  for (int64_t r = 0; r < c.num_ranges; r++) if (!queries_exist(c, r) || !blocks_exist(c, r)) return r;
   return -1;
 }
 
@@ -335,13 +343,16 @@ const char* arithmetic() {
   return "AVX512";
 #elif defined(__AVX2__)
   return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
 #else
   return "scalar";
 #endif
 }
 
+// Returns the first range of which something does not exist, before anything is written; or -1.
 int64_t attend(const Call* call) {
-  int64_t bad = unknown_block(*call);
+  int64_t bad = unknown_range(*call);
   if (bad >= 0) return bad;
   if (call->dtype == 0) Kernel<float, Fused<float>>(*call).run();
   else if (call->dtype == 1) Kernel<Half, Fused<Half>>(*call).run();

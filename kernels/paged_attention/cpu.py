@@ -16,16 +16,16 @@ from vllm_ext.kernels.paged_attention.format import MAX_GROUP, STEP, PagedKV, Ra
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-fopenmp",)
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_OF_RANGES = ("block_ids", "first_block", "q_start", "q_len", "q_position", "kv_len")
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
-
-
 _FIELDS: tuple[tuple[str, Any], ...] = (
     ("query", _POINTER), ("out", _POINTER), ("lse", _POINTER), ("query_stride", _INT64), ("out_stride", _INT64),
     ("pages", _POINTER), ("page_stride", _INT64), ("num_blocks", _INT64),
     ("records", _POINTER), ("record_bytes", _INT64), ("num_records", _INT64),
     ("block_ids", _POINTER), ("first_block", _POINTER),
     ("q_start", _POINTER), ("q_len", _POINTER), ("q_position", _POINTER), ("kv_len", _POINTER),
-    ("num_ranges", _INT64), ("num_heads", _INT64), ("num_kv_heads", _INT64), ("head_dim", _INT64),
+    ("num_tokens", _INT64), ("num_block_ids", _INT64), ("num_ranges", _INT64),
+    ("num_heads", _INT64), ("num_kv_heads", _INT64), ("head_dim", _INT64),
     ("block_size", _INT64), ("window", _INT64),
     ("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("dtype", ctypes.c_int32), ("threads", ctypes.c_int32),
 )  # fmt: skip
@@ -38,7 +38,7 @@ class _Call(ctypes.Structure):
 
 
 class CpuAttention:
-    """Attention of one layer over its KV; made once, so that a step costs one call.
+    """Attention of one layer over its KV; made once, so that a step costs one call. Threads may call it at once.
 
     Args:
         kv: The layer's KV, in the layout `layout_for` names; only pointers to it are kept, so it must outlive this.
@@ -67,14 +67,13 @@ class CpuAttention:
             raise ValueError(f"window={window}, softcap={softcap}: must not be negative")
         self.kv = kv
         self._heads = (num_heads, layout.head_dim)
-        self._call = _Call(
+        self._layer = _Call(
             pages=kv.pages.data_ptr(), page_stride=kv.pages.stride(0), num_blocks=kv.num_blocks,
             records=None if kv.records is None else kv.records.data_ptr(),
             record_bytes=0 if kv.records is None else kv.records.stride(0), num_records=kv.num_records,
             num_heads=num_heads, num_kv_heads=layout.num_heads, head_dim=layout.head_dim, block_size=layout.block_size,
             window=window, scale=scale, softcap=softcap, dtype=_DTYPES[layout.dtype],
         )  # fmt: skip
-        self._reference = ctypes.byref(self._call)
 
     def __call__(self, query: torch.Tensor, ranges: Ranges, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         """Write the attention of the query tokens that are in a range into ``out``, with the threads of torch.
@@ -87,26 +86,42 @@ class CpuAttention:
 
         Raises:
             ValueError: a tensor has another shape, type or device; nothing is written.
-            IndexError: a range reads a block that does not exist; nothing is written.
+            IndexError: a range reaches beyond the query, its list of ids or the blocks that exist; nothing is written.
         """
         for name, tensor in (("query", query), ("out", out)):
             self._check(name, tensor, ranges.num_tokens)
         if lse is not None and (lse.shape != query.shape[:2] or lse.dtype != torch.float32 or not lse.is_contiguous()):
             raise ValueError(f"lse: {lse.dtype}, shape {tuple(lse.shape)}: must be float32, {tuple(query.shape[:2])}")
-        call = self._call
+        call = _Call.from_buffer_copy(self._layer)  # each call its own: the kernel runs without the GIL
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.out, call.out_stride = out.data_ptr(), out.stride(0)
         call.lse = None if lse is None else lse.data_ptr()
-        for name in ("block_ids", "first_block", "q_start", "q_len", "q_position", "kv_len"):
+        for name in _OF_RANGES:
             setattr(call, name, getattr(ranges, name).data_ptr())
-        call.num_ranges = ranges.num_ranges
+        call.num_tokens = min(query.shape[0], out.shape[0])
+        call.num_block_ids, call.num_ranges = ranges.block_ids.shape[0], ranges.num_ranges
         call.threads = torch.get_num_threads()
-        bad = self._library.attend(self._reference)
+        bad = self._library.attend(ctypes.byref(call))
         if bad >= 0:
-            raise IndexError(
-                f"range {bad} reads a block that does not exist: there are {self.kv.num_blocks} pages and "
-                f"{self.kv.num_records} records"
+            raise IndexError(self._what_is_missing(ranges, bad, call.num_tokens))
+
+    def _what_is_missing(self, ranges: Ranges, index: int, num_tokens: int) -> str:
+        """Return what a range that the kernel refused reaches for, and what there is."""
+        start, length, first, kv_len = (
+            int(getattr(ranges, name)[index]) for name in ("q_start", "q_len", "first_block", "kv_len")
+        )
+        if length > 0 and not 0 <= start <= num_tokens - length:
+            return f"range {index}: q_start={start}, q_len={length}: must lie within the {num_tokens} query tokens"
+        listed, blocks = ranges.block_ids.shape[0], -(-kv_len // self.kv.layout.block_size)
+        if blocks > 0 and not 0 <= first <= listed - blocks:
+            return (
+                f"range {index}: kv_len={kv_len}, first_block={first}: the ids of {blocks} blocks must lie within the "
+                f"{listed} of block_ids"
             )
+        return (
+            f"range {index} reads a block that does not exist: there are {self.kv.num_blocks} pages and "
+            f"{self.kv.num_records} records"
+        )
 
     def _check(self, name: str, tensor: torch.Tensor, num_tokens: int) -> None:
         heads, dim = self._heads

@@ -20,7 +20,7 @@ constexpr int W = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(W * 4)));
-typedef int32_t IVec __attribute__((vector_size(W * 4)));
+typedef uint32_t UVec __attribute__((vector_size(W * 4)));
 typedef float LooseVec __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
@@ -41,8 +41,13 @@ inline void narrow(float x, BFloat16& y) {
 inline float widen(Half x) { return _cvtsh_ss(x.bits); }
 inline void narrow(float x, Half& y) { y.bits = _cvtss_sh(x, 0); }
 #else
-inline float widen(Half x) { _Float16 h; std::memcpy(&h, &x, 2); return float(h); }
-inline void narrow(float x, Half& y) { _Float16 h = _Float16(x); std::memcpy(&y, &h, 2); }
+#if defined(__aarch64__)
+typedef __fp16 Float16;  // g++ has no _Float16 in C++ there before version 13
+#else
+typedef _Float16 Float16;
+#endif
+inline float widen(Half x) { Float16 h; std::memcpy(&h, &x, 2); return float(h); }
+inline void narrow(float x, Half& y) { Float16 h = Float16(x); std::memcpy(&y, &h, 2); }
 #endif
 
 // W numbers, or codes, as fp32.
@@ -79,9 +84,9 @@ inline Vec exponential(Vec x) {  // of numbers up to 0; 0 below -87; relative er
   Vec p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f; p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f; p = p * r * r + r + 1.f;
-  IVec bits; std::memcpy(&bits, &t, sizeof t);
-  IVec one; std::memcpy(&one, &p, sizeof p);
-  one += bits << 23;
+  UVec bits; std::memcpy(&bits, &t, sizeof t);
+  UVec one; std::memcpy(&one, &p, sizeof p);
+  one += bits << 23;  // below -87 it wraps, and the lane is not taken
   std::memcpy(&p, &one, sizeof p);
   return x > -87.f ? p : Vec{};  // also NaN, of rows that see nothing
 }

@@ -1,15 +1,30 @@
 """Both kernels are measured on the same step, and asked whether they write the same pages."""
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from vllm.platforms import current_platform
 
 from vllm_ext.attention import measure
 from vllm_ext.attention.measure import Sizes
-from vllm_ext.attention.plan import Kernel, Kind
+from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
+from vllm_ext.kernels import native
+from vllm_ext.kernels.paged_attention import cpu
 
 current_platform.import_kernels()
 SIZES = Sizes(dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_dim=32, block_size=32, isa="vec")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which nothing is kept yet; the compiled kernel is at hand."""
+    cpu.library()
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -37,12 +52,58 @@ def test_both_compute_the_same_step(kind: Kind, monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(outputs[0].float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
+def started(sizes: Sizes = SIZES) -> KernelPlan:
+    """Return the plan of a process that starts."""
+    return measure.measured_plan.__wrapped__(sizes)
+
+
+@pytest.mark.usefixtures("cache")
 def test_plan_is_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([0.5, 1.5, 0.25])
     monkeypatch.setattr(measure, "_ratio", lambda own, stock: next(found))
-    plan = measure.measured_plan.__wrapped__(SIZES)
+    plan = started()
     assert list(plan.serves.values()) == [Kernel.OWN, Kernel.STOCK, Kernel.OWN]
-    assert "decode 0.50, short queries 1.50, prefill 0.25" in plan.why
+    assert plan.why.startswith("measured at start, our time over vLLM's: decode 0.50, short queries 1.50, prefill 0.25")
+
+
+@pytest.mark.usefixtures("cache")
+def test_later_starts_keep_the_plan_and_say_from_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they would measure: with another kernel the same request could get other tokens."""
+    found = iter([0.99, 0.99, 0.99, 1.01, 1.01, 1.01])
+    monkeypatch.setattr(measure, "_ratio", lambda own, stock: next(found))
+    first, second = started(), started()
+    assert second.serves == first.serves
+    assert re.match(r"kept from \d{4}-\d\d-\d\d: measured at start, our time over vLLM's: decode 0\.99", second.why)
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "sizes": lambda patch: None,
+    "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
+    "compiler": lambda patch: patch.setattr(native, "compiler_version", lambda: "g++ of tomorrow"),
+    "machine": lambda patch: patch.setattr(native, "machine", lambda: "another machine"),
+    "flags": lambda patch: patch.setattr(cpu, "FLAGS", ("-fopenmp", "-DNEW")),
+    "vllm": lambda patch: patch.setattr(measure.vllm, "__version__", "0.99"),
+    "steps": lambda patch: patch.setattr(measure, "_SHAPES", {**measure._SHAPES, Kind.DECODE: (8, 1, 1024)}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_the_times_depend_on_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    before = measure._key(SIZES)
+    CHANGES[what](monkeypatch)
+    assert measure._key(replace(SIZES, num_heads=8) if what == "sizes" else SIZES) != before
+
+
+def test_key_is_the_same_at_each_start() -> None:
+    assert measure._key(SIZES) == measure._key(replace(SIZES))
+
+
+@pytest.mark.usefixtures("cache")
+def test_who_writes_which_pages_is_never_taken_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_ratio", lambda own, stock: 0.5)
+    assert started().writer is Kernel.STOCK
+    monkeypatch.setattr(measure, "pages_alike", lambda sizes: False)
+    assert started().writer is Kernel.OWN
 
 
 def test_large_models_are_measured_on_shorter_contexts() -> None:

@@ -1,6 +1,7 @@
 import hashlib
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -117,6 +118,24 @@ def test_refused_source_raises_in_the_words_of_the_compiler(source, tmp_path):
     with pytest.raises(native.CompileError, match=r"answer\.cpp: g\+\+.*exited with status 1.*unknown"):
         native.load(source)
     assert kept(tmp_path) == []
+
+
+def test_error_in_one_line_names_the_first_of_the_compilers(source):
+    source.write_text('#include "beside.h"\n')
+    source.with_name("beside.h").write_text("int x = unknown;\nint y = unknown;\n")
+    with pytest.raises(native.CompileError) as caught:
+        native.load(source)
+    line = native.brief(caught.value)
+    assert re.fullmatch(
+        r"answer\.cpp: g\+\+.*exited with status 1; .*beside\.h:1:\d+: error: .unknown. was not .*", line
+    )
+
+
+def test_error_of_one_line_is_taken_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(native.CompilerMissing) as caught:
+        native.compiler_version()
+    assert native.brief(caught.value) == str(caught.value)
 
 
 def test_folder_that_cannot_be_made_costs_a_warning(source, tmp_path, monkeypatch, caplog):

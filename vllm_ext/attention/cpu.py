@@ -22,6 +22,8 @@ from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
 from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_reads, records_behind
 from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
 from vllm_ext.config_attention import AUTO, OWN
+from vllm_ext.config_checks import ConfigError
+from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import Ranges, cpu
 from vllm_ext.kv.device.worker import current
 
@@ -118,7 +120,7 @@ class CpuBuilder(HearsOfRecords, CPUAttentionMetadataBuilder):
         """Choose which kernel serves what, and say so in the log.
 
         Raises:
-            ConfigError: ours was asked for and can't serve a layer.
+            ConfigError: ours was asked for, and can't serve a layer or does not compile.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
@@ -131,11 +133,18 @@ class CpuBuilder(HearsOfRecords, CPUAttentionMetadataBuilder):
 
     def _choose(self, kernel: str, obstacle: str | None) -> KernelPlan:
         if kernel == OWN:
-            return KernelPlan.all(Kernel.OWN, f"{FIELD}={OWN}, {cpu.arithmetic()}")
+            return KernelPlan.all(Kernel.OWN, f"{FIELD}={OWN}, {_arithmetic()}")
         if kernel == AUTO and obstacle is None:
-            sizes = Sizes(self.dtype, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.isa)
-            return measured_plan(sizes)
+            return self._faster()
         return KernelPlan.all(Kernel.STOCK, obstacle or f"{FIELD}={kernel}")
+
+    def _faster(self) -> KernelPlan:
+        sizes = Sizes(self.dtype, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.isa)
+        try:
+            return measured_plan(sizes)
+        except (native.CompilerMissing, native.CompileError) as error:
+            logger.warning("attention: vLLM's kernel serves all steps: %s", native.brief(error))
+            return KernelPlan.all(Kernel.STOCK, "ours does not compile")
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CpuMetadata:
         """Build the metadata of a step, as vLLM's; see there."""
@@ -182,6 +191,19 @@ class CpuBackend(CPUAttentionBackend):
     def get_builder_cls() -> type[CpuBuilder]:
         """Return what builds a step's metadata."""
         return CpuBuilder
+
+
+def _arithmetic() -> str:
+    """Return the instructions that our kernel uses here.
+
+    Raises:
+        ConfigError: it does not compile.
+    """
+    try:
+        name: str = cpu.arithmetic()
+    except (native.CompilerMissing, native.CompileError) as error:
+        raise ConfigError(FIELD, OWN, f"must be stock or auto: {native.brief(error)}") from error
+    return name
 
 
 def _count(step: CpuMetadata, kv_cache: torch.Tensor) -> None:

@@ -6,12 +6,15 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import vllm
 from vllm import _custom_ops as ops
 
+from vllm_ext.attention.kept_ratios import kept_or_measured
 from vllm_ext.attention.plan import KernelPlan, Kind, plan_of
+from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, cpu
 
 _SHAPES = {Kind.DECODE: (4, 1, 1024), Kind.SHORT: (1, 16, 1024), Kind.PREFILL: (1, 256, 512)}
@@ -38,13 +41,36 @@ class Sizes:
 
 @functools.cache
 def measured_plan(sizes: Sizes) -> KernelPlan:
-    """Measure each kind of step, in less than two seconds, and return which kernel is to serve it."""
+    """Return which kernel is to serve each kind of step, as this start or an earlier one measured.
+
+    Measuring takes less than two seconds. Who writes which pages is seen at each start: output depends on it.
+
+    Raises:
+        native.CompilerMissing, native.CompileError: there is no kernel of ours.
+    """
     alike = pages_alike(sizes)
+    ratios = kept_or_measured(_key(sizes), lambda: _ratios(sizes))
+    plan = plan_of(ratios.by_kind, pages_alike=alike)
+    return plan if ratios.kept_from is None else replace(plan, why=f"kept from {ratios.kept_from}: {plan.why}")
+
+
+def _ratios(sizes: Sizes) -> dict[Kind, float]:
     ratios = {}
     for kind, (requests, query, context) in _SHAPES.items():
         stock, own = _calls(sizes, requests, query, _context(sizes, requests, context))
         ratios[kind] = _ratio(own, stock)
-    return plan_of(ratios, pages_alike=alike)
+    return ratios
+
+
+def _key(sizes: Sizes) -> dict[str, str]:
+    """Return what the ratios depend on; the kernel's fingerprint stands for source, compiler and machine."""
+    return {
+        "sizes": repr(sizes),
+        "steps": repr(_SHAPES),
+        "threads": str(torch.get_num_threads()),
+        "kernel": native.fingerprint(cpu.SOURCE, flags=cpu.FLAGS),
+        "vllm": vllm.__version__,
+    }
 
 
 def pages_alike(sizes: Sizes) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+from tests.extent import HANG_S
 from tests.kernels.paged_attention.batches import Batch, Range, budget, int32, make_batch
 from vllm_ext.kernels import native
 from vllm_ext.kernels.kv_quant.format import PageLayout
@@ -18,6 +22,8 @@ DECODE = [Range(1, 1), Range(1, 31), Range(1, 32), Range(1, 33), Range(1, 300), 
 PREFILL = [Range(1, 1), Range(7, 7), Range(33, 33), Range(65, 65), Range(100, 257)]
 SUFFIXES = [Range(8, 300), Range(2, 97), Range(5, 64), Range(17, 600)]
 GAP = [Range(40, 40), Range(23, 163), Range(9, 40, position=10)]
+EACH = ("q_start", "q_len", "q_position", "kv_len", "first_block")
+"""What `Ranges` has of each range, in its order."""
 ODD = [Range(0, 40), Range(3, 0), Range(4, 2), Range(2, 64, position=1000), Range(3, 64, position=-1)]
 
 
@@ -201,6 +207,73 @@ def test_block_that_does_not_exist_is_refused_before_anything_is_written(bad):
     assert not out.any()
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"kv_len": 100_000},
+            r"kv_len=100000, first_block=1: the ids of 3125 blocks must lie within the 4 of block_ids",
+        ),
+        ({"kv_len": 97}, "the ids of 4 blocks must lie within the 4"),
+        ({"first_block": -1}, "first_block=-1: the ids of 3 blocks must"),
+        ({"first_block": 2**62}, f"first_block={2**62}: the ids of 3 blocks must"),
+        ({"q_start": -1}, "q_start=-1, q_len=1: must lie within the 6 query tokens"),
+        ({"q_len": 2**31 - 2}, r"q_start=5, q_len=2147483646: must lie within the 6 query tokens"),
+    ],
+    ids=["far behind the list", "one behind the list", "before the list", "overflow", "before the query", "wraps"],
+)
+def test_range_beyond_its_tensors_is_refused_before_anything_is_written(changes: dict[str, int], reason: str) -> None:
+    """What lies behind a list would be read as ids; and a sum of 32 bits may wrap."""
+    batch = make_batch(cpu.layout_for(torch.float32, 1, 32, 32), 2, [Range(1, 20), Range(1, 70)])
+    for name, value in changes.items():
+        getattr(batch.ranges, name)[1] = value
+    out = torch.zeros_like(batch.query)
+    with pytest.raises(IndexError, match=f"^range 1: .*{reason}"):
+        cpu.CpuAttention(batch.kv, 2, scale=1.0)(batch.query, batch.ranges, out)
+    assert not out.any()
+
+
+def test_block_table_narrower_than_a_sequence_is_refused() -> None:
+    layout = cpu.layout_for(torch.float32, 1, 32, 32)
+    kv = PagedKV(layout, torch.zeros(4, layout.page_elements))
+    ranges = Ranges.from_block_table(int32([0, 1]), int32([100]), torch.zeros(1, 3, dtype=torch.int32))
+    with pytest.raises(IndexError, match=r"range 0: kv_len=100.* ids of 4 blocks must lie within the 3"):
+        paged_attention(torch.zeros(1, 1, 32), kv, ranges, scale=1.0)
+
+
+class BothAtOnce:
+    """In place of the library: no call of the kernel begins before there are two."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._two = threading.Barrier(2)
+
+    def attend(self, call: Any) -> int:
+        self._two.wait(HANG_S)
+        return int(self._library.attend(call))
+
+
+def test_threads_attend_at_once_with_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs without the GIL, so that another call may begin before it has read what it was told."""
+    layout = cpu.layout_for(torch.float32, 2, 64, 32)
+    batch = make_batch(layout, 4, [Range(1, 300), Range(70, 200)], gap=0)
+    ranges = batch.ranges
+    one, other = (
+        Ranges(*(getattr(ranges, name)[part].contiguous() for name in EACH), ranges.block_ids)
+        for part in (slice(0, 1), slice(1, 2))
+    )
+    attend = cpu.CpuAttention(batch.kv, 4, scale=0.125)
+    alone = [torch.zeros_like(batch.query) for _ in range(2)]
+    for part, out in zip((one, other), alone, strict=True):
+        attend(batch.query, part, out)
+
+    monkeypatch.setattr(attend, "_library", BothAtOnce(attend._library))
+    together = [torch.zeros_like(batch.query) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(attend, [batch.query] * 2, (one, other), together))
+    assert all(map(torch.equal, together, alone))
+
+
 def kv_of(layout: PageLayout) -> PagedKV:
     return PagedKV(layout, torch.zeros(2, layout.page_elements, dtype=layout.dtype))
 
@@ -258,4 +331,4 @@ def test_machines_with_fewer_instructions(dtype, flag, found, monkeypatch):
 
 
 def test_instructions_have_a_name():
-    assert cpu.arithmetic() in ("AVX512-BF16", "AVX512", "AVX2", "scalar")
+    assert cpu.arithmetic() in ("AVX512-BF16", "AVX512", "AVX2", "NEON", "scalar")
