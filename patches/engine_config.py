@@ -69,7 +69,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     if config.kv_tier.device_int8_share:
         keep_records(config, vllm_config)
     if config.attention.kernel != STOCK:
-        choose_attention_kernel(config, vllm_config)
+        config = choose_attention_kernel(config, vllm_config)
     config = let_gaps_be_crossed(config, vllm_config)
     vllm_config.additional_config = with_options(vllm_config.additional_config, ext_config.to_dict(config))
     groups = needed_groups(config, usage)
@@ -179,8 +179,11 @@ def keep_records(config: ExtConfig, vllm_config: Any) -> None:
     registry.install("kv-arena")  # where the engine core is in this process, or is forked from it
 
 
-def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> None:
+def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     """Have our attention backend serve an engine, if it can.
+
+    Returns:
+        The configuration with what will be done.
 
     Raises:
         ConfigError: Our kernel was asked for, and can't serve it.
@@ -192,7 +195,8 @@ def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> None:
 
     if current_platform.is_cpu():
         registry.verify("attention-slot")
-    let_own_kernel_serve(vllm_config, config.attention.kernel)
+    kernel = let_own_kernel_serve(vllm_config, config.attention.kernel)
+    return replace(config, attention=replace(config.attention, kernel=kernel))
 
 
 def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
@@ -273,7 +277,6 @@ HOOKS = (
         breaks_without="--scheduler-cls NAME is an unknown class",
         remove_when="vLLM resolves names of scheduler plugins and validates plugin options at start",
         verified={
-            "0.30.0": "39c5eba165a0a7c0",
             "0.31.0": "ef49ffb8c104f0a8",
             "0.32.0": "f8c65bf282b8debd",
             "0.33.0": "ac940debee640002",

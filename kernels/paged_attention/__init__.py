@@ -53,7 +53,8 @@ def paged_attention(
     else:
         from vllm_ext.kernels.paged_attention import gpu
 
-        longest = int(ranges.kv_len.max()) if ranges.num_ranges else 0
-        bounds = {"num_tokens": ranges.num_tokens, "longest": longest}
-        gpu.attend(query, kv, ranges, out, lse, scale=scale, window=window, softcap=softcap, **bounds)
+        longest = int(ranges.q_len.max()) if ranges.num_ranges else 0
+        sizes = {"num_tokens": ranges.num_tokens, "max_query_len": longest}
+        step = gpu.divide(ranges, kv.layout, num_heads=query.shape[1], **sizes)
+        gpu.attend(query, kv, step, out, lse, scale=scale, window=window, softcap=softcap)
     return out

@@ -114,12 +114,11 @@ class Ranges:
             seq_lens: [num_rows], tokens with those of the query.
             block_table: [num_rows, blocks], whose rows may lie apart; nothing of it is copied.
         """
-        rows, stride = seq_lens.shape[0], block_table.stride(0)
+        rows = seq_lens.shape[0]
         start = query_start_loc[:rows]
         length = query_start_loc[1 : rows + 1] - start
-        ids = torch.as_strided(block_table, (max(0, (rows - 1) * stride) + block_table.shape[1],), (1,))
-        first = torch.arange(rows, dtype=torch.int64, device=seq_lens.device) * stride
-        return cls(start, length, seq_lens - length, seq_lens.contiguous(), first, ids)
+        first = torch.arange(rows, dtype=torch.int64, device=seq_lens.device) * block_table.stride(0)
+        return cls(start, length, seq_lens - length, seq_lens.contiguous(), first, ids_of_table(block_table[:rows]))
 
     @property
     def num_ranges(self) -> int:
@@ -130,6 +129,12 @@ class Ranges:
     def num_tokens(self) -> int:
         """Query tokens that the ranges reach to."""
         return int((self.q_start + self.q_len).max()) if self.num_ranges else 0
+
+
+def ids_of_table(block_table: torch.Tensor) -> torch.Tensor:
+    """Return a block table as one list of ids, in which row r begins at r times its stride; nothing is copied."""
+    rows, stride = block_table.shape[0], block_table.stride(0)
+    return torch.as_strided(block_table, (max(0, (rows - 1) * stride) + block_table.shape[1],), (1,))
 
 
 def blocks_of(ranges: Ranges, index: int, block_size: int) -> torch.Tensor:

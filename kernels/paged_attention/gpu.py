@@ -1,279 +1,281 @@
-"""Paged attention on a GPU, in Triton: each tile of queries walks over blocks as they are and over records in INT8.
+"""Paged attention on a GPU: how many programs serve a step, and the launches of `gpu_kernel`.
 
-Grid: (tiles of queries, KV heads, splits of the KV). A program owns BLOCK_M rows, which are query tokens times the
-query heads of one KV head, so that a loaded K or V serves all of them, and its share of the blocks that they see. Each
-block is one tile of the walk: what it is, page or record, is one scalar branch, and records are dequantised in
-registers. 16 rows are what the tensor cores need at least, and all that registers have room for: of 255, blocks of 64
-tokens in INT8 take 229 at head size 128 on sm_90. Splits keep all multiprocessors busy where there are few tiles, also
-for queries of several tokens; a second kernel merges them by their log-sum-exp. Nobody waits for the device: the host
-knows bounds only, and programs find their range by bisection.
+Nobody waits for the device: the host knows how many queries there are, and at most how long the longest is; how long
+sequences are only the device knows. So a step is divided there (`divide`), once for all layers, and the number of
+programs depends on the queries alone: a captured CUDA graph stays right whatever lengths it is replayed with.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-from vllm_ext.kernels.kv_quant.format import RecordFormat
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.kernels.paged_attention import gpu_kernel
 from vllm_ext.kernels.paged_attention.format import PagedKV, Ranges
 
-BLOCK_M = 16
-_MOST_SPLITS = 16
-_BLOCKS_PER_SPLIT = 4
-"""A split with fewer blocks costs more in the merge than it saves."""
-_PROGRAMS_PER_PROCESSOR = 2
+LEAST_ROWS = 16
+_PROGRAMS_PER_PROCESSOR = 8
+"""Two waves of the four that run on a processor at once: shares of that size leave few processors idle at the end,
+equal and unequal lengths alike, and cost little to merge."""
+_LEAST_TOKENS = 128
+"""Of KV; a smaller share costs more in the merge than it saves."""
 _LEAST_BLOCK = 16
-_NEG_INF = tl.constexpr(float("-inf"))
+_WIDE_HEAD = 128
+_ROOMY_BYTES = 160 * 1024
+"""Of shared memory, as devices for servers have; others have 99 KiB."""
+_LANES = 256
+_MERGE_CHUNK = 16
 
 
-@triton.jit
-def _find_range(tile, tile_end, num_ranges):  # type: ignore[no-untyped-def]
-    """Return the range of a tile: the first whose tiles end behind it, by bisection."""
-    low = 0
-    high = num_ranges
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(tile_end + middle) > tile:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+@dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """What a device has, as far as launches depend on it."""
+
+    processors: int
+    """Multiprocessors."""
+    shared_bytes: int
+    """Shared memory of a program, at most."""
+
+    @classmethod
+    @functools.cache
+    def of(cls, device: torch.device) -> DeviceLimits:
+        """Ask a CUDA device; any other is one whose kernels Triton interprets."""
+        if device.type != "cuda":
+            return cls(processors=1, shared_bytes=0)
+        found = torch.cuda.get_device_properties(device)
+        return cls(processors=found.multi_processor_count, shared_bytes=found.shared_memory_per_block_optin)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
-    query, pages, records, channels, out, lse, partial, block_ids, first_block, q_start, q_len, q_position, kv_len,
-    tile_end, num_ranges, num_blocks, query_stride, out_stride, page_stride, record_bytes, record_items, minima_item,
-    head_stride, token_stride, value_offset, scale, softcap, window,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, HAS_RECORDS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    r = _find_range(tile, tile_end, num_ranges)
-    if r >= num_ranges:
-        return
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOKENS: tl.constexpr = ROWS // GROUP
-    tiles_before = tl.load(tile_end + r - 1, mask=r > 0, other=0)
-    first = (tile - tiles_before) * TOKENS  # query token of the range
-    length, limit = tl.load(q_len + r), tl.load(kv_len + r)
-    position0 = tl.load(q_position + r) + first
-
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    token = rows // GROUP
-    row_there = (token < TOKENS) & (first + token < length)
-    row_token = (tl.load(q_start + r) + first + token).to(tl.int64)
-    row_head = head * GROUP + rows % GROUP
-    dim_there = dims < DIM
-    both = row_there[:, None] & dim_there[None, :]
-    at = row_token[:, None] * query_stride + row_head[:, None] * DIM + dims[None, :]
-    q = tl.load(query + at, mask=both, other=0.0)  # [ROWS, WIDTH]
-    position = position0 + token
-
-    last = tl.minimum(limit, position0 + tl.minimum(TOKENS, length - first))
-    blocks = tl.maximum(0, (last + BLOCK - 1) // BLOCK)
-    start = tl.where(window > 0, tl.maximum(0, position0 + 1 - window) // BLOCK, 0)
-    each = (tl.maximum(0, blocks - start) + SPLITS - 1) // SPLITS
-    begin = start + split * each
-    end = tl.minimum(blocks, begin + each)
-    ids = block_ids + tl.load(first_block + r)
-
-    highest = tl.full([ROWS], _NEG_INF, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    tokens = tl.arange(0, BLOCK)
-    inside = head * head_stride + tokens[:, None] * token_stride + dims[None, :]  # [BLOCK, WIDTH]
-    for b in range(begin, end):
-        block = tl.load(ids + b).to(tl.int64)
-        key = b * BLOCK + tokens
-        there = (key < last)[:, None] & dim_there[None, :]  # behind the last token may stand anything
-        if HAS_RECORDS and block >= num_blocks:
-            codes = records + (block - num_blocks) * record_bytes
-            lowest = channels + (block - num_blocks) * record_items + minima_item + 2 * head * DIM + dims
-            steps = lowest + 2 * KV_HEADS * DIM
-            k = tl.load(codes + inside, mask=there, other=0).to(tl.float32)
-            low = tl.load(lowest, mask=dim_there, other=0.0).to(tl.float32)
-            k = (low[None, :] + k * tl.load(steps, mask=dim_there, other=0.0).to(tl.float32)[None, :]).to(q.dtype)
-            v = tl.load(codes + inside + value_offset, mask=there, other=0).to(tl.float32)
-            low = tl.load(lowest + DIM, mask=dim_there, other=0.0).to(tl.float32)
-            v = (low[None, :] + v * tl.load(steps + DIM, mask=dim_there, other=0.0).to(tl.float32)[None, :]).to(q.dtype)
-        else:
-            page = pages + block * page_stride
-            k = tl.load(page + inside, mask=there, other=0.0)
-            v = tl.load(page + inside + value_offset, mask=there, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [ROWS, BLOCK]
-        if softcap > 0:
-            e = tl.exp(-2.0 * tl.abs(s) / softcap)
-            size = softcap * (1.0 - e) / (1.0 + e)  # tanh
-            s = tl.where(s < 0, -size, size)
-        seen = (key[None, :] <= position[:, None]) & (key < last)[None, :] & row_there[:, None]
-        seen = seen & ((window <= 0) | (key[None, :] > position[:, None] - window))
-        s = tl.where(seen, s, _NEG_INF)
-        now = tl.maximum(highest, tl.max(s, 1))
-        base = tl.where(now == _NEG_INF, 0.0, now)
-        p = tl.exp(s - base[:, None])
-        fade = tl.exp(highest - base)
-        total = total * fade + tl.sum(p, 1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        highest = now
-
-    if SPLITS > 1:
-        number = ((tile * KV_HEADS + head) * SPLITS + split).to(tl.int64)
-        to = partial + number * ROWS * (WIDTH + 2)
-        tl.store(to + rows[:, None] * WIDTH + dims[None, :], acc)
-        tl.store(to + ROWS * WIDTH + rows, highest)
-        tl.store(to + ROWS * (WIDTH + 1) + rows, total)
-    else:
-        inverse = tl.where(total > 0, 1.0 / total, 0.0)
-        at = row_token[:, None] * out_stride + row_head[:, None] * DIM + dims[None, :]
-        tl.store(out + at, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=both)
-        if HAS_LSE:
-            tl.store(lse + row_token * HEADS + row_head, highest + tl.log(total), mask=row_there)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge(  # type: ignore[no-untyped-def]
-    partial, out, lse, q_start, q_len, tile_end, num_ranges, out_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_LSE: tl.constexpr,
-):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1)
-    r = _find_range(tile, tile_end, num_ranges)
-    if r >= num_ranges:
-        return
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    TOKENS: tl.constexpr = ROWS // GROUP
-    first = (tile - tl.load(tile_end + r - 1, mask=r > 0, other=0)) * TOKENS
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, WIDTH)
-    token = rows // GROUP
-    row_there = (token < TOKENS) & (first + token < tl.load(q_len + r))
-    row_token = (tl.load(q_start + r) + first + token).to(tl.int64)
-    row_head = head * GROUP + rows % GROUP
-
-    highest = tl.full([ROWS], _NEG_INF, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for split in range(SPLITS):
-        number = ((tile * KV_HEADS + head) * SPLITS + split).to(tl.int64)
-        at = partial + number * ROWS * (WIDTH + 2)
-        one = tl.load(at + ROWS * WIDTH + rows)
-        now = tl.maximum(highest, one)
-        base = tl.where(now == _NEG_INF, 0.0, now)
-        fade, weight = tl.exp(highest - base), tl.exp(one - base)
-        total = total * fade + tl.load(at + ROWS * (WIDTH + 1) + rows) * weight
-        acc = acc * fade[:, None] + tl.load(at + rows[:, None] * WIDTH + dims[None, :]) * weight[:, None]
-        highest = now
-    inverse = tl.where(total > 0, 1.0 / total, 0.0)
-    to = row_token[:, None] * out_stride + row_head[:, None] * DIM + dims[None, :]
-    both = row_there[:, None] & (dims < DIM)[None, :]
-    tl.store(out + to, (acc * inverse[:, None]).to(out.dtype.element_ty), mask=both)
-    if HAS_LSE:
-        tl.store(lse + row_token * HEADS + row_head, highest + tl.log(total), mask=row_there)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How many programs serve a step."""
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How many programs serve a step, whatever the lengths of its sequences."""
 
     rows: int
     """Of a tile."""
-    tiles: int
-    """At most; those that no range needs end at once."""
-    splits: int
+    tokens: int
+    """Query tokens of a tile."""
+    items: int
+    """At most; programs beyond those that the device makes end at once."""
+    partials: int
+    """Items whose results are merged, at most."""
+    merged_rows: int
+    """Rows of a tile that queries may have."""
 
     @classmethod
-    def of(cls, kv: PagedKV, num_heads: int, num_tokens: int, num_ranges: int, longest: int, processors: int) -> Launch:
+    def of(
+        cls, layout: PageLayout, *, num_heads: int, num_tokens: int, num_ranges: int, max_query_len: int,
+        processors: int,
+    ) -> Grid:  # fmt: skip
         """Choose.
 
         Args:
-            kv: What is read.
+            layout: Of the pages.
             num_heads: Query heads.
             num_tokens: Query tokens of all ranges, at most.
             num_ranges: Ranges.
-            longest: Tokens of the longest range's KV, at most.
+            max_query_len: Tokens of the longest query, at most.
             processors: Multiprocessors of the device.
         """
-        group = num_heads // kv.layout.num_heads
-        rows = max(BLOCK_M, triton.next_power_of_2(group))
-        tiles = num_tokens // (rows // group) + num_ranges
-        wanted = processors * _PROGRAMS_PER_PROCESSOR // max(1, tiles * kv.layout.num_heads)
-        useful = -(-longest // kv.layout.block_size) // _BLOCKS_PER_SPLIT
-        splits = max(1, min(_MOST_SPLITS, wanted, useful))
-        return cls(rows, tiles, 1 << (splits.bit_length() - 1))
+        group = num_heads // layout.num_heads
+        used = max(1, max_query_len) * group
+        rows = max(least_rows(group), min(most_rows(layout), triton.next_power_of_2(used)))
+        tokens = rows // group
+        tiles = min(num_tokens // tokens + num_ranges, num_ranges * -(-max_query_len // tokens))
+        wanted = max(1, processors * _PROGRAMS_PER_PROCESSOR // layout.num_heads)
+        return cls(
+            rows=rows,
+            tokens=tokens,
+            items=max(wanted, tiles + wanted // 2),
+            partials=max(2, wanted * LEAST_ROWS // rows),
+            merged_rows=min(tokens * group, used),
+        )
+
+
+class Workspace:
+    """Memory on the device in which steps are divided and partial results lie; one step at a time.
+
+    Args:
+        max_ranges: Ranges of the largest step.
+        max_items: Items of the largest step.
+        max_partial_numbers: fp32 numbers of the largest step's partial results.
+        limits: Of the device.
+        device: Where.
+    """
+
+    def __init__(
+        self, max_ranges: int, max_items: int, max_partial_numbers: int, limits: DeviceLimits, device: torch.device
+    ) -> None:
+        self.limits = limits
+        self.first_item, self.splits, self.first_partial = (
+            torch.empty(max_ranges, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        self.item_range, self.merge_item = (torch.empty(max_items, dtype=torch.int32, device=device) for _ in range(2))
+        self.partial = torch.empty(max_partial_numbers, dtype=torch.float32, device=device)
+
+    @classmethod
+    def for_steps(
+        cls, layout: PageLayout, *, num_heads: int, max_tokens: int, max_ranges: int, limits: DeviceLimits,
+        device: torch.device,
+    ) -> Workspace:  # fmt: skip
+        """Return what every step of up to so many query tokens in up to so many ranges needs."""
+        lengths = {min(length, max_tokens) for length in (*query_lens_of_tiles(layout, num_heads), max_tokens)}
+        grids = [
+            Grid.of(
+                layout, num_heads=num_heads, num_tokens=max_tokens, num_ranges=max_ranges, max_query_len=length,
+                processors=limits.processors,
+            )
+            for length in lengths
+        ]  # fmt: skip
+        numbers = max(grid.partials * _partial_numbers(grid, layout) for grid in grids)
+        return cls(max_ranges, max(grid.items for grid in grids), numbers, limits, device)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's queries, divided among programs: the same for all layers of one shape."""
+
+    ranges: Ranges
+    grid: Grid
+    workspace: Workspace
+
+
+def divide(
+    ranges: Ranges, layout: PageLayout, *, num_heads: int, num_tokens: int, max_query_len: int,
+    workspace: Workspace | None = None,
+) -> Step:  # fmt: skip
+    """Divide a step among programs, on the device; returns at once.
+
+    Args:
+        ranges: Which tokens attend to which blocks; that these exist is for the caller to see to.
+        layout: Of the pages.
+        num_heads: Query heads.
+        num_tokens: Query tokens of all ranges, at most.
+        max_query_len: Tokens of the longest query, at most.
+        workspace: Of a step that is over; by default a new one.
+
+    Raises:
+        ValueError: a size or layout that the kernel has no code for.
+    """
+    check(layout, num_heads)
+    device, num_ranges = ranges.q_len.device, ranges.num_ranges
+    if workspace is None:
+        workspace = Workspace.for_steps(
+            layout, num_heads=num_heads, max_tokens=num_tokens, max_ranges=num_ranges, limits=DeviceLimits.of(device),
+            device=device,
+        )  # fmt: skip
+    grid = Grid.of(
+        layout, num_heads=num_heads, num_tokens=num_tokens, num_ranges=num_ranges, max_query_len=max_query_len,
+        processors=workspace.limits.processors,
+    )  # fmt: skip
+    gpu_kernel.plan[(1,)](
+        ranges.q_len, ranges.q_position, ranges.kv_len, workspace.first_item, workspace.splits,
+        workspace.first_partial, workspace.item_range, workspace.merge_item,
+        num_ranges, grid.items, grid.partials, grid.partials // 2,
+        TOKENS=grid.tokens, BLOCK=layout.block_size, LEAST=max(1, _LEAST_TOKENS // layout.block_size), LANES=_LANES,
+        num_warps=4,
+    )  # fmt: skip
+    return Step(ranges, grid, workspace)
 
 
 def attend(
-    query: torch.Tensor, kv: PagedKV, ranges: Ranges, out: torch.Tensor, lse: torch.Tensor | None = None, *,
-    scale: float, window: int = 0, softcap: float = 0.0, num_tokens: int, longest: int, processors: int = 0,
+    query: torch.Tensor, kv: PagedKV, step: Step, out: torch.Tensor, lse: torch.Tensor | None = None, *,
+    scale: float, window: int = 0, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """Attend as `vllm_ext.kernels.paged_attention.paged_attention` does, without waiting for the device.
 
     Args:
         query: [tokens, heads, D], in the type of the KV; tokens may lie apart.
         kv: Pages whose channels are next to each other, and records.
-        ranges: Which tokens attend to which blocks; that these exist is for the caller to see to.
+        step: What `divide` made of the ranges, for as many heads.
         out: Like the query.
         lse: [tokens, heads], fp32, or none.
         scale: Of the scores.
         window: Most recent tokens that a query sees; 0: all.
         softcap: Bound of the scores; 0: none.
-        num_tokens: Query tokens of all ranges, at most; the host knows no better.
-        longest: Tokens of the longest range's KV, at most.
-        processors: Multiprocessors; 0: those of the device.
 
     Raises:
-        ValueError: a size or layout that the kernel has no code for; nothing is written.
+        ValueError: the step was divided for another number of heads; nothing is written.
     """
-    check(kv, query.shape[1])
-    layout, num_heads = kv.layout, query.shape[1]
-    if not processors:
-        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    launch = Launch.of(kv, num_heads, num_tokens, ranges.num_ranges, longest, processors)
-    tokens = launch.rows // (num_heads // layout.num_heads)
-    tile_end = torch.cumsum((ranges.q_len + tokens - 1) // tokens, 0, dtype=torch.int32)
-    sizes = {"HEADS": num_heads, "KV_HEADS": layout.num_heads, "DIM": layout.head_dim, "ROWS": launch.rows}
-    sizes |= {"WIDTH": triton.next_power_of_2(layout.head_dim), "SPLITS": launch.splits, "HAS_LSE": lse is not None}
-    records = kv.records if kv.num_records else None
-    channels, fmt, item = kv.pages, RecordFormat(layout), layout.dtype.itemsize
-    if records is not None:
-        channels = records.view(layout.dtype)
-    partial = out
-    if launch.splits > 1:
-        count = launch.tiles * layout.num_heads * launch.splits * launch.rows * (sizes["WIDTH"] + 2)
-        partial = torch.empty(count, dtype=torch.float32, device=query.device)
-    grid = (launch.tiles, layout.num_heads, launch.splits)
-    told = out if lse is None else lse
-    _attend[grid](
-        query, kv.pages, kv.pages if records is None else records, channels, out, told, partial,
-        ranges.block_ids, ranges.first_block, ranges.q_start, ranges.q_len, ranges.q_position, ranges.kv_len,
-        tile_end, ranges.num_ranges, kv.num_blocks, query.stride(0), out.stride(0), kv.pages.stride(0),
-        0 if records is None else records.stride(0), 0 if records is None else records.stride(0) // item,
-        fmt.minima_offset // item, layout.head_stride, layout.k.token_stride, layout.v.offset - layout.k.offset,
-        scale, softcap, window, BLOCK=layout.block_size, HAS_RECORDS=records is not None, num_warps=4, num_stages=2,
-        **sizes,
+    layout, num_heads, grid, ranges, work = kv.layout, query.shape[1], step.grid, step.ranges, step.workspace
+    if grid.rows // (num_heads // layout.num_heads) != grid.tokens:
+        raise ValueError(f"num_heads={num_heads}: the step was divided into tiles of {grid.tokens} tokens for another")
+    sizes = {"HEADS": num_heads, "KV_HEADS": layout.num_heads, "DIM": layout.head_dim, "ROWS": grid.rows}
+    sizes |= {"WIDTH": triton.next_power_of_2(layout.head_dim), "HAS_LSE": lse is not None}
+    told, has_int8 = out if lse is None else lse, kv.num_records > 0
+    int8_blocks, channels, int8_stride = kv.pages, kv.pages, 0
+    if kv.records is not None and has_int8:
+        int8_blocks, channels, int8_stride = kv.records, kv.records.view(layout.dtype), kv.records.stride(0)
+    item_bytes = layout.dtype.itemsize
+    gpu_kernel.attend[(grid.items, layout.num_heads)](
+        query, kv.pages, int8_blocks, channels, out, told, work.partial, ranges.block_ids, ranges.first_block,
+        ranges.q_start, ranges.q_len, ranges.q_position, ranges.kv_len,
+        work.first_item, work.splits, work.first_partial, work.item_range,
+        kv.num_blocks, query.stride(0), out.stride(0), kv.pages.stride(0), int8_stride, int8_stride // item_bytes,
+        RecordFormat(layout).minima_offset // item_bytes,
+        layout.head_stride, layout.k.token_stride, layout.v.offset - layout.k.offset, scale, softcap, window,
+        BLOCK=layout.block_size, **tokens_of_turns(layout), HAS_INT8=has_int8, HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0, **sizes, **launch_options(work.limits, rows=grid.rows, has_int8=has_int8),
     )  # fmt: skip
-    if launch.splits > 1:
-        _merge[grid[:2]](
-            partial, out, told, ranges.q_start, ranges.q_len, tile_end, ranges.num_ranges, out.stride(0),
-            num_warps=4, **sizes,
-        )  # fmt: skip
+    gpu_kernel.merge[(grid.partials // 2, layout.num_heads, grid.merged_rows)](
+        work.partial, out, told, ranges.q_start, ranges.q_len, work.first_item, work.splits, work.first_partial,
+        work.item_range, work.merge_item, out.stride(0), CHUNK=_MERGE_CHUNK, **sizes, num_warps=2,
+    )  # fmt: skip
 
 
-def check(kv: PagedKV, num_heads: int) -> None:
+def least_rows(group: int) -> int:
+    """Return the rows of the smallest tile where so many query heads share a KV head."""
+    return int(max(LEAST_ROWS, triton.next_power_of_2(group)))
+
+
+def query_lens_of_tiles(layout: PageLayout, num_heads: int) -> list[int]:
+    """Return the longest query that one tile holds, for each size of tiles that a step may have."""
+    rows, group = least_rows(num_heads // layout.num_heads), num_heads // layout.num_heads
+    found = [rows // group]
+    while (rows := 2 * rows) <= most_rows(layout):
+        found.append(rows // group)
+    return found
+
+
+def most_rows(layout: PageLayout) -> int:
+    """Return the rows of the largest tile: of wider heads registers hold fewer."""
+    return 64 if layout.head_dim <= _WIDE_HEAD else 32
+
+
+def tokens_of_turns(layout: PageLayout) -> dict[str, int]:
+    """Return how many tokens of pages, and of blocks in INT8, a program takes at once."""
+    most = 64 if layout.head_dim <= _WIDE_HEAD and layout.dtype.itemsize == torch.bfloat16.itemsize else 32
+    return {"PAGE_TOKENS": most, "INT8_TOKENS": min(most // 2, layout.block_size)}
+
+
+def launch_options(limits: DeviceLimits, *, rows: int, has_int8: bool) -> dict[str, int]:
+    """Return how many warps a program has, and how many turns of a loop are under way at once.
+
+    More rows need the registers of more threads. In INT8 there is one turn more where there is room: its bytes are half
+    as many, and its registers allow two or three programs a processor, not five.
+    """
+    stages = 3 if not has_int8 else 4 if limits.shared_bytes >= _ROOMY_BYTES else 2
+    return {"num_warps": 4 if rows == LEAST_ROWS else 8, "num_stages": stages}
+
+
+def check(layout: PageLayout, num_heads: int) -> None:
     """Raise ValueError if the kernel has no code for these sizes, or this layout."""
-    layout: Any = kv.layout
-    block, group = layout.block_size, num_heads // layout.num_heads
+    found: Any = layout
+    block, group = found.block_size, num_heads // found.num_heads
     if block < _LEAST_BLOCK or block & (block - 1):
         raise ValueError(f"block_size={block}: must be a power of two, at least {_LEAST_BLOCK}, on a GPU")
-    if num_heads % layout.num_heads or not group:
-        raise ValueError(f"num_heads={num_heads}: must be a multiple of the {layout.num_heads} KV heads")
-    if layout.k.offset or (layout.k.channel_stride, layout.v.channel_stride) != (1, 1):
+    if num_heads % found.num_heads or not group:
+        raise ValueError(f"num_heads={num_heads}: must be a multiple of the {found.num_heads} KV heads")
+    if found.k.offset or (found.k.channel_stride, found.v.channel_stride) != (1, 1):
         raise ValueError(f"layout={layout}: the channels of a token must be next to each other, K first, on a GPU")
-    if layout.k.token_stride != layout.v.token_stride:
+    if found.k.token_stride != found.v.token_stride:
         raise ValueError(f"layout={layout}: tokens of K and V must be equally far apart on a GPU")
+
+
+def _partial_numbers(grid: Grid, layout: PageLayout) -> int:
+    """Return the fp32 numbers of one item's partial result, for all KV heads."""
+    return int(layout.num_heads * grid.rows * (triton.next_power_of_2(layout.head_dim) + 2))

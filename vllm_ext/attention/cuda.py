@@ -1,55 +1,43 @@
 """The attention backend ``CUSTOM`` on CUDA: vLLM's ``FLASH_ATTN`` or ``TRITON_ATTN``, with our kernel where it serves.
 
-vLLM's backend writes the KV in either case. ``auto`` leaves steps to vLLM's kernel here: on this platform ours is meant
-for what that can't read, and neither was measured against the other on the device.
+vLLM's backend writes the KV in either case, and serves prefill as long as no block of it is in 8 bits: on Hopper its
+kernel is several times faster there. An engine with ``attention.kernel: auto`` does not come here (`support`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_ext.attention.counts import COUNTS
+from vllm_ext.attention.own_steps import OwnStep, OwnSteps
 from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
-from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_reads, records_behind
-from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
+from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, has_records, note_reads, records_behind
+from vllm_ext.attention.slot import stock_cuda_backend
+from vllm_ext.attention.support import FIELD, chosen_kernel, layer_obstacle, layers_kernel, refuse_what_comes_later
 from vllm_ext.config_attention import OWN
+from vllm_ext.config_checks import ConfigError
 from vllm_ext.kernels.kv_quant.format import PageLayout, Side
-from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu
+from vllm_ext.kernels.paged_attention import PagedKV, gpu
+from vllm_ext.kv.device.worker import current
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.vllm_ext")
 _OURS = "vllm_ext_step"
 """Attribute of a step's metadata: its `OwnStep`, where our kernel serves it."""
-_FLASH_CAPABILITY = 80
-
-
-def _stock_backend() -> Any:
-    if current_platform.is_cuda() and current_platform.has_device_capability(_FLASH_CAPABILITY):
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
-        return FlashAttentionBackend
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-
-    return TritonAttentionBackend
-
-
-_STOCK: Any = _stock_backend()
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnStep:
-    """What our kernel needs of a step: ranges on the device, and bounds that the host knows."""
-
-    ranges: Ranges
-    num_tokens: int
-    longest: int
+_STOCK: Any = stock_cuda_backend()
+_PLAN = KernelPlan(
+    serves={Kind.DECODE: Kernel.OWN, Kind.SHORT: Kernel.OWN, Kind.PREFILL: Kernel.STOCK},
+    writer=Kernel.STOCK,
+    why=f"{FIELD}={OWN}; prefill that reads KV in 8 bits is ours too",
+)
 
 
 class CudaImpl(UnpacksRecords, _STOCK.get_impl_cls()):  # type: ignore[misc]
@@ -64,11 +52,10 @@ class CudaImpl(UnpacksRecords, _STOCK.get_impl_cls()):  # type: ignore[misc]
             kv_cache_dtype=self.kv_cache_dtype,
             attn_type=self.attn_type,
         )
-        self._kv: PagedKV | None = None
-        self._bound_to: tuple[int, bool] | None = None
-        self._processors = 1
-        if torch.cuda.is_available():
-            self._processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+        window = getattr(self, "sliding_window", None) or (-1, -1)
+        self.window, self.softcap = window[0] + 1, float(self.logits_soft_cap or 0.0)
+        self._bound: dict[bool, PagedKV] = {}
+        self._bound_to: int | None = None
 
     def forward(
         self,
@@ -83,68 +70,96 @@ class CudaImpl(UnpacksRecords, _STOCK.get_impl_cls()):  # type: ignore[misc]
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend, as vLLM's; see there."""
-        step: OwnStep | None = getattr(attn_metadata, _OURS, None)
-        if step is None:
+        own: OwnStep | None = getattr(attn_metadata, _OURS, None)
+        if own is None:
             found: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
             )
             return found
         if any(scale is not None for scale in (*args, *kwargs.values())):
             raise NotImplementedError(f"{FIELD}: fused quantisation of outputs needs stock")
-        window = getattr(self, "sliding_window", None) or (-1, -1)
+        kv, count = self._kv(kv_cache, with_int8=own.reads_int8), own.num_tokens
         gpu.attend(
-            query[: step.num_tokens], self._bound(kv_cache), step.ranges, output[: step.num_tokens],
-            scale=self.scale, window=window[0] + 1, softcap=self.logits_soft_cap or 0.0,
-            num_tokens=step.num_tokens, longest=step.longest, processors=self._processors,
-        )  # fmt: skip
+            query[:count], kv, own.step, output[:count], scale=self.scale, window=self.window, softcap=self.softcap
+        )
         return output
 
-    def _bound(self, kv_cache: torch.Tensor) -> PagedKV:
+    def _kv(self, kv_cache: torch.Tensor, *, with_int8: bool) -> PagedKV:
         """Return this layer's KV as our kernel wants it: made once, and again after a sleep that moved the cache."""
-        records = records_behind(kv_cache)
-        wanted = kv_cache.data_ptr(), records is not None
-        if self._kv is None or self._bound_to != wanted:
-            self._kv, self._bound_to = paged(kv_cache, records), wanted
-        return self._kv
+        if self._bound_to != kv_cache.data_ptr():
+            self._bound, self._bound_to = {}, kv_cache.data_ptr()
+        if with_int8 not in self._bound:
+            self._bound[with_int8] = paged(kv_cache, records_behind(kv_cache) if with_int8 else None)
+        return self._bound[with_int8]
 
 
 class CudaBuilder(HearsOfRecords, _STOCK.get_builder_cls()):  # type: ignore[misc]
     """Builds a step's metadata for the kernel that serves it, and chooses the kernels at start."""
 
-    _cudagraph_support = AttentionCGSupport.NEVER
-    """The ranges of a step, and what it reads of records, are new tensors, which a captured graph would not read."""
+    supports_update_block_table = False
+    """A step of ours has the block table in it."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
-        """Choose which kernel serves what, and say so in the log.
+        """Choose which kernel serves what, say so in the log, and compile ours.
 
         Raises:
             ConfigError: ours was asked for and can't serve a layer.
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        kernel, _ = layers_kernel(vllm_config, (layer.impl.obstacle for layer in layers.values()))
-        self.plan = KernelPlan.all(Kernel.OWN if kernel == OWN else Kernel.STOCK, f"{FIELD}={kernel}")
-        self.check_pages(layers.values())
+        layers = list(get_layers_from_vllm_config(vllm_config, Attention, layer_names).values())
+        kernel, _ = layers_kernel(vllm_config, (layer.impl.obstacle for layer in layers))
+        self.plan = _PLAN if kernel == OWN else KernelPlan.all(Kernel.STOCK, f"{FIELD}={kernel}")
+        self.check_pages(layers)
         self._dtype = str(kv_cache_spec.dtype).removeprefix("torch.")
         logger.info("%s", self.plan.describe(_STOCK.get_name()))
+        self._steps = self._own_steps([layer.impl for layer in layers]) if kernel == OWN else None
+        if self._steps is not None:
+            self.supports_draft_decode_metadata_update = False  # a draft's steps are divided anew, one by one
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:  # noqa: ARG003
+        """Say that our kernel can be captured in decode, and nothing where a step may read blocks in 8 bits.
+
+        Which it reads, and that it reads any, is seen when it comes, and not when a graph is captured.
+        """
+        own = chosen_kernel(vllm_config) == OWN and not has_records(vllm_config)
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if own else AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Build the metadata of a step, as vLLM's; see there."""
-        common = common_attn_metadata
-        metadata = super().build(common_prefix_len, common, *args, **kwargs)
+        common, at_hand = common_attn_metadata, current()
+        reads_int8 = at_hand is not None and bool(at_hand.reads)
         kernel = self.plan.serves[Kind.of(common.max_query_len)]
-        note_reads(metadata, common.seq_lens, self.kv_cache_spec.block_size, unpack=kernel is Kernel.STOCK)
+        if reads_int8 and self._steps is not None:
+            kernel = Kernel.OWN
+        is_own = kernel is Kernel.OWN
+        metadata = super().build(common_prefix_len, common, fast_build or is_own)  # no schedule for a kernel that rests
+        note_reads(metadata, common.seq_lens, self.kv_cache_spec.block_size, unpack=not is_own)
         COUNTS.add(kernel, int(common.seq_lens_cpu_upper_bound[: common.num_reqs].sum()), self._dtype)
-        if kernel is Kernel.OWN:
+        if is_own:
+            assert self._steps is not None
             refuse_what_comes_later(common.causal)
-            rows = common.num_reqs
-            ranges = Ranges.from_block_table(
-                common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows]
-            )
-            setattr(metadata, _OURS, OwnStep(ranges, common.num_actual_tokens, common.max_seq_len))
+            setattr(metadata, _OURS, self._steps.of(common, reads_int8=reads_int8))
         return metadata
+
+    def _own_steps(self, impls: list[CudaImpl]) -> OwnSteps:
+        spec, scheduler = self.kv_cache_spec, self.vllm_config.scheduler_config
+        heads = {impl.num_heads for impl in impls}
+        if len(heads) > 1:
+            raise ConfigError(FIELD, OWN, f"must be stock or auto: layers have {sorted(heads)} query heads")
+        steps = OwnSteps(
+            PageLayout.tokens_first(spec.dtype, spec.num_kv_heads, spec.head_size, spec.block_size),
+            heads.pop(),
+            max_rows=max(scheduler.max_num_seqs, self.vllm_config.compilation_config.max_cudagraph_capture_size or 0),
+            max_tokens=scheduler.max_num_batched_tokens,
+            limits=gpu.DeviceLimits.of(self.device),
+            device=self.device,
+        )
+        if self.device.type == "cuda":
+            steps.warm_up(((impl.window, impl.softcap) for impl in impls), has_int8=self.has_records)
+        return steps
 
 
 class CudaBackend(_STOCK):

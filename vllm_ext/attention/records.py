@@ -80,8 +80,7 @@ class HearsOfRecords:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         """Take vLLM's arguments."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        options = (vllm_config.additional_config or {}).get(KEY) or {}
-        self.has_records = bool((options.get("kv_tier") or {}).get("device_int8_share"))
+        self.has_records = has_records(vllm_config)
         if self.has_records:
             from vllm_ext.patches import registry
 
@@ -108,6 +107,12 @@ class HearsOfRecords:
         layout = common_layout((layer, page) for layer in layers)
         if device.type == "cpu":
             CpuRecordCodec(layout)
+
+
+def has_records(vllm_config: VllmConfig) -> bool:
+    """Whether an engine keeps KV in records on its device."""
+    options = (vllm_config.additional_config or {}).get(KEY) or {}
+    return bool((options.get("kv_tier") or {}).get("device_int8_share"))
 
 
 def note_reads(metadata: Any, seq_lens: torch.Tensor, block_size: int, *, unpack: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -11,9 +13,23 @@ PATHS = {True: "vllm_ext.attention.cpu.CpuBackend", False: "vllm_ext.attention.c
 """Our backend, by whether the platform is the CPU."""
 
 
+_FLASH_CAPABILITY = 80
+
+
 def path() -> str:
     """Return our backend on this platform."""
     return PATHS[current_platform.is_cpu()]
+
+
+def stock_cuda_backend() -> Any:
+    """Return vLLM's backend on CUDA, of which ours is a subclass."""
+    if current_platform.is_cuda() and current_platform.has_device_capability(_FLASH_CAPABILITY):
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+        return FlashAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    return TritonAttentionBackend
 
 
 def take_slot() -> None:

@@ -22,6 +22,8 @@ logger = logging.getLogger("vllm.vllm_ext")
 FIELD = "attention.kernel"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Types of KV cache that are the type of the KV."""
+LEAST_CAPABILITY = 80
+"""Of a CUDA device, times ten: kernels prefetch with cp.async."""
 STOCK_NAMES = {True: ("CPU_ATTN",), False: ("FLASH_ATTN", "TRITON_ATTN")}
 """Backends that ours is a subclass of, by whether the platform is the CPU; the first is the default."""
 
@@ -46,6 +48,8 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
         "the model attends to an encoder": model.is_encoder_decoder,
         "the model attends to what comes later (no generation)": model.runner_type != "generate"
         or attention.use_non_causal,
+        "the model attends to what comes later (within images)": model.is_mm_prefix_lm,
+        "the model's window slides behind a prompt that stays (R-SWA)": model.rswa_window is not None,
         f"--kv-cache-dtype {cache.cache_dtype} is quantised": cache.cache_dtype not in DTYPES,
         f"heads of {head_dim} numbers are no multiple of 32 up to 512": on_cpu
         and bool(head_dim % 32 or head_dim > 512),
@@ -60,10 +64,39 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
     }
     if (reason := next((reason for reason, is_so in found.items() if is_so), None)) is not None:
         return reason
-    return no_compiler() if on_cpu else None
+    return no_compiler() if on_cpu else stock_obstacle(vllm_config)
 
 
-def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str) -> bool:
+def stock_obstacle(vllm_config: VllmConfig) -> str | None:
+    """Return what keeps vLLM's backend on CUDA, of which ours is a subclass, from serving an engine; None: nothing.
+
+    vLLM itself would take another backend, and of one that it is told to take says less: ``dtype not supported``.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.to_int() < LEAST_CAPABILITY:
+        known = capability and capability.as_version_str()
+        return f"the device is of compute capability {known}, and 8.0 is the least"
+    backend = slot.stock_cuda_backend()
+    asked = AttentionSelectorConfig(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=cache.cache_dtype,
+        block_size=cache.block_size if cache.user_specified_block_size else None,
+        has_sliding_window=model.get_sliding_window() is not None,
+        use_kv_connector=transfer is not None,
+    )
+    reasons = backend.validate_configuration(device_capability=capability, **asked._asdict())
+    if not reasons:
+        return None
+    facts = f"--dtype {model.dtype}, heads of {model.get_head_size()} numbers".replace("torch.", "")
+    return f"vLLM's {backend.get_name()}, which ours is built on, can't serve it: {', '.join(reasons)} ({facts})"
+
+
+def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str) -> str:
     """Choose our attention backend for an engine, if it can serve it.
 
     Args:
@@ -71,21 +104,26 @@ def let_own_kernel_serve(vllm_config: VllmConfig, kernel: str) -> bool:
         kernel: ``own`` or ``auto``.
 
     Returns:
-        Whether it was chosen. With ``auto`` an obstacle is a warning.
+        What its workers are to be told: ``stock`` where ``auto`` leaves everything to vLLM's kernel. It does so on
+        CUDA, where neither kernel was measured, and where there is an obstacle, which is a warning.
 
     Raises:
         ConfigError: ``own`` was asked for and can't be.
     """
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    if kernel == AUTO and not current_platform.is_cpu():
+        logger.info("attention: vLLM's kernel serves all steps (%s=%s on CUDA)", FIELD, AUTO)
+        return STOCK
     reason = obstacle(vllm_config)
     if reason is None:
         vllm_config.attention_config.backend = AttentionBackendEnum[slot.NAME]
-        return True
+        return kernel
     if kernel != AUTO:
         raise ConfigError(FIELD, kernel, f"must be stock or auto: {reason}")
     logger.warning("attention: vLLM's kernel serves all steps: %s", reason)
-    return False
+    return STOCK
 
 
 def chosen_kernel(vllm_config: VllmConfig) -> str:

@@ -1,6 +1,6 @@
 """What records on the device are refused for in the process that the user sees; the rest is seen when layers are built.
 
-`geometry.with_arenas` refuses KV of other kinds than full attention, and `vllm_ext.attention.stock_records` kinds of
+`geometry.with_arenas` refuses KV of other kinds than full attention, and `vllm_ext.attention.records` kinds of
 attention.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm import envs
+from vllm.platforms import current_platform
 
 from vllm_ext.attention.slot import other_holder
+from vllm_ext.attention.support import stock_obstacle
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.kv.device.geometry import SHARE
 
@@ -48,7 +50,9 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
         "--kv-transfer-config names a connector that knows no records": foreign,
         f"another plugin holds vLLM's slot for attention backends: {holder}": holder is not None,
     }
-    return next((reason for reason, is_so in found.items() if is_so), None)
+    if (reason := next((reason for reason, is_so in found.items() if is_so), None)) is not None:
+        return reason
+    return None if current_platform.is_cpu() else stock_obstacle(vllm_config)
 
 
 def let_records_be_read(vllm_config: VllmConfig, share: float) -> None:
