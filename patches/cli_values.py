@@ -40,7 +40,6 @@ HOOKS = (
         breaks_without="--ext-* flags have no effect",
         remove_when="a general plugin can register arguments",
         verified={
-            "0.30.0": "7110d2a18c3370e0",
             "0.31.0": "7110d2a18c3370e0",
             "0.32.0": "7110d2a18c3370e0",
             "0.33.0": "7110d2a18c3370e0",

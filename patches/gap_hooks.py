@@ -6,24 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_ext.patches.patch import Patch, Reliance
+from vllm_ext.patches.versions import SUPPORTED
 
 POSITIONS = "vLLM's schedulers can say of a step which positions of a request it computes"
 """What must come upstream before workers, and those who count for them, need no help."""
-VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
-"""In which gaps can be computed one after the other."""
-FUSED_VERSIONS = VERSIONS[2:]
+FUSED_VERSIONS = ("0.32.0", "0.33.0")
 """In which one method hands the rows of a batch to all attention backends, so that gaps can be computed in one step."""
 
 
 def gap_reliance(target: str, why: str, *fingerprints: str, remove_when: str = POSITIONS) -> Reliance:
-    """Return a reliance on a function; one fingerprint if it is the same in all `VERSIONS`, else one each."""
+    """Return a reliance on a function; one fingerprint if it is the same in all versions, else one each."""
     return Reliance(
         target=target,
         why=why,
         feature="gaps in kept KV",
         breaks_without="conversations are computed again from the first block that is missing",
         remove_when=remove_when,
-        **_common(VERSIONS, fingerprints),
+        **_common(SUPPORTED, fingerprints),
     )
 
 

@@ -26,8 +26,7 @@ HOOKS = (
     _reliance(
         f"{_SINGLE}.get_num_blocks_to_allocate",
         "counts blocks to admit a request; ours counts those that are kept behind gaps",
-        "b999bb033c1b4f0e",
-        *["d8469238774abc79"] * 3,
+        "d8469238774abc79",
     ),
     _reliance(
         f"{_SINGLE}.allocate_new_blocks",
@@ -38,20 +37,19 @@ HOOKS = (
     _reliance(
         f"{_SINGLE}.cache_blocks",
         "enters blocks from where it was the last time, which we set",
-        "f015fe4f0a0db177",
         *["fcf41c88a9e59339"] * 2,
         "ecf5c5d305179769",
     ),
     _reliance(
         f"{_SINGLE}.pop_blocks_for_free",
         "ends what is known of a request",
-        *["b7517a841242dfdf"] * 3,
+        *["b7517a841242dfdf"] * 2,
         "6914fc6eeef94bf4",
     ),
     _reliance(
         "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit",
         "is asked once for each attempt to admit a request; its number of tokens is ours",
-        *["482bba5e0eb6143e"] * 3,
+        *["482bba5e0eb6143e"] * 2,
         "1bcc1b0a7b0646d0",
     ),
     _reliance(
@@ -62,19 +60,19 @@ HOOKS = (
     _reliance(
         f"{_QUEUE}.popleft_n",
         "is the one choice of a victim",
-        *["04d12ace9b2f8560"] * 2,
+        "04d12ace9b2f8560",
         *["b5558bf0ec6f359d"] * 2,
     ),
     _reliance(
         f"{_QUEUE}.append_n",
         "is where blocks come back",
-        *["00e63b0dac240ae7"] * 2,
+        "00e63b0dac240ae7",
         *["da40b12529c057ce"] * 2,
     ),
     _reliance(
         f"{_POOL}.free_blocks",
         "tells blocks that hold something from others",
-        *["d2a858d46dacaa21"] * 3,
+        *["d2a858d46dacaa21"] * 2,
         "df7316205222b6d0",
     ),
 )

@@ -20,6 +20,7 @@ from vllm_ext.observability import slo_report
 from vllm_ext.patches.additional_config import server_ttl_s, takes_turns_by_key
 from vllm_ext.patches.patch import Patch
 from vllm_ext.patches.refusal import refusal
+from vllm_ext.patches.versions import SUPPORTED
 from vllm_ext.prediction.service import said
 
 
@@ -100,7 +101,7 @@ def _patch(target: str, fingerprint: str) -> Patch:
         why="headers and extra body fields of a request reach nothing that a plugin can see",
         breaks_without="hints in headers and nvext are ignored",
         remove_when="headers or extra body fields reach SamplingParams.extra_args",
-        verified=dict.fromkeys(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprint),
+        verified=dict.fromkeys(SUPPORTED, fingerprint),
         replacement=_create,
     )
 

@@ -39,7 +39,6 @@ HOOKS = (
         breaks_without="no vllm_ext:* metrics, no request log, and no predictions from prompts",
         remove_when="a plugin is told that the front end is ready",
         verified={
-            "0.30.0": "a77175de0d81970e",
             "0.31.0": "a77175de0d81970e",
             "0.32.0": "87aa85f9cb8507a7",
             "0.33.0": "face7b8a887e609a",

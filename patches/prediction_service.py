@@ -20,6 +20,7 @@ from typing import Any
 from vllm_ext import hints
 from vllm_ext.observability.guard import Guard
 from vllm_ext.patches.patch import Hook, Patch
+from vllm_ext.patches.versions import SUPPORTED
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.predictor"),
@@ -95,7 +96,7 @@ def _patch(target: str, why: str, replacement: Callable[..., Any], *fingerprints
         why=why,
         breaks_without="output lengths are predicted from hints and history only",
         remove_when="a front-end plugin sees requests with their text, and can speak to the scheduler",
-        verified=dict(zip(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprints, strict=True)),
+        verified=dict(zip(SUPPORTED, fingerprints, strict=True)),
         replacement=replacement,
         leave_out="retrieval from --ext-prediction-sources",
     )
@@ -111,13 +112,11 @@ HOOKS: tuple[Hook, ...] = (
         "a398fae834750b67",
         "a398fae834750b67",
         "a398fae834750b67",
-        "a398fae834750b67",
     ),
     _patch(
         f"{_ENGINE}.output_processor:OutputProcessor._update_stats_from_finished",
         "the one place where every request passes when it ends, stop strings included",
         _update_stats_from_finished,
-        "079720ea588e8b47",
         "079720ea588e8b47",
         "079720ea588e8b47",
         "079720ea588e8b47",
@@ -129,13 +128,11 @@ HOOKS: tuple[Hook, ...] = (
         "bac4bc6a6d9e74ca",
         "bac4bc6a6d9e74ca",
         "bac4bc6a6d9e74ca",
-        "bac4bc6a6d9e74ca",
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.add_request",
         "offline, the service starts with the first request",
         _offline_add_request,
-        "9a4f792fbe4bd3e1",
         "6d65ad8afc945b93",
         "44f23760def06df9",
         "44f23760def06df9",
@@ -144,7 +141,6 @@ HOOKS: tuple[Hook, ...] = (
         f"{_ENGINE}.llm_engine:LLMEngine.step",
         "offline, there is no event loop: answers are sent between steps",
         _step,
-        "6321ad9b21d9226b",
         "6321ad9b21d9226b",
         "765738bced688bf4",
         "765738bced688bf4",

@@ -8,21 +8,21 @@ Seam used: ``--scheduler-cls``. Can go: when vLLM declares a stable scheduler in
 from __future__ import annotations
 
 from vllm_ext.patches.patch import Reliance
+from vllm_ext.patches.versions import SUPPORTED
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"
-_VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 
 def _reliance(target: str, why: str, *fingerprints: str) -> Reliance:
-    """Return the reliance on a function whose fingerprints are given in the order of the verified versions."""
+    """Return the reliance on a function whose fingerprints are given in the order of the supported versions."""
     return Reliance(
         target=target,
         feature="scheduling",
         why=why,
         breaks_without="no system of ours can steer the scheduler",
         remove_when="vLLM declares a stable scheduler interface",
-        verified=dict(zip(_VERSIONS, fingerprints, strict=True)),
+        verified=dict(zip(SUPPORTED, fingerprints, strict=True)),
     )
 
 
@@ -30,7 +30,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}.__init__",
         "creates the queues, lists and limits that we replace or set",
-        "dd478db8eeb22832",
         "4d214b1d922ef999",
         "2f535e9287179be5",
         "39c1117b22be3483",
@@ -38,7 +37,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}.schedule",
         "reads the queues, the running order and the limits that we set per step",
-        "f1f71352db5669df",
         "387e48d005999ea0",
         "6509f330ab73cd50",
         "b9479b78eb757a9d",
@@ -46,7 +44,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}._preempt_request",
         "called for voluntary preemption",
-        "e1592e4fd3d24e1d",
         "d8ff75ad34967ab8",
         "d8ff75ad34967ab8",
         "22b7ef1ebbab41f5",
@@ -54,7 +51,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}._enqueue_waiting_request",
         "puts requests into our queue",
-        "1a8ed78414ff8dbb",
         "11dfa7595730fdcc",
         "11dfa7595730fdcc",
         "11dfa7595730fdcc",
@@ -62,7 +58,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}._update_after_schedule",
         "counts what a step scheduled",
-        "1ecfb0ec8db90b04",
         "4f0f01c7578d9d00",
         "4f0f01c7578d9d00",
         "4f0f01c7578d9d00",
@@ -70,7 +65,6 @@ HOOKS = (
     _reliance(
         f"{_ASYNC}._update_after_schedule",
         "adds the placeholders of tokens in flight",
-        "943f2d036eaf1696",
         "65e2b3003f4a0ca8",
         "65e2b3003f4a0ca8",
         "65e2b3003f4a0ca8",
@@ -78,7 +72,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}.update_from_output",
         "extended: which requests produced tokens",
-        "0e454162320c1abc",
         "09aaf055de8ed4b6",
         "09aaf055de8ed4b6",
         "e0c42db8a793457b",
@@ -87,14 +80,12 @@ HOOKS = (
         f"{_SCHEDULER}.add_request",
         "extended: a request enters our ledger",
         "b3ff67cd03c8844f",
-        "b3ff67cd03c8844f",
         "f811672acdeefb7f",
         "f811672acdeefb7f",
     ),
     _reliance(
         f"{_SCHEDULER}.finish_requests",
         "aborts reach requests in our queue through it",
-        "9ed1f906069d28d4",
         "7532c490dfe44656",
         "7532c490dfe44656",
         "ed2e9674e769f715",
@@ -102,7 +93,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}._free_request",
         "extended: a request leaves our ledger",
-        "6faa3b01ea42ef53",
         "8c8dd560c7c5dcc9",
         "0e1d9e4742c4bf3c",
         "d48874bdd5646e05",
@@ -113,12 +103,10 @@ HOOKS = (
         "927cf1ad89cfeb71",
         "927cf1ad89cfeb71",
         "927cf1ad89cfeb71",
-        "927cf1ad89cfeb71",
     ),
     _reliance(
         f"{_SCHEDULER}.reset_prefix_cache",
         "extended: preempts without our asking",
-        "e4a6bae1ecea1f1f",
         "9f156816721f6e38",
         "9fcc95f54a4ae2bc",
         "9fcc95f54a4ae2bc",
@@ -126,7 +114,6 @@ HOOKS = (
     _reliance(
         f"{_SCHEDULER}.get_request_counts",
         "counts the requests in our queue",
-        "25f54f18ba2ff69c",
         "46ea17ebb9145b36",
         "46ea17ebb9145b36",
         "46ea17ebb9145b36",
@@ -134,7 +121,6 @@ HOOKS = (
     _reliance(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
         "when it refuses, vLLM preempts from the back of the running list",
-        "ed55fb8bb62d9467",
         "3250e1b0c723acfa",
         "7f3b4e97c7f88fe4",
         "7f3b4e97c7f88fe4",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.patches.patch import Hook, Patch, Reliance
+from vllm_ext.patches.versions import SUPPORTED
 
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +32,7 @@ def _patch(target: str, *fingerprints: str) -> Patch:
         why="no plugin is given the engine's front end, which sees requests and their tokens",
         breaks_without="no vllm_ext:slo_* metrics, no reports in usage, no load shedding",
         remove_when="a front-end plugin sees the outputs of requests",
-        verified=dict(zip(("0.30.0", "0.31.0", "0.32.0", "0.33.0"), fingerprints, strict=True)),
+        verified=dict(zip(SUPPORTED, fingerprints, strict=True)),
         replacement=_init,
     )
 
@@ -41,14 +42,12 @@ _ENGINE = "vllm.v1.engine"
 HOOKS: tuple[Hook, ...] = (
     _patch(
         f"{_ENGINE}.async_llm:AsyncLLM.__init__",
-        "75eca596f8c11aa2",
         "033daddd9c27df68",
         "600db43f56b66f94",
         "600db43f56b66f94",
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.__init__",
-        "3756dfbb4e11b832",
         "269c139f6dfd8c78",
         "c7399de46d3ad2b5",
         "c7399de46d3ad2b5",
@@ -60,7 +59,6 @@ HOOKS: tuple[Hook, ...] = (
         breaks_without="no vllm_ext:slo_* metrics, no reports in usage",
         remove_when="a front-end plugin sees the outputs of requests",
         verified={
-            "0.30.0": "5ff12a1c3006228e",
             "0.31.0": "5ff12a1c3006228e",
             "0.32.0": "376dde0babd98c5f",
             "0.33.0": "5323d1e10af773c4",

@@ -18,13 +18,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.patches.patch import Patch
+from vllm_ext.patches.versions import SUPPORTED
 
 if TYPE_CHECKING:
     from vllm_ext.observability.slo_shedding import Refusal
 
 _RETRY_AFTER = "vllm_ext_retry_after_s"
 _SERVE = "vllm.entrypoints.serve"
-_VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 
 def _log_inputs(
@@ -77,7 +77,7 @@ HOOKS = (
         why="admission control is told neither the prompt's length nor the hints",
         breaks_without="requests queue although their objective can't be met",
         remove_when="admission control can be extended",
-        verified=dict.fromkeys(_VERSIONS, "87180477123d2169"),
+        verified=dict.fromkeys(SUPPORTED, "87180477123d2169"),
         replacement=_log_inputs,
         leave_out="--ext-shed",
         optional=True,
@@ -88,7 +88,7 @@ HOOKS = (
         why="an exception's answer has no headers",
         breaks_without="refusals don't say when to try again",
         remove_when="refusals of admission control carry headers",
-        verified=dict.fromkeys(_VERSIONS, "0cc367bfb929e657"),
+        verified=dict.fromkeys(SUPPORTED, "0cc367bfb929e657"),
         replacement=_with_header,
         also_rebind=(
             f"{_SERVE}.exception_handling.handlers.vllm_error:exception_handler",

@@ -16,7 +16,6 @@ from tests.support.fake_runner import FakeRunner
 from tests.support.preempting import PREEMPTING
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.contract import Admission, Budget, Ordering, Rank, RequestView, Room, Split, Step
-from vllm_ext.scheduling.engine_state import seats
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -208,7 +207,7 @@ def knobs(scheduler: Scheduler) -> tuple[object, ...]:
     """The settings of vLLM that a step's plan may change."""
     return (
         scheduler.max_num_scheduled_tokens,
-        seats(scheduler),
+        scheduler.max_num_active_reqs,
         scheduler.scheduler_config.long_prefill_token_threshold,
     )
 

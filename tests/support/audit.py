@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.scheduling.engine_state import parked, parked_name
-
 _HOLDS_NOTHING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -35,9 +33,9 @@ def audit_queues(scheduler: Scheduler) -> None:
     queues = {
         "running": list(scheduler.running),
         "waiting": list(scheduler.waiting),
-        parked_name(scheduler): list(parked(scheduler)),
+        "kv_holding_waiting": list(scheduler.kv_holding_waiting),
     }
-    for name in ("waiting", parked_name(scheduler)):
+    for name in ("waiting", "kv_holding_waiting"):
         if (length := len(getattr(scheduler, name))) != len(queues[name]):
             raise AuditError(f"{name}: len() is {length}, iteration gives {len(queues[name])}")
     places = Counter(request.request_id for queue in queues.values() for request in queue)

@@ -16,9 +16,10 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-SUPPORTED_VLLM = SpecifierSet(">=0.30,<0.34", prereleases=True)
+from vllm_ext.patches import versions
+
+SUPPORTED_VLLM = SpecifierSet(versions.SPECIFIER, prereleases=True)
 """Versions of vLLM the package is meant for; each hook still checks its own symbol."""
-SUPPORTED_TEXT = "0.30 to 0.33"
 OLDEST_PYTHON = (3, 11)
 """Oldest Python these versions of vLLM install on."""
 
@@ -125,10 +126,10 @@ def check_vllm(version_of: VersionOf) -> list[Finding]:
             ),
         ]
     supported = version in SUPPORTED_VLLM
-    remedy = "" if supported else f"install vLLM {SUPPORTED_TEXT}, for instance with `make setup`"
+    remedy = "" if supported else f"install vLLM {versions.TEXT}, for instance with `make setup`"
     return [
         *findings,
-        finding("supported", f"{version} {'within' if supported else 'outside'} {SUPPORTED_TEXT}", remedy),
+        finding("supported", f"{version} {'within' if supported else 'outside'} {versions.TEXT}", remedy),
     ]
 
 

@@ -1,8 +1,7 @@
-"""vLLM's scheduler as our helpers see it: every name of it that they use, and what its versions call differently."""
+"""vLLM's scheduler as our helpers see it: every name of it that they use."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.request import Request, RequestStatus
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.device_place import DevicePlace
 
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
-_HOLDS_KV = (RequestStatus.WAITING_FOR_REMOTE_KVS, _STREAMING)
 
 
 class EngineState(Protocol):
@@ -20,15 +18,19 @@ class EngineState(Protocol):
 
     running: list[Request]
     waiting: Any
+    kv_holding_waiting: Any
+    """vLLM's second waiting queue, which it serves before ``waiting``: requests that hold KV."""
     requests: dict[str, Request]
     current_step: int
-    max_num_running_reqs: int
+    max_num_active_reqs: int
+    """Sequences from which on vLLM admits no more."""
     max_num_scheduled_tokens: int
     num_lookahead_tokens: int
     num_spec_tokens: int
     max_model_len: int
     scheduler_reserve_full_isl: bool
     prefill_capacity_bound: bool
+    adaptive_long_prefill_threshold: bool
     finished_recving_kv_req_ids: set[str]
     scheduler_config: Any
     lora_config: Any
@@ -48,38 +50,21 @@ class EngineState(Protocol):
     def _inflight_prefill_reserved_blocks(self) -> int: ...
 
 
-def seats(engine: EngineState) -> int:
-    """Return the number of sequences from which on vLLM admits no more."""
-    cap: int = getattr(engine, "max_num_active_reqs", engine.max_num_running_reqs)  # 0.30 has one cap for both
-    return cap
-
-
 def largest_chunk(engine: EngineState) -> int | None:
     """Return the most tokens that vLLM gives a prompt in a step while there are others; None: no bound."""
     config = engine.scheduler_config
     threshold: int = config.long_prefill_token_threshold
-    others = len(engine.running) + len(engine.waiting) + len(parked(engine)) - 1
+    others = len(engine.running) + len(engine.waiting) + len(engine.kv_holding_waiting) - 1
     if not threshold or others < 1:
         return None
-    if getattr(engine, "adaptive_long_prefill_threshold", False):
+    if engine.adaptive_long_prefill_threshold:
         return max(threshold, int(config.max_num_batched_tokens) // (others + 1))
     return threshold
 
 
-def parked_name(engine: EngineState) -> str:
-    """Return the name of vLLM's second waiting queue, which it serves before ``waiting``: requests that hold KV."""
-    return "kv_holding_waiting" if hasattr(engine, "kv_holding_waiting") else "skipped_waiting"
-
-
-def parked(engine: EngineState) -> Collection[Request]:
-    """Return that queue."""
-    found: Collection[Request] = getattr(engine, parked_name(engine))
-    return found
-
-
 def loading(engine: EngineState) -> list[Request]:
     """Return the requests that load KV, or have loaded it and start before all others."""
-    return [request for request in parked(engine) if request.status != _STREAMING]
+    return [request for request in engine.kv_holding_waiting if request.status != _STREAMING]
 
 
 def loaded(engine: EngineState) -> list[Request]:
@@ -91,20 +76,6 @@ def loaded(engine: EngineState) -> list[Request]:
 def prefilling(engine: EngineState) -> list[Request]:
     """Return the running requests with a part of their prompt still to compute."""
     return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]
-
-
-def return_parked(engine: EngineState) -> None:
-    """Put requests that were passed over back into ``waiting``, as vLLM does from 0.31 on.
-
-    vLLM 0.30 parks them in a queue that goes before ``waiting`` whatever their rank. Those that hold KV stay there.
-    """
-    skipped = getattr(engine, "skipped_waiting", None)
-    if not skipped:
-        return
-    back = [request for request in skipped if request.status not in _HOLDS_KV]
-    skipped.remove_requests(back)
-    for request in back:
-        engine.waiting.add_request(request)
 
 
 def awaits_grammar(request: Request) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ext.policies.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
-from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading, parked, seats
+from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
 
@@ -132,9 +132,9 @@ class Planner:
         prices = Prices(engine, self._fronts, step.pool)
         under_way = loading(engine)
         # As upstream has it, a load between steps takes its seat when its KV has come.
-        seated = step.num_running + len(parked(engine)) - len(under_way) + len(loaded(engine))
+        seated = step.num_running + len(engine.kv_holding_waiting) - len(under_way) + len(loaded(engine))
         return Room(
-            seats=seats(engine) - seated,
+            seats=engine.max_num_active_reqs - seated,
             tokens=step.free_tokens,
             chunk=largest_chunk(engine),
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
@@ -168,10 +168,10 @@ class Planner:
         """Tell the ledger what requests take their share of: seats, KV, and steps of a batch that fills both."""
         pool, runtime = pool_of(self._engine), self._ledger.runtime
         kv_tokens = max(1, pool.total * pool.block_size)
-        decodes = max(1, min(seats(self._engine), kv_tokens // _TYPICAL_TOKENS))
+        decodes = max(1, min(self._engine.max_num_active_reqs, kv_tokens // _TYPICAL_TOKENS))
         step_s = runtime.step_time_s(StepFeatures(decodes, 0, min(kv_tokens, decodes * _TYPICAL_TOKENS)))
         token_s = runtime.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
-        self._ledger.server = Server(seats(self._engine), kv_tokens, token_s / max(step_s, 1e-9))
+        self._ledger.server = Server(self._engine.max_num_active_reqs, kv_tokens, token_s / max(step_s, 1e-9))
 
     def _step_price(self) -> tuple[float, float]:
         runtime = self._ledger.runtime

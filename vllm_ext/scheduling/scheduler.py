@@ -23,7 +23,6 @@ from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
-from vllm_ext.scheduling.engine_state import return_parked
 from vllm_ext.scheduling.failed_loads import take_back
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
@@ -187,8 +186,6 @@ class SteeredScheduler(RecordScheduler):
                     output = super().schedule(throttle_prefills or not plan.split.prefill)
                 self._stalled = stalled(self, self.ranked, plan, output)
                 self.observer.counters.stalls += self._stalled
-        if self._steers:
-            return_parked(self)
         if self.tier_account is not None:
             self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)

@@ -11,7 +11,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 
-from vllm_ext.scheduling.engine_state import parked
 from vllm_ext.simulation.backlog import Backlog
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run_data import Events, GapHistogram, RequestEvent, RequestTable, StepEvent, TimeSeries
@@ -49,7 +48,7 @@ class Collector:
 
     def __init__(self, scheduler: Scheduler, record: RecordSpec) -> None:
         self._scheduler = scheduler
-        self._queues = scheduler.waiting, parked(scheduler)
+        self._queues = scheduler.waiting, scheduler.kv_holding_waiting
         self._pool = scheduler.kv_cache_manager.block_pool
         self._keep_times = record.token_times
         self.tier: Tier | None = None
