@@ -1,4 +1,4 @@
-"""Ratios to tuned vLLM with their intervals, and what the goals make of them. A part of ordering.py."""
+"""Ratios to vLLM with their intervals, and what the goals make of them. A part of ordering.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TAIL_WORSE, _TAIL_WORSE_AT_1 = 1.1, 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A measure of a cell against tuned vLLM's in the same seeds: above 1 (of points: above 0) is better."""
+    """A measure of a cell against vLLM's in the same seeds: above 1 (of points: above 0) is better."""
 
     value: float
     low: float
@@ -53,7 +53,7 @@ def _one(measure: Measure, ours: float, tuned: float) -> float:
 
 
 def compare(cells: Cells) -> dict[tuple[str, float, str, str], Compared]:
-    """Return every measure of every system but tuned vLLM."""
+    """Return every measure of every system but vLLM."""
     pairs: dict[tuple[str, float, str, str], list[float]] = defaultdict(list)
     for (workload, load, system, seed), metrics in cells.items():
         if system != TUNED:

@@ -220,8 +220,22 @@ def _measured_to(result: Result, system: str, running: int, waiting: int) -> str
     return "" if longest == waiting else f" (up to {longest:,} waiting)"
 
 
-def order(root: Path) -> Headline:
-    """The mean end-to-end latency under `alise` at vLLM's saturation, and who pays for it."""
+_SMALLER_BUDGET = (
+    "A smaller budget alone gains more "
+    "([one seed, 300 s, simulated](docs/results/ordering.md#a-smaller-token-budget)): `--max-num-batched-tokens 256` "
+    "lowers vLLM's mean by 28 % and its P99 by 21 %, where `alise` at 2,048 tokens lowers the mean by 24 % and raises "
+    "P99 by 3 %; both together lower them by 39 % and 20 %. Try the budget first. A comparison with tuned budgets has "
+    "yet to be measured."
+)
+"""Why the gain over the default budget is no headline: single runs, until a result with several seeds replaces them."""
+
+
+def order(root: Path) -> str:
+    """Say why the mean end-to-end latency under `alise` at vLLM's saturation is no headline: the budget is not tuned.
+
+    Raises:
+        NoHeadline: the gain over the default budget is within noise.
+    """
     result = Result(root, "ordering_predicted.json")
 
     def times(row: str, measure: str) -> float:
@@ -230,18 +244,11 @@ def order(root: Path) -> Headline:
     ours = times("alise, predicted", "mean e2e")
     noise = max(times(AGAIN, "mean e2e"), 1 / times(AGAIN, "mean e2e"))
     check_ranks(result, ours - 1, noise - 1)
-    (unsaid,) = result.metrics("all.1.mean e2e", ".ratio")  # of `alise`, whose metrics have no prefix
-    points = result.value("alise, predicted", "all.1.share on time.points")
-    missed = sum(not goal["met"] for goal in result.goals)
-    return Headline(
-        result=result,
-        measured="mean end-to-end latency of chats, simulated, as much load as tuned vLLM can serve",
-        ours=f"**{ours:.2f}** times lower (`alise`)",
-        baseline=f"1 (vLLM, `--watermark {result.setting('watermark'):g}`)",
-        note=f"With lengths by the shipped predictor; without any word about lengths {unsaid:.2f}. "
-        f"{points:.0f} points more requests are on time. **Who pays:** P99 is "
-        f"{1 / times('alise, predicted', 'P99 e2e'):.2f} times higher, and below 0.8 of that load nothing is gained. "
-        f"{missed} of {len(result.goals)} goals were [missed](docs/results/ordering.md). A/A pair: {noise:.2f}.",
+    tail = 1 / times("alise, predicted", "P99 e2e") - 1
+    return (
+        "Not a headline: at the load that vLLM just carries with its default budget of 2,048 tokens a step and "
+        f"`--watermark {result.setting('watermark'):g}`, `alise` lowers the mean end-to-end latency of chats by "
+        f"{100 * (1 - 1 / ours):.0f} % and raises P99 by {100 * tail:.0f} % (simulated). {_SMALLER_BUDGET}"
     )
 
 
@@ -289,7 +296,7 @@ def _repeats(result: Result) -> str:
     return "One repeat" if repeats == 1 else f"Medians of {repeats} repeats"
 
 
-HEADLINES = (order, preemptions, conversations, step_cost)
+HEADLINES = (preemptions, conversations, step_cost)
 """The lines of the README's table."""
-NOT_HEADLINES = (latency, objectives)
-"""Results that readers look for, of runs that can't rank them."""
+NOT_HEADLINES = (order, latency, objectives)
+"""Results that readers look for, of runs that can't rank them or have not the baseline that counts."""

@@ -131,7 +131,7 @@ def test_no_headline_comes_from_a_run_that_ranks_nothing(make: Any, monkeypatch:
     assert compared[0][0] > compared[0][1] >= 0
 
 
-def test_an_order_that_seeds_alone_explain_is_no_headline(checkout: Path) -> None:
+def test_an_order_that_seeds_alone_explain_is_not_shown(checkout: Path) -> None:
     path = checkout / "benchmarks" / "results" / "ordering_predicted.json"
     data = json.loads(path.read_text())
     data["baselines"]["alise, predicted"]["all.1.mean e2e.ratio"] = 1.289
@@ -139,6 +139,41 @@ def test_an_order_that_seeds_alone_explain_is_no_headline(checkout: Path) -> Non
     path.write_text(json.dumps(data))
     with pytest.raises(headlines.NoHeadline, match=r"effect is 0.289, and its A/A pair differs by 1"):
         headlines.order(checkout)
+
+
+def test_the_gain_of_an_order_over_the_default_budget_is_no_headline() -> None:
+    """A smaller budget alone gains more, which the reason says beside the gain."""
+    assert headlines.order in headlines.NOT_HEADLINES
+    reason = headlines.order(ROOT)
+    assert "by 32 % and raises P99 by 11 %" in reason
+    assert "`--max-num-batched-tokens 256`" in reason
+
+
+def test_the_gain_of_an_order_is_what_the_result_says(checkout: Path) -> None:
+    path = checkout / "benchmarks" / "results" / "ordering_predicted.json"
+    data = json.loads(path.read_text())
+    data["baselines"]["alise, predicted"] |= {"all.1.mean e2e.ratio": 1.25, "all.1.P99 e2e.ratio": 0.8}
+    path.write_text(json.dumps(data))
+    assert "by 20 % and raises P99 by 25 %" in headlines.order(checkout)
+
+
+def test_no_page_calls_the_default_budget_tuned() -> None:
+    """Rows and goals of ordering.py do, and commands have to; readers would take it for the best budget."""
+    page = ROOT / "docs" / "results" / "ordering.md"
+    shown = [result_tables.TABLES[name](ROOT) for name in result_tables.TABLES if name.startswith("ordering")]
+    shown.append(
+        readme_results.measured_block(ROOT, "ordering_tuned.json ordering_more.json", page).split("| metric")[1]
+    )
+    assert [line for text in shown for line in text.replace("fcfs-tuned", "").splitlines() if "tuned" in line] == []
+    assert "| vLLM, 512 tokens |" in "".join(shown)
+
+
+def test_studies_of_a_row_that_is_not_the_papers_are_on_no_page_of_papers_figures() -> None:
+    shown = result_tables.papers(ROOT)
+    for study in ("accelgen-fig11", "accelgen-fig12"):
+        assert (ROOT / "benchmarks" / "results" / "repro" / f"{study}.json").is_file()
+        assert study not in shown
+    assert "accelgen-fig13" in shown
 
 
 @pytest.mark.parametrize(
