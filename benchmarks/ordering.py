@@ -3,12 +3,12 @@
 Question: for loads around vLLM's own saturation, how much better or worse is each system than it, in the mean, in
 the tail and cell by cell, and is that more than noise?
 
-Method: the real schedulers in virtual time, with lengths of a folder of real data. Load 1.0 of a workload is what
-vLLM, with its default budget and a watermark of 5 %, ends per second of a backlog that lasts: the same run cut off at a quarter and at the end of the workload's
-duration, the difference over the time between. Every system then serves the same requests at the same times, seed by
-seed; the A/A row is the baseline with other seeds, so its interval is what seeds alone do. A value is that vLLM's over
-the system's, above 1 is better; intervals are Student's t over the seeds' logarithms. Runs that ended are kept in the
-cache of vllm-ext: interrupted, the same command goes on.
+Method: the real schedulers in virtual time, with lengths of a folder of real data. Load 1.0 of a workload is what vLLM,
+with its default budget and a watermark of 5 %, ends per second of a backlog that lasts: the same run cut off at a
+quarter and at the end of the workload's duration, the difference over the time between. Every system then serves the
+same requests at the same times, seed by seed; the A/A row is the baseline with other seeds, so its interval is what
+seeds alone do. A value is that vLLM's over the system's, above 1 is better; intervals are Student's t over the seeds'
+logarithms. Runs that ended are kept in the cache of vllm-ext: interrupted, the same command goes on.
 
     python benchmarks/ordering.py --data DIR --quick
     python benchmarks/ordering.py --data DIR --jobs 2 --out benchmarks/results/ordering.json
