@@ -8,10 +8,11 @@ TURNS ?= 720
 SOAK_MINUTES ?= 30
 SYSTEMS ?=
 SEED ?= 0
+OUT ?= .gpu/results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-all conformance soak lint format gpu-check bench-quick repro clean
+.PHONY: help setup serve demo test test-all conformance soak lint format gpu-check gpu-bundle bench-quick repro clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,11 +57,11 @@ format: setup ## Fix style where that is safe
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-gpu-check: setup ## On a machine with a GPU: its tests, and the benchmarks of kernels and copies
-	$(BIN)/pytest -m gpu $(ARGS)
-	$(BIN)/python benchmarks/attention_gpu.py --out benchmarks/results/attention_gpu.json
-	$(BIN)/python benchmarks/kv_tier_cuda.py --out benchmarks/results/kv_tier_cuda.json
-	$(BIN)/python benchmarks/kv_quant.py --quick
+gpu-check: ## On a machine with a GPU: is everything right there, and how fast? Eight minutes; docs/gpu.md
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py --out $(OUT) $(ARGS)
+
+gpu-bundle: ## Where pip works: pack vLLM for a machine with a GPU and PyTorch, but no package index
+	@$(PYTHON) scripts/gpu_bundle.py .gpu $(ARGS)
 
 bench-quick: setup ## Run on small data every benchmark whose docstring shows --quick
 	@$(BIN)/python scripts/bench_quick.py $(ARGS)

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import checkout  # noqa: F401 - before all that it makes importable
 import numpy as np
 import torch
 from turns import Key, Seconds
 
-from vllm_ext.observability.results import NEEDS_DEVICE, add_arguments
+from vllm_ext.observability import results
+from vllm_ext.observability.files import replaced
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark of a GPU has."""
+    results.add_arguments(parser)
+    parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; without a device, and without ``--dry``, the process ends with `NEEDS_DEVICE`."""
+    args = parser.parse_args(argv)
+    if not args.dry and not torch.cuda.is_available():
+        parser.exit(
+            results.NEEDS_DEVICE,
+            "needs a CUDA device; --dry tries it without one (kernels of Triton with TRITON_INTERPRET=1)\n",
+        )
+    return args
 
 
 def parse(description: str | None, argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; without a device, and without ``--dry``, the process ends with `NEEDS_DEVICE`."""
+    """Read a command line without options of its own; see `parsed`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
-    args = parser.parse_args(argv)
-    if not args.dry and not torch.cuda.is_available():
-        parser.exit(NEEDS_DEVICE, "needs a CUDA device; --dry tries the script without one, with TRITON_INTERPRET=1\n")
-    return args
+    return parsed(parser, argv)
+
+
+def write(out: Path | None, found: Mapping[str, Any]) -> None:
+    """Write what was found so far, in one move: the process may be ended at any time."""
+    if out is not None:
+        with replaced(out) as file:
+            file.write(json.dumps(found, indent=1, allow_nan=False).encode())
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
@@ -37,6 +61,23 @@ def seconds(work: Callable[[], object], device: str) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def captured(calls: Sequence[Callable[[], object]], device: str) -> Callable[[], object]:
+    """Return what makes all calls: on ``cuda`` a graph, whose kernels follow each other without the host."""
+    if device != "cuda":
+        return lambda: [call() for call in calls]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()  # compiled, and what it allocates is there
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
 
 
 def measure(

@@ -25,6 +25,9 @@ LEAST_KEY_CHARS = 16
 PREDICTOR = "VLLM_EXT_PREDICTOR"
 """Set by a server for its API servers, not by users: the random name of the predictor that they share."""
 
+COMMIT = "VLLM_EXT_COMMIT"
+"""The commit that results are of, where sources run without their repository (benchmarks only)."""
+
 CACHE = "VLLM_EXT_CACHE"
 """Folder for files that can be made again, such as the tiny model; by default ``vllm-ext`` in the user's cache."""
 
@@ -39,6 +42,11 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "vllm-ext"
     return Path.home() / ".cache" / "vllm-ext"
+
+
+def commit() -> str:
+    """Return the commit that these sources are said to be of; empty: the repository is to be asked."""
+    return os.environ.get(COMMIT, "")
 
 
 def share_predictor() -> None:

@@ -21,8 +21,8 @@ import sys
 sys.argv = ["attention_gpu.py"]
 import attention_gpu as benchmark
 attend = benchmark.gpu.attend
-benchmark.gpu.attend = lambda query, kv, ranges, out, **options: (
-    attend(query, kv, ranges, out, **options), out.mul_(1.05)
+benchmark.gpu.attend = lambda query, kv, step, out, **options: (
+    attend(query, kv, step, out, **options), out.mul_(1.05)
 )
 benchmark.main(["--dry"])
 """
@@ -40,7 +40,9 @@ def test_a_try_on_the_cpu_compares_outputs_with_the_definition_and_fills_the_res
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["name"] == "attention_gpu"
-    assert set(result["metrics"]) == {f"q{query}_32_{name}_ms" for query in (1, 8) for name in ("own", "own_int8")}
+    assert set(result["metrics"]) == {
+        f"{cell}_{name}_us" for cell in ("1q1s32", "2q8s64") for name in ("own", "own_int8")
+    }
     assert all(value > 0 for value in result["metrics"].values())
     assert set(result["baselines"]) == {"memory"}
     assert result["goals"] == [], "numbers of a try mean nothing"

@@ -63,6 +63,20 @@ def result_of(commit: str | None) -> dict[str, Any]:
     return {"versions": {} if commit is None else {"commit": commit}}
 
 
+def test_without_a_repository_the_commit_is_what_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
+    """As on a machine to which a checkout was brought without its history."""
+    monkeypatch.setenv("VLLM_EXT_COMMIT", "0123abc")
+    assert provenance.current_commit() == git(checkout, "rev-parse", "--short", "HEAD")
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / MODULE))
+    (tmp_path / MODULE).parent.mkdir(parents=True)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.current_commit() == "0123abc"
+    monkeypatch.delenv("VLLM_EXT_COMMIT")
+    assert provenance.current_commit() is None
+
+
 def test_age_counts_the_commits_since(checkout: Path) -> None:
     first = commit(checkout, "a")
     assert commit_age(result_of(first), checkout) == CommitAge(commit=first, date=DAY, commits_since=0)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_ext import envs
+
 RESULTS = Path("benchmarks", "results")
 """Where a checkout keeps what was measured last."""
 _WRITTEN = ("benchmarks/results/", "docs/reproductions.md", "docs/results/", "README.md")
@@ -96,12 +98,12 @@ def _age(commit: str, root: Path, *, dirty: bool = False) -> CommitAge | None:
 def current_commit() -> str | None:
     """Return the abbreviated commit of the checkout that this package runs from; None when it runs from no checkout.
 
-    It ends in ``-dirty`` when sources differ from the commit.
+    It ends in ``-dirty`` when sources differ from the commit. Without a checkout it is what ``VLLM_EXT_COMMIT`` says.
     """
     root = _checkout()
     commit = None if root is None else _git(root, "rev-parse", "--short", "HEAD")
     if root is None or commit is None:
-        return None
+        return envs.commit() or None
     return commit.strip() + (_DIRTY if uncommitted(root) else "")
 
 

@@ -1,0 +1,124 @@
+"""Does every part start on this GPU, and does it compute what vLLM's own kernels do?
+
+A tiny Llama whose next tokens are clear choices answers the same requests in engines of their own: vLLM as it is, with
+its Triton kernel, with our kernel, with few blocks and a host tier in 16 and in 8 bits (so that requests are preempted
+and come back), and with a part of the device's KV in 8 bits. Tokens are compared with vLLM's: two kernels of 16 bits
+may choose otherwise where two tokens are nearly equally likely, so logprobs are compared up to the first difference.
+
+    python benchmarks/gpu_right.py --out right.json
+    python benchmarks/gpu_right.py --dry              # on the CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gpu_engine
+import on_gpu
+
+REFERENCE = "stock"
+SETTINGS = (REFERENCE, "triton", "own", "tier-16", "tier-8", "int8")
+_REQUESTS, _PROMPT, _OUTPUT, _ROUNDS = 8, 300, 24, 2
+_FEW_BLOCKS = 64
+"""Of 32 tokens: 6 of 8 requests fit."""
+_LEAST_SHARE, _MOST_LOGPROB = 0.9, 0.15
+"""Of tokens that must be vLLM's, and how far a chosen token's logprob may be off before the first that differs. KV in 8
+bits is allowed twice as much; engines that compute alike, on one machine, differ by nothing."""
+
+
+def answered(setting: str, *, dry: bool) -> dict[str, Any]:
+    """Start an engine, let it answer, and return what it said and did."""
+    few = setting in ("tier-16", "tier-8")
+    prompt, output = (60, 8) if dry else (_PROMPT, _OUTPUT)
+    arguments: dict[str, Any] = {"disable_log_stats": False, "max_model_len": 512 if dry else 2048}
+    if few:
+        arguments["num_gpu_blocks_override"] = 17 if dry else _FEW_BLOCKS
+    if setting in ("tier-16", "tier-8", "int8"):
+        arguments["enable_prefix_caching"] = True
+    if setting == "int8":
+        arguments["num_gpu_blocks_override"] = 40 if dry else 2 * _FEW_BLOCKS
+    engine = gpu_engine.Engine(setting, "tiny", dry=dry, drawn=True, **arguments)
+    rounds = []
+    for _ in range(_ROUNDS):
+        ids = [engine.add(engine.prompt(number, prompt), output, logprobs=1) for number in range(_REQUESTS)]
+        engine.finish()
+        rounds.append([engine.seen[req_id] for req_id in ids])
+    found = {
+        "start_s": engine.start_s,
+        "scheduler": type(engine.scheduler).__name__,
+        "preemptions": engine.counter("vllm:num_preemptions"),
+        "stored_bytes": engine.counter("vllm:kv_offload_store_bytes"),
+        "loaded_bytes": engine.counter("vllm:kv_offload_load_bytes"),
+        "unfinished": sum(not seen.ended for seen in engine.seen.values()),
+        "state": {key: engine.state().get(key) for key in ("attention", "kv_device", "fallbacks")},
+        "tokens": [seen.token_ids for round_ in rounds for seen in round_],
+        "logprobs": [seen.logprobs for round_ in rounds for seen in round_],
+    }
+    engine.close()
+    return found
+
+
+def compared(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Return how many tokens are the reference's, and how far logprobs are off as long as they are."""
+    equal, total, off = 0, 0, 0.0
+    for mine, theirs, mine_p, theirs_p in zip(
+        found["tokens"], reference["tokens"], found["logprobs"], reference["logprobs"], strict=True
+    ):
+        same = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), len(theirs))
+        equal, total = equal + same, total + len(theirs)
+        off = max([off, *(abs(a - b) for a, b in zip(mine_p[:same], theirs_p[:same], strict=True))])
+    return {"tokens_equal_share": equal / total, "largest_logprob_difference": off}
+
+
+def problems(setting: str, found: dict[str, Any]) -> list[str]:
+    """Return what is wrong with an engine's answers, in words."""
+    room = 2.0 if setting in ("tier-8", "int8") else 1.0
+    wrong = []
+    if found["tokens_equal_share"] < 1 - room * (1 - _LEAST_SHARE):
+        wrong.append(f"only {found['tokens_equal_share']:.0%} of the tokens are vLLM's")
+    if found["largest_logprob_difference"] > room * _MOST_LOGPROB:
+        wrong.append(f"a logprob is off by {found['largest_logprob_difference']:.3f}")
+    if found["unfinished"]:
+        wrong.append(f"{found['unfinished']} requests never ended")
+    if found["state"].get("fallbacks"):
+        wrong.append(f"{found['state']['fallbacks']} steps fell back to FCFS")
+    if setting.startswith("tier") and not (found["preemptions"] and found["loaded_bytes"]):
+        wrong.append("nobody was preempted and loaded again: the tier was not tried")
+    served = (found["state"].get("attention") or {}).get("steps", {})
+    if setting in ("own", "int8") and not served.get("own"):
+        wrong.append("our kernel served no step")
+    if setting == "int8" and not any("int8" in kind for kind in (found["state"]["attention"] or {}).get("tokens", {})):
+        wrong.append("no KV in 8 bits was read")
+    return wrong
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare all settings, and return 0 if all are right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu.add_arguments(parser)
+    gpu_engine.add_settings(parser, SETTINGS, limit_s=60.0)
+    args = on_gpu.parsed(parser, argv)
+    if args.one:
+        on_gpu.write(args.out, answered(args.one, dry=args.dry))
+        return 0
+    found: dict[str, Any] = {}
+    for setting, one in gpu_engine.in_processes(__file__, args):
+        found[setting] = one
+        if "tokens" in one and "tokens" in found.get(REFERENCE, {}):
+            one.update(compared(one, found[REFERENCE]))
+            one["problems"] = problems(setting, one)
+        print(setting, "problems:", one["problems"] or "none", file=sys.stderr, flush=True)
+        on_gpu.write(args.out, {name: _short(value) for name, value in found.items()})
+    return int(any(one["problems"] for one in found.values()))
+
+
+def _short(found: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the tokens, which no reader wants to see."""
+    return {name: value for name, value in found.items() if name not in ("tokens", "logprobs")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""vLLM and this checkout, laid out from a bundle as if they were installed; of a bundle that is made here."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import vllm_ext
+from tests.extent import HANG_S
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    return importlib.import_module("gpu_site")
+
+
+def pack(folder: Path, **files: bytes) -> Path:
+    """A bundle of vLLM and of a package that it needs."""
+    packed = folder / "vllm.tar.xz"
+    with tarfile.open(packed, "w:xz") as tar:
+        for name, data in {"vllm/__init__.py": b"x = 1\n", "need.py": b"", **files}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return packed
+
+
+def seen(environment: dict[str, str], code: str) -> Any:
+    """What Python without any installed package sees, started in the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import json; print(json.dumps({code}))"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_vllm_and_this_checkout_are_found_as_installed(site: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "laid out"
+    environment = site.lay_out(pack(tmp_path), ROOT, folder)
+    found = '[__import__("importlib.util").util.find_spec(name).origin for name in {!r}]'
+    names = ["vllm", "need", "vllm_ext.kernels", "vllm_ext.patches", "vllm_ext.plugin", "checkout"]
+    vllm, need, kernels, patches, plugin, checkout = (Path(path) for path in seen(environment, found.format(names)))
+    assert vllm == need.parent / "vllm" / "__init__.py"
+    assert need.parent.parent == folder
+    assert all((folder / "vllm-ext" / "vllm_ext") in path.parents for path in (kernels, patches, plugin))
+    assert checkout == ROOT / "benchmarks" / "checkout.py"
+    assert list(need.parent.glob("vllm/__pycache__/*.pyc")), "compiled once, before many processes import it"
+
+
+def test_the_distribution_is_what_pyproject_says(site: ModuleType, tmp_path: Path) -> None:
+    environment = site.lay_out(pack(tmp_path), ROOT, tmp_path / "site")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = '__import__("importlib.metadata").metadata'
+    ((group, points),) = project["entry-points"].items()
+    listed = f'{{e.name: e.value for e in {metadata}.entry_points(group="{group}")}}'
+    assert seen(environment, listed) == points
+    assert seen(environment, f'{metadata}.version("{project["name"]}")') == vllm_ext.__version__
+
+
+def test_a_bundle_is_unpacked_once_and_the_checkout_copied_each_time(site: ModuleType, tmp_path: Path) -> None:
+    packed, folder = pack(tmp_path), tmp_path / "site"
+    first = site.lay_out(packed, ROOT, folder)
+    unpacked = next(folder.glob("site-*"))
+    (unpacked / "mark").touch()
+    (folder / "vllm-ext" / "mark").touch()
+    assert site.lay_out(packed, ROOT, folder) == first
+    assert (unpacked / "mark").exists()
+    assert not (folder / "vllm-ext" / "mark").exists()
+    pack(tmp_path, another=b"")
+    assert site.lay_out(packed, ROOT, folder)["PYTHONPATH"] != first["PYTHONPATH"]
+
+
+def test_where_all_is_installed_nothing_is_laid_out(site: ModuleType, tmp_path: Path) -> None:
+    environment = site.lay_out(None, ROOT, tmp_path / "site")
+    assert environment == dict(site.ENGINE)
+    assert "PYTHONPATH" not in environment
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut off", "a byte", "no archive", "a folder"])
+def test_a_bundle_that_is_damaged_is_one_line_and_leaves_nothing(
+    site: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
+    packed, folder = pack(tmp_path), tmp_path / "site"
+    data = packed.read_bytes()
+    packed.unlink()
+    if harm == "a folder":
+        packed.mkdir()
+    elif harm != "gone":
+        middle = len(data) // 2
+        harmed = {
+            "cut off": data[:middle],
+            "a byte": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+            "no archive": b"x" * 100,
+        }
+        packed.write_bytes(harmed[harm])
+    assert site.main([str(packed), "--folder", str(folder)]) == 3
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith(f"gpu-site: error: bundle={packed}: ")
+    assert list(folder.glob("*")) == []
+
+
+def test_the_command_prints_what_a_shell_evaluates(
+    site: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, folder = pack(tmp_path), tmp_path / "it's here"
+    assert site.main([str(packed), "--folder", str(folder)]) == 0
+    script = f"{capsys.readouterr().out}\nenv -0"
+    done = subprocess.run(["sh", "-c", script], env={}, capture_output=True, text=True, check=True)
+    environment = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+    assert site.lay_out(packed, ROOT, folder).items() <= environment.items()
