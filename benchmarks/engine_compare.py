@@ -120,6 +120,7 @@ class _Run:
             name="engine_compare",
             command=results.command(argv, "benchmarks/engine_compare.py"),
             config=self._config(),
+            details={"engine": self._settings},
             seed=args.seed,
             workload=results.Workload(name=dataset.name, rows=len(dataset.rows), sha256=dataset.sha256),
             metrics={**capacity, **metrics},
@@ -181,7 +182,6 @@ class _Run:
         return {
             "systems": {s: rows.system_args(s, args) for s in args.systems},
             **self._requests.facts(),
-            "engine": self._settings,
             "loads": args.loads,
             "repeats": args.repeats,
             "same_requests": args.same_requests,

@@ -112,6 +112,7 @@ class _Run:
             name="multi_turn",
             command=results.command(argv, "benchmarks/multi_turn.py"),
             config=self._config(rates),
+            details={"engine": self._settings},
             seed=args.seed,
             workload=results.Workload(name=self._first.name, rows=self._first.rows, sha256=self._first.sha256),
             metrics={**calibration, "target_p90_ms_per_token": target_ms, **metrics},
@@ -186,7 +187,6 @@ class _Run:
         args = self._args
         return {
             "rows": {row: asdict(rows.ROWS[row]) for row in args.rows},
-            "engine": self._settings,
             "rates_conversations_per_s": rates,
             "rates_from": "given" if args.rates is not None else f"{args.loads} times what stateless carries",
             "target_from": "given" if args.target_ms is not None else f"{TARGET_OVER_UNLOADED:g} times stateless, idle",

@@ -48,7 +48,6 @@ class Result:
         Raises:
             NoHeadline: there is no such file, or it is not a result.
         """
-        self.root = root
         self.name = name
         try:
             self.data: dict[str, Any] = json.loads((root / RESULTS / name).read_text())
@@ -101,14 +100,8 @@ class Result:
 
     @property
     def measured_at(self) -> str:
-        """Commit, date, and age."""
-        return measured_at(self.data, self.root)
-
-    @property
-    def caveat(self) -> str:
-        """What to say beside a value that no commit repeats."""
-        commit = str(self.data.get("versions", {}).get("commit", "-dirty"))
-        return " with uncommitted changes" if commit.endswith("-dirty") else ""
+        """Commit, and the day of it."""
+        return measured_at(self.data)
 
     def _number(self, found: Any, what: str) -> float:
         if isinstance(found, bool) or not isinstance(found, (int, float)):
@@ -131,7 +124,7 @@ def check_ranks(result: Result, effect: float, noise: float) -> None:
     """Refuse a headline that the noise of its run could have shown as well.
 
     Raises:
-        NoHeadline: the effect is not larger than the distance of an A/A pair, or no commit repeats the result.
+        NoHeadline: the effect is not larger than the distance of an A/A pair.
     """
     name = RESULTS / result.name
     if effect <= noise:
@@ -139,8 +132,6 @@ def check_ranks(result: Result, effect: float, noise: float) -> None:
             f"{name} ranks nothing: the effect is {effect:.4g}, and its A/A pair differs by {noise:.4g}; "
             "measure with more repeats, or choose another headline in scripts/headlines.py"
         )
-    if result.caveat:
-        raise NoHeadline(f"{name} names no commit that repeats it: commit all sources, then run {result.command}")
 
 
 def preemptions(root: Path) -> Headline:
@@ -160,26 +151,6 @@ def preemptions(root: Path) -> Headline:
         baseline=f"{reserved:g} (vLLM, `--watermark {share:g}`)",
         note=f"`past-future` needed {_percent(longer)} more steps than that. vLLM without a watermark had "
         f"{stock:g} preemptions. A/A pair: our `fcfs` and vLLM's differ by {noise:g}. {_repeats(result)}.",
-    )
-
-
-def conversations(root: Path) -> Headline:
-    """What `pensieve` computes again of conversations' histories, against LRU eviction with as much host memory."""
-    result, again = Result(root, "multi_turn.json"), Result(root, "multi_turn_ahead.json")
-    metric = "rate_0.84.recomputed_share"
-    ours, lru, none = (result.value(row, metric) for row in ("pensieve", "tier-lru", "prefix-cache"))
-    noise = abs(lru - again.value("tier-lru", metric))
-    check_ranks(result, lru - ours, noise)
-    ahead = again.value("tier-lru-ahead", metric)
-    return Headline(
-        result=result,
-        measured="conversation history that later turns compute again, 0.84 conversations/s",
-        ours=f"**{_percent(ours)}** (`pensieve`)",
-        baseline=f"{_percent(lru)} (LRU, copies made as vLLM's connector makes them, as much host memory)",
-        note=f"vLLM without host memory computes {_percent(none)} again. Most of the gain comes from when KV is "
-        "copied, not from what is evicted: LRU with our copies, now the default of every tier, computes "
-        f"{_percent(ahead)} again in another run{again.caveat}. A/A pair: LRU differs by {100 * noise:.1f} points "
-        f"between the two runs. {_repeats(result)}.",
     )
 
 
@@ -296,7 +267,7 @@ def _repeats(result: Result) -> str:
     return "One repeat" if repeats == 1 else f"Medians of {repeats} repeats"
 
 
-HEADLINES = (preemptions, conversations, step_cost)
+HEADLINES = (preemptions, step_cost)
 """The lines of the README's table."""
 NOT_HEADLINES = (order, latency, objectives)
 """Results that readers look for, of runs that can't rank them or have not the baseline that counts."""

@@ -2,7 +2,7 @@
 """Rewrite what README.md and docs/results/ show of the files in benchmarks/results.
 
     python scripts/readme_results.py            # rewrite the pages
-    python scripts/readme_results.py --check    # exit with 1 if a page is out of date; ages of commits don't count
+    python scripts/readme_results.py --check    # exit with 1 if a page is out of date
 
 A page says between comments what goes there: in README.md ``<!-- results: begin -->``, in docs/results/
 ``<!-- table: NAME -->`` for a table of `result_tables`, and ``<!-- measured: a.json b.json -->`` for the machine, the
@@ -21,7 +21,7 @@ from pathlib import Path
 from headlines import HEADLINES, NOT_HEADLINES, NoHeadline, Result
 from result_tables import TABLES, goals, table
 
-from vllm_ext.observability.provenance import RESULTS, head_age
+from vllm_ext.observability.provenance import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
@@ -29,7 +29,6 @@ _BLOCK = re.compile(
     r".*?(?P<end><!-- (?P=kind): end -->)",
     re.DOTALL,
 )
-_AGE = re.compile(r", \d{4}-\d\d-\d\d, \d+ commits? ago| \(ages count to [0-9a-f]+, \d{4}-\d\d-\d\d\)")
 _ALL = "all"
 _MANY = 15
 """Of so many goals all are shown; of more, those that were missed."""
@@ -45,7 +44,7 @@ def readme_block(root: Path) -> str:
     notes = [f"{i}. {line.note}\n" for i, line in enumerate(shown, 1)]
     notes += [f"- {reason(root)}\n" for reason in NOT_HEADLINES]
     commands = dict.fromkeys(f"    {line.result.command}\n" for line in shown)
-    header = ["", "measured", "vllm-ext", "baseline", "machine", _commit_header(root)]
+    header = ["", "measured", "vllm-ext", "baseline", "machine", "commit"]
     return "".join([table(header, rows), "\n", *notes, "\n", *commands])
 
 
@@ -58,16 +57,11 @@ def measured_block(root: Path, names: str, page: Path) -> str:
         [f"[{one.name}]({up}{RESULTS.as_posix()}/{one.name})", one.machine, one.measured_at, _goals_met(one)]
         for one in results
     ]
-    shown = table(["result", "machine", _commit_header(root), "goals met"], rows)
+    shown = table(["result", "machine", "commit", "goals met"], rows)
     if names == _ALL:
         return shown
     commands = [f"    {result.command}\n" for result in results]
     return "".join([shown, "\n", *commands, *_goals_shown(results)])
-
-
-def _commit_header(root: Path) -> str:
-    head = head_age(root)
-    return "commit" if head is None else f"commit (ages count to {head.commit}, {head.date})"
 
 
 def _goals_met(result: Result) -> str:
@@ -109,11 +103,6 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]
 
 
-def without_ages(text: str) -> str:
-    """Return a page without what changes with every commit, and what a shallow clone does not know."""
-    return _AGE.sub("", text)
-
-
 def main() -> int:
     """Rewrite the pages, or check them."""
     parser = argparse.ArgumentParser(description="Rewrite what README.md and docs/results/ show of benchmarks/results.")
@@ -128,7 +117,7 @@ def main() -> int:
         for page, text in made.items():
             page.write_text(text)
         return 0
-    stale = [page for page, text in made.items() if without_ages(text) != without_ages(page.read_text())]
+    stale = [page for page, text in made.items() if text != page.read_text()]
     for page in stale:
         print(f"out of date: {page.relative_to(ROOT)}; run: python scripts/readme_results.py", file=sys.stderr)
     return int(bool(stale))

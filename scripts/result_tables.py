@@ -147,22 +147,6 @@ def conversations(root: Path) -> str:
     return table(header, map(row, result.setting("rows")))
 
 
-def stores(root: Path) -> str:
-    """When KV is copied."""
-    result = Result(root, "multi_turn_ahead.json")
-    rows = [
-        [
-            f"{rate}/s",
-            _CHATS[name],
-            f"{result.value(name, f'rate_{rate}.normalised_latency_p90_ms_per_token'):.1f}",
-            *_histories(result, name, rate)[1:],
-        ]
-        for rate in ("0.84", "1.15")
-        for name in result.setting("rows")
-    ]
-    return table(["rate", "", "P90, ms per output token", "found in host memory", "computed again"], rows)
-
-
 def sizes(root: Path) -> str:
     """Less and more host memory."""
     rows = []
@@ -210,15 +194,11 @@ def _verdict(goal: Mapping[str, Any]) -> str:
     return "met" if goal["met"] else "**missed**"
 
 
-_NOT_COMPARED = ("accelgen-fig11", "accelgen-fig12")
-"""Studies measured with a row that puts lost requests last, as the paper does not; docs/results/papers.md says so."""
-
-
 def papers(root: Path) -> str:
     """The figures that papers are known by, beside ours."""
     studies = sorted(path.stem for path in (root / RESULTS / "repro").glob("*.json"))
     rows = []
-    for study in (study for study in studies if study not in _NOT_COMPARED):
+    for study in studies:
         for goal in Result(root, f"repro/{study}.json").goals:
             figure = [f"[{study}](../reproductions.md#{study})", goal["metric"]]
             rows.append([*figure, f"{goal['goal']:.4g}", f"{goal['value']:.4g}", "yes" if goal["met"] else "**no**"])
@@ -287,15 +267,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "memory": memory,
     "in-place": in_place,
     "conversations": conversations,
-    "stores": stores,
     "sizes": sizes,
     "step-cost": step_cost,
     "papers": papers,
-    "ordering": functools.partial(ordering, name="ordering.json"),
     "ordering-long": functools.partial(workloads, name="ordering_long.json"),
     "ordering-more": functools.partial(workloads, name="ordering_more.json"),
     "ordering-alpaca": functools.partial(ordering, name="ordering_alpaca.json"),
-    "ordering-tuned": functools.partial(ordering, name="ordering_tuned.json"),
     "ordering-predicted": functools.partial(ordering, name="ordering_predicted.json"),
 }
 """The tables by the names that pages call them by."""

@@ -335,8 +335,8 @@ def test_quick_run_serves_to_exact_lengths_and_its_recording_is_repeated_exactly
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == json.loads(out.read_text(encoding="utf-8"))
-    assert result["config"]["engine"]["alise"]["max_num_seqs"] == 8
-    assert "steered" in result["config"]["engine"]["alise"]["scheduler_cls"].lower()
+    assert result["details"]["engine"]["alise"]["max_num_seqs"] == 8
+    assert "steered" in result["details"]["engine"]["alise"]["scheduler_cls"].lower()
     assert result["metrics"]["alise.load_0.9.requests"] == 16
     assert result["baselines"]["upstream-fcfs"]["load_0.9.requests"] == 16
     assert str(tmp_path) not in done.stdout

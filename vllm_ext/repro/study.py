@@ -128,6 +128,8 @@ class Findings:
     """System -> the same keys as metrics."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings that shaped the measurement."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """What was seen beside; git does not keep it."""
     plots: Sequence[Plot] = ()
     workload: Sequence[WorkloadSpec | Workload]
     """What was served; told by name, rows and checksum of its lengths."""

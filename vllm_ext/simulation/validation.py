@@ -310,6 +310,7 @@ def make_result(
         name=name,
         command=command,
         config=_config(runs, fit_path),
+        details={"runs": [{"requests": len(run.requests), **run.header.model_dump(include=_OF_A_RUN)} for run in runs]},
         seed=seed,
         workload=Workload(
             name=path.name,
@@ -364,7 +365,6 @@ def _config(runs: Sequence[Run], fit_path: Path | None) -> dict[str, Any]:
         "judged": "all measured requests" if fit_path is not None else "requests due in the second half",
         "recorded_with": runs[0].header.versions,
         "model": runs[0].header.model,
-        "runs": [{"requests": len(run.requests), **run.header.model_dump(include=_OF_A_RUN)} for run in runs],
     }
 
 

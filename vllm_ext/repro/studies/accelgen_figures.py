@@ -153,8 +153,8 @@ def fig11(bench: Bench) -> Findings:
             "kv_tokens": {panel.name: panel.kv_tokens for panel in panels},
             "pivot_tokens": pivots,
             "first_bucket_ttft_ms": {panel.name: 1000 * base.ttft_buckets(panel)[0] for panel in panels},
-            "utilisation": {panel.name: base.utilisation(panel, load, bench.seed) for panel in panels},
         },
+        details={"utilisation": {panel.name: base.utilisation(panel, load, bench.seed) for panel in panels}},
         plots=[
             bar_plot(
                 f"-{suffix}",

@@ -88,6 +88,8 @@ def fig13(bench: Bench) -> Findings:
         config={
             "arrivals_s": load.arrivals_s,
             "window_s": load.window_s,
+        },
+        details={
             "utilisation": {
                 f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, bench.seed)
                 for (panel, axis, x), at in loads.items()

@@ -199,8 +199,8 @@ def fig6(bench: Bench) -> Findings:
         config={
             "limit": f"{NORMALISED} <= {LIMIT_MS:g}",
             "duration_s": {" ".join(panel): duration for panel, duration in duration_s.items()},
-            "curves": {" ".join(key): [list(point) for point in curve] for key, curve in curves.items()},
         },
+        details={"curves": {" ".join(key): [list(point) for point in curve] for key, curve in curves.items()}},
         plots=[
             line_plot(
                 f"-{model}-{dataset}",

@@ -192,8 +192,8 @@ def measure(
             "tolerance": tolerance,
             "scheduling_delay_p50_limit_s": DELAY_LIMIT_S,
             "tbt_p99_limit_ms": {f"{cell.model} {cell.slo}": limit for cell, limit in limits_ms.items()},
-            "limited_by": {f"{cell} {name}": list(one.limited_by) for (cell, name), one in found.items()},
         },
+        details={"limited_by": {f"{cell} {name}": list(one.limited_by) for (cell, name), one in found.items()}},
         plots=[
             bar_plot(
                 f"-{data.split('_')[0]}",
