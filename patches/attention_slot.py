@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 
 
 def _get_attn_backend_cls(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:

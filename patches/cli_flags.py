@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.config import FLAGS, Flag
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 
 TITLE = "vllm-ext"
 _DONE = "_vllm_ext_flags"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_ext.config import FLAGS, KEY, ConfigError, merge_flags
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -24,10 +24,10 @@ from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig
 from vllm_ext.config_attention import STOCK
 from vllm_ext.config_kv import FUSED, LEADING, OFF, PHASED
-from vllm_ext.patches import registry
+from vllm_ext.hooks import registry
+from vllm_ext.hooks.errors import HookError
+from vllm_ext.hooks.patch import Patch
 from vllm_ext.patches.additional_config import with_options
-from vllm_ext.patches.errors import HookError
-from vllm_ext.patches.patch import Patch
 
 logger = logging.getLogger("vllm.vllm_ext")
 SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_ext.patches.patch import Addition, Hook
+from vllm_ext.hooks.patch import Addition, Hook
 
 
 def vllm_ext_state(self: Any, since: int = 0) -> dict[str, Any]:

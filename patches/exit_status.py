@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 
 _ENDED_BY_ITSELF = "dummy_shutdown"
 """Name of what vLLM returns when no signal ended the server; after one it is uvicorn's own shutdown."""

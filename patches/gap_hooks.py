@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.patches.patch import Patch, Reliance
-from vllm_ext.patches.versions import SUPPORTED
+from vllm_ext.hooks.patch import Patch, Reliance
+from vllm_ext.hooks.versions import SUPPORTED
 
 POSITIONS = "vLLM's schedulers can say of a step which positions of a request it computes"
 """What must come upstream before workers, and those who count for them, need no help."""

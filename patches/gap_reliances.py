@@ -7,8 +7,8 @@ missing one.
 
 from __future__ import annotations
 
+from vllm_ext.hooks.patch import Reliance
 from vllm_ext.patches.gap_hooks import gap_reliance
-from vllm_ext.patches.patch import Reliance
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
 _SINGLE, _FULL = f"{_MANAGER}:SingleTypeKVCacheManager", f"{_MANAGER}:FullAttentionManager"

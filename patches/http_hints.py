@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.hooks.patch import Patch
+from vllm_ext.hooks.versions import SUPPORTED
 from vllm_ext.observability import slo_report
 from vllm_ext.patches.additional_config import server_ttl_s, takes_turns_by_key
-from vllm_ext.patches.patch import Patch
-from vllm_ext.patches.refusal import refusal
-from vllm_ext.patches.versions import SUPPORTED
+from vllm_ext.patches.input_hints import refusal
 from vllm_ext.prediction.service import said
 
 

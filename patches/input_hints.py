@@ -13,9 +13,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.hooks.patch import Patch
 from vllm_ext.patches.additional_config import server_ttl_s
-from vllm_ext.patches.patch import Patch
-from vllm_ext.patches.refusal import refusal
+
+
+def refusal(error: hints.HintError) -> Exception:
+    """Return vLLM's validation error for a hint: HTTP 400 naming the field in a server, a ValueError offline."""
+    from vllm.exceptions import VLLMValidationError
+
+    class HintRefused(VLLMValidationError, ValueError):
+        """A hint of this request is malformed; the request was not accepted."""
+
+    made: Callable[..., Exception] = HintRefused  # vLLM's first, whose arguments no type checker sees
+    return made(str(error), parameter=error.field)
 
 
 def _process_inputs(

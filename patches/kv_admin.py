@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 
 
 def _load_endpoint_plugins(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.config_checks import KEY
-from vllm_ext.patches.patch import Patch, Reliance
+from vllm_ext.hooks.patch import Patch, Reliance
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
 _VERSIONS = ("0.32.0",)

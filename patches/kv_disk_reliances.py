@@ -7,7 +7,7 @@ spec only, whose worker refuses the CPU. Can go: when vLLM declares these classe
 
 from __future__ import annotations
 
-from vllm_ext.patches.patch import Reliance
+from vllm_ext.hooks.patch import Reliance
 
 _TIERING = "vllm.v1.kv_offload.tiering"
 _MANAGER = f"{_TIERING}.manager:TieringOffloadingManager"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ext.hooks.patch import Patch
 from vllm_ext.kv.device.step import step_of
 from vllm_ext.kv.device.worker import executing
-from vllm_ext.patches.patch import Patch
 
 
 def _execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

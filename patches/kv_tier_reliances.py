@@ -6,7 +6,7 @@ Seam used: ``kv_connector_module_path``. Can go: when vLLM declares these classe
 
 from __future__ import annotations
 
-from vllm_ext.patches.patch import Reliance
+from vllm_ext.hooks.patch import Reliance
 
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector"

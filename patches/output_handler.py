@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.patches.patch import Patch
+from vllm_ext.hooks.patch import Patch
 from vllm_ext.patches.prediction_service import guarded
 
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.hooks.patch import Hook, Patch
+from vllm_ext.hooks.versions import SUPPORTED
 from vllm_ext.observability.guard import Guard
-from vllm_ext.patches.patch import Hook, Patch
-from vllm_ext.patches.versions import SUPPORTED
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.predictor"),

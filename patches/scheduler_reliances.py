@@ -7,8 +7,8 @@ Seam used: ``--scheduler-cls``. Can go: when vLLM declares a stable scheduler in
 
 from __future__ import annotations
 
-from vllm_ext.patches.patch import Reliance
-from vllm_ext.patches.versions import SUPPORTED
+from vllm_ext.hooks.patch import Reliance
+from vllm_ext.hooks.versions import SUPPORTED
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _ASYNC = "vllm.v1.core.sched.async_scheduler:AsyncScheduler"

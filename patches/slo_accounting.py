@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.patches.patch import Hook, Patch, Reliance
-from vllm_ext.patches.versions import SUPPORTED
+from vllm_ext.hooks.patch import Hook, Patch, Reliance
+from vllm_ext.hooks.versions import SUPPORTED
 
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

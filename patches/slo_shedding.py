@@ -17,8 +17,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.patches.patch import Patch
-from vllm_ext.patches.versions import SUPPORTED
+from vllm_ext.hooks.patch import Patch
+from vllm_ext.hooks.versions import SUPPORTED
 
 if TYPE_CHECKING:
     from vllm_ext.observability.slo_shedding import Refusal

@@ -116,7 +116,7 @@ def counted(real: type[Any], count: Callable[[], None]) -> type[Any]:
 
 def steered(system: str, count: Callable[[], None]) -> type[Any]:
     """Return our scheduler as a class that vLLM's tests can make: they know nothing of our options."""
-    from vllm_ext.patches import registry
+    from vllm_ext.hooks import registry
     from vllm_ext.scheduling.scheduler import SteeredScheduler
 
     registry.install("engine-core")  # tests that make no scheduler see vLLM as our engines do

@@ -18,10 +18,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tests.extent import HANG_S
 from vllm_ext import envs, plugin, systems, tiny_model
 from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
-from vllm_ext.patches import engine_config, registry
+from vllm_ext.hooks import registry
+from vllm_ext.hooks.errors import UpstreamChanged
+from vllm_ext.hooks.patch import Undo
+from vllm_ext.patches import engine_config
 from vllm_ext.patches.additional_config import AdditionalConfig, with_options
-from vllm_ext.patches.errors import UpstreamChanged
-from vllm_ext.patches.patch import Undo
 
 STEERED = engine_config.SCHEDULER
 UPSTREAM = "vllm.v1.core.sched.scheduler.Scheduler"

@@ -15,7 +15,7 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext import envs, serving_admin
-from vllm_ext.patches import registry
+from vllm_ext.hooks import registry
 
 Answer = Callable[..., Any]
 URL, KEY, API_KEY = serving_admin.PREFIX, "key-of-the-administrator", "key-of-the-clients"

@@ -28,7 +28,7 @@ def register() -> None:
 
     note_allowed_cores()
     try:
-        from vllm_ext.patches import registry
+        from vllm_ext.hooks import registry
 
         registry.install("base", check=False)  # these check themselves once a feature is chosen
     except Exception as error:  # noqa: BLE001 - an installed but unused package must not keep vLLM from starting
@@ -54,7 +54,7 @@ def _take_attention_slot() -> None:
     from vllm.platforms import current_platform
 
     from vllm_ext.attention.slot import take_slot
-    from vllm_ext.patches import registry
+    from vllm_ext.hooks import registry
 
     try:
         take_slot()

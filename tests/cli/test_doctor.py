@@ -11,8 +11,8 @@ import pytest
 from vllm_ext.cli import diagnosis, doctor, doctor_report
 from vllm_ext.cli.diagnosis import Finding, State
 from vllm_ext.cli.features import FEATURES, Availability, feature_reports, judge
+from vllm_ext.hooks import registry
 from vllm_ext.kernels import native
-from vllm_ext.patches import registry
 
 
 def failed(findings: list[Finding]) -> list[str]:

@@ -78,7 +78,7 @@ def _prepare() -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_ext.patches import registry
+    from vllm_ext.hooks import registry
 
     registry.report()
     current_platform.register_triton_kernel_overrides()  # fails on what the modules below hold

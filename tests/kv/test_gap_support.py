@@ -11,10 +11,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm_ext.config import KEY, ConfigError, parse, to_dict
 from vllm_ext.config_kv import AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
+from vllm_ext.hooks import registry
+from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.kv.gaps.manager import can_have_gaps, with_gap_manager
 from vllm_ext.kv.gaps.support import WORKERS, gaps_mode, obstacle
-from vllm_ext.patches import engine_config, registry
-from vllm_ext.patches.errors import UpstreamChanged
+from vllm_ext.patches import engine_config
 from vllm_ext.simulation.harness import make_kv_cache_config
 from vllm_ext.systems import build
 

@@ -226,12 +226,12 @@ def test_sources_changed_during_the_run_refuse_the_file_after_printing(
 
 
 def test_checkout_keeps_metrics_and_the_details_beside(checkout: Path) -> None:
+    commit(checkout, "benchmarks/run.py", "1")
     workload = results.Workload(name="w", rows=1, sha256="0" * 64)
     result = results.Result(
         name="n", command="c", config={"a": 1}, details={"series": [1, 2]}, seed=0, workload=workload,
         metrics={"x_s": 1.23456789},
     )  # fmt: skip
-    commit(checkout, "benchmarks/run.py", "1")
     out = checkout / "benchmarks/results/deep/n.json"
     results.emit(result, [], out)
     text = out.read_text(encoding="utf-8")

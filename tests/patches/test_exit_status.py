@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.patches import engine_config, exit_status, registry
-from vllm_ext.patches.errors import UpstreamChanged
+from vllm_ext.hooks import registry
+from vllm_ext.hooks.errors import UpstreamChanged
+from vllm_ext.patches import engine_config, exit_status
 
 
 async def dummy_shutdown() -> None:

@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext.hints import HintError
-from vllm_ext.patches import registry
+from vllm_ext.hooks import registry
 from vllm_ext.patches.http_hints import add_hints
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {

@@ -171,7 +171,7 @@ def test_page_names_commit_and_day_of_each_result_and_what_has_none(tmp_path: Pa
     text = report.documentation([tmp_path / "a.json"], ["c", "a", "b"])
     assert "`vllm-ext repro x`, commit 4e646e9, 2026-10-11." in text
     assert "to be measured again (`vllm-ext repro ID`): `b`, `c`." in text
-    assert "measured again" not in report.documentation([tmp_path / "a.json"], ["a"])
+    assert "Without a result" not in report.documentation([tmp_path / "a.json"], ["a"])
 
 
 def test_page_is_made_in_a_checkout_and_nowhere_else(

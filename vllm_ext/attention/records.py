@@ -82,7 +82,7 @@ class HearsOfRecords:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.has_records = has_records(vllm_config)
         if self.has_records:
-            from vllm_ext.patches import registry
+            from vllm_ext.hooks import registry
 
             registry.install("kv-records")
 

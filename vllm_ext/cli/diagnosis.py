@@ -16,7 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_ext.patches import versions
+from vllm_ext.hooks import versions
 
 SUPPORTED_VLLM = SpecifierSet(versions.SPECIFIER, prereleases=True)
 """Versions of vLLM the package is meant for; each hook still checks its own symbol."""

@@ -65,7 +65,7 @@ def collect() -> Iterator[list[Finding]]:
     _progress("comparing hooks")
     yield _check_plugin(imports)
     if imports:
-        from vllm_ext.patches import registry
+        from vllm_ext.hooks import registry
 
         yield diagnosis.check_hooks(registry.report())
         yield _check_attention()

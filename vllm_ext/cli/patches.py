@@ -8,10 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from vllm_ext.patches import registry
-from vllm_ext.patches.errors import installed_vllm
-from vllm_ext.patches.patch import Hook
-from vllm_ext.patches.registry import HookStatus
+from vllm_ext.hooks import registry
+from vllm_ext.hooks.errors import installed_vllm
+from vllm_ext.hooks.patch import Hook
+from vllm_ext.hooks.registry import HookStatus
 
 _HEAD = """# Hooks into vLLM
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import envs
-from vllm_ext.patches.patch import Patch, Undo
+from vllm_ext.hooks.patch import Patch, Undo
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ext.config import KEY, parse
+from vllm_ext.hooks import registry
 from vllm_ext.observability.slo_account import Account, attach
 from vllm_ext.observability.slo_metrics import SloMetrics
-from vllm_ext.patches import registry
 
 
 def account_for(engine: Any) -> None:

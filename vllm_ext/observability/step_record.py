@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext import envs
-from vllm_ext.patches.patch import Addition, Patch, Undo
+from vllm_ext.hooks.patch import Addition, Patch, Undo
 
 UTILITY = "vllm_ext_step_record"
 """Name of the engine core's utility call."""

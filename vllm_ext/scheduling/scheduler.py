@@ -16,8 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
+from vllm_ext.hooks import registry
 from vllm_ext.kv.loads.steps import Engine
-from vllm_ext.patches import registry
 from vllm_ext.policies.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor

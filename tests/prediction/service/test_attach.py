@@ -20,7 +20,7 @@ from tests.extent import HANG_S
 from vllm_ext import envs
 from vllm_ext.config import ExtConfig
 from vllm_ext.hints import NO_HINTS
-from vllm_ext.patches import registry
+from vllm_ext.hooks import registry
 from vllm_ext.prediction.predictor import Prompt
 from vllm_ext.prediction.service import attach, said
 from vllm_ext.prediction.service.attach import Attached

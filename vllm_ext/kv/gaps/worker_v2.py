@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_ext.patches import registry
+from vllm_ext.hooks import registry
 
 registry.install("kv-gaps-fused")
 registry.install("kv-gaps-v2")

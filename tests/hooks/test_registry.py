@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.cli import patches as command
-from vllm_ext.patches import errors, registry
-from vllm_ext.patches.errors import UpstreamChanged
-from vllm_ext.patches.patch import Hook, Patch, Reliance, resolve_owner
+from vllm_ext.hooks import errors, registry
+from vllm_ext.hooks.errors import UpstreamChanged
+from vllm_ext.hooks.patch import Hook, Patch, Reliance, resolve_owner
 
 HOOKS = registry.hooks()
 ids = [hook.target.partition(":")[2] for hook in HOOKS]

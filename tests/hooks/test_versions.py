@@ -11,9 +11,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from vllm_ext.hooks import registry, versions
+from vllm_ext.hooks.patch import Hook
 from vllm_ext.observability import forced_length, step_record
-from vllm_ext.patches import registry, versions
-from vllm_ext.patches.patch import Hook
 
 ROOT = Path(__file__).parents[2]
 HOOKS = (*registry.hooks(), forced_length.PATCH, step_record.PATCH)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.patches.errors import UpstreamChanged, UpstreamMissing
-from vllm_ext.patches.fingerprint import fingerprint
-from vllm_ext.patches.patch import Addition, Patch, Reliance, resolve
+from vllm_ext.hooks.errors import UpstreamChanged, UpstreamMissing
+from vllm_ext.hooks.fingerprint import fingerprint
+from vllm_ext.hooks.patch import Addition, Patch, Reliance, resolve
 
 SOURCE = """
 CONSTANT = 3

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
-from vllm_ext.patches.errors import UpstreamChanged, UpstreamMissing, installed_vllm
-from vllm_ext.patches.fingerprint import fingerprint
+from vllm_ext.hooks.errors import UpstreamChanged, UpstreamMissing, installed_vllm
+from vllm_ext.hooks.fingerprint import fingerprint
 
 Undo = Callable[[], None]
 _PATCH = "_vllm_ext_patch"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.patches import fingerprint as module
-from vllm_ext.patches.fingerprint import fingerprint, fingerprint_source, forget_sources, read_module
+from vllm_ext.hooks import __main__ as command
+from vllm_ext.hooks import fingerprint as module
+from vllm_ext.hooks.fingerprint import fingerprint, fingerprint_source, forget_sources, read_module
 
 PLAIN = "def f(a, b=1):\n    return a + b\n"
 
@@ -151,7 +152,7 @@ def test_the_command_reads_sources_without_importing_them(
         source = tmp_path / "pkg.tar.gz"
         with tarfile.open(source, "w:gz") as sdist:
             sdist.add(file, "pkg-1.0/pkg/mod.py")
-    assert module.main(["--source", str(source), "pkg.mod:f", "pkg.mod:g", "pkg.other:f"]) == 0
+    assert command.main(["--source", str(source), "pkg.mod:f", "pkg.mod:g", "pkg.other:f"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == f"pkg.mod:f  {fingerprint_source(PLAIN, 'f')}"
     assert "absent" in second

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_ext.patches.errors import HookError, UpstreamChanged, UpstreamMissing, installed_vllm
-from vllm_ext.patches.fingerprint import forget_sources
-from vllm_ext.patches.patch import Addition, Hook, Patch, Undo
+from vllm_ext.hooks.errors import HookError, UpstreamChanged, UpstreamMissing, installed_vllm
+from vllm_ext.hooks.fingerprint import forget_sources
+from vllm_ext.hooks.patch import Addition, Hook, Patch, Undo
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "base": ("cli_flags", "cli_values", "engine_config"),

@@ -3,21 +3,14 @@
 A fingerprint is the first 16 hex digits of the SHA-256 of the function's syntax tree, without docstring, positions and
 fields that are empty (newer Pythons add some). A function that something wraps has the code names of the wrappers
 appended, outermost first: ``inspect`` looks through ``__wrapped__``, and by the body alone a stranger's patch passes.
-
-As a command it reads sources without importing them::
-
-    python -m vllm_ext.patches.fingerprint --source DIRECTORY_WHEEL_OR_SDIST TARGET...
-    python -m vllm_ext.patches.fingerprint --source vllm-0.33.0.whl --all
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import hashlib
 import inspect
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -199,31 +192,3 @@ def read_module(source: Path, module: str) -> str:
                 if member.name.partition("/")[2] in names and (file := sdist.extractfile(member)) is not None:
                     return file.read().decode()
     raise LookupError(f"{source} holds no module {module}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print one line per target: its fingerprint in ``--source``, or why there is none."""
-    parser = argparse.ArgumentParser(description="Print fingerprints of functions without importing them.")
-    parser.add_argument("--source", type=Path, required=True, help="directory that holds vllm/, a wheel, or an sdist")
-    parser.add_argument("--all", action="store_true", help="every hook of vllm-ext")
-    parser.add_argument("target", nargs="*", help="package.module:Class.method or package.module:function")
-    args = parser.parse_args(argv)
-    targets: list[str] = list(args.target)
-    if args.all:
-        from vllm_ext.patches.registry import hooks
-
-        targets += [hook.target for hook in hooks()]
-    if not targets:
-        parser.error("name a target, or give --all")
-    for target in targets:
-        module, _, qualname = target.partition(":")
-        try:
-            found = fingerprint_source(read_module(args.source, module), qualname)
-        except LookupError as error:
-            found = f"absent: {error}"
-        print(f"{target}  {found}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
