@@ -35,7 +35,7 @@ from turns import Seconds, check_output, measure, ratio
 from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 SHARES = (0.25, 0.5, 1.0)
 MIXED = 0.5

@@ -32,7 +32,7 @@ from turns import Seconds, check_output, ratio
 from vllm_ext.kernels.kv_quant import gpu as codec
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
-from vllm_ext.observability.results import (
+from vllm_ext.report.results import (
     Goal,
     Result,
     Workload,

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from turns import Seconds, ratio
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.tiny_model import Style, build
 
 STOCK, AGAIN, PASSING, OWN = "vLLM's backend", "vLLM's backend, again", "passing through", "own kernel"

@@ -29,7 +29,7 @@ import cellular_virtual as virtual
 import torch
 
 from vllm_ext.cellular.train import trained
-from vllm_ext.observability.results import Goal, Result, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
 from vllm_ext.repro.batching import workloads
 
 FIXED = 24

@@ -33,8 +33,8 @@ import torch
 from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Model, build
 from vllm_ext.cellular.scheduler import Batching, Scheduler
-from vllm_ext.observability.plots import Panel, Series, stacked
-from vllm_ext.observability.results import Goal, Result, add_arguments, command, emit, format_table
+from vllm_ext.report.plots import Panel, Series, stacked
+from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
 from vllm_ext.repro.batching import workloads
 from vllm_ext.repro.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
 from vllm_ext.repro.batching.merging import MergedBatching, Merging

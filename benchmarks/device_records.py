@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from parallel import finished
 
 from vllm_ext.config_attention import OWN, STOCK
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

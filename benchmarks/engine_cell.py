@@ -49,7 +49,7 @@ async def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_ext.observability import step_record
+    from vllm_ext.simulation.recorded import recorder
 
     logger = step_stats_logger()
     started = time.monotonic()
@@ -60,7 +60,7 @@ async def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
             observed["phases"][phase["name"]] = await _phase(engine, logger.state, phase)
             if phase.get("wait_for_predictor"):
                 await predictor_ready(engine)
-        record = await step_record.fetch(engine) if spec.get("record_steps") else None
+        record = await recorder.fetch(engine) if spec.get("record_steps") else None
         return {**observed, "record": record, "predictor": _predictor_outcomes()}
     finally:
         engine.shutdown()
@@ -118,7 +118,7 @@ def _predictor_outcomes() -> dict[str, float]:
 
 async def predictor_ready(engine: Any) -> None:
     """Wait until the length predictor has loaded its model, which the first request started."""
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     found = attached(engine.output_processor)
     if found is None:
@@ -132,7 +132,7 @@ async def predictor_ready(engine: Any) -> None:
 
 async def _counters(engine: Any) -> dict[str, float]:
     """Totals of our scheduler; none of upstream's."""
-    from vllm_ext.observability.frontend import UTILITY
+    from vllm_ext.metrics.frontend import UTILITY
 
     if engine.vllm_config.scheduler_config.scheduler_cls is None:
         return {}

@@ -35,11 +35,11 @@ import numpy as np
 from engine_process import run
 from ordering_report import interval
 
-from vllm_ext.observability.count_progress import CountProgress
-from vllm_ext.observability.forced_length import extra_args
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.count_progress import CountProgress
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, num_kv_blocks
 from vllm_ext.simulation.decision import Decision
+from vllm_ext.simulation.recorded.forced_length import extra_args
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.virtual_clock import VirtualClock
 from vllm_ext.simulation.workloads.build import build as build_workload

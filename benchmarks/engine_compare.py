@@ -3,7 +3,7 @@
 Method: `AsyncLLM` on the CPU (or whatever vLLM runs on here) serves the embedded tiny model, or ``--model``. Every
 system gets a fresh engine in a fresh process, the same prompts in the same order at the same Poisson arrival times,
 and one constant ``max_tokens``; each request ends at the length of its recorded answer, which no policy can see
-(`vllm_ext.observability.forced_length`). Loads are fractions of the capacity measured first: upstream, first come
+(`vllm_ext.simulation.recorded.forced_length`). Loads are fractions of the capacity measured first: upstream, first come
 first served, all requests at once, output tokens per second while every seat is taken. Repeats draw new requests and
 arrivals and go round the systems, so that machine noise falls on all of them; metrics are medians over repeats,
 ratios medians of the ratios within a repeat. A request that does not end at exactly its length fails the run.
@@ -52,9 +52,10 @@ from engine_process import progress
 from engine_requests import MEASURED
 
 from vllm_ext import systems, tiny_model
-from vllm_ext.observability import results
-from vllm_ext.simulation import latency, recording
-from vllm_ext.simulation.recording import ClientRequest, EngineSettings, Header
+from vllm_ext.report import results
+from vllm_ext.simulation import latency
+from vllm_ext.simulation.recorded import recording
+from vllm_ext.simulation.recorded.recording import ClientRequest, EngineSettings, Header
 
 ATTEMPTS = 3
 """Measurements of one cell while other processes disturb it; the last one counts, disturbed or not."""

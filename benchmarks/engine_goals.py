@@ -15,7 +15,7 @@ from engine_report import NORMALISED, Cell, Reduced, pairs
 from engine_rows import BASELINE, MEMORY_BOUND, MIXED_SLO, PREEMPTED, UPSTREAM
 from engine_slo import tier_of
 
-from vllm_ext.observability.results import Goal
+from vllm_ext.report.results import Goal
 from vllm_ext.simulation.latency import RequestTimeline
 
 TTFT, TOKENS = "ttft_p50_ms", "throughput_tokens_per_s"

@@ -12,7 +12,7 @@ import engine_rows
 import engine_slo
 
 from vllm_ext import datasets
-from vllm_ext.observability import results
+from vllm_ext.report import results
 from vllm_ext.simulation import synthetic
 
 Option = tuple[str, Callable[[str], Any], Any, str]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from vllm_ext.observability.results import format_table
+from vllm_ext.report.results import format_table
 from vllm_ext.simulation.latency import RequestTimeline, summarise
 
 NORMALISED = "normalised_latency_mean_ms_per_token"

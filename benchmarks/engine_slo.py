@@ -23,7 +23,7 @@ import numpy as np
 from engine_workload import FIRST_ORDINARY_TOKEN, BenchRequest
 
 from vllm_ext.datasets import Dataset, WorkloadRow
-from vllm_ext.observability import forced_length
+from vllm_ext.simulation.recorded import forced_length
 from vllm_ext.simulation.synthetic import Lengths, LengthShape, UniformLengths
 
 _SPREAD = 0.25

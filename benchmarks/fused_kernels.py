@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import layer_norm, linear, relu
 from turns import Seconds, measure, ratio
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 HIDDEN, FFN = 2048, 8192
 """OPT-1.3B's."""

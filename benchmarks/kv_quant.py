@@ -35,7 +35,7 @@ import torch
 from kv_quant_model import FULL, QUICK, Trained, trained
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 BLOCKS = (16, 32, 64, 128)
 RATIO_GOAL, PERPLEXITY_GOAL_PERCENT = 1.9, 0.1

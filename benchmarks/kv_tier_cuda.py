@@ -36,7 +36,7 @@ from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 from vllm_ext.config_kv import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagingSlot
 from vllm_ext.kv.cuda.transfers import Ended
-from vllm_ext.observability.results import (
+from vllm_ext.report.results import (
     Goal,
     Result,
     Workload,

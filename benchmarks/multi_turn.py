@@ -3,7 +3,7 @@
 Method: `AsyncLLM` on the CPU serves recorded conversations (public ShareGPT-like files), or made-up ones. Conversations
 begin as a Poisson process; each turn's prompt is the whole history, with the tokens that the engine really generated,
 and a new message; it comes an exponential think time after the last answer has ended. An answer ends at the length of
-the recorded one, which no policy can see (`vllm_ext.observability.forced_length`). Recorded lengths are 4/3 of the
+the recorded one, which no policy can see (`forced_length`). Recorded lengths are 4/3 of the
 words, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the context,
 or after ``--max-turns``.
 
@@ -48,8 +48,8 @@ from engine_process import progress
 from engine_report import Cell, WrongOutput, flatten, reduce, timelines
 
 from vllm_ext import tiny_model
-from vllm_ext.observability import results
-from vllm_ext.observability.files import replaced, set_aside
+from vllm_ext.files import replaced, set_aside
+from vllm_ext.report import results
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -11,7 +11,7 @@ import engine_options
 import multi_turn_rows as rows
 import multi_turn_workload as workload
 
-from vllm_ext.observability import results
+from vllm_ext.report import results
 
 MODEL = {
     "hidden_size": 512,

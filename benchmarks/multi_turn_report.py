@@ -16,7 +16,7 @@ import multi_turn_rows as rows
 import numpy as np
 from engine_report import Cell, Reduced, phase_metrics, table
 
-from vllm_ext.observability.results import Goal, format_table
+from vllm_ext.report.results import Goal, format_table
 from vllm_ext.simulation import latency
 
 P90 = "normalised_latency_p90_ms_per_token"

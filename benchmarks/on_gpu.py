@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from turns import Key, Seconds
 
-from vllm_ext.observability import results
-from vllm_ext.observability.files import replaced
+from vllm_ext.files import replaced
+from vllm_ext.report import results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

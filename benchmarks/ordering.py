@@ -33,7 +33,7 @@ from ordering_scenes import AGAIN, MEASURES, NEED_PREDICTIONS, SCENES, SYSTEMS, 
 from parallel import simulated
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.observability.results import Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
 
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
 SEEDS = 5

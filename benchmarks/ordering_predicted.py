@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config_prediction import PredictorConfig
-from vllm_ext.observability.files import replaced
+from vllm_ext.contract.length_distribution import LengthDistribution
+from vllm_ext.files import replaced
 from vllm_ext.prediction import evaluate
 from vllm_ext.prediction.encoder import Encoder
-from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.rows import Rows, read
 from vllm_ext.prediction.text import PromptText
@@ -50,34 +50,34 @@ def make(path: Path, folder: Path, where: Mapping[str, Sequence[str]], seed: int
             where={name: frozenset(values) for name, values in where.items()} or None, max_rows=MOST, turns=False,
             seed=seed,
         )  # fmt: skip
-        laws, asked = _predicted(rows, encoder, seed)
+        distributions, asked = _predicted(rows, encoder, seed)
         lengths = [(prompt, tokens) for prompt, tokens in asked]
-        shuffled = [laws[at] for at in np.random.default_rng(seed).permutation(len(laws))]
-        _write(own, lengths, laws)
+        shuffled = [distributions[at] for at in np.random.default_rng(seed).permutation(len(distributions))]
+        _write(own, lengths, distributions)
         _write(others, lengths, shuffled)
     return own, others
 
 
-def _predicted(rows: Rows, encoder: Encoder, seed: int) -> tuple[list[LengthLaw], list[tuple[int, int]]]:
+def _predicted(rows: Rows, encoder: Encoder, seed: int) -> tuple[list[LengthDistribution], list[tuple[int, int]]]:
     learned, tested = evaluate.split(rows.finished, 0.5, seed)
-    laws: list[LengthLaw] = []
+    distributions: list[LengthDistribution] = []
     with tempfile.TemporaryDirectory(prefix="ordering-") as place:
         predictor = LearnedPredictor(PredictorConfig(batch_size=512, seed=seed), Path(place), encoder)
         evaluate.learn(predictor, learned)
         predictor.fit()
         for start in range(0, len(tested), _AT_ONCE):
             found = predictor.predict([done.prompt for done in tested[start : start + _AT_ONCE]])
-            laws += [LengthLaw.point(1) if one is None else one.law for one in found]
+            distributions += [LengthDistribution.point(1) if one is None else one.distribution for one in found]
         predictor.close()
-    return laws, [(done.prompt.prompt_tokens, done.tokens) for done in tested]
+    return distributions, [(done.prompt.prompt_tokens, done.tokens) for done in tested]
 
 
-def _write(path: Path, lengths: Sequence[tuple[int, int]], laws: Sequence[LengthLaw]) -> None:
+def _write(path: Path, lengths: Sequence[tuple[int, int]], distributions: Sequence[LengthDistribution]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as file:
-        for (prompt, output), law in zip(lengths, laws, strict=True):
+        for (prompt, output), distribution in zip(lengths, distributions, strict=True):
             row: dict[str, Any] = {
-                "prompt_tokens": max(1, prompt), "output_tokens": output, "output_quantiles": law.quantiles(),
+                "prompt_tokens": max(1, prompt), "output_tokens": output, "output_quantiles": distribution.quantiles(),
             }  # fmt: skip
             file.write((json.dumps(row) + "\n").encode())
 

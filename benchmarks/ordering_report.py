@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from ordering_scenes import ANOTHERS, MEASURES, PREDICTED, TUNED, Measure, Scene
 from scipy import stats
 
-from vllm_ext.observability.results import Goal, format_table
+from vllm_ext.report.results import Goal, format_table
 
 MIN_SEEDS = 2
 """Fewer give no interval."""

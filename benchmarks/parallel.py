@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.repro.bench import Bench, Metrics, RunFailed
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import local_pool

@@ -5,7 +5,7 @@ are learned, the others judged, over three splits; no prompt and no conversation
 judged after the earlier ones were learned, as a server would. Across: learned on one set, judged on another.
 
 Rows: `ridge+neighbours` is the predictor that ships, `ridge` its regression alone, `mlp` a network in its place (as
-ALISE has, without the columns of conversations), `history` the law of the last 1000 lengths. `--proxy` adds `proxy`,
+ALISE has, without the columns of conversations), `history` the last 1000 lengths. `--proxy` adds `proxy`,
 the encoder itself fine-tuned on the lengths; that takes minutes for each split, so there is one and fewer sets.
 
 Output: Kendall's tau, pinball loss of the log P50 and P90, P90 coverage, by data set, and their means; the goals.
@@ -29,12 +29,12 @@ from typing import NamedTuple
 import numpy as np
 from prediction_models import MLP, PROXY, RIDGE, ROWS, SHIPPED, Cached, made
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.prediction import evaluate
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.rows import read
 from vllm_ext.prediction.text import PromptText
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 SOURCES = {
     "dolly": "single_turn/dolly_3k",

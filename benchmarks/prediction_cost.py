@@ -26,13 +26,13 @@ import numpy as np
 import psutil
 
 from vllm_ext.config_prediction import PredictorConfig
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.folder import STORE
 from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.neighbours import Neighbours
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.store import NewEntry, Store
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 _BATCH = 16

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.encoder import Encoder, find_model
 from vllm_ext.prediction.evaluate import History
-from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.neighbours import Near
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
@@ -67,7 +67,7 @@ class RidgeAlone(LearnedPredictor):
 class Network:
     """A model of the log length, trained once.
 
-    Its residuals on a held-out fifth make the law, as the regression's do.
+    Its residuals on a held-out fifth make the distribution, as the regression's do.
     """
 
     name = ""
@@ -81,7 +81,7 @@ class Network:
         """Answer with the network."""
         points = self._points(prompts)
         return [
-            Prediction(LengthLaw.of(np.exp(np.clip(point + self._residuals, 0, 13)).round()), self.name)
+            Prediction(LengthDistribution.of(np.exp(np.clip(point + self._residuals, 0, 13)).round()), self.name)
             for point in points
         ]
 

@@ -29,7 +29,7 @@ import numpy as np
 from engine_cell import predictor_ready
 
 from vllm_ext import tiny_model
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation import synthetic
 
 REQUESTS, QUICK_REQUESTS = 600, 120
@@ -82,7 +82,7 @@ async def _serve(model: str, prompts: Sequence[str], folder: str, seed: int) -> 
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     options = {"predictor": {"folder": folder}, "prediction": {"sources": ["hint", "retrieval", "history"]}}
     engine = AsyncLLM.from_engine_args(

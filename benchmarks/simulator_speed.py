@@ -34,7 +34,7 @@ from unittest import mock
 from simulator_memory import memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.run_data import RunData

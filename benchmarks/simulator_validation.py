@@ -36,8 +36,8 @@ from pathlib import Path
 
 import engine_compare
 
-from vllm_ext.observability import results
-from vllm_ext.simulation import validation as reports
+from vllm_ext.report import results
+from vllm_ext.simulation.recorded import validation as reports
 
 _FIT_SEED = 1000
 """Added to the seed of the requests that are fitted, so that they are others."""

@@ -50,7 +50,7 @@ from step_overhead_subject import BASELINE, Cell, Subject
 
 from vllm_ext import systems
 from vllm_ext.config import ConfigError
-from vllm_ext.observability.results import Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
 
 COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
 TIERS = ("fcfs:tier-early", "fcfs:tier-late", "fcfs:tier-ahead", "fcfs:gaps")

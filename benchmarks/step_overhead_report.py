@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from step_overhead_subject import BASELINE, Cell, Subject
 
-from vllm_ext.observability.results import Goal
+from vllm_ext.report.results import Goal
 
 MODEL_STEP_S = 0.025
 """Step of the model against which the policy's own share is taken. Source: an 8B model on one GPU takes about that."""

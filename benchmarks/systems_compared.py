@@ -24,7 +24,7 @@ from statistics import mean
 from parallel import simulated
 from systems_scenes import SCENES, SYSTEMS, Measure, Scene
 
-from vllm_ext.observability.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 
 AUTO, TUNED = "auto", "upstream tuned"
 TOLERANCE = 0.02

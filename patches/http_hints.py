@@ -18,10 +18,10 @@ from typing import Any
 from vllm_ext import hints
 from vllm_ext.hooks.patch import Patch
 from vllm_ext.hooks.versions import SUPPORTED
-from vllm_ext.observability import slo_report
 from vllm_ext.patches.additional_config import server_ttl_s, takes_turns_by_key
 from vllm_ext.patches.input_hints import refusal
-from vllm_ext.prediction.service import said
+from vllm_ext.predictor import chat_messages
+from vllm_ext.slo import usage_report
 
 
 async def _create(
@@ -36,10 +36,10 @@ async def _create(
     if raw_request is not None and takes_turns_by_key(self.engine_client.vllm_config):
         name_client(request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
-    said.during(request)
-    report = slo_report.asked(request)
+    chat_messages.during(request)
+    report = usage_report.asked(request)
     answer = await original(self, request, raw_request, *args, **kwargs)
-    return said.along(slo_report.along(answer, report), request)
+    return chat_messages.along(usage_report.along(answer, report), request)
 
 
 async def add_hints(request: Any, raw_request: Any) -> hints.RequestHints:

@@ -18,7 +18,7 @@ from vllm_ext.patches.prediction_service import guarded
 
 def _run_output_handler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    from vllm_ext.observability.frontend import ensure_poller
+    from vllm_ext.metrics.frontend import ensure_poller
 
     ensure_poller(self)
     guarded(_serve_predictions, self)
@@ -26,7 +26,7 @@ def _run_output_handler(original: Callable[..., Any], self: Any, *args: Any, **k
 
 
 def _serve_predictions(engine: Any) -> None:
-    from vllm_ext.prediction.service.attach import serve
+    from vllm_ext.predictor.attach import serve
 
     serve(engine)
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext import hints
+from vllm_ext.hooks.guard import Guard
 from vllm_ext.hooks.patch import Hook, Patch
 from vllm_ext.hooks.versions import SUPPORTED
-from vllm_ext.observability.guard import Guard
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.predictor"),
@@ -31,7 +31,7 @@ guarded = Guard(
 def _add_request(original: Callable[..., Any], self: Any, request: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
     is_new = request.request_id not in self.request_states  # else more input of a streaming session
     result = original(self, request, prompt, *args, **kwargs)
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     if is_new and request.sampling_params is not None and (found := attached(self)) is not None:
         guarded(_ask, found, request, prompt, self.tokenizer)
@@ -50,7 +50,7 @@ def _ask(found: Any, request: Any, prompt: Any, tokenizer: Any) -> None:
 def _update_stats_from_finished(
     original: Callable[..., Any], self: Any, req_state: Any, finish_reason: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     if (found := attached(self)) is not None:
         guarded(found.ended, req_state, str(finish_reason))
@@ -60,7 +60,7 @@ def _update_stats_from_finished(
 def _abort_requests(
     original: Callable[..., Any], self: Any, request_ids: Any, internal: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     if (found := attached(self)) is None:
         return original(self, request_ids, internal, *args, **kwargs)
@@ -75,7 +75,7 @@ def _abort_requests(
 
 
 def _offline_add_request(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm_ext.prediction.service.attach import attach_offline
+    from vllm_ext.predictor.attach import attach_offline
 
     guarded(attach_offline, self)
     return original(self, *args, **kwargs)
@@ -83,7 +83,7 @@ def _offline_add_request(original: Callable[..., Any], self: Any, *args: Any, **
 
 def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    from vllm_ext.prediction.service.attach import deliver_offline
+    from vllm_ext.predictor.attach import deliver_offline
 
     guarded(deliver_offline, self)
     return result

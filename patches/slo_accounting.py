@@ -20,7 +20,7 @@ from vllm_ext.hooks.versions import SUPPORTED
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    from vllm_ext.observability.slo_engine import account_for
+    from vllm_ext.slo.attach import account_for
 
     account_for(self)
 

@@ -21,7 +21,7 @@ from vllm_ext.hooks.patch import Patch
 from vllm_ext.hooks.versions import SUPPORTED
 
 if TYPE_CHECKING:
-    from vllm_ext.observability.slo_shedding import Refusal
+    from vllm_ext.slo.shedding import Refusal
 
 _RETRY_AFTER = "vllm_ext_retry_after_s"
 _SERVE = "vllm.entrypoints.serve"
@@ -34,7 +34,7 @@ def _log_inputs(
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.sampling_params import SamplingParams
 
-    from vllm_ext.observability.slo_shedding import ATTRIBUTE
+    from vllm_ext.slo.shedding import ATTRIBUTE
 
     handles = isinstance(self, (OpenAIServingChat, OpenAIServingCompletion))
     shedder = getattr(self.engine_client, ATTRIBUTE, None) if handles else None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ext.observability.results import NEEDS_DEVICE
+from vllm_ext.report.results import NEEDS_DEVICE
 
 FOLDER = Path("benchmarks")
 

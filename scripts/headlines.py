@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability.provenance import RESULTS, measured_at
+from vllm_ext.report.provenance import RESULTS, measured_at
 
 _WHERE_TO = ("--out", "--keep")
 """Options that say where a benchmark writes, not what it measures."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from headlines import HEADLINES, NOT_HEADLINES, NoHeadline, Result
 from result_tables import TABLES, goals, table
 
-from vllm_ext.observability.provenance import RESULTS
+from vllm_ext.report.provenance import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(

@@ -9,7 +9,7 @@ from typing import Any
 
 from headlines import NoHeadline, Result
 
-from vllm_ext.observability.provenance import RESULTS
+from vllm_ext.report.provenance import RESULTS
 
 _BASELINES = {
     "upstream-fcfs": "vLLM",

@@ -11,12 +11,12 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.config_flags import gamma_for
+from vllm_ext.contract import Ordering, Rank, RequestView
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.passing import PassAFew
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.tbt import TbtBudget
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
 from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark

@@ -30,7 +30,7 @@ class PredictionConfig:
     """Output length assumed before any request finished, in tokens."""
 
     quantile: float = 0.5
-    """Quantile of the predicted law that stands for the length where a policy wants a number, above 0, at most 1."""
+    """Quantile of the prediction that stands for the length where a policy wants a number, above 0, at most 1."""
 
     refresh: str = "double"
     """What becomes of the estimate of a request that outlived it: ``double``, as ALISE has it, or ``conditional``: the

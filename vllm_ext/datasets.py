@@ -48,7 +48,7 @@ class WorkloadRow:
     output_tokens: int | None = None
     """Output length where the file states it, in tokens of the recording's own tokenizer."""
     output_quantiles: tuple[int, ...] | None = None
-    """What a predictor said of the output length beforehand, in tokens, at `law.LEVELS`."""
+    """What a predictor said of the output length beforehand, in tokens, at `length_distribution.LEVELS`."""
     arrival_s: float | None = None
     """Recorded arrival, in seconds on the file's own clock."""
     hash_ids: tuple[int, ...] | None = None
@@ -216,7 +216,7 @@ def _date_and_time(text: str) -> float:
 
 
 _QUANTILES = 9
-"""As many as `prediction.law.LEVELS`."""
+"""As many as `length_distribution.LEVELS`."""
 _SECONDS: dict[str, Callable[[Any], float]] = {
     "number of seconds": float,
     "number of milliseconds": lambda value: float(value) / 1000,

@@ -37,13 +37,13 @@ def register() -> None:
     from vllm_ext import envs
 
     if envs.bench_forced_length():
-        from vllm_ext.observability import forced_length
+        from vllm_ext.simulation.recorded import forced_length
 
         forced_length.install()
     if envs.bench_step_record():
-        from vllm_ext.observability import step_record
+        from vllm_ext.simulation.recorded import recorder
 
-        step_record.install()
+        recorder.install()
 
 
 def _take_attention_slot() -> None:

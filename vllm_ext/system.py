@@ -8,9 +8,9 @@ from typing import Any
 
 from vllm_ext.config import AXES
 from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.residency.recompute import Recompute
 from vllm_ext.policies.sharing.undivided import Undivided

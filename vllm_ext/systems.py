@@ -147,7 +147,7 @@ def build(config: ExtConfig) -> Policies:
     gates = tuple(_construct(factory, "admission", given["admission"]) for factory in system.gates)
     for axis, policy in (*built.items(), *(("gates", gate) for gate in gates)):
         if not isinstance(policy, BASES[axis]):
-            allowed = f"a subclass of vllm_ext.policies.contract.{BASES[axis].__name__}"
+            allowed = f"a subclass of vllm_ext.contract.{BASES[axis].__name__}"
             raise ConfigError(f"system.{axis}", type(policy).__name__, allowed)
     return Policies(system=system, gates=gates, **built)
 

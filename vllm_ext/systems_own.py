@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_ext.config import ConfigError
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Residency, Sharing
+from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Residency, Sharing
 from vllm_ext.system import System
 
 BASES: dict[str, type] = {

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.contract import Ordering, Rank, RequestView
+from vllm_ext.contract.checks import require
 from vllm_ext.systems import System, register
 
 

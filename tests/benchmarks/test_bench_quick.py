@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from vllm_ext.observability.results import NEEDS_DEVICE
+from vllm_ext.report.results import NEEDS_DEVICE
 
 from .conftest import BENCHMARKS
 

@@ -344,9 +344,9 @@ def test_quick_run_serves_to_exact_lengths_and_its_recording_is_repeated_exactly
 
 
 def check_recording(path: Path) -> None:
-    from vllm_ext.simulation import recording
-    from vllm_ext.simulation.replay import replay
-    from vllm_ext.simulation.validation import fit, validate
+    from vllm_ext.simulation.recorded import recording
+    from vllm_ext.simulation.recorded.replay import replay
+    from vllm_ext.simulation.recorded.validation import fit, validate
 
     upstream, alise = recording.read(path)
     assert [len(run.requests) for run in (upstream, alise)] == [16, 16]

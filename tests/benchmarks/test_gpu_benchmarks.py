@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.extent import HANG_S
-from vllm_ext.observability.results import NEEDS_DEVICE
+from vllm_ext.report.results import NEEDS_DEVICE
 from vllm_ext.simulation.cost.fitted import Fitted
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles

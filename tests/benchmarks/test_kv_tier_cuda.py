@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.extent import HANG_S
-from vllm_ext.observability.results import NEEDS_DEVICE
+from vllm_ext.report.results import NEEDS_DEVICE
 
 from .conftest import BENCHMARKS
 

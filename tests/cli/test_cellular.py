@@ -16,7 +16,7 @@ from tests.extent import HANG_S
 from vllm_ext.cellular.models import build, save
 from vllm_ext.cellular.train import trained
 from vllm_ext.cli.cellular import main
-from vllm_ext.serving import free_port
+from vllm_ext.demo.server import free_port
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ sys.exit(demo.main(sys.argv[2:]))
 WITH_SERVER = """
 import sys
 from vllm_ext.cli.demo import main
-from vllm_ext.serving import ServerProcess
+from vllm_ext.demo.server import ServerProcess
 ServerProcess.command = property(lambda self: [sys.executable, "-c", sys.argv[1], self.model])
 ServerProcess.__init__.__kwdefaults__["stop_grace_s"] = 1.0
 sys.exit(main(sys.argv[2:]))

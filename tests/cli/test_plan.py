@@ -10,7 +10,7 @@ import pytest
 
 from vllm_ext.cli import new_policy
 from vllm_ext.cli.plan import main
-from vllm_ext.observability import json_output
+from vllm_ext.report import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_ext.cli import profile as module
 from vllm_ext.cli.profile import pivot_report, report
-from vllm_ext.observability.count_progress import CountProgress
+from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.step_time.fit import RegimeError, TermSupport
 from vllm_ext.step_time.pivot_search import PivotFound
 from vllm_ext.step_time.profile import Profile

@@ -14,7 +14,7 @@ import pytest
 from tests.extent import HANG_S
 from vllm_ext.cli import simulate, spec_flags
 from vllm_ext.cli.simulate import main
-from vllm_ext.observability import json_output
+from vllm_ext.report import json_output
 from vllm_ext.simulation.spec import SimulationSpec
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")

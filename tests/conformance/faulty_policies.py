@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.extent import quick
+from vllm_ext.contract import Rank, RequestView, Room, Split, Step
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.contract import Rank, RequestView, Room, Split, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.systems import System, register
 

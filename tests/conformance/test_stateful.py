@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.support.laws import nine
+from tests.support.distributions import nine
 
 from .rig import Arrival, Rig, RigConfig
 from .systems_matrix import SYSTEMS, Row

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_ext import systems
 from vllm_ext.config import ConfigError, parse
-from vllm_ext.policies.contract import RequestView
+from vllm_ext.contract import RequestView
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -18,7 +18,7 @@ import headlines  # noqa: E402
 import readme_results  # noqa: E402
 import result_tables  # noqa: E402
 
-from vllm_ext.observability import kept_result, provenance  # noqa: E402
+from vllm_ext.report import kept_result, provenance  # noqa: E402
 
 PAGES = readme_results.pages(ROOT)
 

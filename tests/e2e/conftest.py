@@ -66,7 +66,7 @@ def alise(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPa
     from engines import EAGER
     from servers import Served
 
-    from vllm_ext.serving import group_members
+    from vllm_ext.demo.server import group_members
 
     folder = tmp_path_factory.mktemp("alise")
     request_log = folder / "requests.jsonl"

@@ -197,9 +197,9 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("spawn"):
         _spawn_workers()
     if spec.get("record"):
-        from vllm_ext.observability import step_record
+        from vllm_ext.simulation.recorded import recorder
 
-        step_record.install()
+        recorder.install()
     llm = LLM(disable_log_stats=False, **spec["engine"])
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool

@@ -77,7 +77,7 @@ class Outcome:
     left_running: int
     left_waiting: int
     record: dict[str, Any]
-    """Settings and lines of a recording (`vllm_ext.observability.step_record`); empty unless the run asked for it."""
+    """Settings and lines of a recording (`simulation.recorded.recorder`); empty unless the run asked for it."""
     log: str
     """File with what the engine printed."""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ext.serving import group_members
+from vllm_ext.demo.server import group_members
 
 ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",  # more threads spin on barriers for most of the time where other tests use the cores too

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_ext.prediction.law import LEVELS, LengthLaw, Prediction
+from vllm_ext.contract.length_distribution import LEVELS, LengthDistribution, Prediction
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 
 NAN: Any = SimpleNamespace(quantiles=lambda: [float("nan")] * len(LEVELS))
-"""No law, as one of `LengthLaw` can't be made of NaN."""
+"""No distribution, as one of `LengthDistribution` can't be made of NaN."""
 
 
 class Obedient:
@@ -38,7 +38,7 @@ class Obedient:
                 return [Prediction(NAN, "retrieval")] * len(prompts)
             if "fault:slow" in prompt.text:
                 time.sleep(0.5)
-        return [Prediction(LengthLaw.through([7] * 6 + [9] * 3), "retrieval") for _ in prompts]
+        return [Prediction(LengthDistribution.through([7] * 6 + [9] * 3), "retrieval") for _ in prompts]
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
         for done in finished:

@@ -17,7 +17,7 @@ def main() -> None:
     sampling = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
     llm.generate(["wake up"], sampling, use_tqdm=False)
 
-    from vllm_ext.prediction.service.attach import attached
+    from vllm_ext.predictor.attach import attached
 
     service = attached(llm.llm_engine.output_processor).service
     while not service.ready:

@@ -74,7 +74,7 @@ def worker_pid(server: Served) -> int:
     found = [
         process.pid
         for process in psutil.Process(server.pid).children(recursive=True)
-        if "vllm_ext.prediction.service.worker" in process.cmdline()
+        if "vllm_ext.predictor.worker" in process.cmdline()
     ]
     assert len(found) == 1
     return found[0]

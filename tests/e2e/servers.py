@@ -14,7 +14,7 @@ from forks import ENVIRONMENT, HANG_S, VLLM, ForkServer, start
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ext.demo.client import OWN_CONNECTION
-from vllm_ext.serving import ServerProcess
+from vllm_ext.demo.server import ServerProcess
 
 MODEL = "tiny"
 """Name under which every server of these tests serves its model."""

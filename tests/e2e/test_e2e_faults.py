@@ -27,7 +27,7 @@ from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 
 from tests.extent import quick
-from vllm_ext.serving import group_members
+from vllm_ext.demo.server import group_members
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 

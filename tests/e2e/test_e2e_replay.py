@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, EAGER, TIGHT, Engines, conversations, long_then_short
 
-from vllm_ext.simulation import recording
-from vllm_ext.simulation.recording import EngineSettings, Header
-from vllm_ext.simulation.replay import replay
+from vllm_ext.simulation.recorded import recording
+from vllm_ext.simulation.recorded.recording import EngineSettings, Header
+from vllm_ext.simulation.recorded.replay import replay
 
 pytestmark = pytest.mark.e2e
 

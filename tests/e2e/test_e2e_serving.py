@@ -10,7 +10,7 @@ import openai
 import pytest
 from servers import HANG_S, MAX_MODEL_LEN, MODEL, Served, wait_until
 
-from vllm_ext.serving import group_members
+from vllm_ext.demo.server import group_members
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 

@@ -24,7 +24,7 @@ from forks import ForkServer
 from servers import HANG_S, MODEL, Served, wait_until
 from soak_load import MixedLoad
 
-from vllm_ext.serving import group_members
+from vllm_ext.demo.server import group_members
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1"))
 JUDGES_MEMORY = "SOAK_MINUTES" in os.environ

@@ -13,10 +13,10 @@ from packaging.version import Version
 
 from vllm_ext.hooks import registry, versions
 from vllm_ext.hooks.patch import Hook
-from vllm_ext.observability import forced_length, step_record
+from vllm_ext.simulation.recorded import forced_length, recorder
 
 ROOT = Path(__file__).parents[2]
-HOOKS = (*registry.hooks(), forced_length.PATCH, step_record.PATCH)
+HOOKS = (*registry.hooks(), forced_length.PATCH, recorder.PATCH)
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=[hook.target.partition(":")[2] for hook in HOOKS])

@@ -14,10 +14,10 @@ from tests.support.audit import AuditError, audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.tier_audit import TransferAuditor
 from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.contract import Room, Step
 from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.kv.options import transfer_config
 from vllm_ext.policies.admission.in_order import InOrder
-from vllm_ext.policies.contract import Room, Step
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.tier import Tier, worker_side

@@ -18,8 +18,8 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm_ext.config import ConfigError, ExtConfig, SloConfig, to_dict
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.patch import Patch, resolve_owner
-from vllm_ext.observability.slo_shedding import ATTRIBUTE, Refusal, Shedder
 from vllm_ext.patches import engine_config, slo_accounting, slo_shedding
+from vllm_ext.slo.shedding import ATTRIBUTE, Refusal, Shedder
 
 REFUSED = Refusal(forecast_s=5.1, objective_s=3.0, retry_after_s=3)
 

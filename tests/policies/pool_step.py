@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.policies.contract import (
+from vllm_ext.contract import (
     Admission,
     Batch,
     Candidate,
@@ -20,7 +20,7 @@ from vllm_ext.policies.contract import (
     Room,
     Victim,
 )
-from vllm_ext.policies.contract.step import Lengths
+from vllm_ext.contract.step import Lengths
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import AGED, Pace, Rank, RequestView, Server
+from vllm_ext.contract.length_distribution import LengthDistribution
+from vllm_ext.contract.objective import NO_SLO, Slo
+from vllm_ext.contract.slack import at_stake
 from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
 from vllm_ext.policies.admission.passing import PassAFew
-from vllm_ext.policies.contract import AGED, Pace, Rank, RequestView, Server
 from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
 from vllm_ext.policies.ordering.pressing import PressingFirst
-from vllm_ext.policies.slack import at_stake
-from vllm_ext.prediction.law import LengthLaw
-from vllm_ext.slo import NO_SLO, Slo
 
 from .pool_step import PoolStep, select
 
@@ -29,7 +29,9 @@ CHAT = Slo(ttft_s=10.0, tbt_s=0.5)
 
 def waiting(name: str = "w", prompt: int = 100, *, length: int = 50, slo: Slo = NO_SLO, **fields: Any) -> RequestView:
     values = {"waiting_since": 100.0, "pace": PACE, "max_tokens": 500, "predicted_output_tokens": length, **fields}
-    return RequestView(name, 100.0, prompt, slo=slo, law=LengthLaw.point(length), server=SERVER, **values)
+    return RequestView(
+        name, 100.0, prompt, slo=slo, distribution=LengthDistribution.point(length), server=SERVER, **values
+    )
 
 
 def running(name: str = "r", computed: int = 100, *, prompt: int = 100, **fields: Any) -> RequestView:

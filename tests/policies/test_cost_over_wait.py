@@ -6,11 +6,11 @@ import math
 
 import pytest
 
+from vllm_ext.contract import RequestView, Server
+from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.policies.admission.passing import PassAFew
-from vllm_ext.policies.contract import RequestView, Server
 from vllm_ext.policies.ordering.cost_over_wait import CostOverWait, cost
 from vllm_ext.policies.ordering.least_computed import ArrivalLeastComputedLeaves
-from vllm_ext.prediction.law import LengthLaw
 
 from .pool_step import PoolStep, room_of
 
@@ -18,7 +18,9 @@ _SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
 
 
 def view(name: str = "a", *, prompt: int = 100, length: int = 50, **more: object) -> RequestView:
-    return RequestView(name, 0.0, prompt, law=LengthLaw.point(length), server=_SERVER, max_tokens=500, **more)  # type: ignore[arg-type]
+    return RequestView(
+        name, 0.0, prompt, distribution=LengthDistribution.point(length), server=_SERVER, max_tokens=500, **more
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.5, 1.0])

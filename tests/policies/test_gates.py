@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import GatePolicy, Room
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.contract import GatePolicy, Room
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark
 from vllm_ext.policies.gates.whole_prompts import WholePrompts

@@ -13,7 +13,7 @@ from vllm_ext.systems_own import load
 FILE = """
 from dataclasses import dataclass
 from beside import LIMIT
-from vllm_ext.policies.contract import Admission, Budget, GatePolicy, Ordering, Rank
+from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Rank
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(Ordering):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError
+from vllm_ext.contract import Policy
 from vllm_ext.policies.admission.pass_or_preempt import PassOrPreempt
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.tbt import TbtBudget
-from vllm_ext.policies.contract import Policy
 from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum
 from vllm_ext.policies.gates.watermark import Watermark

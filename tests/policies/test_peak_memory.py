@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import Candidate, Demand, GatePolicy, RequestView
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.contract import Candidate, Demand, GatePolicy, RequestView
 from vllm_ext.policies.gates.peak import Peak
 from vllm_ext.policies.gates.peak_memory import Forecast, PeakMemory
 from vllm_ext.policies.gates.reserve_maximum import ReserveMaximum

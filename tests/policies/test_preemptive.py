@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import RequestView, Split
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.preemptive import Preemptive
 from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.contract import RequestView, Split
 
 from .pool_step import PoolStep, select
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.policies.contract import AGED, RequestView
+from vllm_ext.contract import AGED, RequestView
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at, outlived_at
 from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from vllm_ext.contract import Candidate, Demand, KvDisposition, PreemptionCost, RequestView
 from vllm_ext.policies.admission.in_order import InOrder
 from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.contract import Candidate, Demand, Fate, Parting, RequestView
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 from vllm_ext.policies.residency.recompute import Recompute
 from vllm_ext.policies.residency.retention import Retention
@@ -21,49 +21,53 @@ def victim(recompute_s: float) -> RequestView:
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "reuse_s", "recompute_s", "fate"),
+    ("wait_s", "reuse_s", "recompute_s", "disposition"),
     [
-        (1.0, 2.0, 9.0, Fate.KEEP),  # back before its blocks are taken
-        (2.0, 2.0, 9.0, Fate.SWAP),  # 0.3 + 0.2 s of copies against 9 s
-        (2.0, 2.0, 0.51, Fate.SWAP),
-        (2.0, 2.0, 0.5, Fate.RECOMPUTE),
+        (1.0, 2.0, 9.0, KvDisposition.KEEP),  # back before its blocks are taken
+        (2.0, 2.0, 9.0, KvDisposition.SWAP),  # 0.3 + 0.2 s of copies against 9 s
+        (2.0, 2.0, 0.51, KvDisposition.SWAP),
+        (2.0, 2.0, 0.5, KvDisposition.RECOMPUTE),
     ],
 )
-def test_the_cheapest_way_is_chosen(wait_s: float, reuse_s: float, recompute_s: float, fate: Fate) -> None:
-    parting = Parting(wait_s=wait_s, reuse_s=reuse_s, out_s=0.3, back_s=0.2)
-    assert EstimatedWait().on_preempt(victim(recompute_s), parting) is fate
+def test_the_cheapest_way_is_chosen(
+    wait_s: float, reuse_s: float, recompute_s: float, disposition: KvDisposition
+) -> None:
+    cost = PreemptionCost(wait_s=wait_s, reuse_s=reuse_s, out_s=0.3, back_s=0.2)
+    assert EstimatedWait().on_preempt(victim(recompute_s), cost) is disposition
 
 
 def test_a_copy_hidden_behind_computation_costs_nothing() -> None:
-    parting = Parting(wait_s=2.0, out_s=0.3, back_s=0.2)
-    assert EstimatedWait(exposed=0.0).on_preempt(victim(0.21), parting) is Fate.SWAP
-    assert EstimatedWait(exposed=0.0).on_preempt(victim(0.2), parting) is Fate.RECOMPUTE
+    cost = PreemptionCost(wait_s=2.0, out_s=0.3, back_s=0.2)
+    assert EstimatedWait(exposed=0.0).on_preempt(victim(0.21), cost) is KvDisposition.SWAP
+    assert EstimatedWait(exposed=0.0).on_preempt(victim(0.2), cost) is KvDisposition.RECOMPUTE
 
 
 def test_strategies_that_do_not_weigh_costs() -> None:
-    dear, soon = Parting(wait_s=2.0, out_s=9.0, back_s=9.0), Parting(wait_s=1.0, reuse_s=2.0)
-    assert EstimatedWait(choose="swap").on_preempt(victim(0.1), dear) is Fate.SWAP
-    assert EstimatedWait(choose="swap").on_preempt(victim(0.1), soon) is Fate.KEEP
-    assert EstimatedWait(choose="recompute").on_preempt(victim(9.0), soon) is Fate.RECOMPUTE
+    dear, soon = PreemptionCost(wait_s=2.0, out_s=9.0, back_s=9.0), PreemptionCost(wait_s=1.0, reuse_s=2.0)
+    assert EstimatedWait(choose="swap").on_preempt(victim(0.1), dear) is KvDisposition.SWAP
+    assert EstimatedWait(choose="swap").on_preempt(victim(0.1), soon) is KvDisposition.KEEP
+    assert EstimatedWait(choose="recompute").on_preempt(victim(9.0), soon) is KvDisposition.RECOMPUTE
 
 
 def test_without_a_tier_everything_is_recomputed() -> None:
-    assert EstimatedWait().on_preempt(victim(1e6), Parting(wait_s=0.0)) is Fate.RECOMPUTE
+    assert EstimatedWait().on_preempt(victim(1e6), PreemptionCost(wait_s=0.0)) is KvDisposition.RECOMPUTE
 
 
 @pytest.mark.parametrize(
-    ("copies", "fate", "load"), [("paying", Fate.KEEP, "auto"), ("all", Fate.SWAP, "in-step")], ids=["ours", "paper"]
+    ("copies", "disposition", "load"),
+    [("paying", KvDisposition.KEEP, "auto"), ("all", KvDisposition.SWAP, "in-step")],
+    ids=["ours", "paper"],
 )
 def test_a_suspended_request_s_kv_stays_until_its_blocks_are_needed_or_is_copied_at_once(
-    copies: str, fate: Fate, load: str
+    copies: str, disposition: KvDisposition, load: str
 ) -> None:
     policy = Retention(copies=copies)
-    assert policy.on_preempt(victim(1e-9), Parting(wait_s=9.0, out_s=9.0, back_s=9.0)) is fate
+    assert policy.on_preempt(victim(1e-9), PreemptionCost(wait_s=9.0, out_s=9.0, back_s=9.0)) is disposition
     assert (policy.tier_options["copies"], policy.tier_options["load"]) == (copies, load)
 
 
 def test_vllms_own_rule_leaves_it_to_the_tier() -> None:
-    assert Recompute().on_preempt(victim(1e-9), Parting(wait_s=9.0, out_s=9.0, back_s=9.0)) is Fate.SWAP
+    assert Recompute().on_preempt(victim(1e-9), PreemptionCost(wait_s=9.0, out_s=9.0, back_s=9.0)) is KvDisposition.SWAP
 
 
 def step_of(waiting: dict[str, int], running: dict[str, int], free: int) -> PoolStep:
@@ -123,15 +127,17 @@ def test_who_joined_in_this_step_is_counted_and_who_leaves_in_it_is_not_named() 
 
 
 @pytest.mark.parametrize(
-    ("stay_s", "recompute_s", "fate"),
+    ("stay_s", "recompute_s", "disposition"),
     [
-        (0.4, 9.0, Fate.DEVICE_INT8),  # against 0.5 s of copies
-        (0.5, 9.0, Fate.SWAP),
-        (0.4, 0.3, Fate.RECOMPUTE),
-        (math.inf, 9.0, Fate.SWAP),  # no room in the arena
+        (0.4, 9.0, KvDisposition.DEVICE_INT8),  # against 0.5 s of copies
+        (0.5, 9.0, KvDisposition.SWAP),
+        (0.4, 0.3, KvDisposition.RECOMPUTE),
+        (math.inf, 9.0, KvDisposition.SWAP),  # no room in the arena
     ],
 )
-def test_kv_stays_on_the_device_in_8_bits_where_that_is_cheapest(stay_s: float, recompute_s: float, fate: Fate) -> None:
-    parting = Parting(wait_s=2.0, out_s=0.3, back_s=0.2, stay_s=stay_s)
-    assert EstimatedWait().on_preempt(victim(recompute_s), parting) is fate
-    assert EstimatedWait(choose="swap").on_preempt(victim(recompute_s), parting) is Fate.SWAP, "as published"
+def test_kv_stays_on_the_device_in_8_bits_where_that_is_cheapest(
+    stay_s: float, recompute_s: float, disposition: KvDisposition
+) -> None:
+    cost = PreemptionCost(wait_s=2.0, out_s=0.3, back_s=0.2, stay_s=stay_s)
+    assert EstimatedWait().on_preempt(victim(recompute_s), cost) is disposition
+    assert EstimatedWait(choose="swap").on_preempt(victim(recompute_s), cost) is KvDisposition.SWAP, "as published"

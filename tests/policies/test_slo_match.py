@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vllm_ext.contract import GatePolicy, Pace, RequestView
+from vllm_ext.contract.objective import Slo
 from vllm_ext.policies.admission.slo_match import SloMatch
-from vllm_ext.policies.contract import GatePolicy, Pace, RequestView
 from vllm_ext.policies.gates.whole_prompts import WholePrompts
-from vllm_ext.slo import Slo
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 from .pool_step import PoolStep, half_done, select

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.policies.contract import AGED, Pace, RequestView
+from vllm_ext.contract import AGED, Pace, RequestView
+from vllm_ext.contract.objective import Slo
+from vllm_ext.contract.slack import READING_TBT_S, slack, ttft_s
 from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.policies.ordering.slo_slack import RELEGATED, SloSlack
-from vllm_ext.policies.slack import READING_TBT_S, slack, ttft_s
-from vllm_ext.slo import Slo
 
 PACE = Pace(step_s=0.04, longest_step_s=0.05, chunk_tokens=500.0, preemption_s=0.01)
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import RequestView, Split
+from vllm_ext.contract.objective import Slo
 from vllm_ext.policies.budget.chunks_apart import ChunksApart
 from vllm_ext.policies.budget.fixed_forward import FixedForward
 from vllm_ext.policies.budget.separate_batches import SeparateBatches
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
-from vllm_ext.policies.contract import RequestView, Split
-from vllm_ext.slo import Slo
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel, StepFeatures
 
 from .pool_step import PoolStep, half_done, prompts

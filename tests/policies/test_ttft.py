@@ -6,24 +6,24 @@ import dataclasses
 
 import pytest
 
+from vllm_ext.contract import Rank, RequestView, Server
+from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.policies.admission.once import PreemptOnce
-from vllm_ext.policies.contract import Rank, RequestView, Server
 from vllm_ext.policies.ordering.cost_over_wait import RETURNING
 from vllm_ext.policies.ordering.gittins import GittinsOverWait, gittins_cost
-from vllm_ext.prediction.law import LengthLaw
 
 from .pool_step import PoolStep, room_of
 
 _SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
-_TWO_KINDS = LengthLaw.of([4] * 9 + [400])
+_TWO_KINDS = LengthDistribution.of([4] * 9 + [400])
 
 
-def view(name: str = "a", law: LengthLaw = _TWO_KINDS, **more: object) -> RequestView:
-    return RequestView(name, 0.0, 10, law=law, server=_SERVER, max_tokens=500, **more)  # type: ignore[arg-type]
+def view(name: str = "a", distribution: LengthDistribution = _TWO_KINDS, **more: object) -> RequestView:
+    return RequestView(name, 0.0, 10, distribution=distribution, server=_SERVER, max_tokens=500, **more)  # type: ignore[arg-type]
 
 
-def running(name: str, generated: int, law: LengthLaw = _TWO_KINDS, **more: object) -> RequestView:
-    return view(name, law, num_output_tokens=generated, num_computed_tokens=10 + generated - 1, **more)
+def running(name: str, generated: int, distribution: LengthDistribution = _TWO_KINDS, **more: object) -> RequestView:
+    return view(name, distribution, num_output_tokens=generated, num_computed_tokens=10 + generated - 1, **more)
 
 
 def key(order: GittinsOverWait, request: RequestView, now: float) -> tuple[float, ...]:
@@ -33,8 +33,10 @@ def key(order: GittinsOverWait, request: RequestView, now: float) -> tuple[float
 
 
 def test_of_known_length_the_cost_is_the_share_of_a_step_over_all_steps_left() -> None:
-    law = LengthLaw.point(50)
-    assert gittins_cost(running("a", 20, law), 0.0) == pytest.approx((1 / 10 + 30 / 1000) * 30 + 0.02, rel=0.05)
+    distribution = LengthDistribution.point(50)
+    assert gittins_cost(running("a", 20, distribution), 0.0) == pytest.approx(
+        (1 / 10 + 30 / 1000) * 30 + 0.02, rel=0.05
+    )
 
 
 def test_a_newcomer_goes_before_one_that_turned_out_long_but_not_before_one_about_to_end() -> None:
@@ -45,8 +47,8 @@ def test_a_newcomer_goes_before_one_that_turned_out_long_but_not_before_one_abou
 
 
 def test_equals_do_not_push_each_other_out() -> None:
-    order, law = GittinsOverWait(), LengthLaw.point(50)
-    waits, runs = view("waits", law), running("runs", 1, law)
+    order, distribution = GittinsOverWait(), LengthDistribution.point(50)
+    waits, runs = view("waits", distribution), running("runs", 1, distribution)
     assert key(order, waits, 1.0) > order.running_rank(runs, 1.0).key
     assert key(dataclasses.replace(order, hysteresis=1.0), waits, 1.0) > order.running_rank(runs, 1.0).key
 

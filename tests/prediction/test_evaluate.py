@@ -155,7 +155,7 @@ def test_online_each_is_asked_before_it_is_learned_and_the_history_stands_in() -
     predictor = Listening()
     said = evaluate.judge_online(predictor, History(), [done(t, 40) for t in "abcd"], at_once=2)  # type: ignore[arg-type]
     assert "".join(text for _, text in predictor.heard) == "ababcdcd"
-    assert said.p50.tolist() == [1, 1, *[evaluate.LengthLaw.of([40]).p50] * 2]
+    assert said.p50.tolist() == [1, 1, *[evaluate.LengthDistribution.of([40]).p50] * 2]
     assert said.answered.tolist() == [False, False, True, True]
 
 

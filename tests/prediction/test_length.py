@@ -1,4 +1,4 @@
-"""Output-length prediction: order of sources, bounds, the history's window and the shares of a law."""
+"""Output-length prediction: order of sources, bounds, the history's window and the shares of a distribution."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.config import PredictionConfig
+from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.prediction.history import LengthHistory
-from vllm_ext.prediction.law import LengthLaw
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.query import LengthQuery
 
@@ -28,7 +28,7 @@ def said(predictor: LengthPredictor, asked: LengthQuery) -> tuple[int, str]:
     return found.tokens, found.source
 
 
-def law(history: LengthHistory, asked: LengthQuery) -> LengthLaw:
+def distribution(history: LengthHistory, asked: LengthQuery) -> LengthDistribution:
     found = history.predict(asked)
     assert found is not None
     return found
@@ -73,23 +73,23 @@ def test_a_prediction_lies_between_1_and_max_tokens(prior: int, osl: int | None,
         p.observe(query(), seen)
     found = p.predict(query(max_tokens=max_tokens, osl=osl))
     assert 1 <= found.tokens <= found.p90 <= max_tokens
-    assert found.law.capped(max_tokens).quantiles() == found.law.quantiles()
+    assert found.distribution.capped(max_tokens).quantiles() == found.distribution.quantiles()
 
 
 def test_a_full_window_forgets_the_oldest() -> None:
     h = LengthHistory(3)
     for length in (900, 5, 6):
         h.observe(query(), length)
-    assert law(h, query()).survival(100) == pytest.approx(1 / 3)
+    assert distribution(h, query()).survival(100) == pytest.approx(1 / 3)
     h.observe(query(), 7)
-    assert law(h, query()).survival(7) == 0
+    assert distribution(h, query()).survival(7) == 0
 
 
 def test_a_window_of_one_keeps_the_last() -> None:
     h = LengthHistory(1)
     for length in (900, 5, 5, 6):
         h.observe(query(), length)
-        assert law(h, query()).quantiles() == LengthLaw.of([length]).quantiles()
+        assert distribution(h, query()).quantiles() == LengthDistribution.of([length]).quantiles()
 
 
 def test_a_bucket_has_a_share_of_n_of_n_plus_8() -> None:
@@ -98,9 +98,11 @@ def test_a_bucket_has_a_share_of_n_of_n_plus_8() -> None:
     for _ in range(8):
         h.observe(query(8), 100)
     h.observe(query(600), 1000)
-    assert law(h, query(1023)).survival(200) == pytest.approx(1 / 9 + 8 / 9 * 1 / 9)
-    assert law(h, query(15)).survival(200) == pytest.approx(0.5 * 1 / 9)
-    assert law(h, query(20)).survival(200) == pytest.approx(1 / 9), "a bucket without examples follows all of them"
+    assert distribution(h, query(1023)).survival(200) == pytest.approx(1 / 9 + 8 / 9 * 1 / 9)
+    assert distribution(h, query(15)).survival(200) == pytest.approx(0.5 * 1 / 9)
+    assert distribution(h, query(20)).survival(200) == pytest.approx(1 / 9), (
+        "a bucket without examples follows all of them"
+    )
 
 
 def test_nothing_is_predicted_before_anything_finished() -> None:
@@ -121,15 +123,17 @@ def test_a_tag_has_a_greater_share_the_more_it_was_seen() -> None:
     h = LengthHistory(1000)
     for _ in range(100):
         h.observe(query(), 50)
-    assert law(h, query(tag="long")).survival(100) == 0
+    assert distribution(h, query(tag="long")).survival(100) == 0
     for _ in range(8):
         h.observe(query(tag="long"), 450)
-    others = law(h, query()).survival(100)
-    assert law(h, query(tag="other")).survival(100) == others
-    assert law(h, query(tag="long")).survival(100) == pytest.approx(0.5 + 0.5 * others), "8 observations weigh one half"
+    others = distribution(h, query()).survival(100)
+    assert distribution(h, query(tag="other")).survival(100) == others
+    assert distribution(h, query(tag="long")).survival(100) == pytest.approx(0.5 + 0.5 * others), (
+        "8 observations weigh one half"
+    )
     for _ in range(40):
         h.observe(query(tag="long"), 450)
-    assert law(h, query(tag="long")).survival(100) > 48 / 56
+    assert distribution(h, query(tag="long")).survival(100) > 48 / 56
 
 
 def test_only_so_many_tags_are_held() -> None:
@@ -139,10 +143,10 @@ def test_only_so_many_tags_are_held() -> None:
     for number in range(65):
         for _ in range(8):
             h.observe(query(tag=f"t{number}"), 450)
-    untagged = law(h, query()).survival(100)
-    assert law(h, query(tag="t0")).survival(100) == untagged, "the first of 65 is forgotten"
-    assert law(h, query(tag="t1")).survival(100) > untagged
-    assert law(h, query(tag="t64")).survival(100) > untagged
+    untagged = distribution(h, query()).survival(100)
+    assert distribution(h, query(tag="t0")).survival(100) == untagged, "the first of 65 is forgotten"
+    assert distribution(h, query(tag="t1")).survival(100) > untagged
+    assert distribution(h, query(tag="t64")).survival(100) > untagged
 
 
 def test_the_prior_is_as_wide_as_chats_are() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.distributions import nine
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
-from tests.support.laws import nine
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -103,7 +103,7 @@ def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(sys
         decisions = [loop.step() for _ in range(40)]
         assert len(scheduler.requests) == 12, "none has ended"
         jobs = {
-            r: (job.prediction.source, job.prediction.law.quantiles(), job.estimate, job.demotions)
+            r: (job.prediction.source, job.prediction.distribution.quantiles(), job.estimate, job.demotions)
             for r, job in scheduler.ledger.jobs.items()
         }
         return decisions, jobs

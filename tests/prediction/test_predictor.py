@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_ext.contract.length_distribution import Prediction
 from vllm_ext.prediction import neighbours
 from vllm_ext.prediction.folder import REGRESSION, STORE
-from vllm_ext.prediction.law import Prediction
 from vllm_ext.prediction.learned import BLEND, REGRESSED, RETRIEVAL, LearnedPredictor
 from vllm_ext.prediction.predictor import FinishedPrompt
 
@@ -97,7 +97,7 @@ def test_salts_and_conversations_never_cross(tmp_path: Path) -> None:
     assert one(predictor, "a secret question") is None
     predictor.learn(rows(400))
     alone = said(predictor, "go on", salt="bob")
-    assert said(predictor, "go on", salt="bob", conversation="c").law == alone.law
+    assert said(predictor, "go on", salt="bob", conversation="c").distribution == alone.distribution
 
 
 def test_a_conversations_last_answers_are_looked_at(tmp_path: Path) -> None:
@@ -114,7 +114,9 @@ def test_a_conversations_last_answers_are_looked_at(tmp_path: Path) -> None:
     short, long = (said(predictor, "go on 5", conversation=c, turn=6, model="n") for c in ("short", "long"))
     assert short.tokens < 40 < 120 < long.tokens
     again = made(tmp_path)
-    assert said(again, "go on 5", conversation="short", turn=6, model="n").law == short.law, "kept over a restart"
+    assert said(again, "go on 5", conversation="short", turn=6, model="n").distribution == short.distribution, (
+        "kept over a restart"
+    )
 
 
 def test_aborted_requests_are_no_neighbours(tmp_path: Path) -> None:
@@ -127,15 +129,17 @@ def test_aborted_requests_are_no_neighbours(tmp_path: Path) -> None:
 
 def test_the_same_data_give_the_same_law_also_after_a_restart(tmp_path: Path) -> None:
     texts = ["in one word where is w3", "write a long story about w999", "else"]
-    laws = []
+    distributions = []
     for name in ("a", "b"):
         predictor = made(tmp_path / name)
         predictor.learn(rows(500))
-        laws.append([found.law for found in predictor.predict([ask(text) for text in texts]) if found])
+        distributions.append(
+            [found.distribution for found in predictor.predict([ask(text) for text in texts]) if found]
+        )
         predictor.close()
     again = made(tmp_path / "a")
-    laws.append([found.law for found in again.predict([ask(text) for text in texts]) if found])
-    assert laws[0] == laws[1] == laws[2]
+    distributions.append([found.distribution for found in again.predict([ask(text) for text in texts]) if found])
+    assert distributions[0] == distributions[1] == distributions[2]
     assert again.status() == {"entries": 500, "examples": 500}
 
 

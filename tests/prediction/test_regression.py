@@ -42,18 +42,20 @@ def test_it_finds_what_is_there_and_its_quantiles_cover_what_they_say() -> None:
     said = ridge.log_lengths(examples)
     true = 3 + 2 * examples.vectors[:, 0] + 0.3 * np.log1p(examples.prompt_tokens)
     assert np.abs(said - true).mean() < 0.1
-    laws = ridge.laws(examples)
+    distributions = ridge.distributions(examples)
     for level in (0.1, 0.5, 0.9):
-        covered = np.mean([t <= law.quantile(level) for t, law in zip(observed.tokens, laws, strict=True)])
+        covered = np.mean(
+            [t <= distribution.quantile(level) for t, distribution in zip(observed.tokens, distributions, strict=True)]
+        )
         assert covered == pytest.approx(level, abs=0.05)
-    assert all(1 <= law.p50 <= law.p90 for law in laws)
+    assert all(1 <= distribution.p50 <= distribution.p90 for distribution in distributions)
 
 
 def test_the_same_data_and_seed_give_the_same_law_and_another_seed_another() -> None:
     one, same, other = (fitted(*made_up(), seed=seed) for seed in (0, 0, 1))
     examples, _ = made_up(seed=2, count=50)
-    assert one.laws(examples) == same.laws(examples)
-    assert one.laws(examples) != other.laws(examples)
+    assert one.distributions(examples) == same.distributions(examples)
+    assert one.distributions(examples) != other.distributions(examples)
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -155,7 +157,7 @@ def test_it_is_kept_whole_for_its_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = Ridge.load(path)
     examples, _ = made_up(seed=1, count=20)
-    assert again.laws(examples) == ridge.laws(examples)
+    assert again.distributions(examples) == ridge.distributions(examples)
     assert again[:6] == ridge[:6]
 
 

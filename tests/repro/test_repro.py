@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.cli import repro as command
-from vllm_ext.observability import json_output, provenance
+from vllm_ext.report import json_output, provenance
 from vllm_ext.repro import catalogue, report
 from vllm_ext.repro.bench import Bench, RunFailed, Sustained
 from vllm_ext.repro.study import Claim, Findings, Plot, Study

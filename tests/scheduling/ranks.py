@@ -6,7 +6,7 @@ import math
 
 from vllm.v1.request import Request
 
-from vllm_ext.policies.contract import Rank
+from vllm_ext.contract import Rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.simulation.harness import make_request
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.policies.contract import Split, Step
+from vllm_ext.contract import Split, Step
 
 from .steering import SCRIPT, Rig, Table, play, steps, workload
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from vllm_ext.contract import Rank, Room, Split, Step
 from vllm_ext.policies.admission.in_order import InOrder
-from vllm_ext.policies.contract import Rank, Room, Split, Step
 
 from .steering import SCRIPT, Rig, knobs, play, workload
 

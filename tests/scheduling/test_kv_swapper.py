@@ -19,10 +19,10 @@ from .steering import Rig
 
 
 @pytest.mark.parametrize(
-    ("system", "fates"), [("pensieve", {"keep"}), ("alise+pensieve", {"keep", "swap", "recompute"})]
+    ("system", "dispositions"), [("pensieve", {"keep"}), ("alise+pensieve", {"keep", "swap", "recompute"})]
 )
 def test_the_policy_is_asked_also_where_nothing_else_is_steered(
-    system: str, fates: set[str], monkeypatch: pytest.MonkeyPatch
+    system: str, dispositions: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pensieve alone had nobody to ask: its row is vLLM's own order, admission and budget."""
     counted: dict[str, int] = {}
@@ -30,7 +30,7 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
 
     def preempting(self: KvSwapper, request: Any) -> None:
         original(self, request)
-        counted.update(self._observer.counters.fates)
+        counted.update(self._observer.counters.dispositions)
 
     monkeypatch.setattr(KvSwapper, "preempting", preempting)
     data = simulate(
@@ -42,7 +42,7 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
             ),
         )
     )
-    assert counted.keys() <= fates
+    assert counted.keys() <= dispositions
     assert counted.keys() != {"keep"} or system == "pensieve"
     assert sum(counted.values()) == data.counters["preemptions"] > 0
 

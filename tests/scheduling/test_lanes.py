@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.policies.contract import Ageing, Rank
+from vllm_ext.contract import Ageing, Rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.simulation.harness import make_request
 

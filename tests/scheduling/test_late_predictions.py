@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.laws import nine
-from vllm_ext.prediction.law import LengthLaw
+from tests.support.distributions import nine
+from vllm_ext.contract.length_distribution import LengthDistribution
 
 from .steering import Rig, play, save_profile, workload
 
@@ -117,10 +117,10 @@ def test_an_outlived_estimate_follows_the_law_behind_it(one_seat: dict[str, Any]
     while rig.loop.has_work:
         rig.step()
         history.append((job.estimate, job.demotions))
-    law = LengthLaw.through(nine(10, 40))
+    distribution = LengthDistribution.through(nine(10, 40))
     expected, at = [10], 10
     while at < 100:
-        at = law.quantile(0.5, at)
+        at = distribution.quantile(0.5, at)
         expected.append(at)
     seen = [history[0], *(b for a, b in itertools.pairwise(history) if a != b)]
     assert [estimate for estimate, _ in seen] == expected[: len(seen)]

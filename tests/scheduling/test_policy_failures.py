@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.policies.contract import Rank, Room, Split, Step
+from vllm_ext.contract import Rank, Room, Split, Step
 
 from .steering import SCRIPT, Rig, play, workload
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.policies.contract import Rank
+from vllm_ext.contract import Rank
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 
 from .ranks import Ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_ext.policies.contract import Rank
+from vllm_ext.contract import Rank
 
 from .ranks import Ranks
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.support.laws import nine
+from tests.support.distributions import nine
 
 from .steering import Rig, save_profile
 

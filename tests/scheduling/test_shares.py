@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import ConfigError
-from vllm_ext.policies.contract import Origin, Rank
+from vllm_ext.contract import Origin, Rank
 from vllm_ext.policies.sharing.turns import TakeTurns
 from vllm_ext.scheduling import shares as shares_module
 from vllm_ext.scheduling.ranked_queue import RankedQueue

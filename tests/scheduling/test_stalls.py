@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_ext.policies.contract import Room, Split, Step
+from vllm_ext.contract import Room, Split, Step
 
 from .steering import SCRIPT, Rig, play, workload
 

@@ -6,7 +6,7 @@ import math
 
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.policies.contract import Rank, RequestView, Split, Step
+from vllm_ext.contract import Rank, RequestView, Split, Step
 
 from .steering import SCRIPT, Rig
 

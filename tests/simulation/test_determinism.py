@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from vllm_ext.contract import Rank, RequestView, Room, Step
 from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.contract import Rank, RequestView, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.systems import System, register

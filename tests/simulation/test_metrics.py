@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.observability.results import Result, Workload
+from vllm_ext.report.results import Result, Workload
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.run_data import GapHistogram, RequestTable, RunData, TimeSeries

@@ -13,7 +13,7 @@ import pytest
 from tests.support.audit import audit_drained
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
-from vllm_ext.policies.contract import Admission, Room, Step
+from vllm_ext.contract import Admission, Room, Step
 from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision, Stalled

@@ -19,8 +19,8 @@ from typing import Any
 
 from vllm_ext import envs
 from vllm_ext.attention.plan import Kind
+from vllm_ext.files import replaced, set_aside
 from vllm_ext.kernels.native import locked
-from vllm_ext.observability.files import replaced, set_aside
 
 logger = logging.getLogger("vllm.vllm_ext")
 _NOT_KEPT = "what was measured of attention kernels is not kept for later starts: %s"

@@ -58,7 +58,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace) -> int:
     from vllm_ext.cellular import executor, profile
-    from vllm_ext.observability.results import format_table
+    from vllm_ext.report.results import format_table
 
     model = _model(args.model, args.seed)
     for module in model.modules.values():

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_ext.serving import ServerError, ServerProcess
+from vllm_ext.demo.server import ServerError, ServerProcess
 
 if TYPE_CHECKING:  # imported where they are used: the openai client takes a second to load
     from vllm_ext.demo.client import Answer

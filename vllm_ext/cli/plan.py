@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ext.cli import kept_runs, spec_flags
-from vllm_ext.observability import json_output, results
-from vllm_ext.observability.plots import Series, lines
-from vllm_ext.observability.provenance import result_path
+from vllm_ext.report import json_output, results
+from vllm_ext.report.plots import Series, lines
+from vllm_ext.report.provenance import result_path
 from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, Row, Verdict, compare, decide, with_own_policies
 from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
 from vllm_ext.simulation.sweep.pools import local_pool

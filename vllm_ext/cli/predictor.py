@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.config_prediction import WINDOWS, PredictorConfig
-from vllm_ext.observability.provenance import result_path
+from vllm_ext.report.provenance import result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.observability.results import Workload
     from vllm_ext.prediction.encoder import Encoder
     from vllm_ext.prediction.rows import Rows
+    from vllm_ext.report.results import Workload
 
 PROG = "vllm-ext predictor"
 DEFAULTS = PredictorConfig()
@@ -49,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.observability.count_progress import CountProgress
     from vllm_ext.prediction import evaluate
     from vllm_ext.prediction.folder import default_folder
     from vllm_ext.prediction.learned import LearnedPredictor
+    from vllm_ext.report import results
+    from vllm_ext.report.count_progress import CountProgress
 
     folder: Path = args.out or default_folder(args.model)
     _check_place(folder)
@@ -89,10 +89,10 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _eval(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    from vllm_ext.observability import results
-    from vllm_ext.observability.count_progress import CountProgress
     from vllm_ext.prediction import evaluate
     from vllm_ext.prediction.learned import LearnedPredictor
+    from vllm_ext.report import results
+    from vllm_ext.report.count_progress import CountProgress
 
     if args.quick and args.max_rows is None:
         args.max_rows = QUICK_ROWS
@@ -141,8 +141,8 @@ def _eval(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _show(args: argparse.Namespace, _argv: Sequence[str]) -> int:
-    from vllm_ext.observability.results import format_table
     from vllm_ext.prediction import show
+    from vllm_ext.report.results import format_table
 
     folder = _folder(args)
     found = show.describe(folder)
@@ -239,7 +239,7 @@ def _units(rows: Rows) -> list[str]:
 
 
 def _workload(rows: Rows) -> Workload:
-    from vllm_ext.observability.results import Workload
+    from vllm_ext.report.results import Workload
 
     return Workload(name=rows.dataset.name, rows=len(rows.dataset.rows), sha256=rows.dataset.sha256)
 

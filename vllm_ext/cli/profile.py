@@ -20,7 +20,7 @@ from vllm_ext.step_time.profile_loads import (
 )
 
 if TYPE_CHECKING:
-    from vllm_ext.observability.count_progress import CountProgress
+    from vllm_ext.report.count_progress import CountProgress
     from vllm_ext.step_time.pivot_search import PivotFound
     from vllm_ext.step_time.profile import Profile
     from vllm_ext.step_time.runtime import StepFeatures
@@ -108,7 +108,7 @@ def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
 
 
 def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, float]]:
-    from vllm_ext.observability.count_progress import CountProgress
+    from vllm_ext.report.count_progress import CountProgress
 
     loads = plan(scheduler.max_model_len, scheduler.max_num_running_reqs) * rounds
     runner.run(Load("decode", 1, 8))
@@ -124,7 +124,7 @@ def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFea
 
 def _measure_pivot(runner: _Runner, scheduler: Any) -> PivotFound | None:
     """Find the pivot forward size with steps made of fresh prompts only."""
-    from vllm_ext.observability.count_progress import CountProgress
+    from vllm_ext.report.count_progress import CountProgress
     from vllm_ext.step_time.pivot_search import most_sizes, search
 
     seats, longest = scheduler.max_num_running_reqs, longest_prompt(scheduler.max_model_len)

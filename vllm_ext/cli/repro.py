@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ext.cli import kept_runs
-from vllm_ext.observability import json_output, provenance, results
-from vllm_ext.observability.provenance import check_committed, result_path
+from vllm_ext.report import json_output, provenance, results
+from vllm_ext.report.provenance import check_committed, result_path
 
 if TYPE_CHECKING:
     from vllm_ext.repro.study import Study

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_ext.cli import spec_flags
-from vllm_ext.observability import json_output, plots, results
-from vllm_ext.observability.count_progress import CountProgress
-from vllm_ext.observability.provenance import result_path
+from vllm_ext.report import json_output, plots, results
+from vllm_ext.report.count_progress import CountProgress
+from vllm_ext.report.provenance import result_path
 from vllm_ext.simulation import export
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.perfetto import write_trace

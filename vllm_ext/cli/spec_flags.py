@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vllm_ext.observability.results import Workload, without_folder
+from vllm_ext.report.results import Workload, without_folder
 from vllm_ext.simulation.flag import Flag
 
 if TYPE_CHECKING:  # not imported by commands that do not simulate

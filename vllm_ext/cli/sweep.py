@@ -10,9 +10,9 @@ from typing import Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
-from vllm_ext.observability import json_output, results
-from vllm_ext.observability.count_progress import CountProgress
-from vllm_ext.observability.files import replaced
+from vllm_ext.files import replaced
+from vllm_ext.report import json_output, results
+from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 from vllm_ext.simulation.sweep import grid, pools, summary

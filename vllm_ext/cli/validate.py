@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ext.cli import spec_flags
-from vllm_ext.observability import plots, results
-from vllm_ext.observability.provenance import result_path
+from vllm_ext.report import plots, results
+from vllm_ext.report.provenance import result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.validation import Report
+    from vllm_ext.simulation.recorded.validation import Report
 
 PROG = "vllm-ext validate"
 
@@ -22,7 +22,7 @@ PROG = "vllm-ext validate"
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a replay decided otherwise than the recorded run, 2 if the recording can't be used."""
     args = _parser().parse_args(list(argv))
-    from vllm_ext.simulation import validation as reports
+    from vllm_ext.simulation.recorded import validation as reports
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
     try:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Tr
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
 from vllm.v1.request import RequestStatus
 
+from vllm_ext.contract.preemption import KvDisposition
 from vllm_ext.kv.gaps.loads import GapLoadingScheduler
 from vllm_ext.kv.idle import IdleChunk, IdleChunks
 from vllm_ext.kv.keeping.conversations import Turn
@@ -18,7 +19,6 @@ from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.keeping.retention import Chain, LastUse
 from vllm_ext.kv.keeping.worth import ClassCosts, class_of
 from vllm_ext.kv.loads.steps import ended_owner
-from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -84,7 +84,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         self._recompute_s = ClassCosts(recompute_s)
 
     def _idle_jobs(
-        self, finished: Iterable[str], given_up: dict[str, int], fates: dict[str, Fate]
+        self, finished: Iterable[str], given_up: dict[str, int], dispositions: dict[str, KvDisposition]
     ) -> dict[int, TransferJob]:
         """Queue what has become idle, and copy what this step takes, what is swapped, and what will be taken soon."""
         idle, pool = self.idle, self._pool
@@ -94,15 +94,15 @@ class IdleStoringScheduler(GapLoadingScheduler):
         last_moment = idle.taken(overwritten - self._overwritten()) + idle.take_dropped()
         now: list[IdleChunk] = []
         for req_id, num_tokens in self._became_idle(finished, given_up):
-            fate = fates.get(req_id, Fate.KEEP) if req_id in given_up else Fate.KEEP
-            if fate is Fate.RECOMPUTE:
+            disposition = dispositions.get(req_id, KvDisposition.KEEP) if req_id in given_up else KvDisposition.KEEP
+            if disposition is KvDisposition.RECOMPUTE:
                 continue
             chunks = self._chunks(req_id, num_tokens)
             places = [(chunk, chunk.where_kept(pool)) for chunk in chunks]
             last_moment += (chunk for chunk, place in places if place is None and chunk.block in overwritten)
             ends = pool.num_gpu_blocks if self.records is None else len(pool.blocks)  # of what is copied from
             here = [chunk for _, chunk in places if chunk is not None and chunk.block < ends]
-            if fate is Fate.SWAP:
+            if disposition is KvDisposition.SWAP:
                 now += here
             else:
                 idle.add(here)

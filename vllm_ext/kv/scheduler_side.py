@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from vllm_ext.config_checks import ConfigError
 from vllm_ext.config_kv import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
+from vllm_ext.contract.preemption import KvDisposition
 from vllm_ext.kv.device.tables import blocks_only
 from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.idle_stores import IdleStoringScheduler
@@ -21,7 +22,6 @@ from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.keeping.retention import Chain
 from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
 from vllm_ext.kv.prices import TransferPrices
-from vllm_ext.policies.contract.fate import Fate
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -81,7 +81,7 @@ class TierScheduler(IdleStoringScheduler):
         """By request: tokens whose KV is there when the steps scheduled so far are through."""
         self._asked: dict[str, int] = {}
         """By request: tokens of chunks whose copies did not pay when that was asked last."""
-        self._fates: dict[str, Fate] = {}
+        self._dispositions: dict[str, KvDisposition] = {}
         """By request preempted in this step: what becomes of its KV, where that is not the tier's own way."""
 
     def _resolved(self, store: str) -> str:
@@ -194,9 +194,9 @@ class TierScheduler(IdleStoringScheduler):
         finally:
             scheduler_output.preempted_req_ids = preempted
 
-    def decide(self, req_id: str, fate: Fate) -> None:
+    def decide(self, req_id: str, disposition: KvDisposition) -> None:
         """Take a decision about the KV of a request that this step preempts."""
-        self._fates[req_id] = fate
+        self._dispositions[req_id] = disposition
 
     @property
     def stores_early(self) -> bool:
@@ -208,9 +208,9 @@ class TierScheduler(IdleStoringScheduler):
         """Whether all who run may have to copy chunks in the step at hand, not only those that will leave soon."""
         return self.store == AHEAD and self._is_full() and not self.copies_all
 
-    def keeps(self, fate: Fate) -> bool:
+    def keeps(self, disposition: KvDisposition) -> bool:
         """Whether KV outlives the preemption of its request."""
-        return self.stores_early or fate is not Fate.RECOMPUTE
+        return self.stores_early or disposition is not KvDisposition.RECOMPUTE
 
     def forget_blocks(self, blocks: frozenset[int]) -> None:
         """Forget the idle chunks in such blocks."""
@@ -259,7 +259,7 @@ class TierScheduler(IdleStoringScheduler):
         super()._update_req_states(shown)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        fates, self._fates = self._fates, {}
+        dispositions, self._dispositions = self._dispositions, {}
         jobs: dict[int, TransferJob]
         if self.stores_early:
             shown: Any = SimpleNamespace(
@@ -278,7 +278,9 @@ class TierScheduler(IdleStoringScheduler):
         for req_id in leaving:
             statuses[req_id].update_offload_keys()
         if self.store == LATE:
-            swapped = {r: n for r, n in given_up.items() if fates.get(r, Fate.SWAP) is Fate.SWAP}
+            swapped = {
+                r: n for r, n in given_up.items() if dispositions.get(r, KvDisposition.SWAP) is KvDisposition.SWAP
+            }
             # A preempted request's own count of computed tokens is 0 by now.
             shown = SimpleNamespace(num_scheduled_tokens=swapped | leaving, finished_req_ids=finished)
             jobs = super()._build_store_jobs(shown)
@@ -286,7 +288,7 @@ class TierScheduler(IdleStoringScheduler):
             return jobs
         leaving |= self._paying(scheduled) if self.looks_at_all else {}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
-        return jobs | self._idle_jobs(finished, given_up, fates)
+        return jobs | self._idle_jobs(finished, given_up, dispositions)
 
     def _paying(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Return those of a step's requests that have chunks to store whose copies will pay.

@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.observability.files import sha256_of
+from vllm_ext.files import sha256_of
 
 Window = Literal["head", "tail", "head+tail"]
 WINDOWS: tuple[Window, ...] = get_args(Window)

@@ -8,7 +8,7 @@ l is the true length, p the predicted median, u the predicted P90, in tokens, ov
 | `pinball` | pinball loss of ln p as median plus that of ln u as P90, in nats | lower |
 | `coverage` | share with l <= u | 0.9 |
 | `relative_error` | median of abs(p - l) / l | lower |
-| `answered` | share that the predictor had an answer to; the history's law stands for the others | higher |
+| `answered` | share that the predictor had an answer to; the history's distribution stands for the others | higher |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.law import LengthLaw
+from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.prediction.predictor import FinishedPrompt, PromptPredictor
 
 MEASURES = ("tau", "pinball", "coverage", "relative_error", "answered")
@@ -47,15 +47,15 @@ class Said(NamedTuple):
 
 
 class History:
-    """The baseline: every request gets the law of the last lengths; as of `PromptPredictor`."""
+    """The baseline: every request gets the distribution of the last lengths; as of `PromptPredictor`."""
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
 
-    def predict(self, prompts: Sequence[object]) -> list[LengthLaw | None]:
-        """Return the same law for all; None before anything ended."""
-        law = LengthLaw.of(self._lengths[-_WINDOW:]) if self._lengths else None
-        return [law] * len(prompts)
+    def predict(self, prompts: Sequence[object]) -> list[LengthDistribution | None]:
+        """Return the same distribution for all; None before anything ended."""
+        distribution = LengthDistribution.of(self._lengths[-_WINDOW:]) if self._lengths else None
+        return [distribution] * len(prompts)
 
     def learn(self, finished: Sequence[FinishedPrompt]) -> None:
         """Remember lengths."""
@@ -163,19 +163,21 @@ def scores(said: Said) -> dict[str, float]:
 
 
 def _asked(predictor: PromptPredictor, history: History, some: Sequence[FinishedPrompt]) -> Said:
-    laws: list[LengthLaw | None] = []
+    distributions: list[LengthDistribution | None] = []
     for start in range(0, len(some), _PREDICTED_AT_ONCE):
         prompts = [done.prompt for done in some[start : start + _PREDICTED_AT_ONCE]]
         found = predictor.predict(prompts)
         instead = history.predict(prompts)
-        laws += [other if one is None else one.law for one, other in zip(found, instead, strict=True)]
-    known = [law if law is not None else LengthLaw.point(1) for law in laws]
+        distributions += [other if one is None else one.distribution for one, other in zip(found, instead, strict=True)]
+    known = [
+        distribution if distribution is not None else LengthDistribution.point(1) for distribution in distributions
+    ]
     return Said(
-        p50=np.array([law.p50 for law in known], np.int64),
-        p90=np.array([law.p90 for law in known], np.int64),
+        p50=np.array([distribution.p50 for distribution in known], np.int64),
+        p90=np.array([distribution.p90 for distribution in known], np.int64),
         true=np.array([done.tokens for done in some], np.int64),
         turns=np.array([done.prompt.turn for done in some], np.int64),
-        answered=np.array([law is not None for law in laws], np.bool_),
+        answered=np.array([distribution is not None for distribution in distributions], np.bool_),
     )
 
 

@@ -1,4 +1,4 @@
-"""Length history: the law of what recently finished requests generated, by prompt length and tag."""
+"""Length history: the distribution of what recently finished requests generated, by prompt length and tag."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.prediction.law import CELLS, LengthLaw, cells
+from vllm_ext.contract.length_distribution import CELLS, LengthDistribution, cells
 
 if TYPE_CHECKING:
     from vllm_ext.prediction.query import LengthQuery
 
 _SHRINKAGE = 8
-"""Observations at which the law of a kind weighs as much as that of all."""
+"""Observations at which the distribution of a kind weighs as much as that of all."""
 _MAX_TAGS = 64
 """Clients choose tags: a bound on what they can make us keep."""
 
@@ -59,12 +59,12 @@ class Window:
 
 
 class _Lengths:
-    """The law of the last ``size`` lengths."""
+    """The distribution of the last ``size`` lengths."""
 
     def __init__(self, size: int) -> None:
         self._cells: deque[int] = deque(maxlen=size)
         self._counts = np.zeros(CELLS)
-        self._law: LengthLaw | None = None
+        self._distribution: LengthDistribution | None = None
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -75,19 +75,19 @@ class _Lengths:
         cell = int(cells(length))
         self._cells.append(cell)
         self._counts[cell] += 1
-        self._law = None
+        self._distribution = None
 
     @property
-    def law(self) -> LengthLaw:
-        if self._law is None:
-            self._law = LengthLaw(self._counts)
-        return self._law
+    def distribution(self) -> LengthDistribution:
+        if self._distribution is None:
+            self._distribution = LengthDistribution(self._counts)
+        return self._distribution
 
 
 class LengthHistory:
-    """The law of recent output lengths of requests with prompts of like length, or of the same tag.
+    """The distribution of recent output lengths of requests with prompts of like length, or of the same tag.
 
-    Prompts fall into buckets by powers of two. A bucket with n observations has the share n / (n + 8) of the law, all
+    Prompts fall into buckets by powers of two. A bucket with n observations has the share n / (n + 8) of it, all
     requests have the rest, so that a rare prompt length does not follow its few examples blindly. A tag has its share
     of that in the same way. Of tags, the 64 that finished something last are held.
 
@@ -102,17 +102,17 @@ class LengthHistory:
         self._buckets: dict[int, _Lengths] = {}
         self._tags: OrderedDict[str, _Lengths] = OrderedDict()
 
-    def predict(self, query: LengthQuery) -> LengthLaw | None:
-        """Return the law of the output length, or None before anything finished."""
+    def predict(self, query: LengthQuery) -> LengthDistribution | None:
+        """Return the distribution of the output length, or None before anything finished."""
         if not len(self._all):
             return None
-        law = self._all.law
+        distribution = self._all.distribution
         bucket = self._buckets.get(query.num_prompt_tokens.bit_length())
         tagged = None if query.tag is None else self._tags.get(query.tag)
         for kind in (bucket, tagged):
             if kind is not None:
-                law = law.mixed(kind.law, len(kind) / (len(kind) + _SHRINKAGE))
-        return law
+                distribution = distribution.mixed(kind.distribution, len(kind) / (len(kind) + _SHRINKAGE))
+        return distribution
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Remember the output length of a finished request; the oldest one leaves a full window."""

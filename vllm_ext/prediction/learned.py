@@ -1,7 +1,7 @@
 """The predictor that ships: what similar prompts became, mixed with a regression on the prompt.
 
 A neighbour of similarity s weighs exp((s - 1) / width), the regression 1: an identical prompt that was answered once
-counts as much as all that the regression says. Before there is a regression, the law of the newest lengths stands in.
+counts as much as all that the regression says. Before there is a regression, the newest lengths stand in.
 
 Source: ALISE, section 3.1 and Algorithm 1, which takes one or the other by a threshold.
 """
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction import regression
 from vllm_ext.prediction.folder import REGRESSION, set_aside
-from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.neighbours import TAIL, Key, Near, Neighbours, by_group
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.regression import DEFAULT_WIDTH, LAST_ANSWERS, MOST_EXAMPLES, Examples, Observed, Ridge
@@ -93,26 +93,31 @@ class LearnedPredictor:
         vectors = self._embedded([prompt.text for prompt in prompts])
         near = self._near(prompts, vectors)
         ridge = self._ridge
-        laws: Sequence[LengthLaw | None] = [None] * len(prompts)
+        distributions: Sequence[LengthDistribution | None] = [None] * len(prompts)
         if ridge is not None:
-            laws = ridge.laws(self._asked(prompts, vectors))
+            distributions = ridge.distributions(self._asked(prompts, vectors))
         width = DEFAULT_WIDTH if ridge is None else ridge.width
-        return [self._mixed(prompt, found, law, width) for prompt, found, law in zip(prompts, near, laws, strict=True)]
+        return [
+            self._mixed(prompt, found, distribution, width)
+            for prompt, found, distribution in zip(prompts, near, distributions, strict=True)
+        ]
 
     def status(self) -> dict[str, int]:
         """Return the number of finished requests known, and how many the regression was fitted on."""
         ridge = self._ridge
         return {"entries": self._neighbours.rows, "examples": 0 if ridge is None else ridge.examples}
 
-    def _mixed(self, prompt: Prompt, near: Near, law: LengthLaw | None, width: float) -> Prediction | None:
+    def _mixed(
+        self, prompt: Prompt, near: Near, distribution: LengthDistribution | None, width: float
+    ) -> Prediction | None:
         weights = np.exp((near.similarities - 1) / width)
         if not len(weights) or weights.sum() < _LEAST_WEIGHT:
-            return None if law is None else Prediction(law.capped(prompt.max_tokens), REGRESSED)
-        other = law if law is not None else LengthLaw.of(list(self._recent) or near.tokens)
-        mixed = LengthLaw.exact(near.tokens, weights).mixed(other, float(1 / (1 + weights.sum())))
+            return None if distribution is None else Prediction(distribution.capped(prompt.max_tokens), REGRESSED)
+        other = distribution if distribution is not None else LengthDistribution.of(list(self._recent) or near.tokens)
+        mixed = LengthDistribution.exact(near.tokens, weights).mixed(other, float(1 / (1 + weights.sum())))
         return Prediction(
             mixed.capped(prompt.max_tokens),
-            RETRIEVAL if law is None else BLEND,
+            RETRIEVAL if distribution is None else BLEND,
             neighbours=len(weights),
             similarity=float(near.similarities[0]),
         )

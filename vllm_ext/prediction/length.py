@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from vllm_ext.config import PredictionConfig
+from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.history import LengthHistory
-from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.query import LengthQuery, LengthSource
 
 _PRIOR_SPREAD = 1.0
@@ -19,9 +19,9 @@ class HintSource:
 
     name = "hint"
 
-    def predict(self, query: LengthQuery) -> LengthLaw | None:
+    def predict(self, query: LengthQuery) -> LengthDistribution | None:
         """Return the client's expected output length, if it gave one."""
-        return None if query.osl is None else LengthLaw.point(query.osl)
+        return None if query.osl is None else LengthDistribution.point(query.osl)
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Nothing to learn: a client that errs is caught by demotion."""
@@ -41,7 +41,7 @@ class LengthPredictor:
             preference: Names of all sources, best first, those included that answer later; None for ``sources`` alone.
         """
         self.sources = tuple(sources)
-        self._prior = LengthLaw.lognormal(math.log(prior_tokens), _PRIOR_SPREAD)
+        self._prior = LengthDistribution.lognormal(math.log(prior_tokens), _PRIOR_SPREAD)
         self._preference = tuple(s.name for s in sources) if preference is None else tuple(preference)
 
     @classmethod
@@ -58,11 +58,11 @@ class LengthPredictor:
         return cls(at_once, config.prior_tokens, config.sources)
 
     def predict(self, query: LengthQuery) -> Prediction:
-        """Return the law of a length of at most ``query.max_tokens`` tokens."""
+        """Return the distribution of a length of at most ``query.max_tokens`` tokens."""
         for source in self.sources:
-            law = source.predict(query)
-            if law is not None:
-                return Prediction(law.capped(query.max_tokens), source.name)
+            distribution = source.predict(query)
+            if distribution is not None:
+                return Prediction(distribution.capped(query.max_tokens), source.name)
         return Prediction(self._prior.capped(query.max_tokens), "prior")
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from vllm_ext.prediction.law import Prediction
+from vllm_ext.contract.length_distribution import Prediction
 
 
 class Prompt(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from vllm_ext.prediction.law import LengthLaw
+from vllm_ext.contract.length_distribution import LengthDistribution
 
 
 class LengthQuery(NamedTuple):
@@ -24,8 +24,8 @@ class LengthSource(Protocol):
 
     name: str
 
-    def predict(self, query: LengthQuery) -> LengthLaw | None:
-        """Return the law of the output length, or None if this source has nothing to say."""
+    def predict(self, query: LengthQuery) -> LengthDistribution | None:
+        """Return the distribution of the output length, or None if this source has nothing to say."""
         ...
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.observability.files import replaced
-from vllm_ext.prediction.law import CELLS, EDGES, LengthLaw, cells
+from vllm_ext.contract.length_distribution import CELLS, EDGES, LengthDistribution, cells
+from vllm_ext.files import replaced
 
 Floats = npt.NDArray[np.float64]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
@@ -128,9 +128,9 @@ class Ridge(NamedTuple):
             found[rows] = _columns(examples, self.center, rows) @ self.weights
         return found
 
-    def laws(self, examples: Examples) -> list[LengthLaw]:
-        """Return the law of each prompt's length, [n]."""
-        return [LengthLaw(mass) for mass in _masses(self.log_lengths(examples), self.residuals)]
+    def distributions(self, examples: Examples) -> list[LengthDistribution]:
+        """Return the distribution of each prompt's length, [n]."""
+        return [LengthDistribution(mass) for mass in _masses(self.log_lengths(examples), self.residuals)]
 
     def save(self, path: Path) -> None:
         """Write it, whole or not at all, for the owner only.
@@ -285,7 +285,7 @@ class _Path(NamedTuple):
 
 
 def _masses(points: Floats, residuals: Floats) -> Floats:
-    """Return the probability of each of the law's cells, [n, CELLS]."""
+    """Return the probability of each of the distribution's cells, [n, CELLS]."""
     # The outermost residuals go on as far as they are from their neighbours: nothing is sure.
     at = np.concatenate(
         ([2 * residuals[0] - residuals[1] - 1e-3], residuals, [2 * residuals[-1] - residuals[-2] + 1e-3])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.observability.files import replaced
+from vllm_ext.files import replaced
 from vllm_ext.prediction import store_file
 from vllm_ext.prediction.folder import REGRESSION, STORE
 from vllm_ext.prediction.regression import Ridge

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability.provenance import measured_at
-from vllm_ext.observability.results import Goal, Result, Workload, format_table
+from vllm_ext.report.provenance import measured_at
+from vllm_ext.report.results import Goal, Result, Workload, format_table
 from vllm_ext.repro.study import Claim, Findings, Study, served
 
 

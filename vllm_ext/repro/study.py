@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_ext.observability.results import Workload
+from vllm_ext.report.results import Workload
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -95,7 +95,7 @@ def line_plot(suffix: str, lines: Mapping[str, Iterable[tuple[float, float]]], *
     points = {name: list(found) for name, found in lines.items()}
 
     def draw(path: Path) -> None:
-        from vllm_ext.observability.plots import Series, lines
+        from vllm_ext.report.plots import Series, lines
 
         series = [Series(label=n, x=[x for x, _ in p], y=[y for _, y in p]) for n, p in points.items() if p]
         lines(series, path, **labels)
@@ -107,7 +107,7 @@ def bar_plot(suffix: str, groups: Sequence[str], heights: Mapping[str, Sequence[
     """Return a plot with a bar per system in each group; ``labels`` as of `plots.bars`."""
 
     def draw(path: Path) -> None:
-        from vllm_ext.observability.plots import bars
+        from vllm_ext.report.plots import bars
 
         bars(groups, heights, path, **labels)
 

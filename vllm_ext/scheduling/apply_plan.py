@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from vllm_ext.policies.contract import StepPlan
+    from vllm_ext.contract import StepPlan
     from vllm_ext.scheduling.ranked_queue import RankedQueue
 
 

@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_ext.policies.contract import Candidate, Demand, Pool
+from vllm_ext.contract import Candidate, Demand, Pool
 from vllm_ext.scheduling.engine_state import EngineState
 
 if TYPE_CHECKING:

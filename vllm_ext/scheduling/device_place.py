@@ -6,9 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm_ext.contract import RequestView, Victim
     from vllm_ext.kv.device.prices import RecordPrices
     from vllm_ext.kv.device.records import Records
-    from vllm_ext.policies.contract import RequestView, Victim
 
 
 class DevicePlace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from vllm_ext.policies.contract import Fate, Parting, RequestView, Room, Victim
+from vllm_ext.contract import KvDisposition, PreemptionCost, RequestView, Room, Victim
 from vllm_ext.scheduling.step import LOOK_AHEAD, pool_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
+    from vllm_ext.contract import Rank, Residency
     from vllm_ext.kv.scheduler_side import TierScheduler
-    from vllm_ext.policies.contract import Rank, Residency
     from vllm_ext.scheduling.demand import Fronts
     from vllm_ext.scheduling.engine_state import EngineState
     from vllm_ext.scheduling.ledger import Job, Ledger
@@ -65,24 +65,24 @@ class KvSwapper:
         """Decide about the KV of a running request that is preempted now.
 
         Raises:
-            TypeError: the policy returned something else than a fate.
+            TypeError: the policy returned something else than a disposition.
         """
         job = self._ledger.get(request.request_id)
         if job is None:
             return
         view = self._ledger.view(job)
-        parting = self._parting(job, view)
-        fate = self._policy.on_preempt(view, parting)
-        if not isinstance(fate, Fate):
-            raise TypeError(f"on_preempt returned {fate!r}: must be a Fate")
-        self._tier.decide(request.request_id, fate)
-        self._observer.parted(fate.value)
-        job.expected_wait_s = parting.wait_s
+        cost = self._cost(job, view)
+        disposition = self._policy.on_preempt(view, cost)
+        if not isinstance(disposition, KvDisposition):
+            raise TypeError(f"on_preempt returned {disposition!r}: must be a KvDisposition")
+        self._tier.decide(request.request_id, disposition)
+        self._observer.parted(disposition.value)
+        job.expected_wait_s = cost.wait_s
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        if fate is Fate.DEVICE_INT8:
+        if disposition is KvDisposition.DEVICE_INT8:
             job.kept_tokens = computed
         else:
-            job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(fate) else 0
+            job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(disposition) else 0
 
     def priced(self, victim: RequestView, blocks: int) -> Victim:
         """Return what the preemption of a running request would cost it, and everybody else.
@@ -110,11 +110,11 @@ class KvSwapper:
             job.expected_wait_s = None
         job.kept_tokens = 0
 
-    def _parting(self, job: Job, view: RequestView) -> Parting:
+    def _cost(self, job: Job, view: RequestView) -> PreemptionCost:
         """Return what it costs if a running request is preempted now, in seconds."""
         request, prices = job.request, self._tier.prices
         computed = min(request.num_computed_tokens, request.num_tokens)
-        return Parting(
+        return PreemptionCost(
             wait_s=self._wait_s(job, view),
             reuse_s=self._reuse_s(),
             out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),

@@ -17,7 +17,7 @@ from vllm_ext.scheduling.lazy_heap import LazyHeap
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.policies.contract import Ageing, Rank
+    from vllm_ext.contract import Ageing, Rank
 
 _PER_OCTAVE = 8
 _Lane = tuple[tuple[float, ...], int]

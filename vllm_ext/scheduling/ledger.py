@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config import RETRIEVAL, SloConfig
+from vllm_ext.contract import NO_SERVER, Origin, RequestView
+from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
+from vllm_ext.contract.objective import NO_SLO, Slo, resolve
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
-from vllm_ext.policies.contract import NO_SERVER, Origin, RequestView
 from vllm_ext.prediction.history import Window
-from vllm_ext.prediction.law import LengthLaw, Prediction
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.query import LengthQuery
 from vllm_ext.scheduling.pace import PaceTracker
-from vllm_ext.slo import NO_SLO, Slo, resolve
 from vllm_ext.step_time.runtime import RuntimeModel
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _NO_DEFAULTS = SloConfig()
-_UNKNOWN = Prediction(LengthLaw.point(1), "prior")
+_UNKNOWN = Prediction(LengthDistribution.point(1), "prior")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,8 +138,8 @@ class Ledger:
         job.slo = resolve(hints, request.num_prompt_tokens, self._slo)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
-            law = LengthLaw.point(max(true_length, 1)).capped(job.query.max_tokens)
-            self._follow(job, Prediction(law, "oracle"))
+            distribution = LengthDistribution.point(max(true_length, 1)).capped(job.query.max_tokens)
+            self._follow(job, Prediction(distribution, "oracle"))
         else:
             self._follow(job, self.predictor.predict(job.query))
         self.jobs[request.request_id] = job
@@ -181,7 +181,7 @@ class Ledger:
     def outlived(self, job: Job) -> int:
         """Raise the estimate of a job that generated all it was predicted to, and demote it; return by how much.
 
-        Doubled, as published, or as the law of its length says, given what was generated (option
+        Doubled, as published, or as the distribution of its length says, given what was generated (option
         ``prediction.refresh``). ``max_tokens`` caps both; a job at that bound is about to end.
 
         Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
@@ -195,7 +195,7 @@ class Ledger:
         return times
 
     def correct(self, rows: Iterable[Sequence[Any]]) -> list[Job]:
-        """Take over better predictions, of request id, quantiles in tokens at `law.LEVELS`, and source.
+        """Take over better predictions, of request id, quantiles in tokens at `length_distribution.LEVELS`, and source.
 
         One that the job has outlived already is raised as it would have been by now. The record keeps the better one,
         too: it was made of the prompt alone as well.
@@ -210,10 +210,10 @@ class Ledger:
             if job is None or not self.predictor.prefers(RETRIEVAL, job.prediction.source):
                 continue
             try:
-                law = LengthLaw.through(quantiles)
+                distribution = LengthDistribution.through(quantiles)
             except (TypeError, ValueError):
                 continue
-            self._follow(job, Prediction(law.capped(job.query.max_tokens), source))
+            self._follow(job, Prediction(distribution.capped(job.query.max_tokens), source))
             corrected.append(job)
         return corrected
 
@@ -221,7 +221,7 @@ class Ledger:
         """Return an estimate above ``generated``, or the job's bound, and the number of levels it is worth."""
         times = 0
         if self._conditional:
-            estimate, times = max(job.prediction.law.quantile(self._quantile, generated), generated + 1), 1
+            estimate, times = max(job.prediction.distribution.quantile(self._quantile, generated), generated + 1), 1
         while estimate <= generated:
             estimate *= 2
             times += 1
@@ -236,7 +236,7 @@ class Ledger:
         """Estimate the length of a job by this from now on: more than it generated, and at most its bound."""
         job.prediction = prediction
         generated: int = job.request.num_output_tokens
-        job.estimate = prediction.law.quantile(self._quantile)
+        job.estimate = prediction.distribution.quantile(self._quantile)
         if generated >= job.estimate:
             job.estimate, _ = self._beyond(job, job.estimate, generated)
         job.estimate = max(1, min(job.estimate, job.query.max_tokens))
@@ -287,7 +287,7 @@ class Ledger:
             prefill_s,
             runtime.prefill_s(job.query.num_prompt_tokens),
             self.pace.pace,
-            job.prediction.law,
+            job.prediction.distribution,
             self.server,
             ready,
         )

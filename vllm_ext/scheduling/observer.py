@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_ext.hints import HintError
-from vllm_ext.observability.records import OWN_ENDS, Counters, RecordBook, RequestRecord
+from vllm_ext.scheduling.finished import OWN_ENDS, Counters, RecordBook, RequestRecord
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.load import Load
 from vllm_ext.scheduling.step_timer import StepTimer
@@ -91,9 +91,9 @@ class Observer:
         for reason in why.values():
             refusals[reason] = refusals.get(reason, 0) + 1
 
-    def parted(self, fate: str) -> None:
+    def parted(self, disposition: str) -> None:
         """Count what becomes of a preempted request's KV."""
-        self.counters.fates[fate] = self.counters.fates.get(fate, 0) + 1
+        self.counters.dispositions[disposition] = self.counters.dispositions.get(disposition, 0) + 1
 
     def resumed(self, expected_s: float, waited_s: float) -> None:
         """Compare how long a preempted request waited with what was estimated when it was preempted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from vllm_ext.policies.contract import NO_PACE
+from vllm_ext.contract import NO_PACE
 from vllm_ext.step_time.runtime import StepFeatures
 
 _RECENT_STEPS = 64

@@ -12,7 +12,7 @@ from vllm_ext.scheduling.lazy_heap import COMPACT_ABOVE, LazyHeap
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.policies.contract import Ageing, Rank
+    from vllm_ext.contract import Ageing, Rank
 
     Entry = tuple[tuple[float, ...], int, Request, Rank]
     """Key with its ties, insertion number, request, rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.policies.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
+from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
 from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading
 from vllm_ext.scheduling.step import EngineStep, pool_of
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from vllm_ext.policies.contract import Admission, Budget, GatePolicy
+    from vllm_ext.contract import Admission, Budget, GatePolicy
     from vllm_ext.scheduling.kv_swapper import KvSwapper
     from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.ranked_queue import RankedQueue

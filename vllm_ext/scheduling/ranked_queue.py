@@ -9,7 +9,7 @@ from itertools import islice
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_ext.policies.contract import Ageing, Rank
+from vllm_ext.contract import Ageing, Rank
 from vllm_ext.scheduling.deadlines import Deadlines
 from vllm_ext.scheduling.engine_state import awaits_grammar, grammar_failed
 from vllm_ext.scheduling.lazy_heap import LazyHeap

@@ -13,7 +13,7 @@ from vllm_ext.scheduling.deadlines import Deadlines
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.policies.contract import Rank
+    from vllm_ext.contract import Rank
     from vllm_ext.scheduling.engine_state import EngineState
 
 Key = tuple[float, ...]

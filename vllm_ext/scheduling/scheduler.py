@@ -16,9 +16,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
+from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.hooks import registry
 from vllm_ext.kv.loads.steps import Engine
-from vllm_ext.policies.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
@@ -262,7 +262,7 @@ class SteeredScheduler(RecordScheduler):
         """Take over predictions that a predictor made beside the engine, where they are preferred to what is known.
 
         Args:
-            rows: Of request id, quantiles of its output length (tokens, at `law.LEVELS`), and who said so.
+            rows: Of request id, quantiles of its output length (tokens, at `LEVELS`), and who said so.
 
         Returns:
             How many were taken over. Requests that ended meanwhile are passed over, as is what is no prediction.

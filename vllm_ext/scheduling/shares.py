@@ -16,7 +16,7 @@ from vllm_ext.scheduling.lazy_heap import LazyHeap
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_ext.policies.contract import Origin, Sharing
+    from vllm_ext.contract import Origin, Sharing
 
 MOST_REMEMBERED = 16_384
 """Clients without a request whose counters are remembered."""

@@ -10,10 +10,10 @@ from vllm.logger import init_logger
 
 from vllm_ext.config import RETRIEVAL, ExtConfig
 from vllm_ext.config_slo import SloConfig
+from vllm_ext.contract import Policy
 from vllm_ext.policies.admission.slo_match import SloMatch
 from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
 from vllm_ext.policies.budget.tbt import TbtBudget
-from vllm_ext.policies.contract import Policy
 from vllm_ext.policies.ordering.pressing import PressingFirst
 from vllm_ext.policies.ordering.slo_slack import SloSlack
 from vllm_ext.policies.residency.estimated_wait import RECOMPUTED, EstimatedWait

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_ext.policies.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
-from vllm_ext.policies.contract.step import Lengths
+from vllm_ext.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
+from vllm_ext.contract.step import Lengths
 from vllm_ext.scheduling.engine_state import EngineState, could_join, largest_chunk, loaded, loading, prefilling
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.observability import plots
-from vllm_ext.observability.files import packed, replaced
+from vllm_ext.files import packed, replaced
+from vllm_ext.report import plots
 from vllm_ext.simulation.metrics import met_objectives
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, SERIES, TEXT_COLUMNS, RunData, StepEvent
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.observability.files import packed, replaced
+from vllm_ext.files import packed, replaced
 from vllm_ext.simulation.run_data import Events, RunData, TimeSeries
 
 ENGINE, REQUESTS = 1, 2

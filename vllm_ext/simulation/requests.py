@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_ext.slo import NO_SLO, Slo
+from vllm_ext.contract.objective import NO_SLO, Slo
 
 __all__ = ["NO_SLO", "SimRequest", "Slo", "Workload"]
 
@@ -44,7 +44,7 @@ class SimRequest:
     prompt: str | None = None
     """Prompt text, where the length predictor needs it."""
     predicted: tuple[int, ...] | None = None
-    """Quantiles of its output length at `law.LEVELS`, in tokens: the scheduler is told them as its predictor's."""
+    """Quantiles of its output length at `LEVELS`, in tokens: the scheduler is told them as its predictor's."""
     meta: dict[str, Any] = field(default_factory=dict)
     """For the workload's own books (turn number, source row); the run passes it on unread."""
 

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from vllm_ext.config import ConfigError
 from vllm_ext.envs import cache_dir
-from vllm_ext.observability.files import replaced, set_aside
+from vllm_ext.files import replaced, set_aside
 from vllm_ext.step_time.fit import RegimeError, TermSupport
 from vllm_ext.step_time.runtime import Coefficients, Pivot, RuntimeModel
 

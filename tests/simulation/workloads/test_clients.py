@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.config import SloConfig
+from vllm_ext.contract.objective import resolve
 from vllm_ext.hints import from_extra_args
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.simulation.requests import NO_SLO
 from vllm_ext.simulation.workloads.build import mean_error, sigma_of
 from vllm_ext.simulation.workloads.spec import SloTarget
-from vllm_ext.slo import resolve
 
 from .parts import jsonl, requests
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Admission, Candidate, Room, Step
+from vllm_ext.contract import Admission, Candidate, Room, Step
+from vllm_ext.contract.checks import require
 
 
 def take_while_they_fit(room: Room, candidates: Iterator[Candidate]) -> Candidate | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_ext.contract import Victim
 from vllm_ext.policies.admission.preemptive import PassThenPreempt
-from vllm_ext.policies.contract import Victim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm_ext.contract import Candidate, Step
 from vllm_ext.policies.admission.preemptive import PassThenPreempt
-from vllm_ext.policies.contract import Candidate, Step
 
 
 @dataclass(frozen=True, kw_only=True)

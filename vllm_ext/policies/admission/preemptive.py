@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_ext.contract import Admission, Candidate, Room, Step, Victim
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.admission.in_order import take_while_they_fit
 from vllm_ext.policies.admission.passing import PassAFew
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Admission, Candidate, Room, Step, Victim
 
 
 @dataclass(frozen=True, kw_only=True)

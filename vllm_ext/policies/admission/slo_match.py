@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Admission, Candidate, RequestView, Room, Step, Victim
-from vllm_ext.policies.slack import given_up_at, slack
+from vllm_ext.contract import Admission, Candidate, RequestView, Room, Step, Victim
+from vllm_ext.contract.checks import require
+from vllm_ext.contract.slack import given_up_at, slack
 
 
 class _Hopeful(NamedTuple):

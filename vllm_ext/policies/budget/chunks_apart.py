@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Budget, Split, Step
+from vllm_ext.contract import Budget, Split, Step
+from vllm_ext.contract.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

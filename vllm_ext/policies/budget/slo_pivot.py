@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_ext.contract import Budget, RequestView, Split, Step
+from vllm_ext.contract.slack import READING_TBT_S, job_step_s, ttft_s
 from vllm_ext.policies.budget.tbt import TbtBudget, fitting_prompt_tokens
-from vllm_ext.policies.contract import Budget, RequestView, Split, Step
-from vllm_ext.policies.slack import READING_TBT_S, job_step_s, ttft_s
 
 _RULE = TbtBudget()
 

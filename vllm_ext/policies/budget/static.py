@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Budget, Split, Step
+from vllm_ext.contract import Budget, Split, Step
 
 _NO_CHANGE = Split()
 

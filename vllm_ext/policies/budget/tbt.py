@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Budget, Split, Step
+from vllm_ext.contract import Budget, Split, Step
+from vllm_ext.contract.checks import require
 from vllm_ext.step_time.runtime import RuntimeModel
 
 _NO_CHANGE = Split()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Batch, Candidate, Demand, GatePolicy, RequestView, Step, Victim
-from vllm_ext.policies.contract.step import Lengths
+from vllm_ext.contract import Batch, Candidate, Demand, GatePolicy, RequestView, Step, Victim
+from vllm_ext.contract.checks import require
+from vllm_ext.contract.step import Lengths
 from vllm_ext.policies.gates.peak import Peak
 
 _REFUSED = "peak_memory.refused"

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Candidate, Demand, GatePolicy, Pool, RequestView, Step, Victim
+from vllm_ext.contract import Candidate, Demand, GatePolicy, Pool, RequestView, Step, Victim
+from vllm_ext.contract.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Candidate, Demand, GatePolicy, Step, Victim
+from vllm_ext.contract import Candidate, Demand, GatePolicy, Step, Victim
+from vllm_ext.contract.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

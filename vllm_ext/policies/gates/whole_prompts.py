@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Candidate, Demand, GatePolicy, Step, Victim
+from vllm_ext.contract import Candidate, Demand, GatePolicy, Step, Victim
 
 
 @dataclass(frozen=True, kw_only=True)

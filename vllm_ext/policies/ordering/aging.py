@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vllm_ext.policies.contract import AGED, Rank, RequestView
+from vllm_ext.contract import AGED, Rank, RequestView
 
 AGED_RANK = Rank((float(AGED),), older_only_s=-math.inf, level=AGED)
 """Before all others, oldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.contract import Ordering, Rank, RequestView
 
 BY_ARRIVAL = Rank(())
 """The rank of every request; ties end in arrival."""

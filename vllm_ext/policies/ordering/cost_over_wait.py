@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Ageing, Rank, RequestView
+from vllm_ext.contract import Ageing, Rank, RequestView
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.ordering.least_computed import LeastComputedLeaves
 
 RETURNING, FRESH = 0.0, 1.0
@@ -25,10 +25,10 @@ def cost(request: RequestView, theta: float) -> float:
 
     steps of it, where ``uncached`` counts the prompt tokens still to compute. Its end is worth E[N ** -theta].
     """
-    law, server = request.law, request.server
+    distribution, server = request.distribution, request.server
     share = 1 / server.max_num_seqs + request.num_prompt_tokens / server.kv_tokens
-    steps = law.moment(1) * share + law.moment(2) / (2 * server.kv_tokens)
-    return (steps + server.prefill_steps * request.missing_tokens) / law.moment(-theta)
+    steps = distribution.moment(1) * share + distribution.moment(2) / (2 * server.kv_tokens)
+    return (steps + server.prefill_steps * request.missing_tokens) / distribution.moment(-theta)
 
 
 @dataclass(frozen=True, kw_only=True)

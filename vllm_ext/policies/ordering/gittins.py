@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Rank, RequestView
+from vllm_ext.contract import Rank, RequestView
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.ordering.cost_over_wait import FRESH, RETURNING, CostOverWait, cost_class
 
 _RATHER_OFTEN = 8
@@ -63,7 +63,7 @@ class GittinsOverWait(CostOverWait):
 
 def gittins_cost(request: RequestView, theta: float) -> float:
     """Return the decode steps of a full server that it takes to end such a request, over what its end is worth."""
-    law, server, generated = request.law, request.server, request.num_output_tokens
+    distribution, server, generated = request.distribution, request.server, request.num_output_tokens
     share = 1 / server.max_num_seqs + request.num_tokens / server.kv_tokens
-    steps = share / law.gittins(generated) + server.prefill_steps * request.missing_tokens
-    return float(steps * (generated + law.remaining(generated)) ** theta)
+    steps = share / distribution.gittins(generated) + server.prefill_steps * request.missing_tokens
+    return float(steps * (generated + distribution.remaining(generated)) ** theta)

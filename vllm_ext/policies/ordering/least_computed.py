@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.contract import Ordering, Rank, RequestView
 from vllm_ext.policies.ordering.arrival import Arrival
 
 _STEPS_PER_OCTAVE = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import AGED, Rank, RequestView
+from vllm_ext.contract import AGED, Rank, RequestView
+from vllm_ext.contract.checks import require
+from vllm_ext.contract.slack import at_stake
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at, outlived_at
 from vllm_ext.policies.ordering.cost_over_wait import CostOverWait
-from vllm_ext.policies.slack import at_stake
 
 PRESSING, GIVES_WAY, OTHERS = 0.0, 1.0, 2.0
 """First parts of keys: of who presses or runs with an objective, of who runs without one, of the others who wait. So

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import AGED, Ordering, Rank, RequestView
+from vllm_ext.contract import AGED, Ordering, Rank, RequestView
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.ordering.aging import ages_at, outlived_at
 
 

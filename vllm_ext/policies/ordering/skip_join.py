@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.contract import Ordering, Rank, RequestView
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
 
 

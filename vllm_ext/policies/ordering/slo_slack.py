@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Ordering, Rank, RequestView
+from vllm_ext.contract import Ordering, Rank, RequestView
+from vllm_ext.contract.checks import require
+from vllm_ext.contract.slack import given_up_at, slack
 from vllm_ext.policies.ordering.aging import AGED_RANK, ages_at
-from vllm_ext.policies.slack import given_up_at, slack
 
 IN_TIME, RELEGATED = 0, 1
 _WAITS, _RUNS = 0.0, 1.0

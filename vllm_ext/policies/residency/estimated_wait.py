@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency, Room, Step
+from vllm_ext.contract import KvDisposition, PreemptionCost, RequestView, Residency, Room, Step
+from vllm_ext.contract.checks import require
 
 SWAPPED, RECOMPUTED, PRICED = "swap", "recompute", "cost"
 
@@ -64,18 +64,18 @@ class EstimatedWait(Residency):
         """Options of the KV tier that this policy wants where the user leaves them open."""
         return {"bits": self.tier_bits}
 
-    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+    def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:
         """Return what becomes of a preempted request's KV."""
         if self.choose == RECOMPUTED:
-            return Fate.RECOMPUTE
-        if parting.wait_s < parting.reuse_s:
-            return Fate.KEEP
+            return KvDisposition.RECOMPUTE
+        if cost.wait_s < cost.reuse_s:
+            return KvDisposition.KEEP
         if self.choose == SWAPPED:
-            return Fate.SWAP
-        swap_s = self.exposed * parting.out_s + parting.back_s
-        if parting.stay_s < min(swap_s, request.recompute_s):
-            return Fate.DEVICE_INT8
-        return Fate.SWAP if swap_s < request.recompute_s else Fate.RECOMPUTE
+            return KvDisposition.SWAP
+        swap_s = self.exposed * cost.out_s + cost.back_s
+        if cost.stay_s < min(swap_s, request.recompute_s):
+            return KvDisposition.DEVICE_INT8
+        return KvDisposition.SWAP if swap_s < request.recompute_s else KvDisposition.RECOMPUTE
 
     @property
     def look_ahead_steps(self) -> int:

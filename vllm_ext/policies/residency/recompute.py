@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency
+from vllm_ext.contract import KvDisposition, PreemptionCost, RequestView, Residency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,6 @@ class Recompute(Residency):
 
     uses_predictions: ClassVar[bool] = False
 
-    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+    def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:
         """Return the tier's own way for every request."""
-        return Fate.SWAP
+        return KvDisposition.SWAP

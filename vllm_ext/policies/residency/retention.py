@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ext.config_kv import AUTO, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Fate, Parting, RequestView, Residency
+from vllm_ext.contract import KvDisposition, PreemptionCost, RequestView, Residency
+from vllm_ext.contract.checks import require
 from vllm_ext.policies.residency.estimated_wait import EstimatedWait
 
 
@@ -67,9 +67,9 @@ class Retention(Residency):
             "gaps": FUSED,
         }
 
-    def on_preempt(self, request: RequestView, parting: Parting) -> Fate:
+    def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:
         """Suspend: the KV stays until its blocks are needed, and is copied before that; as published it is at once."""
-        return Fate.KEEP if self.copies == PAYING else Fate.SWAP
+        return KvDisposition.KEEP if self.copies == PAYING else KvDisposition.SWAP
 
 
 @dataclass(frozen=True, kw_only=True)

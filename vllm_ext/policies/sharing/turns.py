@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from vllm_ext.policies.checks import require
-from vllm_ext.policies.contract import Origin, Sharing
+from vllm_ext.contract import Origin, Sharing
+from vllm_ext.contract.checks import require
 
 _DEFAULT = "*"
 

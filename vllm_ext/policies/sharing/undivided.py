@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.policies.contract import Origin, Sharing
+from vllm_ext.contract import Origin, Sharing
 
 
 @dataclass(frozen=True, kw_only=True)

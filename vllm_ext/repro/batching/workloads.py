@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.observability.results import Workload
+from vllm_ext.report.results import Workload
 
 LONGEST = 330
 _SIGMA, _MEAN = 0.72, 24.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.observability.files import replaced
+from vllm_ext.files import replaced
 from vllm_ext.repro.bench import Bench, Metrics
 from vllm_ext.repro.studies import past_future as base
 from vllm_ext.repro.study import Claim, Contender, Findings, flat, line_plot

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_ext.observability.files import set_aside, sha256_of
+from vllm_ext.files import set_aside, sha256_of
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.sources import module_files, source_digest, with_neighbours
 

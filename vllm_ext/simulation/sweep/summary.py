@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ext.observability.files import replaced
-from vllm_ext.observability.results import format_table
+from vllm_ext.files import replaced
+from vllm_ext.report.results import format_table
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec
 
@@ -130,7 +130,7 @@ def plot(sweep: SweepSpec, ran: Sequence[Ran], metric: str, path: Path) -> bool:
     Returns:
         Whether there was something to draw: no axis of numbers, or no run with the metric, gives no file.
     """
-    from vllm_ext.observability import plots
+    from vllm_ext.report import plots
 
     numbers = (path for path, values in sweep.axes.items() if len(values) > 1 and all(map(_is_number, values)))
     axis = RATE if sweep.capacity is not None or RATE in sweep.axes else next(numbers, None)

@@ -1,0 +1,277 @@
+"""The routes of the KV tier's admin endpoint in vLLM's application, with engine cores that answer what they like."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_ext import envs
+from vllm_ext.hooks import registry
+from vllm_ext.kv import admin_http
+
+Answer = Callable[..., Any]
+URL, KEY, API_KEY = admin_http.PREFIX, "key-of-the-administrator", "key-of-the-clients"
+ROW = {"name": "a"}
+
+
+class Client:
+    """vLLM's client of so many engine cores."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.core_engines = [bytes([number]) for number in range(len(answers))]
+        self.asked: list[tuple[Any, ...]] = []
+        self._answers = answers
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        self.asked.append((engine[0], method, *args))
+        answer = self._answers[engine[0]](method, *args)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+@pytest.fixture(autouse=True)
+def admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(envs.ADMIN_KEY, KEY)
+
+
+def server(
+    client: Client, *, admin: bool = True, key: str | None = KEY, api_key: str | None = API_KEY, root_path: str = ""
+) -> TestClient:
+    """Build the application as vLLM does, as far as it matters here; its client sends the key."""
+    args = Namespace(
+        api_key=[api_key] if api_key else None, allowed_origins=["*"], allow_credentials=False, allowed_methods=["*"],
+        allowed_headers=["*"], enable_request_id_headers=False, middleware=[], log_error_stack=False,
+    )  # fmt: skip
+    app = FastAPI()
+    app.state.args = args
+    app.root_path = root_path
+    plugin = admin_http.AdminPlugin()
+    plugin.attach_router(app)
+    init_exception_handler(app)
+    init_entrypoints_middleware(args, app, ())
+    options = {"vllm_ext": {"kv_tier": {"gib": 1.0, "admin": admin}}}
+    engine: Any = Namespace(vllm_config=Namespace(additional_config=options), engine_core=client)
+    asyncio.run(plugin.init_state(engine, app.state, args))
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return TestClient(app, raise_server_exceptions=False, headers=headers)
+
+
+def found(_: str, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    page = {"conversations": [ROW], "cursor": 17, "more": False} if action == "list" else {"conversations": [ROW]}
+    return {**page, "conversation": ROW, "action": action, "with": arguments}
+
+
+def nobody(*_: Any) -> dict[str, Any]:
+    return {"conversations": [], "conversation": None, "with_other_salts": 1}
+
+
+def dead(*_: Any) -> Any:
+    raise EngineDeadError
+
+
+def refused(*_: Any) -> dict[str, Any]:
+    return {"conversation": ROW, "refused": "it holds too much"}
+
+
+def text(answer: Any) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+def test_every_engine_is_asked_and_named() -> None:
+    client = Client(found, found)
+    answer = server(client).get(f"{URL}/conversations?limit=2")
+    asked = {"cursor": 0, "limit": 2}
+    assert answer.status_code == 200
+    assert [(row["engine"], row["action"], row["with"]) for row in answer.json()["engines"]] == [
+        (0, "list", asked), (1, "list", asked)
+    ]  # fmt: skip
+    assert answer.json()["next"] is None
+    assert {(number, method) for number, method, *_ in client.asked} == {
+        (0, "vllm_ext_kv_tier"), (1, "vllm_ext_kv_tier")
+    }  # fmt: skip
+
+
+def test_pages_of_several_engines_have_one_cursor() -> None:
+    """Each engine numbers its own conversations."""
+    lengths = {0: 5, 1: 2}
+
+    def engine(number: int) -> Answer:
+        def answer(_: str, action: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            first, limit = arguments["cursor"], arguments["limit"]
+            rows = list(range(first + 1, lengths[number] + 1))
+            return {"conversations": rows[:limit], "cursor": [first, *rows[:limit]][-1], "more": len(rows) > limit}
+
+        return answer
+
+    served, seen, following = server(Client(engine(0), engine(1))), {0: [], 1: []}, ""
+    while following is not None:
+        answer = served.get(f"{URL}/conversations?limit=2{following and '&cursor=' + following}").json()
+        for part in answer["engines"]:
+            assert set(part) == {"engine", "conversations"}
+            seen[part["engine"]] += part["conversations"]
+        following = answer["next"]
+    assert seen == {0: [1, 2, 3, 4, 5], 1: [1, 2]}
+
+
+@pytest.mark.parametrize("cursor", ["1", "1.2.3"])
+def test_a_cursor_of_other_engines_is_400(cursor: str) -> None:
+    answer = server(Client(found, found)).get(f"{URL}/conversations?cursor={cursor}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query.cursor")
+    assert "of 2 engines" in text(answer)
+
+
+@pytest.mark.parametrize("action", ["pin", "unpin", "drop"])
+def test_engines_that_know_a_conversation_change_it(action: str) -> None:
+    answer = server(Client(nobody, found)).post(f"{URL}/{action}", json={"name": "a", "salt": "s"})
+    assert answer.status_code == 200
+    (row,) = answer.json()["engines"]
+    assert (row["engine"], row["action"]) == (1, action)
+    assert row["with"] == {"name": "a", "salt": "s"}
+
+
+def test_a_conversation_is_meant_by_its_id() -> None:
+    client = Client(found)
+    assert server(client).post(f"{URL}/drop", json={"id": "5f0c6a1b-17"}).status_code == 200
+    assert client.asked[0][3] == {"id": "5f0c6a1b-17"}
+
+
+def test_names_may_hold_anything() -> None:
+    client = Client(found)
+    assert server(client).get(f"{URL}/conversations/team%2Fa%20b%3Fc").status_code == 200
+    assert client.asked[0][3] == {"name": "team/a b?c"}
+
+
+def test_an_unknown_conversation_is_404() -> None:
+    client = server(Client(nobody, nobody))
+    assert client.get(f"{URL}/conversations/a").status_code == 404
+    answer = client.post(f"{URL}/drop", json={"name": "a"})
+    assert answer.status_code == 404
+    assert "name='a'" in text(answer)
+    assert "2 with others are: give salt, or the id that the list shows" in text(answer)
+
+
+def test_a_pin_that_no_engine_takes_is_409() -> None:
+    answer = server(Client(refused, nobody)).post(f"{URL}/pin", json={"name": "a"})
+    assert (answer.status_code, text(answer)) == (409, "name='a' was not pinned: it holds too much")
+    assert server(Client(refused, found)).post(f"{URL}/pin", json={"name": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "body"),
+        ({"name": 7}, "body.name"),
+        ({"name": "a" * 257}, "body.name"),
+        ({"name": "a", "sale": "s"}, "body.sale"),
+        ({"name": "a", "salt": 7}, "body.salt"),
+        ({"name": "a", "salt_tag": "t"}, "body.salt_tag"),
+        ({"name": "a", "id": "i"}, "body"),
+        ({"id": "i", "salt": "s"}, "body"),
+    ],
+)
+def test_a_malformed_request_is_400_and_reaches_no_engine(body: dict[str, Any], field: str) -> None:
+    client = Client(found)
+    answer = server(client).post(f"{URL}/drop", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert not client.asked
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "cursor=-1", "cursor=x", "cursor=1..2"])
+def test_a_malformed_query_is_400(query: str) -> None:
+    answer = server(Client(found)).get(f"{URL}/conversations?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"query.{query.partition('=')[0]}")
+
+
+def test_a_dead_engine_is_503() -> None:
+    client = server(Client(found, dead))
+    for answer in (client.get(URL), client.delete(f"{URL}/conversations"), client.post(f"{URL}/pin", json=ROW)):
+        assert answer.status_code == 503
+        assert "an engine core has died" in text(answer)
+
+
+def test_an_engine_that_does_not_answer_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_http, "_PATIENCE_S", 0.01)
+    answer = server(Client(found, lambda *_: asyncio.sleep(60))).get(URL)
+    assert answer.status_code == 503
+    assert "did not answer" in text(answer)
+
+
+def test_emptying_resets_the_prefix_cache_of_every_engine() -> None:
+    client = Client(lambda *_: True, lambda *_: False)
+    answer = server(client).delete(f"{URL}/conversations").json()
+    assert answer == {"engines": [{"engine": 0, "device_emptied": True}, {"engine": 1, "device_emptied": False}]}
+    assert sorted(client.asked) == [(0, "reset_prefix_cache", False, True), (1, "reset_prefix_cache", False, True)]
+
+
+@pytest.mark.parametrize("root_path", ["", "/", "/v", "/api", "/v1"])
+@pytest.mark.parametrize("key", [None, "wrong", "", API_KEY])
+def test_no_other_key_opens_it(root_path: str, key: str | None) -> None:
+    """The inference key did: every client of the server could list, pin and drop everybody's conversations."""
+    client = Client(found)
+    served = server(client, key=key, root_path=root_path)
+    paths = {URL, f"{root_path.rstrip('/')}{URL}"}
+    for path in paths:
+        assert served.get(path).status_code in (401, 404)
+        assert served.get(path, headers={"Authorization": KEY}).status_code in (401, 404)
+    assert not client.asked
+    assert {served.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code for path in paths} <= {200, 404}
+    assert client.asked
+
+
+def test_its_key_opens_nothing_else() -> None:
+    assert server(Client(found)).get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("api_key", [KEY, None])
+def test_a_server_whose_clients_have_the_key_does_not_start(
+    api_key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_API_KEY", KEY, raising=False)
+    with pytest.raises(ValueError, match=r"VLLM_EXT_ADMIN_KEY is one of the server's API keys") as caught:
+        server(Client(found), api_key=api_key)
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"), [(None, "is not set"), ("", "is not set"), ("short", "has 5 characters"), ("ä" * 20, "has 20")]
+)
+def test_without_a_key_there_is_no_endpoint(key: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if key is None:
+        monkeypatch.delenv(envs.ADMIN_KEY)
+    else:
+        monkeypatch.setenv(envs.ADMIN_KEY, key)
+    with pytest.raises(ValueError, match=f"^VLLM_EXT_ADMIN_KEY {what}.*: --kv-tier-admin needs a key of its own"):
+        server(Client(found))
+
+
+def test_without_the_option_there_is_no_such_path() -> None:
+    client = Client(found)
+    served = server(client, admin=False)
+    assert served.get(URL).status_code == served.post(f"{URL}/drop", json=ROW).status_code == 404
+    assert not client.asked
+
+
+@pytest.fixture
+def hooked() -> Iterator[None]:
+    undo = registry.install("kv-admin")
+    yield
+    undo()
+
+
+def test_vllm_is_given_the_plugin_beside_others(hooked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.plugins import load_endpoint_plugins
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    (plugin,) = load_endpoint_plugins(("generate",))
+    assert isinstance(plugin, EndpointPlugin)
+    assert isinstance(plugin, admin_http.AdminPlugin)
+    assert load_endpoint_plugins(("render",)) == []

@@ -1,0 +1,90 @@
+"""The benchmark of the simulator's accuracy, without engines: what it records, and what it makes of that."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ext.simulation.cost.fitted import Fitted
+from vllm_ext.simulation.recorded import recording
+
+from .recorded_runs import simulate
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, with simulated engines in the place of real ones; ``asked`` are the runs it wanted."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = importlib.import_module("simulator_validation")
+    script.asked = []
+
+    def measure(args: argparse.Namespace, argv: Sequence[str]) -> tuple[Any, str]:
+        script.asked.append(args)
+        for repeat in range(args.repeats):
+            for system in args.systems:
+                simulate(args.record, monkeypatch, Fitted.constant(0.01), system=system, seed=args.seed, repeat=repeat)
+        return SimpleNamespace(metrics={"capacity_requests_per_s": 30.0}), "table"
+
+    monkeypatch.setattr(script.engine_compare, "measure", measure)
+    return script
+
+
+def result_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_full_run_fits_on_other_requests_and_repeats_those_it_judges(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark.main(["--keep", str(tmp_path), "--loads", "0.5", "--dtype", "bfloat16", "--max-foreign-cores", "0.1"])
+    fitted, judged = benchmark.asked
+    assert (fitted.capacity, judged.capacity) == (None, 30.0)
+    assert (fitted.repeats, judged.repeats, judged.same_requests) == (1, 2, True)
+    assert fitted.seed != judged.seed == 0
+    assert (judged.dtype, judged.max_foreign_cores, judged.loads) == ("bfloat16", 0.1, [0.5])
+    result = result_of(capsys)
+    assert result["config"]["fitted_on"] == "fit.jsonl.gz"
+    assert result["metrics"]["alise.load_0.8.replayed_equal_steps_fraction"] == 1.0
+    assert "another run of the real engine" in result["baselines"]
+    judged = [goal for goal in result["goals"] if not goal["metric"].startswith("fitted on its own")]
+    assert {goal["metric"]: goal["value"] for goal in judged if not goal["met"]} == {}
+    assert len(judged) == 6
+    assert len(recording.read(tmp_path / "validate.jsonl.gz")) == 4
+    own_half = result["baselines"]["fitted on its own first half"]
+    assert own_half["alise.load_0.8.judged_requests"] < result["metrics"]["alise.load_0.8.judged_requests"]
+    assert {goal["metric"] for goal in result["goals"]} > {
+        "all.e2e_error_median",
+        "fitted on its own first half: all.ttft_error_median",
+    }
+
+
+def test_kept_recordings_are_judged_again_without_an_engine(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark.main(["--keep", str(tmp_path), "--loads", "0.5"])
+    first = result_of(capsys)
+    benchmark.asked.clear()
+    benchmark.main(["--from", str(tmp_path)])
+    again = result_of(capsys)
+    assert not benchmark.asked
+    assert (again["metrics"], again["goals"]) == (first["metrics"], first["goals"])
+
+
+def test_quick_run_takes_one_engine_and_judges_its_second_half(
+    benchmark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark.main(["--quick"])
+    (asked,) = benchmark.asked
+    assert (asked.systems, asked.repeats, asked.loads) == (["upstream-fcfs"], 1, [0.8])
+    assert asked.capacity is not None
+    assert result_of(capsys)["config"]["fitted_on"] == "the first half of each run, in time"

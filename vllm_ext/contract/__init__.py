@@ -1,0 +1,51 @@
+"""The contract between policies and a step: what they see, what they decide, and the one place that counts."""
+
+from vllm_ext.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
+from vllm_ext.contract.preemption import KvDisposition, PreemptionCost
+from vllm_ext.contract.request import (
+    AGED,
+    NO_PACE,
+    NO_SERVER,
+    Ageing,
+    Origin,
+    Pace,
+    Rank,
+    RequestView,
+    Server,
+    check_rank,
+)
+from vllm_ext.contract.room import Candidate, Demand, Gate, Room, Victim
+from vllm_ext.contract.step import NO_PLAN, Batch, Pool, Split, Step, StepPlan
+
+__all__ = [
+    "AGED",
+    "NO_PACE",
+    "NO_PLAN",
+    "NO_SERVER",
+    "Admission",
+    "Ageing",
+    "Batch",
+    "Budget",
+    "Candidate",
+    "Demand",
+    "Gate",
+    "GatePolicy",
+    "KvDisposition",
+    "Ordering",
+    "Origin",
+    "Pace",
+    "Policy",
+    "Pool",
+    "PreemptionCost",
+    "Rank",
+    "RequestView",
+    "Residency",
+    "Room",
+    "Server",
+    "Sharing",
+    "Split",
+    "Step",
+    "StepPlan",
+    "Victim",
+    "check_rank",
+]

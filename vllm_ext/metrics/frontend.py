@@ -1,0 +1,112 @@
+"""The front end's half of what can be seen from outside: fetches the scheduler's state beside the serving loop.
+
+The scheduler does no I/O. A task in the API server asks each engine core for its state once per interval through vLLM's
+utility calls, feeds the Prometheus metrics, and appends finished requests to the request log in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_ext.config import KEY, ExtConfig, parse
+from vllm_ext.metrics.engine import EngineFeed
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger("vllm.vllm_ext.frontend")
+
+UTILITY = "vllm_ext_state"
+_ATTRIBUTE = "_vllm_ext_poller"
+
+
+def ensure_poller(engine: AsyncLLM) -> None:
+    """Start fetching the state of ``engine``, once; needs a running event loop and does nothing without one.
+
+    Only the first of several API servers fetches: each number is to be counted once.
+    """
+    if getattr(engine, _ATTRIBUTE, None) is not None or engine.engine_core.client_index != 0:
+        return
+    options = (engine.vllm_config.additional_config or {}).get(KEY)
+    config = parse(options) if options else None
+    if config is None or config.metrics_interval_s == 0:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    poller = Poller(engine, config)
+    setattr(engine, _ATTRIBUTE, loop.create_task(poller.run()))
+
+
+class Poller:
+    """Fetches states until its engine is gone."""
+
+    def __init__(self, engine: AsyncLLM, config: ExtConfig) -> None:
+        # A strong reference would keep the engine from being collected, and with it its processes.
+        self._engine = weakref.ref(engine)
+        self._interval_s = config.metrics_interval_s
+        self._log = RequestLog(Path(config.request_log)) if config.request_log else None
+        model_name = engine.vllm_config.model_config.served_model_name
+        self._model_name = model_name if isinstance(model_name, str) else model_name[0]
+        self._feeds: dict[bytes, EngineFeed] = {}
+        self._next_record: dict[bytes, int] = {}
+        self._failed = False
+
+    async def run(self) -> None:
+        """Fetch once per interval; a failure is logged once and does not end the task, a dead engine does."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            engine = self._engine()
+            if engine is None:
+                return
+            try:
+                await self._fetch(engine)
+            except EngineDeadError:
+                return
+            except Exception:
+                if not self._failed:
+                    self._failed = True
+                    logger.exception("the scheduler's state can't be fetched; vllm_ext:* metrics stand still")
+            del engine
+
+    async def _fetch(self, engine: AsyncLLM) -> None:
+        client = engine.engine_core
+        for index, identity in enumerate(client.core_engines):
+            since = self._next_record.get(identity, 0)
+            state = await client._call_utility_async(UTILITY, since, engine=identity)
+            self._next_record[identity] = state["next_record"]
+            if identity not in self._feeds:
+                self._feeds[identity] = EngineFeed(self._model_name, index)
+            self._feeds[identity].update(state)
+            if self._log is not None and state["records"]:
+                records = [{"engine": index, **record} for record in state["records"]]
+                await asyncio.to_thread(self._log.append, records)
+
+
+class RequestLog:
+    """A JSON-lines file of finished requests; lines are appended whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed = False
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line per record; a file that can't be written is reported once and serving goes on."""
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.error("request_log=%s can't be written (%s); requests are not logged", self._path, error)

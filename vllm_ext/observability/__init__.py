@@ -1,1 +1,0 @@
-"""Metrics, records, reports: what can be seen from outside."""

@@ -1,0 +1,1 @@
+"""Runs of real engines, recorded: repeated to the step, and predicted."""
