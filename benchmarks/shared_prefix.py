@@ -127,7 +127,7 @@ class Job(NamedTuple):
 
 def systems() -> list[str]:
     """Return the systems to compare, vLLM first."""
-    return [UPSTREAM, TUNED, *(row.name for row in table() if not row.oracle)]
+    return [UPSTREAM, TUNED, *(row.name for row in table(unserved=True) if not row.oracle)]
 
 
 def spec(job: Job) -> SimulationSpec:

@@ -122,7 +122,7 @@ def cells(group: Sequence[str], args: argparse.Namespace) -> Iterator[Cell]:
 
 def default_systems(quick: bool) -> list[str]:
     """Return every system of the table that may serve, and some compositions; a few of them for a quick run."""
-    names = [row.name for row in systems.table() if not row.oracle] + list(COMPOSITIONS)
+    names = [row.name for row in systems.table(unserved=True) if not row.oracle] + list(COMPOSITIONS)
     return [name for name in names if name in QUICK_SYSTEMS] if quick else [*names, *TIERS]
 
 

@@ -163,7 +163,7 @@ def systems(chosen: str) -> list[str]:
     """
     from vllm_ext.systems import table
 
-    served = [system.name for system in table() if not system.oracle]
+    served = [system.name for system in table(unserved=True) if not system.oracle]
     wanted = chosen.split() or served
     if unknown := sorted(set(wanted) - set(served)):
         raise SystemExit(f"SYSTEMS: {', '.join(unknown)}: must be among {', '.join(served)}")

@@ -254,7 +254,7 @@ def test_a_bad_environment_value_is_refused_by_its_name(monkeypatch: pytest.Monk
 def test_policy_of_ones_own_needs_no_system(tmp_path: Path) -> None:
     """`vllm serve MODEL --policy FILE.py:CLASS` alone: the row of defaults, with the policy on its axis."""
     file = tmp_path / "mine.py"
-    file.write_text("from vllm_ext.policies.ordering.arrival import Arrival\nclass Mine(Arrival):\n    pass\n")
+    file.write_text("from vllm_ext.systems.upstream import Arrival\nclass Mine(Arrival):\n    pass\n")
     options = merge_flags({}, given_flags("--policy", f"{file}:Mine"))
     config, scheduler = engine_config.validate(None, {KEY: options})
     assert (config.system, config.policies, scheduler) == ("fcfs", (f"{file}:Mine",), engine_config.SCHEDULER)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import sys
 import tomllib
-from collections.abc import Iterator
-from fnmatch import fnmatch
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = "vllm_ext"
-SHIPPED = {"": ROOT / PACKAGE, "kernels": ROOT / "kernels", "patches": ROOT / "patches"}
-"""Where the modules of the package lie, by their first name; the top-level folders ship inside of it."""
-FOLDERS = (PACKAGE, "kernels", "patches", "scripts", "benchmarks", "tests", "docs")
-MAX_LINES = 400
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import rooms  # noqa: E402
+
+SHIPPED = ("vllm_ext", "kernels", "patches")
+FOLDERS = (*SHIPPED, "scripts", "benchmarks", "tests", "docs")
+MAX_LINES = 600
 
 LONG_MODULES: frozenset[str] = frozenset()
 """Files of more than `MAX_LINES` lines."""
-
-LAYERS = """
-    cli
-    repro demo
-    cluster cellular
-    plugin
-    simulation
-    patches
-    predictor slo metrics
-    scheduling
-    kv attention
-    system*
-    policies
-    prediction
-    contract
-    step_time
-    report
-    tiny_model kernels hooks config* envs hints files datasets
-"""
-"""Packages and single modules, the highest first. A module imports from its own line and from lines below it."""
 
 TOO_COMPLEX = """
     tests/conformance/test_stateful.py
@@ -67,44 +48,8 @@ def agrees(found: set[str], listed: set[str], rule: str) -> None:
 
 
 @functools.cache
-def modules() -> dict[str, Path]:
-    found = {}
-    for first, folder in SHIPPED.items():
-        for path in folder.rglob("*.py"):
-            parts = [first, *path.relative_to(folder).with_suffix("").parts]
-            found[".".join(part for part in parts if part and part != "__init__")] = path
-    return found
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """Yield full names of what is imported anywhere in a module, absolute as TID252 wants it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-@functools.cache
 def imports() -> dict[str, frozenset[str]]:
-    """Return the modules of the package that each module imports."""
-    known, found = modules(), {}
-    for name, path in known.items():
-        targets = set()
-        for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
-            top, _, inner = target.partition(".")
-            if top == PACKAGE:  # `from a import b`: b is a module, or a name in the module a
-                targets.add(inner if inner in known else inner.rpartition(".")[0])
-        found[name] = frozenset(targets - {name, ""})
-    return found
-
-
-def layer_of(module: str) -> int:
-    """Return the line of `LAYERS` in which a module's first name stands."""
-    first = module.partition(".")[0]
-    lines = [[fnmatch(first, pattern) for pattern in line.split()] for line in LAYERS.splitlines()]
-    assert sum(map(sum, lines)) == 1, f"{first}: must stand once in LAYERS"
-    return next(number for number, line in enumerate(lines) if any(line))
+    return rooms.imports(rooms.modules())
 
 
 @functools.cache
@@ -119,9 +64,9 @@ def test_no_module_is_long() -> None:
     agrees(found, set(LONG_MODULES), f"more than {MAX_LINES} lines, find the missing noun")
 
 
-@pytest.mark.parametrize("module", sorted({name.partition(".")[0] for name in modules()} - {""}))
+@pytest.mark.parametrize("module", sorted({rooms.room_of(name) for name in rooms.modules()} - {""}))
 def test_every_package_has_one_layer(module: str) -> None:
-    assert layer_of(module) > 0
+    assert rooms.layer_of(module) > 0
 
 
 def test_no_two_modules_import_each_other() -> None:
@@ -135,12 +80,23 @@ def test_no_two_modules_import_each_other() -> None:
 
 def test_no_package_imports_one_above_it() -> None:
     found = {
-        f"{module.partition('.')[0]} -> {target}"
+        f"{module} -> {target}"
         for module, targets in imports().items()
         for target in targets
-        if module and layer_of(target) < layer_of(module)
+        if module and rooms.layer_of(target) < rooms.layer_of(module)
     }
-    assert not found, f"imports point downwards, see LAYERS: {sorted(found)}"
+    assert not found, f"imports point downwards, see LAYERS of scripts/rooms.py: {sorted(found)}"
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
+    """If not: python scripts/rooms.py."""
+    text = rooms.PAGE.read_text(encoding="utf-8")
+    assert rooms.rewritten(text) == text
+
+
+def test_few_modules_lie_in_no_room() -> None:
+    loose = {name for name, path in rooms.modules().items() if name and "." not in name and path.name != "__init__.py"}
+    assert {name for name in loose if not name.startswith("config")} == {"datasets", "envs", "files", "hints", "plugin"}
 
 
 def test_complexity_is_looked_at_in_all_but_a_few_files() -> None:
@@ -151,7 +107,7 @@ def test_complexity_is_looked_at_in_all_but_a_few_files() -> None:
 def test_mypy_looks_at_all_that_ships() -> None:
     mypy: dict[str, Any] = pyproject()["mypy"]
     assert mypy["strict"]
-    assert {str(folder.relative_to(ROOT)) for folder in SHIPPED.values()} <= set(mypy["files"])
+    assert set(SHIPPED) <= set(mypy["files"])
     assert "exclude" not in mypy
     ignored = {module for rule in mypy["overrides"] if rule.get("ignore_errors") for module in rule["module"]}
     agrees(ignored, set(UNTYPED), "mend the errors instead")
@@ -159,8 +115,8 @@ def test_mypy_looks_at_all_that_ships() -> None:
 
 def test_a_module_above_and_a_circle_are_found() -> None:
     tree = ast.parse("if True:\n    from vllm_ext.cli import main\ndef f():\n    import vllm_ext.kv.disk.tier\n")
-    assert list(imported(tree)) == ["vllm_ext.cli.main", "vllm_ext.kv.disk.tier"]
-    assert layer_of("cli.main") < layer_of("kv.disk.tier") < layer_of("config_kv")
+    assert list(rooms.imported(tree)) == ["vllm_ext.cli.main", "vllm_ext.kv.disk.tier"]
+    assert rooms.layer_of("cli.main") < rooms.layer_of("kv.disk.tier") < rooms.layer_of("config_kv")
     with pytest.raises(AssertionError, match="a rule"):
         agrees({"a <-> b"}, set(), "a rule")
     with pytest.raises(AssertionError, match="take it from the list"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_ext import systems
-from vllm_ext.policies.gates import peak_memory
+from vllm_ext.systems import past_future
 
 RUNNING = 20
 
@@ -136,14 +136,14 @@ def test_past_future_forecasts_nothing_for_a_head_without_seat_or_blocks(
     memory_bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = subject("past-future", memory_bound=memory_bound)
-    original, made = peak_memory.Forecast, []
+    original, made = past_future.Forecast, []
 
     def counted(*args: Any) -> Any:
         made.append(args)
         return original(*args)
 
-    monkeypatch.setattr(peak_memory, "Forecast", counted)
-    held.block(10 * peak_memory.PeakMemory().redraw_steps)
+    monkeypatch.setattr(past_future, "Forecast", counted)
+    held.block(10 * past_future.PeakMemory().redraw_steps)
     assert made == []
     assert list(held.scheduler.planner.why.values()) == ["blocks" if memory_bound else "seats"]
 

@@ -181,9 +181,7 @@ def test_objectives_become_those_of_every_request(capsys: pytest.CaptureFixture[
 
 
 def test_policy_and_other_options_go_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from vllm_ext.policies.ordering.arrival import Arrival\nclass Mine(Arrival):\n    pass\n"
-    )
+    (tmp_path / "mine.py").write_text("from vllm_ext.systems.upstream import Arrival\nclass Mine(Arrival):\n    pass\n")
     policy = f"{tmp_path / 'mine.py'}:Mine"
     spec = printed(capsys, "--policy", policy, "--set", 'engine.options={"seed": 3}')
     assert spec.engine.options == {"seed": 3, "policies": [policy]}

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from tests.extent import quick
 from vllm_ext.contract import Rank, RequestView, Room, Split, Step
-from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.budget.static import StaticBudget
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.systems import System, register
+from vllm_ext.systems.alise import Preemptive, RemainingTimeLevels
+from vllm_ext.systems.upstream import StaticBudget
 
 from .systems_matrix import Row
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from vllm_ext.contract import NO_PLAN, Batch, Pool, Rank, RequestView, Split, StepPlan, check_rank
-from vllm_ext.policies.admission.in_order import InOrder
-from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.budget.static import StaticBudget
+from vllm_ext.systems.alise import Preemptive
+from vllm_ext.systems.upstream import InOrder, StaticBudget
 
 
 def test_an_undeclared_class_variable_is_refused_when_the_class_is_made() -> None:

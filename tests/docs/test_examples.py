@@ -15,6 +15,7 @@ from vllm_ext.contract import RequestView
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.systems import compose
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -22,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 @pytest.fixture
 def response_ratio(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The example's module, with the table as it was afterwards."""
-    monkeypatch.setattr(systems, "_SYSTEMS", dict(systems._SYSTEMS))
+    monkeypatch.setattr(compose, "_SYSTEMS", dict(compose._SYSTEMS))
     spec = importlib.util.spec_from_file_location("response_ratio", EXAMPLES / "response_ratio.py")
     assert spec is not None
     assert spec.loader is not None

@@ -17,7 +17,9 @@ import lora_adapter
 import pytest
 from engines import BASE_ENGINE, TIGHT, Engines, Outcome, long_then_short
 
-from vllm_ext.systems_table import ROWS
+from vllm_ext.systems import table
+
+ROWS = table(unserved=True)
 
 pytestmark = pytest.mark.e2e
 

@@ -17,13 +17,12 @@ from vllm_ext.config_kv import KvTierConfig
 from vllm_ext.contract import Room, Step
 from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.kv.options import transfer_config
-from vllm_ext.policies.admission.in_order import InOrder
-from vllm_ext.policies.ordering.arrival import Arrival
 from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.tier import Tier, worker_side
 from vllm_ext.simulation.token_runner import TokenRunner
 from vllm_ext.simulation.virtual_clock import VirtualClock
 from vllm_ext.systems import System, register
+from vllm_ext.systems.upstream import Arrival, InOrder
 
 from .tier_stateful_books import audit_quiet, audit_reservations, audit_tier
 from .tier_stateful_copies import ChaosCopies

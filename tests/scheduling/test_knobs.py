@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from vllm_ext.contract import Rank, Room, Split, Step
-from vllm_ext.policies.admission.in_order import InOrder
+from vllm_ext.systems.upstream import InOrder
 
 from .steering import SCRIPT, Rig, knobs, play, workload
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.policies.ordering.cost_over_wait import cost_class
 from vllm_ext.scheduling.load import Load, LongestWaits
+from vllm_ext.systems.alise import cost_class
 
 from .steering import Rig
 

@@ -8,15 +8,15 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.support.preempting import PREEMPTING
-from vllm_ext.policies.gates.peak_memory import PeakMemory
-from vllm_ext.policies.ordering.skip_join import SkipJoin
 from vllm_ext.simulation.harness import make_request
 from vllm_ext.systems import table
+from vllm_ext.systems.baselines import SkipJoin
+from vllm_ext.systems.past_future import PeakMemory
 
 from .loads import Loads
 from .steering import Rig
 
-SYSTEMS = [system.name for system in table() if not system.oracle and system.paper]
+SYSTEMS = [system.name for system in table(unserved=True) if not system.oracle and system.paper]
 
 
 def add_compiling(rig: Rig, count: int) -> None:

@@ -13,7 +13,7 @@ RESERVES = ("orca", "conservative")
 """Systems that reserve maxima for each request, shared or not, by definition."""
 COLD = ("past-future", "past-future-published")
 """Systems whose forecast knows no output length before the first requests have ended."""
-SYSTEMS = [s.name for s in table() if not s.oracle and s.paper + s.summary and s.name not in RESERVES]
+SYSTEMS = [s.name for s in table(unserved=True) if not s.oracle and s.paper + s.summary and s.name not in RESERVES]
 
 
 def add_sharing(rig: Rig, count: int, *, shared: int, own: int, length: int = 20, start: int = 0) -> None:

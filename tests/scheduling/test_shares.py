@@ -13,11 +13,11 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import ConfigError
 from vllm_ext.contract import Origin, Rank
-from vllm_ext.policies.sharing.turns import TakeTurns
 from vllm_ext.scheduling import shares as shares_module
 from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.simulation.harness import make_request
+from vllm_ext.systems.fair import TakeTurns
 
 from .steering import Rig
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
 from vllm_ext import systems
 from vllm_ext.config import AXES, parse
+from vllm_ext.contract import Need
 from vllm_ext.scheduling import scheduler
 from vllm_ext.scheduling.start_line import can_predict_from_prompts, switched_off
+from vllm_ext.systems.upstream import Arrival
 
 from .steering import Rig
 
@@ -53,7 +56,7 @@ def test_each_system_names_what_its_policies_would_use(system: str, says: tuple[
     assert off(system) == says
 
 
-@pytest.mark.parametrize("system", systems.known())
+@pytest.mark.parametrize("system", systems.known(unserved=True))
 def test_nothing_is_off_where_everything_is_switched_on(system: str) -> None:
     slo = {"slo": {"ttft_ms": 500}}
     assert off(system, slo, predictor_installed=True, profiled=True, has_connector=True) == ()
@@ -111,3 +114,14 @@ def test_scheduler_logs_it_beside_what_is_active(system: str, says: list[str], m
     Rig(system)
     assert lines[0].startswith(f"vllm-ext is active: {system}: ordering=")
     assert lines[1:] == [f"vllm-ext, not switched on: {text}" for text in says]
+
+
+def test_a_policy_of_somebody_elses_gets_its_line() -> None:
+    """What a system needs is declared by its classes: no list of ours names them."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class TheirOrder(Arrival):
+        needs: ClassVar[frozenset[Need]] = frozenset({Need.OBJECTIVES, Need.TIER_FOR_CONVERSATIONS})
+
+    facts = {"predicts": False, "predictor_installed": True, "profiled": True, "has_connector": False}
+    assert switched_off([TheirOrder()], parse({"system": "fcfs"}), **facts) == (ON_DEVICE, OBJECTIVES)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import pytest
 
 from vllm_ext.contract import Rank, RequestView, Room, Step
-from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.systems import System, register
+from vllm_ext.systems.alise import Preemptive, RemainingTimeLevels
 
 from .parts import SteadyCost, ask, busy_hour, make_engine, simulate
 from .run_digests import digest

@@ -14,7 +14,6 @@ from tests.support.audit import audit_drained
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from vllm_ext.contract import Admission, Room, Step
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision, Stalled
 from vllm_ext.simulation.requests import SimRequest
@@ -23,6 +22,7 @@ from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
+from vllm_ext.systems.alise import RemainingTimeLevels
 
 from .parts import (
     ListWorkload,
@@ -171,7 +171,7 @@ def decisions_of_loop(system: str, depth: int, caching: bool, clock: Callable[[]
 
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
-@pytest.mark.parametrize("system", [*UPSTREAM, *(name for name in known() if not name.startswith("test-"))])
+@pytest.mark.parametrize("system", [*UPSTREAM, *(n for n in known(unserved=True) if not n.startswith("test-"))])
 def test_decisions_equal_those_of_the_engine_loop(system: str, depth: int, caching: bool) -> None:
     """The simulated run goes first and notes what the clock said; the loop's scheduler reads the same, in order."""
     engine = make_engine(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_ext.policies.admission.preemptive import Preemptive
-from vllm_ext.policies.ordering.remaining_time import RemainingTimeLevels
-from vllm_ext.policies.residency.estimated_wait import EstimatedWait
-from vllm_ext.system import System
-from vllm_ext.systems import register
+from vllm_ext.systems import System, register
+from vllm_ext.systems.alise import EstimatedWait, Preemptive, RemainingTimeLevels
 
 PREEMPTING, ORACLE = (
     register(

@@ -1,6 +1,6 @@
 """The contract between policies and a step: what they see, what they decide, and the one place that counts."""
 
-from vllm_ext.contract.axes import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
+from vllm_ext.contract.axes import Admission, Budget, GatePolicy, Need, Ordering, Policy, Residency, Sharing
 from vllm_ext.contract.preemption import KvDisposition, PreemptionCost
 from vllm_ext.contract.request import (
     AGED,
@@ -31,6 +31,7 @@ __all__ = [
     "Gate",
     "GatePolicy",
     "KvDisposition",
+    "Need",
     "Ordering",
     "Origin",
     "Pace",

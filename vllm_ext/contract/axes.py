@@ -7,6 +7,7 @@ refused when the class is made: nobody would ever look at it.
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -18,6 +19,20 @@ from vllm_ext.contract.request import Ageing, Origin, Rank, RequestView
 from vllm_ext.contract.room import Gate, Room
 from vllm_ext.contract.step import Split, Step
 
+
+class Need(enum.Enum):
+    """What a policy does without where a server was not given it; a server says so when it starts."""
+
+    STEP_TIMES = "step times"
+    """It goes wrong by as much as the runtime model does."""
+    OBJECTIVES = "objectives"
+    """It treats all requests alike where none has one."""
+    TIER_FOR_PREEMPTED = "preempted KV is recomputed"
+    """Host memory for the KV of preempted requests."""
+    TIER_FOR_CONVERSATIONS = "conversations are kept on the device only"
+    """Host memory for the KV of finished turns."""
+
+
 _DESCRIPTORS = (property, functools.cached_property, classmethod, staticmethod)
 
 
@@ -28,6 +43,14 @@ class Policy:
     def uses_predictions(self) -> bool:
         """Whether predicted lengths are looked at; where no policy does, no predictor is started."""
         return True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What it does without where a server was not given it."""
+        return frozenset()
+
+    joined: Mapping[type, type] = {}
+    """Another policy of this axis -> what stands for both where systems are composed that have one each."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse class variables that no base class declares.

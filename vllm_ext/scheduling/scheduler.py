@@ -19,7 +19,6 @@ from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.hooks import registry
 from vllm_ext.kv.loads.steps import Engine
-from vllm_ext.policies.ordering.arrival import BY_ARRIVAL, Arrival
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
@@ -36,6 +35,7 @@ from vllm_ext.scheduling.start_line import log_start
 from vllm_ext.scheduling.state import queue_state
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.systems import build
+from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
 
 if TYPE_CHECKING:
     from vllm_ext.kv.admin import TierAdmin

@@ -10,21 +10,9 @@ from vllm.logger import init_logger
 
 from vllm_ext.config import RETRIEVAL, ExtConfig
 from vllm_ext.config_slo import SloConfig
-from vllm_ext.contract import Policy
-from vllm_ext.policies.admission.slo_match import SloMatch
-from vllm_ext.policies.budget.slo_pivot import SloPivotBudget
-from vllm_ext.policies.budget.tbt import TbtBudget
-from vllm_ext.policies.ordering.pressing import PressingFirst
-from vllm_ext.policies.ordering.slo_slack import SloSlack
-from vllm_ext.policies.residency.estimated_wait import RECOMPUTED, EstimatedWait
-from vllm_ext.policies.residency.retention import Retention
+from vllm_ext.contract import Need, Policy
 
 logger = init_logger("vllm.vllm_ext.scheduler")
-
-_BY_STEP_TIMES = (TbtBudget, SloPivotBudget, SloSlack)
-"""Policies that go wrong by as much as the runtime model does; others only order by it."""
-_BY_OBJECTIVES = (SloMatch, SloPivotBudget, PressingFirst, SloSlack)
-"""Policies that treat all requests alike where none has an objective."""
 
 
 def log_start(described: str, policies: Sequence[Policy], config: ExtConfig, **facts: bool) -> None:
@@ -37,7 +25,7 @@ def log_start(described: str, policies: Sequence[Policy], config: ExtConfig, **f
 
 
 def switched_off(
-    policies: Sequence[object],
+    policies: Sequence[Policy],
     config: ExtConfig,
     *,
     predicts: bool,
@@ -55,13 +43,14 @@ def switched_off(
         profiled: Whether the runtime model starts from a profile.
         has_connector: Whether KV goes anywhere but the device, by our tier or by another KV connector.
     """
-    said = (
+    needs = frozenset(need for policy in policies for need in policy.needs)
+    lines = (
         _lengths(config, installed=predictor_installed) if predicts else "",
-        "" if has_connector else _kv(policies),
-        "" if profiled else _step_times(policies, config),
-        _objectives(policies, config.slo),
+        "" if has_connector else _kv(needs),
+        "" if profiled else _step_times(needs, config),
+        _objectives(needs, config.slo),
     )
-    return tuple(filter(None, said))
+    return tuple(filter(None, lines))
 
 
 @functools.cache
@@ -85,24 +74,20 @@ def _lengths(config: ExtConfig, *, installed: bool) -> str:
     return ""
 
 
-def _kv(policies: Sequence[object]) -> str:
-    lost = []
-    if any(isinstance(policy, EstimatedWait) and policy.choose != RECOMPUTED for policy in policies):
-        lost.append("preempted KV is recomputed")
-    if any(isinstance(policy, Retention) for policy in policies):
-        lost.append("conversations are kept on the device only")
+def _kv(needs: frozenset[Need]) -> str:
+    lost = [need.value for need in (Need.TIER_FOR_PREEMPTED, Need.TIER_FOR_CONVERSATIONS) if need in needs]
     return f"{' and '.join(lost)}: add --kv-tier-gib N" if lost else ""
 
 
-def _step_times(policies: Sequence[object], config: ExtConfig) -> str:
-    if not any(isinstance(policy, _BY_STEP_TIMES) for policy in policies):
+def _step_times(needs: frozenset[Need], config: ExtConfig) -> str:
+    if Need.STEP_TIMES not in needs:
         return ""
     then = "" if config.profile else ", then add --ext-profile auto"
     return f"step times are learned online: run `vllm-ext profile`{then}"
 
 
-def _objectives(policies: Sequence[object], slo: SloConfig) -> str:
-    if not any(isinstance(policy, _BY_OBJECTIVES) for policy in policies):
+def _objectives(needs: frozenset[Need], slo: SloConfig) -> str:
+    if Need.OBJECTIVES not in needs:
         return ""
     if slo.classes or slo.ttft_bucket_ms or any(value is not None for value in (slo.ttft_ms, slo.tbt_ms, slo.jct_ms)):
         return ""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from vllm_ext.policies.gates.peak import Peak
+from vllm_ext.systems.past_future import Peak
 
 FUTURE_EVERY = 10
 """Steps between two looks at the future; Past-Future's own analysis admits, and looks, every tenth step."""

@@ -12,7 +12,7 @@ from vllm_ext.simulation.sweep.grid import RATE, SYSTEM
 from vllm_ext.simulation.sweep.points import Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
-from vllm_ext.systems_own import split
+from vllm_ext.systems.user_policies import split
 
 BASELINE = "vLLM default"
 LOADS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)

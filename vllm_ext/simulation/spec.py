@@ -196,8 +196,9 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
         field, allowed = f"engine.options.{error.field}", error.allowed
         if error.field == "system":
             field = "engine.system"
-            if not all(part in systems.known() for part in engine.system.split("+")):
-                known = ", ".join((*UPSTREAM, *systems.known()))
+            rows = systems.known(unserved=True)
+            if not all(part in rows for part in engine.system.split("+")):
+                known = ", ".join((*UPSTREAM, *rows))
                 allowed = f"must be one of {known}, or several of the latter joined by +"
         raise SpecError(field, error.value, allowed) from error
     return spec

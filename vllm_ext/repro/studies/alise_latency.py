@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config_kv import EARLY
-from vllm_ext.policies.residency.estimated_wait import PRICED
 from vllm_ext.repro.bench import Bench
 from vllm_ext.repro.studies import alise as base
 from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
 from vllm_ext.simulation.spec import SimulationSpec
+from vllm_ext.systems.alise import PRICED
 
 E2E = "e2e_mean_ms"
 

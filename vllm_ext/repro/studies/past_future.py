@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.policies.gates.peak_memory import PeakMemory
 from vllm_ext.repro.bench import Bench, Metrics
 from vllm_ext.repro.study import Claim, Contender, Findings, Paper, Plot, bar_plot, flat
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
+from vllm_ext.systems.past_future import PeakMemory
 
 DIFFERENCES = (
     "past-future is the row past-future-published, with the reserve that is named; `past-future, ours` is past-future "

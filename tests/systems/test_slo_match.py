@@ -1,0 +1,186 @@
+"""AccelGen's selection: Algorithms 1 and 2 by hand, exclusive long prompts, urgent requests and whom they push out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_ext.contract import GatePolicy, Pace, RequestView
+from vllm_ext.contract.objective import Slo
+from vllm_ext.step_time.runtime import Pivot, RuntimeModel
+from vllm_ext.systems.accelgen import SloMatch
+from vllm_ext.systems.baselines import WholePrompts
+
+from .pool_step import PoolStep, half_done, select
+
+NOW = 100.0
+PACE = Pace(step_s=0.1, longest_step_s=0.1, chunk_tokens=1000.0)
+
+
+def waiting(name: str, prompt: int, *, left_s: float = 5.0, **fields: Any) -> RequestView:
+    """A request that must run within ``left_s``."""
+    ttft = Slo(ttft_s=left_s + PACE.longest_step_s * -(-prompt // 1000))
+    return RequestView(name, NOW, prompt, waiting_since=NOW, pace=PACE, slo=ttft, max_tokens=100, **fields)
+
+
+def running(name: str, *, tbt_s: float = 0.2, **fields: Any) -> RequestView:
+    return RequestView(name, 0.0, 10, 50, 60, max_tokens=100, pace=PACE, slo=Slo(tbt_s=tbt_s), **fields)
+
+
+def step_of(*queue: RequestView, compute: int = 1000, free: int = 100, seats: int = 8, **fields: Any) -> PoolStep:
+    """A step with so much room; the saturated step is the whole budget, and who decodes holds 10 blocks."""
+    run: tuple[RequestView, ...] = fields.get("running", ())
+    blocks = {r.req_id: 10 for r in run if r.num_output_tokens} | fields.pop("blocks", {})
+    return PoolStep(
+        queue=queue,
+        total=1000,
+        free=free,
+        blocks=blocks,
+        max_running=seats + len(run),
+        token_budget=compute + len(run),
+        pace=PACE,
+        runtime=RuntimeModel(pivot=Pivot(compute + len(run), 0.1875)),
+        now=NOW,
+        max_model_len=100_000,
+        **fields,
+    )
+
+
+def joins(policy: SloMatch, step: PoolStep, *gates: GatePolicy) -> set[str]:
+    return set(select(policy, step, *gates).admit)
+
+
+def pushes_out(policy: SloMatch, step: PoolStep) -> list[str]:
+    return select(policy, step).preempt
+
+
+def test_of_four_requests_those_that_fill_both_resources_join() -> None:
+    """1000 tokens to compute, 70 blocks (1120 tokens). Distances to what is left, by hand:
+
+    a (300, 304), b (700, 704), c (250, 800), d (900, 912): d is nearest (100, 208), then nothing but a
+    fits what is left (100, 208), cut to 100 tokens.
+    """
+    a, b, c, d = waiting("a", 300), waiting("b", 700), waiting("c", 250), waiting("d", 900)
+    step = step_of(a, b, c, d, free=70, blocks={"c": 50})
+    assert joins(SloMatch(), step) == {"d"}, "a's 304 tokens of memory do not fit into 208"
+    # 1280 tokens of memory: d first (100, 368); of the rest a (304 of memory) alone fits.
+    assert joins(SloMatch(), replace(step, free=80)) == {"d", "a"}
+    assert joins(SloMatch(match=False), step) == {"a", "b"}, "the queue's order leaves 0 and 112"
+
+
+def test_what_shares_a_prefix_with_who_was_taken_is_priced_again() -> None:
+    """12 blocks are free; each needs 10, of which 9 are the same."""
+    step = step_of(*[waiting(f"w{i}", 160) for i in range(4)], free=12, running=(running("r"),), common_blocks=9)
+    assert joins(SloMatch(), step) == {"w0", "w1", "w2"}
+    assert len(joins(SloMatch(), replace(step, common_blocks=0))) == 1
+
+
+def test_where_nothing_runs_one_that_fits_is_taken_before_one_that_does_not() -> None:
+    """b takes all tokens and 63 of 60 blocks: vLLM can't start it, and nobody else was offered."""
+    assert joins(SloMatch(), step_of(waiting("a", 300), waiting("b", 1000), free=60)) == {"a"}
+
+
+def test_only_requests_close_to_the_first_compete() -> None:
+    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, free=66)
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=0), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=0), step) == {"late"}
+
+
+def test_close_is_a_matter_of_steps_where_they_are_short() -> None:
+    """0.8 s are eight steps of 0.1 s."""
+    step = step_of(waiting("a", 100), waiting("late", 1000, left_s=5.8), compute=1000, free=66)
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=7), step) == {"a"}
+    assert joins(SloMatch(gamma_s=1.0, gamma_steps=9), step) == {"late"}
+    assert joins(SloMatch(gamma_s=0.75, gamma_steps=9), step) == {"a"}, "never more than gamma_s"
+
+
+def test_who_could_be_met_only_by_a_step_of_its_own_is_lost() -> None:
+    """Its prompt takes 0.15 s alone, and 0.18 s are left; a mean step takes 0.1 s."""
+    late = waiting("late", 100, left_s=0.08, prefill_s=0.15)
+    begun = waiting("r", 100, left_s=50.0)._replace(waiting_since=None)
+    step = step_of(late, waiting("a", 100), seats=0, running=(begun,))
+    assert pushes_out(SloMatch(), step) == []
+    assert pushes_out(SloMatch(lost_steps=0), step) == ["r"], "urgent, and not lost for certain"
+
+
+def test_a_long_prompt_is_cut_to_what_is_left_unless_a_gate_wants_it_whole() -> None:
+    step = step_of(waiting("long", 501), compute=500, free=60)
+    busy = replace(step, running=(running("r"),), token_budget=501)
+    assert joins(SloMatch(), step) == joins(SloMatch(), busy) == {"long"}
+    assert select(SloMatch(), busy, WholePrompts()).why == {"long": "whole_prompts"}
+    assert joins(SloMatch(), step, WholePrompts()) == {"long"}, "alone it is admitted whatever it needs"
+
+
+def test_one_long_prompt_at_a_time() -> None:
+    prefills = half_done(600, 200, pace=PACE)
+    queue = waiting("long", 600), waiting("short", 90)
+    policy = SloMatch(long_prompt_tokens=500)
+    busy = step_of(*queue, running=(prefills,))
+    assert joins(policy, busy) == {"short"}
+    free = step_of(*queue, waiting("long too", 600), compute=3000)
+    assert len(joins(policy, free) & {"long", "long too"}) == 1
+    assert joins(SloMatch(long_prompt_tokens=500, exclusive=False), free) == {"long", "short", "long too"}
+    urgent = step_of(waiting("long", 600, left_s=0.05), running=(prefills,))
+    assert joins(policy, urgent) == {"long"}
+
+
+AS_PUBLISHED = SloMatch(spare=False)
+"""Pushes out whoever has most time left, even in the middle of an answer."""
+
+
+def test_an_urgent_request_pushes_out_who_has_most_time_left() -> None:
+    run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9)
+    step = step_of(waiting("now", 160, left_s=0.05), waiting("later", 160), seats=0, running=run)
+    room = select(AS_PUBLISHED, step)
+    assert (room.preempt, room.admit) == (["slow"], ["now"])
+    memory = step_of(waiting("now", 160, left_s=0.05), free=0, running=run)
+    assert pushes_out(AS_PUBLISHED, memory) == ["slow"]
+    assert pushes_out(SloMatch(spare=False, preempt=False), memory) == []
+
+
+def test_nobody_is_pushed_out_in_vain_or_again_before_it_got_on() -> None:
+    run = running("fast", tbt_s=0.15), running("slow", tbt_s=0.9)
+    large = step_of(waiting("now", 1600, left_s=0.05), free=0, running=run, blocks={"slow": 3})
+    assert pushes_out(AS_PUBLISHED, large) == [], "13 blocks are less than the 100 it needs"
+    two = step_of(waiting("now", 320, left_s=0.01), free=0, running=run)
+    assert pushes_out(AS_PUBLISHED, two) == ["slow", "fast"]
+    assert pushes_out(SloMatch(spare=False, max_victims=1), two) == []
+    again = step_of(
+        waiting("now", 160, left_s=0.05),
+        seats=0,
+        running=(running("slow", tbt_s=0.9, num_preemptions=1, progress_tokens=3),),
+    )
+    assert pushes_out(AS_PUBLISHED, again) == []
+    assert pushes_out(SloMatch(spare=False, min_progress_tokens=3), again) == ["slow"]
+
+
+def nobody_moves(policy: SloMatch, step: PoolStep) -> bool:
+    room = select(policy, step)
+    return not room.admit and not room.preempt
+
+
+def test_without_room_and_urgency_nothing_is_decided() -> None:
+    assert nobody_moves(SloMatch(), step_of(waiting("w", 160), seats=0, running=(running("r"),)))
+    assert nobody_moves(SloMatch(), step_of(running=(running("r"),)))
+
+
+def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
+    lost = waiting("lost", 160, left_s=0.05, prefill_s=60.0)
+    step = step_of(lost, seats=0, running=(running("slow", tbt_s=0.9),))
+    assert nobody_moves(AS_PUBLISHED, step)
+    assert nobody_moves(AS_PUBLISHED, replace(step, aged=frozenset({"lost"})))
+    assert select(SloMatch(spare=False, lost_urgent=True), step).preempt == ["slow"], "as published"
+
+
+def test_who_has_begun_to_answer_is_left_alone() -> None:
+    answers = running("answers", tbt_s=0.9)
+    prefills = half_done(600, 200, pace=PACE, slo=Slo(ttft_s=900.0))
+    step = step_of(waiting("now", 160, left_s=0.05), seats=0, running=(prefills, answers))
+    assert pushes_out(SloMatch(), step) == ["p"]
+    assert pushes_out(AS_PUBLISHED, step) == ["answers"], "the last of those who run"
+
+
+def test_nobody_passes_an_aged_request_that_finds_no_room() -> None:
+    step = step_of(waiting("old", 1600), waiting("small", 16), free=5, running=(running("r"),), blocks={"r": 3})
+    assert joins(SloMatch(), replace(step, aged=frozenset({"old"}))) == set()
+    assert joins(SloMatch(), step) == {"small"}

@@ -1,1 +1,0 @@
-"""Who may join? One admission rule per file."""

@@ -1,1 +1,0 @@
-"""How many tokens? One budget rule per file."""

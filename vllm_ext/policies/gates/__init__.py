@@ -1,1 +1,0 @@
-"""Who must not join, although there is room? One gate per file."""

@@ -1,1 +1,0 @@
-"""Who first? One ordering per file."""

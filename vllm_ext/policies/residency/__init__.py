@@ -1,1 +1,0 @@
-"""Whose KV lives where? One residency rule per file."""

@@ -1,1 +1,0 @@
-"""Policies of the axis *sharing*: whose turn is it?"""

@@ -1,0 +1,121 @@
+"""Pensieve (EuroSys '25): KV of conversations survives the turn, and leaves from its leading end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm_ext.config_kv import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
+from vllm_ext.contract import KvDisposition, Need, PreemptionCost, RequestView, Residency
+from vllm_ext.contract.checks import require
+from vllm_ext.systems.alise import EstimatedWait
+from vllm_ext.systems.system import System
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention(Residency):
+    """Keep the KV of finished turns on the device and in host memory, and drop what is cheapest to compute again.
+
+    Blocks on the device stay until they are needed, and are copied to the host before that, when less than a quarter
+    of them could be taken without loss. Chunks of least retention value go first, there and here, which are the leading
+    ones of conversations that were not active for long. A conversation that comes back computes those again in one
+    forward pass with its new prompt, while the others come back layer by layer.
+
+    What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
+    (``--kv-tier-gib``) conversations live on the device only.
+
+    Source: Pensieve, sections 4.3 and 4.4. Ours, each with a switch: rates of return are learned, not taken for 1 / T;
+    copies are made only where they pay, and what a suspended request has computed is copied when its blocks are needed.
+    """
+
+    reserve: float = 0.1
+    """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
+    tier_bits: int = 16
+    """Form of KV in host memory unless the user asks for another: 16, as published, or 8."""
+    returns: str = LEARNED
+    """At which rate conversations are taken to come back: ``learned``; ``turns``, the share that comes back after so
+    many turns, over the time since the last one, as the paper's text has it; ``age``, 1 / time, as its equation has."""
+    copies: str = PAYING
+    """``paying``, or ``all``, as published: everything is stored before it is lost, suspended requests at once, and
+    whatever the host holds is loaded, within the step that computes the request."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({Need.TIER_FOR_CONVERSATIONS})
+
+    def __post_init__(self) -> None:
+        require(0 <= self.reserve < 1, "residency.reserve", self.reserve, "at least 0 and less than 1")
+        require(self.tier_bits in (8, 16), "residency.tier_bits", self.tier_bits, "8 or 16")
+        require(self.returns in RETURNS, "residency.returns", self.returns, f"one of {', '.join(RETURNS)}")
+        require(self.copies in COPIES, "residency.copies", self.copies, f"one of {', '.join(COPIES)}")
+
+    @property
+    def uses_predictions(self) -> bool:
+        """Whether predicted lengths are looked at: they are not."""
+        return False
+
+    @property
+    def device_reserve(self) -> float:
+        """Share of the device's blocks that admissions leave to running requests."""
+        return self.reserve
+
+    @property
+    def tier_options(self) -> dict[str, Any]:
+        """Options of the KV tier that this policy wants where the user leaves them open."""
+        return {
+            "bits": self.tier_bits,
+            "policy": LEADING,
+            "returns": self.returns,
+            "store": AUTO,
+            "load": AUTO if self.copies == PAYING else IN_STEP,
+            "copies": self.copies,
+            "gaps": FUSED,
+        }
+
+    def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:
+        """Suspend: the KV stays until its blocks are needed, and is copied before that; as published it is at once."""
+        return KvDisposition.KEEP if self.copies == PAYING else KvDisposition.SWAP
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionWithSwaps(EstimatedWait, Retention):
+    """Conversations as `Retention` keeps them, and preempted requests as `EstimatedWait` has it, in one tier.
+
+    Both kinds of KV have one scale of value: a preempted request's chunks are those of a conversation that was active
+    just now, and so the last to go.
+    """
+
+    tier_bits: int = 8
+
+    def __post_init__(self) -> None:
+        EstimatedWait.__post_init__(self)
+        Retention.__post_init__(self)
+
+    @property
+    def needs(self) -> frozenset[Need]:  # type: ignore[override]
+        """What both need."""
+        return super().needs | Retention.needs
+
+    @property
+    def tier_options(self) -> dict[str, Any]:
+        """Options of the KV tier that this policy wants where the user leaves them open."""
+        return Retention.tier_options.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+
+Retention.joined = {EstimatedWait: RetentionWithSwaps}
+
+_PAPER = "Pensieve (EuroSys '25)"
+
+ROWS = (
+    System(
+        name="pensieve",
+        residency=Retention,
+        paper=_PAPER,
+        summary="conversations keep their KV between turns, and compute again what was dropped in front of it",
+    ),
+    System(
+        name="pensieve-published",
+        residency=Retention,
+        parameters={"residency": {"reserve": 0.1, "tier_bits": 16, "returns": BY_AGE, "copies": ALL}},
+        paper=_PAPER,
+        summary="pensieve as published: stores and loads whatever it costs, and goes by equation 3.4, Cost / T",
+    ),
+)
