@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from parallel import finished
 
-from vllm_ext.config_attention import OWN, STOCK
+from vllm_ext.config.attention import OWN, STOCK
 from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec

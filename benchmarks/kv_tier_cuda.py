@@ -33,7 +33,7 @@ import on_gpu
 import torch
 from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagingSlot
 from vllm_ext.kv.cuda.transfers import Ended
 from vllm_ext.report.results import (

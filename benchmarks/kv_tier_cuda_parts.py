@@ -10,7 +10,7 @@ import checkout  # noqa: F401 - before all that it makes importable
 import numpy as np
 import torch
 
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.cuda.codec import Ids, Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec

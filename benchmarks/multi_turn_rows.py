@@ -14,8 +14,8 @@ from typing import Any
 import engine_rows
 from multi_turn_workload import ModelKv
 
-from vllm_ext.config_attention import OWN
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.attention import OWN
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.geometry import TierGeometry
 
 STATELESS, LRU, RETENTION, RETENTION_8 = "stateless", "tier-lru", "tier-retention", "tier-retention-8"

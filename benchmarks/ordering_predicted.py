@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.files import replaced
 from vllm_ext.prediction import evaluate

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.folder import STORE
 from vllm_ext.prediction.learned import LearnedPredictor

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction.encoder import Encoder, find_model
 from vllm_ext.prediction.evaluate import History

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from parallel import finished
 
-from vllm_ext.config_kv import FUSED
+from vllm_ext.config.kv_tier import FUSED
 from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec

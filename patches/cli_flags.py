@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.config import FLAGS, Flag
+from vllm_ext.config import FLAGS, flags
 from vllm_ext.hooks.patch import Patch
 
 TITLE = "vllm-ext"
@@ -33,16 +33,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     if getattr(parser, _DONE, False):
         return
     setattr(parser, _DONE, True)
+    _refuse_in_one_line(parser)
     group = parser.add_argument_group(TITLE, _description())
-    for flag in FLAGS:
-        short = [flag.short] if flag.short and flag.short not in parser._option_string_actions else []
-        group.add_argument(flag.name, *short, **_argument(flag))
+    for path, (flag, field) in FLAGS.items():
+        short = [name for name in flag.short.split() if name not in parser._option_string_actions]
+        group.add_argument(*flags.names_of(path, flag), *short, **flags.argument(flag, field))
 
 
-def _argument(flag: Flag) -> dict[str, Any]:
-    if flag.type is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": None, "help": flag.help}
-    return {"type": flag.type, "metavar": flag.metavar, "default": None, "help": flag.help}
+def _refuse_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Have the parser refuse options of ours that are not allowed, before anything is started."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        from vllm_ext.patches.engine_config import refused_arguments
+
+        found, rest = parse(*args, **kwargs)
+        problem = refused_arguments(found, serves=parser.prog.endswith("serve"))
+        if problem is not None:
+            parser.exit(2, f"{parser.prog}: {' '.join(problem.split())}\n")
+        return found, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
 
 
 def _description() -> str:

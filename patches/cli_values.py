@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vllm_ext.config import FLAGS, KEY, ConfigError, merge_flags
+from vllm_ext.config import KEY, ConfigError, flags, merge_flags
 from vllm_ext.hooks.patch import Patch
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: Any, *rest: Any, **kwargs: Any) -> Any:
     engine_args = original(cls, args, *rest, **kwargs)
-    given = {flag.dest: value for flag in FLAGS if (value := getattr(args, flag.dest, None)) is not None}
+    given = flags.given(vars(args))
     if given:
         additional = dict(engine_args.additional_config or {})
         options = additional.get(KEY, {})

@@ -16,14 +16,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm_ext import config as ext_config
 from vllm_ext import envs
-from vllm_ext.config import KEY, ConfigError, ExtConfig
-from vllm_ext.config_attention import STOCK
-from vllm_ext.config_kv import FUSED, LEADING, OFF, PHASED
+from vllm_ext.config import KEY, ConfigError, ExtConfig, flags, merge_flags
+from vllm_ext.config.attention import STOCK
+from vllm_ext.config.kv_tier import FUSED, LEADING, OFF, PHASED
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import HookError
 from vllm_ext.hooks.patch import Patch
@@ -80,6 +79,36 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     if usage in _SERVERS:
         let_failure_show()
     return vllm_config
+
+
+def refused_arguments(args: Any, *, serves: bool) -> str | None:
+    """Return what is wrong with the command line of an engine, in one line and by its flags; None if nothing is.
+
+    Args:
+        args: Parsed arguments of ``vllm serve``, ``vllm bench`` and so on.
+        serves: Whether clients will be served.
+    """
+    typed = vars(args)
+    given, additional = flags.given(typed), typed.get("additional_config") or {}
+    scheduler_cls = typed.get("scheduler_cls")
+    if not given and not is_chosen(scheduler_cls, additional):
+        return None
+    try:
+        options = additional.get(KEY, {})
+        merged = merge_flags(options, given) if isinstance(options, Mapping) else options
+        config, _ = validate(scheduler_cls, {**additional, KEY: merged})
+        if serves:
+            refuse_oracle(config, _SERVERS[0])
+        refuse_priority(config, typed.get("scheduling_policy"))
+        if config.kv_tier.gib:
+            tier_connector(config, typed.get("kv_transfer_config"))
+        if serves and config.kv_tier.admin:
+            envs.admin_key()
+    except ConfigError as error:
+        return flags.in_flags(error, typed)
+    except ValueError as error:  # of an environment variable
+        return str(error)
+    return None
 
 
 def is_chosen(scheduler_cls: object, additional_config: object) -> bool:
@@ -196,7 +225,7 @@ def choose_attention_kernel(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     if current_platform.is_cpu():
         registry.verify("attention-slot")
     kernel = let_own_kernel_serve(vllm_config, config.attention.kernel)
-    return replace(config, attention=replace(config.attention, kernel=kernel))
+    return config.changed(attention=config.attention.changed(kernel=kernel))
 
 
 def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
@@ -222,14 +251,14 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     if phases is None:
         if reason is not None:
             logger.warning("what was dropped of conversations is computed in steps of its own: %s", reason)
-        return replace(config, kv_tier=replace(config.kv_tier, gaps=PHASED))
+        return config.changed(kv_tier=config.kv_tier.changed(gaps=PHASED))
     logger.warning("conversations are computed again from their first missing block on: %s", phases)
     if config.kv_tier.gib:
         from vllm_ext.kv.options import keep_from_the_front
 
         keep_from_the_front(vllm_config.kv_transfer_config)
     policy = None if config.kv_tier.policy == LEADING else config.kv_tier.policy
-    return replace(config, kv_tier=replace(config.kv_tier, gaps=OFF, policy=policy))
+    return config.changed(kv_tier=config.kv_tier.changed(gaps=OFF, policy=policy))
 
 
 def let_failure_show() -> None:

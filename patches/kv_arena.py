@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.config_checks import KEY
+from vllm_ext.config.errors import KEY
 from vllm_ext.hooks.patch import Patch, Reliance
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
@@ -32,7 +32,7 @@ def _get_kv_cache_configs(original: Callable[..., Any], vllm_config: Any, *args:
     if not share or not all(config.kv_cache_groups for config in configs):
         return configs
     from vllm_ext.attention.support import chosen_kernel
-    from vllm_ext.config_attention import OWN
+    from vllm_ext.config.attention import OWN
     from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas
 
     unpacks = chosen_kernel(vllm_config) != OWN

@@ -36,7 +36,7 @@ LAYERS = """
     contract
     step_time
     report
-    tiny_model kernels hooks config* envs hints files datasets
+    tiny_model kernels hooks config envs hints files datasets
 """
 """The rooms, the highest first. A room imports from its own line and from lines below it."""
 

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_ext.attention import measure
 from vllm_ext.attention.cpu import CpuBuilder
 from vllm_ext.attention.plan import Kernel, KernelPlan
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import cpu
 

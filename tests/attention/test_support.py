@@ -13,7 +13,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_ext.attention import slot, support
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels import native
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
 

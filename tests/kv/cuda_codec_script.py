@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import torch
 
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.codec import QuantisedCodec, RawCodec
 from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec, StagedCodec, pieces_of

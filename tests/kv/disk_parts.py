@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 
-from vllm_ext.config_kv import RETENTION
+from vllm_ext.config.kv_tier import RETENTION
 from vllm_ext.kv.disk.folder import Folder
 from vllm_ext.kv.disk.format import file_bytes
 from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import ConfigError, parse
-from vllm_ext.config_flags import merge_flags
+from vllm_ext.config.flags import merge_flags
 from vllm_ext.patches.engine_config import needed_groups
 
 ADMIN = {"kv_tier": {"gib": 1.0, "admin": True}}

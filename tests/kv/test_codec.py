@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.codec import QuantisedCodec, RawCodec
 from vllm_ext.kv.layout import PackedPages

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.extent import HANG_S
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec
 from vllm_ext.kv.cuda.device import PinnedMemory

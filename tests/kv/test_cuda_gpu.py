@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ext.config_kv import LOSSLESS
+from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import Piece, RawCudaCodec
 from vllm_ext.kv.cuda.device import CudaDevice, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Depth, Transfers

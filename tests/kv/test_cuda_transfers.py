@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ext.config_kv import LOSSLESS
+from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import STAGING_BYTES, Piece, pieces_of
 from vllm_ext.kv.cuda.transfers import Depth, Transfers
 from vllm_ext.kv.geometry import TierGeometry

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from vllm_ext.config_kv import LOSSLESS, QUANTISED
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.worker import CudaTierWorker, cuda_worker
 
 from .fake_device import FakeDevice, PlainCodec

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk import folder as disk_folder
 from vllm_ext.kv.disk.folder import DAMAGED, FORMAT, MAX_DAMAGED, SUFFIX, Folder, FolderCounts, check_writable
 from vllm_ext.kv.disk.format import TEMPORARY, VERSION, file_bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk.identity import folder_name, model_facts, note_model, weights_facts
 from vllm_ext.kv.options import MODEL_KEY
 

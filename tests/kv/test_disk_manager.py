@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from tests.extent import HANG_S
-from vllm_ext.config_kv import POLICIES as POLICY_NAMES
+from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.kv.disk import folder as disk_folder
 from vllm_ext.kv.disk import manager as disk_manager
 from vllm_ext.kv.disk.format import DamagedChunk

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.options import DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, transfer_config
 
 

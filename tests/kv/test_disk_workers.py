@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu import common
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk.region import row_bytes
 from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, MODEL_KEY
 from vllm_ext.kv.spec import TierSpec

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from vllm_ext.config import KEY, ConfigError, parse, to_dict
-from vllm_ext.config_kv import AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
+from vllm_ext.config.kv_tier import AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.kv.gaps.manager import can_have_gaps, with_gap_manager

@@ -8,7 +8,7 @@ import random
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.config_kv import POLICIES as POLICY_NAMES
+from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.kv.manager import TierManager
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)

@@ -13,8 +13,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 
 from tests.extent import HANG_S
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import LOSSLESS, QUANTISED, KvTierConfig
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED, KvTierConfig
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.kv.loads.layers import LayerJob, LayerwiseWorker, LoadsByLayer
 from vllm_ext.kv.loads.steps import TierMetadata

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kernels import native
 from vllm_ext.kv.options import BITS_KEY, transfer_config
 from vllm_ext.kv.support import BLOCK_TOKENS, choose_block_size, refuse_missing_compiler, refuse_model, refuse_size

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.extent import quick
-from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
+from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_driver import WalkedWithRecords, walk
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig

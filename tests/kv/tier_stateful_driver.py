@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from tests.support.audit import AuditError
-from vllm_ext.config_kv import AHEAD, PREFIX_POLICIES, STORES
+from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 

@@ -13,7 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from tests.support.audit import AuditError, audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.tier_audit import TransferAuditor
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.contract import Room, Step
 from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.kv.options import transfer_config

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.store import Entries, NewEntry, Store, joined

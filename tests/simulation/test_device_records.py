@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device.step import step_of
 
 from .parts import rows

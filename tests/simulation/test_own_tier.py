@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.run import build_scheduler

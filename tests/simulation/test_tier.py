@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.support.audit import AuditError
-from vllm_ext.config_kv import PREFIX_POLICIES
+from vllm_ext.config.kv_tier import PREFIX_POLICIES
 from vllm_ext.kv.connector import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.requests import SimRequest

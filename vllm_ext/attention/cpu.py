@@ -21,8 +21,8 @@ from vllm_ext.attention.measure import Sizes, measured_plan, paged
 from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
 from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, note_reads, records_behind
 from vllm_ext.attention.support import FIELD, layer_obstacle, layers_kernel, refuse_what_comes_later
-from vllm_ext.config_attention import AUTO, OWN
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.attention import AUTO, OWN
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import Ranges, cpu
 from vllm_ext.kv.device.worker import current

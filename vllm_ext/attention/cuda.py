@@ -20,8 +20,8 @@ from vllm_ext.attention.plan import Kernel, KernelPlan, Kind
 from vllm_ext.attention.records import HearsOfRecords, UnpacksRecords, has_records, note_reads, records_behind
 from vllm_ext.attention.slot import stock_cuda_backend
 from vllm_ext.attention.support import FIELD, chosen_kernel, layer_obstacle, layers_kernel, refuse_what_comes_later
-from vllm_ext.config_attention import OWN
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.attention import OWN
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels.kv_quant.format import PageLayout, Side
 from vllm_ext.kernels.paged_attention import PagedKV, gpu
 from vllm_ext.kv.device.worker import current

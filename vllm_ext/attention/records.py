@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_ext.config_checks import KEY, ConfigError
+from vllm_ext.config.errors import KEY, ConfigError
 from vllm_ext.kv.device.codec import CpuRecordCodec
 from vllm_ext.kv.device.geometry import SHARE
 from vllm_ext.kv.device.worker import DeviceRecords, StepAtHand, common_layout, current

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_ext.attention import slot
-from vllm_ext.config_attention import AUTO, OWN, STOCK
-from vllm_ext.config_checks import KEY, ConfigError
+from vllm_ext.config.attention import AUTO, OWN, STOCK
+from vllm_ext.config.errors import KEY, ConfigError
 from vllm_ext.kernels.native import CompilerMissing, compiler_version
 from vllm_ext.kernels.paged_attention.format import MAX_GROUP, STEP
 

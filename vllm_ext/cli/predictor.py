@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
-from vllm_ext.config_prediction import WINDOWS, PredictorConfig
+from vllm_ext.config.prediction import WINDOWS, PredictorConfig
 from vllm_ext.report.provenance import result_path
 
 if TYPE_CHECKING:

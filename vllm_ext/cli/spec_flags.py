@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
+from vllm_ext.config import flags
+from vllm_ext.config.model import flagged
 from vllm_ext.report.results import Workload, without_folder
-from vllm_ext.simulation.flag import Flag
 
 if TYPE_CHECKING:  # not imported by commands that do not simulate
     from vllm_ext.simulation.spec import SimulationSpec
@@ -44,33 +42,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def flagged(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, list[str], FieldInfo]]:
-    """Yield path, names and field of each flag: of the fields of a model, and within it, marked with `Flag`."""
-    for name, field in model.model_fields.items():
-        inner: Any = field.annotation
-        if hasattr(inner, "model_fields"):
-            yield from flagged(inner, f"{prefix}{name}.")
-        for flag in (mark for mark in field.metadata if isinstance(mark, Flag)):
-            yield f"{prefix}{name}", flag.names.split() or [f"--{name.replace('_', '-')}"], field
-
-
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, model: type[BaseModel], prefix: str) -> None:
     """Add the flags of a model, the nested ones in groups; None stands for one that is not given (see `given`)."""
     groups: dict[str, Any] = {}
-    for path, names, field in flagged(model):
+    for path, flag, field in flagged(model):
         name = path.rpartition(".")[0]
         if name not in groups and isinstance(parser, Parser):
             groups[name] = parser.add_argument_group(name or "run")
-        kind: Any = next((arg for arg in get_args(field.annotation) if arg is not NoneType), field.annotation)
-        options: dict[str, Any] = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
-        if isinstance(kind, str):  # of a Literal
-            options = {"type": str, "metavar": f"{{{','.join(get_args(field.annotation))}}}"}
-        elif kind is bool:
-            options = {"action": argparse.BooleanOptionalAction}
-        text = re.split(r"\.(?:\s|$)", " ".join((field.description or "").replace("``", "").split()), maxsplit=1)[0]
-        default = "" if field.default is None or kind is bool else f" (default: {field.default})"
-        options |= {"dest": prefix + path, "default": None, "help": (text + default).replace("%", "%%")}
-        groups.get(name, parser).add_argument(*names, **options)
+        options = flags.argument(flag, field) | {"dest": prefix + path}
+        groups.get(name, parser).add_argument(*flags.names_of(path, flag), **options)
 
 
 def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
@@ -208,7 +188,7 @@ def complain(prog: str, error: Exception) -> int:
     """Print one line, with the flag that sets the field in question, and return the exit status."""
     from vllm_ext.simulation.spec import SimulationSpec
 
-    named = {path: names[0] for path, names, _ in flagged(SimulationSpec)} | _OWN_NAMES
+    named = {path: flags.names_of(path, flag)[0] for path, flag, _ in flagged(SimulationSpec)} | _OWN_NAMES
     flag = named.get(getattr(error, "field", ""))
     text = " ".join(str(error).split())
     print(f"{prog}: {f'{flag}: ' if flag else ''}{text}", file=sys.stderr)

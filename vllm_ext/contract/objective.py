@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_ext.config_slo import SloClass, SloConfig
+    from vllm_ext.config.slo import SloClass, SloConfig
     from vllm_ext.hints import RequestHints
 
 _MS = 1000.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from vllm_ext.config_slo import BUCKET_TOKENS
+from vllm_ext.config.slo import BUCKET_TOKENS
 from vllm_ext.contract import RequestView
 
 READING_TBT_S = 0.1875

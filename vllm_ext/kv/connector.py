@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import BETWEEN, QUANTISED
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import BETWEEN, QUANTISED
 from vllm_ext.kv.device.geometry import ArenaGeometry, without_arena
 from vllm_ext.kv.device.memory import arena_records
 from vllm_ext.kv.device.worker import current

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import QUANTISED
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kernels.kv_quant.format import ITEM_BYTES, PageLayout, RecordFormat
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ext.config_kv import LEADING, RETENTION, KvTierConfig
+from vllm_ext.config.kv_tier import LEADING, RETENTION, KvTierConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig

@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Trans
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
 from vllm_ext.contract.preemption import KvDisposition
 from vllm_ext.kv.device.tables import blocks_only
 from vllm_ext.kv.idle import IdleChunks

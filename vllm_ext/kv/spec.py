@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu import common
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import QUANTISED
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.host_memory import free_bytes

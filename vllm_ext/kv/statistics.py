@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config_kv import QUANTISED
+from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kv.times import LoadStall, WorkerTimes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import QUANTISED
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kernels import native
 from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.options import BITS_KEY

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.prediction import regression
 from vllm_ext.prediction.folder import REGRESSION, set_aside

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.contract.length_distribution import LEVELS
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.predictor.messages import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.prediction import PredictorConfig
 
 logger = logging.getLogger("vllm.vllm_ext.predictor")
 

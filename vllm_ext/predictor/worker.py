@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_prediction import PredictorConfig
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.prediction.predictor import PromptPredictor
 from vllm_ext.predictor.learner import Learner
 from vllm_ext.predictor.messages import Answer, Ask, BadMessage, Finished, Ping, Status, pack, unpack

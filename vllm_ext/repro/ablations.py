@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.config_kv import ALL, BY_TURNS
+from vllm_ext.config.kv_tier import ALL, BY_TURNS
 from vllm_ext.contract import Budget, Split, Step
 from vllm_ext.contract.checks import require
 from vllm_ext.systems.accelgen import SloMatch, SloPivotBudget, SloSlack

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.config_kv import OFF, PHASED
+from vllm_ext.config.kv_tier import OFF, PHASED
 from vllm_ext.kv.free_queue import RetentionQueue
 from vllm_ext.kv.gaps.layout import ATTRIBUTE, PHASES
 from vllm_ext.kv.gaps.manager import GapManager, can_have_gaps, with_gap_manager

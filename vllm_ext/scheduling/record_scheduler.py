@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.attention.support import chosen_kernel
-from vllm_ext.config_attention import STOCK
+from vllm_ext.config.attention import STOCK
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.manager import RecordManager, with_record_manager
 from vllm_ext.kv.device.prices import RecordPrices, measured

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm.logger import init_logger
 
 from vllm_ext.config import RETRIEVAL, ExtConfig
-from vllm_ext.config_slo import SloConfig
+from vllm_ext.config.slo import SloConfig
 from vllm_ext.contract import Need, Policy
 
 logger = init_logger("vllm.vllm_ext.scheduler")

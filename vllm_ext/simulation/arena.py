@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels.kv_quant.format import ITEM_BYTES
 from vllm_ext.kv.device.geometry import SHARE, with_arenas
 

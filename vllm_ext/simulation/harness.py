@@ -37,8 +37,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.attention.support import chosen_kernel
 from vllm_ext.config import KEY, parse
-from vllm_ext.config_attention import OWN
-from vllm_ext.config_kv import FUSED
+from vllm_ext.config.attention import OWN
+from vllm_ext.config.kv_tier import FUSED
 from vllm_ext.kv.gaps.support import WORKERS
 from vllm_ext.scheduling.record_scheduler import RecordScheduler
 from vllm_ext.simulation.arena import simulated_arena

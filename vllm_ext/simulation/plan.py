@@ -140,7 +140,7 @@ def compare(
         By load, increasing, and the order of the candidates.
 
     Raises:
-        SpecError: a candidate is not allowed with these settings; nothing was run.
+        ConfigError: a candidate is not allowed with these settings; nothing was run.
     """
     (baseline,) = (c for c in candidates if c.name == BASELINE)
     heaviest_first = sorted(loads, reverse=True)

@@ -6,16 +6,15 @@ A wrong field, value, system or option is an error before anything is run; nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext import config, systems
+from vllm_ext.config import ConfigError, made
+from vllm_ext.config.model import Flag, Model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, num_kv_blocks
-from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
 """vLLM's own schedulers, which take no options of vllm_ext, and its names of their policies."""
@@ -117,24 +116,16 @@ def engine_blocks(spec: SimulationSpec) -> int:
     )
 
 
-class SpecError(ValueError):
-    """A field of a description is unknown or has a value that is not allowed: dotted path, value, and what is."""
-
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(field, value, allowed)
-        self.field = field
-        self.value = value
-        self.allowed = allowed
-
-    def __str__(self) -> str:
-        return f"{self.field}={self.value!r}: {self.allowed}"
+def refused(field: str, value: object, allowed: str) -> ConfigError:
+    """Return the error of a field of a description, by its dotted path."""
+    return ConfigError(field, value, allowed, root="")
 
 
 def with_values(spec: SimulationSpec, values: Mapping[str, Any]) -> SimulationSpec:
     """Return the description with other values at dotted paths; they are checked together, at the end.
 
     Raises:
-        SpecError: an unknown path, or a value that is not allowed there.
+        ConfigError: an unknown path, or a value that is not allowed there.
     """
     # What was not set stays so: defaults may depend on other fields, as the rate's does on the kind of arrivals.
     data = spec.model_dump(mode="json", exclude_unset=True)
@@ -146,37 +137,18 @@ def with_values(spec: SimulationSpec, values: Mapping[str, Any]) -> SimulationSp
                 inner[name] = {}
             inner = inner[name]
             if not isinstance(inner, dict):
-                raise SpecError(path, value, f"{'.'.join(parents[:depth])} is {inner!r} and has no fields of its own")
+                raise refused(path, value, f"{'.'.join(parents[:depth])} is {inner!r} and has no fields of its own")
         inner[last] = value
     return parse(SimulationSpec, data)
 
 
-def parse(model: type[_Model], data: object) -> _Model:
+def parse(model: type[Model], data: object) -> Model:
     """Build a description from plain data.
 
     Raises:
-        SpecError: the first thing that is wrong, with what is allowed.
+        ConfigError: the first thing that is wrong, with what is allowed.
     """
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or model.__name__
-        message = first["msg"].removeprefix("Value error, ")
-        allowed = message[:1].lower() + message[1:]
-        if first["type"] == "extra_forbidden":
-            allowed = _unknown(model, field)
-        raise SpecError(field, first["input"], allowed) from error
-
-
-def _unknown(model: type[BaseModel], field: str) -> str:
-    """What to say of a field that is not there: which there are, where the path leads through plain models."""
-    *parents, _ = field.split(".")
-    known: Any = model().model_dump()
-    for name in parents:
-        known = known.get(name) if isinstance(known, dict) else None
-    where = f"the fields of {'.'.join(parents)}" if parents else "the fields"
-    return f"unknown field; {where} are {', '.join(known)}" if known else "unknown field"
+    return made(model, data, root="")
 
 
 def checked(spec: SimulationSpec) -> SimulationSpec:
@@ -185,14 +157,14 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     Options are dropped for vLLM's own schedulers, so that one description serves all systems of a comparison.
 
     Raises:
-        SpecError: the system is unknown, or refuses an option.
+        ConfigError: the system is unknown, or refuses an option.
     """
     engine = spec.engine
     if engine.system in UPSTREAM:
         return spec.model_copy(update={"engine": engine.model_copy(update={"options": {}})})
     try:
         systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
-    except config.ConfigError as error:
+    except ConfigError as error:
         field, allowed = f"engine.options.{error.field}", error.allowed
         if error.field == "system":
             field = "engine.system"
@@ -200,5 +172,5 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
             if not all(part in rows for part in engine.system.split("+")):
                 known = ", ".join((*UPSTREAM, *rows))
                 allowed = f"must be one of {known}, or several of the latter joined by +"
-        raise SpecError(field, error.value, allowed) from error
+        raise refused(field, error.value, allowed) from error
     return spec

@@ -28,8 +28,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ext.config import parse
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.device.geometry import SHARE
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.kv.options import transfer_config

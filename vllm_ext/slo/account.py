@@ -19,7 +19,7 @@ from vllm_ext.slo import usage_report
 from vllm_ext.slo.outcome import SequenceTimes, SloOutcome
 
 if TYPE_CHECKING:
-    from vllm_ext.config_slo import SloClass, SloConfig
+    from vllm_ext.config.slo import SloClass, SloConfig
     from vllm_ext.slo.metrics import SloMetrics
 
 guarded = Guard(

@@ -25,7 +25,7 @@ from vllm_ext.metrics.frontend import UTILITY
 from vllm_ext.scheduling.wait_forecast import QueueState
 
 if TYPE_CHECKING:
-    from vllm_ext.config_slo import SloConfig
+    from vllm_ext.config.slo import SloConfig
     from vllm_ext.slo.metrics import SloMetrics
 
 logger = init_logger("vllm.vllm_ext.slo")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
+from vllm_ext.config.errors import did_you_mean
 from vllm_ext.systems.system import Policies, System
 from vllm_ext.systems.user_policies import BASES, with_own
 
@@ -78,7 +79,9 @@ def resolve(name: str) -> System:
     parts = name.split("+")
     for part in parts:
         if _row(part) is None:
-            raise ConfigError("system", name, f"one of {', '.join(known())}, or several joined by '+'")
+            raise ConfigError(
+                "system", name, f"one of {', '.join(known())}, or several joined by '+'{did_you_mean(part, known())}"
+            )
     if len(parts) == 1:
         return _SYSTEMS[name]
     base = _SYSTEMS["fcfs"]
@@ -165,7 +168,7 @@ def build(config: ExtConfig) -> Policies:
         )
     given = {axis: {**system.parameters.get(axis, {}), **getattr(config, axis)} for axis in AXES}
     for axis in AXES:
-        _check_names(axis, given[axis], (getattr(system, axis), *(system.gates if axis == "admission" else ())))
+        _check_names(axis, given[axis], system)
     built = {axis: _construct(getattr(system, axis), axis, given[axis]) for axis in AXES}
     gates = tuple(_construct(factory, "admission", given["admission"]) for factory in system.gates)
     for axis, policy in (*built.items(), *(("gates", gate) for gate in gates)):
@@ -175,14 +178,21 @@ def build(config: ExtConfig) -> Policies:
     return Policies(system=system, gates=gates, **built)
 
 
-def _check_names(axis: str, given: Mapping[str, Any], factories: tuple[Any, ...]) -> None:
+def _check_names(axis: str, given: Mapping[str, Any], system: System) -> None:
     """Raise ConfigError for a parameter that none of an axis' policies has."""
-    known_fields = {name: factory for factory in factories for name in _fields(factory)}
+    there = _parameters(system, axis)
     for name, value in given.items():
-        if name not in known_fields:
-            owners = " and ".join(factory.__name__ for factory in factories)
-            allowed = f"a parameter of {owners}: {', '.join(known_fields) or 'nothing'}"
-            raise ConfigError(f"{axis}.{name}", value, allowed)
+        if name not in there:
+            its = ", ".join(there) or "none"
+            having = ", ".join(row.name for row in table() if name in _parameters(row, axis))
+            others = f"; systems that have it: {having}" if having else did_you_mean(name, there)
+            raise ConfigError(f"{axis}.{name}", value, f"no parameter of {system.name}, whose {axis} has {its}{others}")
+
+
+def _parameters(system: System, axis: str) -> list[str]:
+    """Return the parameters of an axis' policies, gates among those of the admission."""
+    factories = (getattr(system, axis), *(system.gates if axis == "admission" else ()))
+    return list(dict.fromkeys(name for factory in factories for name in _fields(factory)))
 
 
 def _fields(factory: Any) -> dict[str, dataclasses.Field[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_ext.config_kv import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
+from vllm_ext.config.kv_tier import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
 from vllm_ext.contract import KvDisposition, Need, PreemptionCost, RequestView, Residency
 from vllm_ext.contract.checks import require
 from vllm_ext.systems.alise import EstimatedWait

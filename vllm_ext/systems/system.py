@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext.config import AXES
-from vllm_ext.config_kv import KvTierConfig
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.systems.upstream import Arrival, InOrder, Recompute, StaticBudget, Undivided
 

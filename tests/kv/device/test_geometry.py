@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas, without_arena
 
 SHAPE: dict[str, Any] = {"block_size": 64, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}

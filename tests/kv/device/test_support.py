@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device import support
 from vllm_ext.kv.device.support import let_records_be_read, obstacle
 
@@ -93,7 +93,7 @@ def test_the_backend_that_reads_records_is_chosen() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 1.5])
 def test_a_share_is_a_fraction(share: float) -> None:
-    from vllm_ext.config_kv import KvTierConfig
+    from vllm_ext.config.kv_tier import KvTierConfig
 
-    with pytest.raises(ConfigError, match=r"device_int8_share=.*: must be 0 \(none\), or a fraction less than 1"):
+    with pytest.raises(ConfigError, match=r"device_int8_share=.*: must be (less than 1|greater than or equal to 0)"):
         KvTierConfig(device_int8_share=share)

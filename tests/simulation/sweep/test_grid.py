@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, SpecError, parse, with_values
+from vllm_ext.config import ConfigError
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, parse, with_values
 from vllm_ext.simulation.sweep.capacity import CapacitySpec
 from vllm_ext.simulation.sweep.grid import RATE, SEED, SYSTEM, SweepSpec, expand
 
@@ -43,9 +44,9 @@ def test_sweep_survives_json_with_the_same_points() -> None:
 @pytest.mark.parametrize(
     ("axes", "rest", "says"),
     [
-        ({"engine.sytem": ("fcfs",)}, {}, ["engine.sytem", "the fields of engine are system, options, max_num_seqs"]),
-        ({"motor.system": ("fcfs",)}, {}, ["motor=", "the fields are engine, hardware, cost, workload"]),
-        ({"engine.system.x": ("fcfs",)}, {}, ["engine.system={'x': 'fcfs'}", "valid string"]),
+        ({"engine.sytem": ("fcfs",)}, {}, ["engine.sytem", "the fields here are system, options, max_num_seqs"]),
+        ({"motor.system": ("fcfs",)}, {}, ["motor=", "the fields here are engine, hardware, cost, workload"]),
+        ({"engine.system.x": ("fcfs",)}, {}, ["engine.system={'x': 'fcfs'}", "must be a string"]),
         ({SYSTEM: ("fcfs", "allise")}, {}, ["engine.system='allise'", "must be one of upstream-fcfs", "alise"]),
         ({SYSTEM: ("alise+accelgen",)}, {}, ["engine.system='alise+accelgen'", "both set ordering"]),
         ({RATE: (1.0, -1.0)}, {}, [RATE, "-1.0", "greater than 0"]),
@@ -64,7 +65,7 @@ def test_sweep_survives_json_with_the_same_points() -> None:
 def test_wrong_sweep_is_refused_with_what_is_allowed(
     axes: dict[str, Any], rest: dict[str, Any], says: list[str]
 ) -> None:
-    with pytest.raises(SpecError) as refused:
+    with pytest.raises(ConfigError) as refused:
         expand(SweepSpec(axes=axes, **rest))
     assert [text for text in says if text not in str(refused.value)] == []
 
@@ -85,14 +86,14 @@ def test_values_are_checked_together() -> None:
     """Neither of the two would be allowed alone."""
     spec = with_values(SimulationSpec(), {"workload.arrivals": "gamma", "workload.cv": 3.0})
     assert (spec.workload.arrivals, spec.workload.cv) == ("gamma", 3.0)
-    with pytest.raises(SpecError, match=r"cv=3.0"):
+    with pytest.raises(ConfigError, match=r"cv=3.0"):
         with_values(SimulationSpec(), {"workload.cv": 3.0})
 
 
 def test_default_that_depends_on_another_field_follows_it() -> None:
     """A closed loop has no rate: the default one is left out, an explicit one refused."""
     assert with_values(SimulationSpec(), {"workload.arrivals": "closed-loop"}).workload.rate_per_s is None
-    with pytest.raises(SpecError, match="rate_per_s"):
+    with pytest.raises(ConfigError, match="rate_per_s"):
         with_values(SimulationSpec(), {"workload.arrivals": "closed-loop", RATE: 2.0})
 
 
@@ -101,12 +102,12 @@ def test_path_leads_into_objects_that_are_not_there_but_not_into_lists() -> None
         SimulationSpec(), {"engine.kv_offload.cpu_bytes": 5, "workload.mix": [{"source": "alpaca-like"}]}
     )
     assert spec.engine.kv_offload is not None
-    with pytest.raises(SpecError, match=r"workload.mix.0.weight=3.0: workload.mix is .* has no fields of its own"):
+    with pytest.raises(ConfigError, match=r"workload.mix.0.weight=3.0: workload.mix is .* has no fields of its own"):
         with_values(spec, {"workload.mix.0.weight": 3.0})
 
 
 def test_unknown_field_of_a_file_is_named_with_the_known_ones() -> None:
-    with pytest.raises(SpecError, match=r"workload\.rate=2.*source, format"):
+    with pytest.raises(ConfigError, match=r"workload\.rate=2.*source, format"):
         parse(SimulationSpec, {"workload": {"rate": 2}})
-    with pytest.raises(SpecError, match=r"motor=.*engine, hardware"):
+    with pytest.raises(ConfigError, match=r"motor=.*engine, hardware"):
         parse(SimulationSpec, {"motor": {}})

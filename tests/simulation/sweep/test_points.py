@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.spec import SimulationSpec, SpecError, with_values
+from vllm_ext.config import ConfigError
+from vllm_ext.simulation.spec import SimulationSpec, with_values
 from vllm_ext.simulation.sweep import grid
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, Found
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec, expand
@@ -141,7 +142,7 @@ def test_failed_run_ends_its_search_only(tmp_path: Path, fakes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"base": with_values(SimulationSpec(), {"workload.arrivals": "closed-loop"})}, SpecError),
+        ({"base": with_values(SimulationSpec(), {"workload.arrivals": "closed-loop"})}, ConfigError),
         ({"constraints": ("latency_ms=100",)}, ValueError),
         ({"constraints": ("latency<=100",)}, ValueError),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
-from vllm_ext.config_kv import QUANTISED
+from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kv.cuda.codec import DeviceCodec, Piece, QuantisedCudaCodec, RawCudaCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels.kv_quant.format import ITEM_BYTES, PageLayout, RecordFormat
 
 if TYPE_CHECKING:

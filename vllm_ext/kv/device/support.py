@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext.attention.slot import other_holder
 from vllm_ext.attention.support import stock_obstacle
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device.geometry import SHARE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device.codec import CpuRecordCodec, RecordCodec, pad
 from vllm_ext.kv.device.geometry import SHARE, ArenaGeometry
 from vllm_ext.kv.device.memory import LayerMemory, layer_memory

@@ -19,7 +19,7 @@ import vllm
 from blake3 import blake3
 from vllm.platforms import current_platform
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk.format import VERSION
 from vllm_ext.kv.options import MODEL_KEY
 

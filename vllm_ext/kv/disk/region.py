@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from vllm_ext.config_checks import ConfigError
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.host_memory import free_bytes
 

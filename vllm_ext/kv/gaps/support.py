@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ext.config import KEY
-from vllm_ext.config_kv import FUSED, OFF, PHASED
+from vllm_ext.config.kv_tier import FUSED, OFF, PHASED
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

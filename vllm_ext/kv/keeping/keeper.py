@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config_kv import LEARNED
+from vllm_ext.config.kv_tier import LEARNED
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
 from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook, Turn
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
-from vllm_ext.config_kv import LEADING, RETENTION, TAIL
+from vllm_ext.config.kv_tier import LEADING, RETENTION, TAIL
 from vllm_ext.kv.keeping.conversations import Conversation, Turn
 from vllm_ext.kv.keeping.owners import Owners
 from vllm_ext.kv.keeping.quotas import SaltQuotas

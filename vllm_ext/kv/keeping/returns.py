@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ext.config_kv import BY_AGE, BY_TURNS, LEARNED
+from vllm_ext.config.kv_tier import BY_AGE, BY_TURNS, LEARNED
 from vllm_ext.kv.keeping.worth import LEAST_AGE_S
 
 _TURNS = (1, 2, 4, 8, 16, 32)

@@ -29,8 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 
-from vllm_ext.config_checks import ConfigError
-from vllm_ext.config_kv import BETWEEN, IN_STEP
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import BETWEEN, IN_STEP
 from vllm_ext.kv.loads.choice import in_step_is_cheaper
 
 if TYPE_CHECKING:

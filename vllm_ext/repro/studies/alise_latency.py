@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.config_kv import EARLY
+from vllm_ext.config.kv_tier import EARLY
 from vllm_ext.repro.bench import Bench
 from vllm_ext.repro.studies import alise as base
 from vllm_ext.repro.study import Claim, Contender, Findings, line_plot

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from vllm_ext.config.model import Flag
 from vllm_ext.simulation.cost.devices import Device, find_device
 from vllm_ext.simulation.cost.fitted import Fitted
 from vllm_ext.simulation.cost.link import TransferLink
 from vllm_ext.simulation.cost.models import MODELS, ModelShape, find_model, is_config_path
 from vllm_ext.simulation.cost.roofline import Roofline
-from vllm_ext.simulation.flag import Flag
 from vllm_ext.simulation.step_shape import CostModel
 
 _RUNTIME_BYTES = 512 << 20

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ext.simulation.flag import Flag
+from vllm_ext.config.model import Flag
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.spec import SimulationSpec

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.simulation.constraint import Constraint
-from vllm_ext.simulation.spec import SimulationSpec, SpecError, checked, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, refused, with_values
 from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Metrics, answered, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
@@ -65,7 +65,7 @@ def expand(sweep: SweepSpec) -> list[Point]:
     """Return the points of a sweep: the last axis varies fastest but for the repeats.
 
     Raises:
-        SpecError: an axis is unknown, empty, names a value twice, or clashes with the repeats or the capacity search;
+        ConfigError: an axis is unknown, empty, names a value twice, or clashes with the repeats or the capacity search;
             or a combination is not allowed. The message names the path, the value and what is allowed.
         ValueError: a constraint cannot be read.
     """
@@ -87,7 +87,7 @@ def run(sweep: SweepSpec, store: PointStore, pool: Pool, on_point: OnPoint | Non
         The points in the order of `expand`, failed ones included.
 
     Raises:
-        SpecError: the sweep is not allowed, or a search's arrivals do not follow a rate; nothing was run.
+        ConfigError: the sweep is not allowed, or a search's arrivals do not follow a rate; nothing was run.
         ValueError: a constraint cannot be read, or names a metric that the runs do not have.
     """
     constraints = [Constraint.parse(text) for text in sweep.constraints]
@@ -97,7 +97,7 @@ def run(sweep: SweepSpec, store: PointStore, pool: Pool, on_point: OnPoint | Non
     for point in points:
         if (arrivals := point.spec.workload.arrivals) in ("closed-loop", "at-once"):
             allowed = "a capacity search varies workload.rate_per_s, which these arrivals do not follow"
-            raise SpecError("workload.arrivals", arrivals, allowed)
+            raise refused("workload.arrivals", arrivals, allowed)
 
     def violated(metrics: Metrics) -> list[str]:
         return [str(constraint) for constraint in constraints if not constraint.meets(metrics)]
@@ -110,19 +110,19 @@ def _check(sweep: SweepSpec) -> None:
         Constraint.parse(text)
     for path, values in sweep.axes.items():
         if not values:
-            raise SpecError(path, list(values), "an axis needs at least one value")
+            raise refused(path, list(values), "an axis needs at least one value")
         if twice := [value for index, value in enumerate(values) if value in values[:index]]:
-            raise SpecError(path, twice[0], "is given twice; name every value once")
+            raise refused(path, twice[0], "is given twice; name every value once")
         for value in values:
             with_values(sweep.base, {path: value})
         if outer := [other for other in sweep.axes if path.startswith(f"{other}.")]:
-            raise SpecError(path, list(values), f"lies within the axis {outer[0]}; use one of the two")
+            raise refused(path, list(values), f"lies within the axis {outer[0]}; use one of the two")
     if SEED in sweep.axes and sweep.repeats > 1:
-        raise SpecError("repeats", sweep.repeats, f"must be 1 where {SEED} is an axis")
+        raise refused("repeats", sweep.repeats, f"must be 1 where {SEED} is an axis")
     if sweep.capacity is not None and RATE in sweep.axes:
-        raise SpecError(RATE, list(sweep.axes[RATE]), "can't be an axis of a capacity search, which varies it itself")
+        raise refused(RATE, list(sweep.axes[RATE]), "can't be an axis of a capacity search, which varies it itself")
     if sweep.capacity is not None and not sweep.constraints:
-        raise SpecError("constraints", [], "a capacity search needs at least one, such as tbt_p99_ms<=100")
+        raise refused("constraints", [], "a capacity search needs at least one, such as tbt_p99_ms<=100")
 
 
 def _run(point: Point) -> Plan[Ran]:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_ext.config.model import Flag
 from vllm_ext.contract.objective import Slo
-from vllm_ext.simulation.flag import Flag
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Arrivals = Literal["poisson", "gamma", "recorded", "closed-loop", "at-once"]

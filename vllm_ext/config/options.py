@@ -1,0 +1,174 @@
+"""All options of vllm-ext: a dictionary in ``VllmConfig.additional_config["vllm_ext"]``, read into an `ExtConfig`.
+
+Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from vllm_ext.config.attention import AttentionConfig
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import KvTierConfig
+from vllm_ext.config.model import Flag, Options, made
+from vllm_ext.config.prediction import PredictionConfig, PredictorConfig, Text, comma_list
+from vllm_ext.config.slo import SloConfig
+
+AXES = ("ordering", "admission", "budget", "residency", "sharing")
+"""The five policies of a system; each has a dictionary of parameters in `ExtConfig`."""
+
+_GAMMA = {"normalised": 0.25, "mean": 0.5, "tail": 1.0}
+"""By what is to be short: how much waiting counts against cost."""
+
+
+def _gamma(text: str) -> float:
+    if text == "ttft":
+        raise argparse.ArgumentTypeError("'ttft': is a system of its own, --scheduler-cls alise-ttft, with a KV tier")
+    if text not in _GAMMA:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be one of {', '.join(_GAMMA)}")
+    return _GAMMA[text]
+
+
+def _module(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError("must be a dotted Python module name such as my_package.systems")
+    return name
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(copy.deepcopy)]
+"""Of a policy, by name; a copy, so that whoever gave them may change theirs."""
+
+
+class ExtConfig(Options):
+    """All options of vllm-ext; read-only, though its dictionaries are not enforced to be."""
+
+    system: Text = "fcfs"
+    """Name of a system, or a composition such as ``fcfs+alise``."""
+
+    ordering: Annotated[
+        Parameters,
+        Flag(
+            "--ext-age-limit-s",
+            key="age_limit_s",
+            type=float,
+            metavar="S",
+            help="Seconds of waiting after which a request goes first, whatever its length and others' objectives",
+        ),
+        Flag(
+            "--ext-optimise --ext-optimize",
+            key="gamma",
+            type=_gamma,
+            choices=_GAMMA,
+            metavar="WHAT",
+            help="What alise and auto make short: normalised (latency per token), mean (the default), or tail; "
+            "for first tokens there is --scheduler-cls alise-ttft",
+        ),
+    ] = Field(default_factory=dict)
+    """Parameters of the system's ordering policy; checked when the system is built."""
+
+    admission: Annotated[
+        Parameters,
+        Flag(
+            "--ext-preemption",
+            key="preempt",
+            type=bool,
+            help="Whether a more urgent request may push out a running one",
+        ),
+    ] = Field(default_factory=dict)
+    """Parameters of the system's admission policy; checked when the system is built."""
+
+    budget: Parameters = Field(default_factory=dict)
+    """Parameters of the system's token budget policy; checked when the system is built."""
+
+    residency: Parameters = Field(default_factory=dict)
+    """Parameters of the system's KV residency policy; checked when the system is built."""
+
+    sharing: Annotated[
+        Parameters,
+        Flag(
+            "--ext-share-by",
+            key="by",
+            type=str,
+            metavar="WHAT",
+            help="What tells clients apart where they take turns (fair): tag (the default), salt, adapter, or key",
+        ),
+    ] = Field(default_factory=dict)
+    """Parameters of the policy by which clients take turns; checked when the system is built."""
+
+    prediction: PredictionConfig = PredictionConfig()
+    """How output lengths are predicted."""
+
+    predictor: PredictorConfig = PredictorConfig()
+    """The process that predicts them from prompts."""
+
+    slo: SloConfig = SloConfig()
+    """Service-level objectives of requests that bring none, classes by tag, and load shedding."""
+
+    kv_tier: KvTierConfig = KvTierConfig()
+    """KV blocks in host memory."""
+
+    attention: AttentionConfig = AttentionConfig()
+    """Which kernel computes attention."""
+
+    modules: Annotated[
+        tuple[Annotated[str, AfterValidator(_module)], ...],
+        Field(strict=False),
+        Flag("--ext-modules", type=comma_list, metavar="M,N"),
+    ] = ()
+    """Python modules imported first; they may register further systems."""
+
+    policies: Annotated[
+        tuple[str, ...],
+        Field(strict=False),
+        Flag("--ext-policy", type=comma_list, metavar="FILE.py:CLASS", short="--policy"),
+    ] = ()
+    """Policies of your own, as ``my_policy.py:MyOrdering``; each takes its axis of the system, which is fcfs if none is
+    chosen."""
+
+    metrics_interval_s: Annotated[float, Flag("--ext-metrics-interval-s", metavar="S")] = Field(default=1.0, ge=0)
+    """Seconds between two readings of the scheduler's state for the metrics; 0 switches them off."""
+
+    request_log: Annotated[Text | None, Flag("--ext-request-log", metavar="FILE")] = None
+    """JSON-lines file that receives one line per finished request. Written by the front end, never on the step path."""
+
+    record_capacity: int = Field(default=4096, ge=1)
+    """Records of finished requests kept for the front end to fetch."""
+
+    profile: Annotated[Text | None, Flag("--ext-profile", metavar="FILE")] = None
+    """File written by `vllm-ext profile` from which the runtime model starts."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the random numbers that policies draw."""
+
+    allow_oracle: bool = False
+    """Offline benchmarks only: permits ``oracle-*`` systems, which see the true output length."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.request_log is not None and self.metrics_interval_s == 0:
+            raise ConfigError("request_log", self.request_log, "needs metrics_interval_s greater than 0")
+        if self.slo.shed and self.metrics_interval_s == 0:
+            raise ConfigError("slo.shed", self.slo.shed, "needs metrics_interval_s greater than 0")
+        if "oracle" in self.prediction.sources and not self.allow_oracle:
+            allowed = "'oracle' needs allow_oracle=true, which is for offline benchmarks only"
+            raise ConfigError("prediction.sources", self.prediction.sources, allowed)
+        return self
+
+
+def parse(raw: Mapping[str, Any]) -> ExtConfig:
+    """Build the configuration from the dictionary under ``additional_config["vllm_ext"]``.
+
+    Raises:
+        ConfigError: ``raw`` has an unknown key or a value of the wrong type or range.
+    """
+    return made(ExtConfig, dict(raw) if isinstance(raw, Mapping) else raw)
+
+
+def to_dict(config: ExtConfig) -> dict[str, Any]:
+    """Return a dictionary fit for JSON with ``parse(to_dict(config)) == config``."""
+    return config.model_dump(mode="json")

@@ -1,0 +1,76 @@
+"""Options of service-level objectives: defaults for requests that bring none, classes by tag, and load shedding."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self
+
+from annotated_types import MaxLen
+from pydantic import Field, StringConstraints, model_validator
+
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.model import Flag, Options
+from vllm_ext.hints import MAX_TAG_CHARS
+
+BUCKET_TOKENS = 512
+"""Width of the prompt buckets of ``ttft_bucket_ms``. Source: AccelGen, section 3.1."""
+MAX_CLASSES = 64
+"""Classes become values of a metric's label, which must stay few."""
+
+Milliseconds = Annotated[float, Field(gt=0)]
+_Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS)]
+
+
+def _numbers(text: str) -> list[float]:
+    """Split ``1,2.5`` at its commas."""
+    return [float(item) for item in text.split(",") if item.strip()]
+
+
+class SloClass(Options):
+    """Objectives of a class of requests, in milliseconds; None leaves one out."""
+
+    at: ClassVar[str] = "slo"
+
+    ttft_ms: Annotated[Milliseconds | None, Flag("--ttft-slo-ms", metavar="MS")] = None
+    """Objective for the time to the first token, of requests that bring none. Whatever the prompt's length."""
+
+    ttft_bucket_ms: Annotated[
+        tuple[Milliseconds, ...],
+        Field(strict=False),
+        Flag("--ttft-slo-bucket-ms", type=_numbers, metavar="A,B"),
+    ] = ()
+    """The same for prompts of up to 512 tokens, up to 1024, and so on. Longer prompts get the last one in proportion to
+    their buckets. Excludes ``ttft_ms``."""
+
+    tbt_ms: Annotated[Milliseconds | None, Flag("--tbt-slo-ms", metavar="MS")] = None
+    """Objective for every gap between tokens, of requests that bring none; sarathi's token budget follows it."""
+
+    jct_ms: Annotated[Milliseconds | None, Flag("--jct-slo-ms", metavar="MS")] = None
+    """Objective for the time to the last token, of requests that bring none."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_ttft(self) -> Self:
+        if self.ttft_bucket_ms and self.ttft_ms is not None:
+            raise ConfigError("ttft_bucket_ms", self.ttft_bucket_ms, "must not be given beside ttft_ms")
+        return self
+
+    def ttft_of(self, num_prompt_tokens: int) -> float | None:
+        """Return the TTFT objective of a prompt of so many tokens, in milliseconds; None if there is none."""
+        buckets = self.ttft_bucket_ms
+        if not buckets:
+            return self.ttft_ms
+        bucket = -(-num_prompt_tokens // BUCKET_TOKENS)
+        return buckets[bucket - 1] if bucket <= len(buckets) else buckets[-1] * bucket / len(buckets)
+
+
+class SloConfig(SloClass):
+    """Objectives of requests that bring none, and what is done where one can't be met."""
+
+    classes: Annotated[dict[_Tag, SloClass], MaxLen(MAX_CLASSES)] = Field(default_factory=dict)
+    """Objectives by the client's ``tag``; what a class leaves out is taken from the defaults beside it."""
+
+    shed: Annotated[bool, Flag("--ext-shed")] = False
+    """Whether a request whose TTFT objective can't be met, by the forecast, is answered with 503 and Retry-After.
+    Otherwise it is queued."""
+
+    shed_margin: float = Field(default=1.0, gt=0)
+    """A request is refused where the forecast exceeds its objective this many times."""
