@@ -91,8 +91,8 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
     typed = vars(args)
     given, additional = flags.given(typed), typed.get("additional_config") or {}
     scheduler_cls = typed.get("scheduler_cls")
-    if not given and not is_chosen(scheduler_cls, additional):
-        return None
+    if "scheduler_cls" not in typed or not (given or is_chosen(scheduler_cls, additional)):
+        return None  # no engine's arguments, or nothing of ours
     try:
         options = additional.get(KEY, {})
         merged = merge_flags(options, given) if isinstance(options, Mapping) else options

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.extent import HANG_S
-from vllm_ext.cli import simulate, spec_flags
+from vllm_ext import config
+from vllm_ext.cli import simulate
 from vllm_ext.cli.simulate import main
 from vllm_ext.report import json_output
 from vllm_ext.simulation.spec import SimulationSpec
@@ -137,7 +138,8 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
     }
     needs = {"workload.clients": ["--arrivals", "closed-loop"], "workload.announce_slo": ["--slo", "ttft=1"]}
     before = SimulationSpec().model_dump()
-    for path, names, described in spec_flags.flagged(SimulationSpec):
+    for path, flag, described in config.flagged(SimulationSpec):
+        names = config.flags.names_of(path, flag)
         section, _, field = path.rpartition(".")
         old = before[section][field] if section else before[field]
         for name in names:

@@ -137,8 +137,7 @@ def test_no_other_module_names_the_hidden_length() -> None:
 
     root = Path(vllm_ext.__file__).parent
     readers = {"prediction/oracle.py"}
-    for folder in ("policies", "prediction", "scheduling"):
+    for folder in ("contract", "prediction", "predictor", "scheduling", "systems"):
         for path in (root / folder).rglob("*.py"):
             name = path.relative_to(root).as_posix()
             assert name in readers or "bench_" not in path.read_text(), name
-    assert "bench_" not in (root / "systems.py").read_text()

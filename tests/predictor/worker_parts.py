@@ -77,7 +77,7 @@ def worker_command(folder: Path, *, patch: str = "", name: str = "p/s", **config
         name: Of the socket in the folder.
         config: As of `PredictorConfig`.
     """
-    made = msgspec.to_builtins(make_config(**config))
+    made = make_config(**config).model_dump(mode="json")
     options = WorkerOptions(str(folder / name), str(folder / "kept"), 0, made)
     code = f"""
 import logging, os, sys

@@ -16,6 +16,7 @@ KEYS = {
     "name",
     "command",
     "config",
+    "details",
     "seed",
     "versions",
     "machine",

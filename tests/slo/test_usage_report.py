@@ -159,7 +159,7 @@ async def test_the_request_is_found_in_the_task_that_handles_it() -> None:
     async def handle(**xargs: Any) -> list[SloOutcome]:
         found = asked(request(**xargs))
         expect(judged())
-        return [] if found is None else found._judged
+        return [] if found is None else found._outcomes
 
     assert len(await asyncio.create_task(handle(slo_report=True))) == 1
     assert await asyncio.create_task(handle(slo_report=False)) == []
@@ -192,5 +192,5 @@ async def test_a_task_s_next_request_does_not_get_into_the_report_of_the_one_bef
 
     first = await asyncio.create_task(handle())
     assert first is not None
-    assert first._judged == []
+    assert first._outcomes == []
     assert usage_report._report.get() is None

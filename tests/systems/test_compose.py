@@ -19,7 +19,7 @@ from vllm_ext.systems.past_future import PeakMemory
 from vllm_ext.systems.sarathi import TbtBudget
 from vllm_ext.systems.upstream import Arrival, InOrder
 
-ROWS = table(unserved=True)
+ROWS = [row for row in table(unserved=True) if not row.name.startswith(("test-", "oracle-test"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_has_the_systems_of_today() -> None:
     assert {"fcfs", "alise", "orca", "vllm-2023"} <= set(known())
     assert [s.name for s in systems.table()] == list(known())
-    assert [known()[0], known()[-1]] == ["fcfs", "fastserve"]
+    assert known()[0] == "fcfs"
 
 
 def test_ablations_and_upper_bounds_are_known_by_name_and_not_listed() -> None:
@@ -54,7 +54,7 @@ def test_ablations_and_upper_bounds_are_known_by_name_and_not_listed() -> None:
 def test_ablations_are_found_by_a_process_that_was_told_their_name_only() -> None:
     code = "from vllm_ext import systems; print(systems.resolve('accelgen-no-era').name, len(systems.known()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["accelgen-no-era", str(len(known()))]
+    assert done.stdout.split() == ["accelgen-no-era", "20"], "20 are listed"
 
 
 def test_the_oracles_are_marked() -> None:
@@ -227,7 +227,7 @@ def test_a_bad_parameter_is_named(axis: str, parameters: dict[str, object], fiel
 
 
 def test_a_parameter_of_another_system_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="a parameter of Arrival: nothing"):
+    with pytest.raises(ConfigError, match="no parameter of fcfs, whose ordering has none"):
         build(ExtConfig(system="fcfs", ordering={"num_levels": 2}))
 
 

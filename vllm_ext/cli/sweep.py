@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_ext.cli import spec_flags
 from vllm_ext.cli.spec_flags import UsageError
+from vllm_ext.config import flagged, flags
 from vllm_ext.files import replaced
 from vllm_ext.report import json_output, results
 from vllm_ext.report.count_progress import CountProgress
@@ -169,8 +170,8 @@ def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[s
     found = spec_flags.given(args, _CAPACITY)
     if not args.capacity and before is None:
         if found:
-            flags = spec_flags.flagged(CapacitySpec)
-            raise UsageError(f"{next(names[0] for path, names, _ in flags if path in found)}: needs --capacity")
+            first = next(flags.names_of(path, flag)[0] for path, flag, _ in flagged(CapacitySpec) if path in found)
+            raise UsageError(f"{first}: needs --capacity")
         return {}
     return {"capacity": {**(before or {}), **found}}
 

@@ -52,7 +52,7 @@ class PredictorProcess:
     @property
     def command(self) -> Sequence[str]:
         """What is run."""
-        config = msgspec.to_builtins(self._config)
+        config = self._config.model_dump(mode="json")
         options = WorkerOptions(str(self._socket), str(self._folder), os.getpid(), config)
         return [sys.executable, "-m", "vllm_ext.predictor.worker", msgspec.json.encode(options).decode()]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.slo"),
-    "objectives of a request can't be outcome; it is served, but vllm_ext:slo_* miss it",
+    "objectives of a request can't be judged; it is served, but vllm_ext:slo_* miss it",
 )
 _METHOD = "make_request_output"
 _OUTCOME = "_vllm_ext_judged"
@@ -162,7 +162,7 @@ def attach(engine: Any, account: Account) -> None:
 
     Args:
         engine: vLLM's ``AsyncLLM`` or ``LLMEngine``.
-        account: Where the requests are outcome.
+        account: Where the requests are judged.
     """
     processor = engine.output_processor
     original = processor.add_request

@@ -1,7 +1,7 @@
 """Brings what became of a request's objectives into the ``usage`` of its response, where the client asked for it.
 
 The HTTP handler opens a `Report` and the accounting, which runs where the request enters the engine, puts into it what
-is outcome. A handler's answer may be streamed from another task than the one that made it, and the engine is first
+is judged. A handler's answer may be streamed from another task than the one that made it, and the engine is first
 called there; so a context variable is set in the first by `asked` and in the second by `along`.
 """
 
