@@ -58,7 +58,7 @@ format: setup ## Fix style where that is safe
 	$(BIN)/ruff format .
 
 gpu-check: ## On a machine with a GPU: is everything right there, and how fast? Eight minutes; docs/gpu.md
-	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py --out $(OUT) $(ARGS)
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON)) scripts/gpu_check.py --out "$(OUT)" $(ARGS)
 
 gpu-bundle: ## Where pip works: pack vLLM for a machine with a GPU and PyTorch, but no package index
 	@$(PYTHON) scripts/gpu_bundle.py .gpu $(ARGS)

@@ -6,7 +6,8 @@ Subjects: ours over pages, ours with all KV in INT8, FlashAttention 3, which vLL
 and xformers' split-K operator over paged masks, which wants blocks of 64 tokens (a cell with "b64") and short queries.
 Calls are captured in a CUDA graph, as a server's decode steps are, over KV that no cache holds; they are timed
 by the device's events, by turns, and the median ratio of neighbouring turns is given with its quartiles. Memory's limit
-is a copy on the device, which reads and writes every byte. First each subject is compared with the definition.
+is a copy on the device, which reads and writes every byte. First each subject is compared with the definition. The
+result is written after every cell. One of the others that fails is named with its error, and left out of the rest.
 
 Needs a GPU, torch, Triton and numpy; what vLLM and xformers bring is left out where they are not installed:
 
@@ -16,6 +17,7 @@ Needs a GPU, torch, Triton and numpy; what vLLM and xformers bring is left out w
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import sys
@@ -27,22 +29,18 @@ import checkout  # noqa: F401 - before all that it makes importable
 import numpy as np
 import on_gpu
 import torch
+from findings import Findings
 from turns import Seconds, check_output, ratio
 
 from vllm_ext.kernels.kv_quant import gpu as codec
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
-from vllm_ext.report.results import (
-    Goal,
-    Result,
-    Workload,
-    command,
-    emit,
-    format_table,
-)
+from vllm_ext.report.results import Goal, Workload, command, format_table
 
 OWN, INT8, FLASH, UNIFIED, XFORMERS = "own", "own_int8", "flash_attn_3", "triton_unified", "xformers_split_k"
 RIVALS = (FLASH, UNIFIED, XFORMERS)
+Calls = list[Callable[[], torch.Tensor]]
+"""Of one subject, for every copy of the KV."""
 _UNCACHED_BYTES = 512 * 2**20
 """KV that one replay reads at least: ten times what an H100's cache holds."""
 _BLOCK = 32
@@ -129,7 +127,7 @@ class Step:
         self._start = torch.arange(0, tokens + 1, cell.query, dtype=torch.int32, device=device)
         self._lens = torch.tensor(self.lengths, dtype=torch.int32, device=device)
 
-    def own(self, *, int8: bool) -> list[Callable[[], torch.Tensor]]:
+    def own(self, *, int8: bool) -> Calls:
         """Our kernel, over pages or over blocks in INT8; a step is divided once for all layers, so not in a call."""
         kv = self.kv if int8 else PagedKV(self.kv.layout, self.kv.pages)
         sizes = {"num_heads": self.cell.heads, "num_tokens": len(self._query), "max_query_len": self.cell.query}
@@ -150,7 +148,7 @@ class Step:
         cache = self.kv.pages.view(-1, cell.block, cell.kv_heads, 2 * cell.dim)
         return cache[..., : cell.dim], cache[..., cell.dim :]
 
-    def flash(self) -> list[Callable[[], torch.Tensor]]:
+    def flash(self) -> Calls:
         """FlashAttention 3 as vLLM's backend calls it, with its schedule made once for all layers."""
         from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -171,7 +169,7 @@ class Step:
 
         return [lambda table=table: attended(table) for table in self._tables]
 
-    def unified(self) -> list[Callable[[], torch.Tensor]]:
+    def unified(self) -> Calls:
         """vLLM's Triton kernel, with the buffers that its backend gives it."""
         from vllm.v1.attention.backends.triton_attn import MIN_LAUNCH_GRID_SIZE_2D, NUM_PAR_SOFTMAX_SEGMENTS
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
@@ -192,7 +190,7 @@ class Step:
 
         return [lambda table=table: attended(table) for table in self._tables]
 
-    def xformers(self) -> list[Callable[[], torch.Tensor]]:
+    def xformers(self) -> Calls:
         """xformers' Triton operator, which has KV heads apart from the query heads that share them."""
         from xformers.ops import fmha
 
@@ -212,33 +210,33 @@ class Step:
         masks = [kind.from_seqlens([cell.query] * cell.batch, self.lengths, t, cell.block) for t in self._tables]
         return [lambda mask=mask: attended(mask) for mask in masks]
 
-    def subjects(self) -> dict[str, list[Callable[[], torch.Tensor]]]:
-        """Return all that can run here; of each, a call for every copy of the KV."""
-        found = {OWN: self.own(int8=False), INT8: self.own(int8=True)}
-        if self.kv.pages.is_cuda and importlib.util.find_spec("vllm"):
-            found[UNIFIED] = self.unified()
+    def subjects(self) -> dict[str, Callable[[], Calls]]:
+        """Return what makes the calls of all that can run here."""
+        found = {OWN: functools.partial(self.own, int8=False), INT8: functools.partial(self.own, int8=True)}
+        return {**found, **self._rivals()}
+
+    def _rivals(self) -> dict[str, Callable[[], Calls]]:
+        cell, found = self.cell, {}
+        if not self.kv.pages.is_cuda:
+            return {}
+        if importlib.util.find_spec("vllm"):
+            found[UNIFIED] = self.unified
             if torch.cuda.get_device_capability() == (9, 0):
-                found[FLASH] = self.flash()
-        cell = self.cell
+                found[FLASH] = self.flash
         fits = cell.block % _XFORMERS_BLOCK == 0 and cell.query <= _XFORMERS_QUERY and not cell.ragged
-        if self.kv.pages.is_cuda and fits and importlib.util.find_spec("xformers"):
-            found[XFORMERS] = self.xformers()
+        if fits and importlib.util.find_spec("xformers"):
+            found[XFORMERS] = self.xformers
         return found
 
-    def check(self) -> None:
-        """Compare every subject with the definition.
-
-        Raises:
-            RuntimeError: one is off.
-        """
+    def outputs(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a subject computes, over memory that was NaN, and what the definition does."""
         assert self.kv.records is not None
         kv = PagedKV(self.kv.layout, self.kv.pages.cpu(), self.kv.records.cpu())
-        for name, (call, *_) in self.subjects().items():
-            table = (self._tables[0] + self.kv.num_blocks * (name == INT8)).cpu()
-            ranges = Ranges.from_block_table(self._start.cpu(), self._lens.cpu(), table)
-            wanted, _ = reference.paged_attention(self._query.cpu(), kv, ranges, scale=self._scale)
-            self._out.fill_(torch.nan)
-            check_output(f"{name} on {self.kv.pages.device}", call().cpu(), wanted)
+        table = (self._tables[0] + self.kv.num_blocks * (name == INT8)).cpu()
+        ranges = Ranges.from_block_table(self._start.cpu(), self._lens.cpu(), table)
+        wanted, _ = reference.paged_attention(self._query.cpu(), kv, ranges, scale=self._scale)
+        self._out.fill_(torch.nan)
+        return self.subjects()[name]()[0]().cpu(), wanted
 
     def bytes_read(self, name: str) -> int:
         """Return the bytes of KV that a call of a subject has to read."""
@@ -253,12 +251,32 @@ def limit_gb_per_s(mib: int, repeats: int, device: str) -> float:
     return 2 * source.numel() / float(min(times["copy"])) / 1e9
 
 
-def measured(cell: Cell, repeats: int, device: str, seed: int) -> tuple[Step, dict[str, Seconds]]:
-    """Return the seconds of a call of each subject, by turns."""
-    step = Step(cell, device, seed, _UNCACHED_BYTES if device == "cuda" else 0)
-    replayed = {name: on_gpu.captured(calls, device) for name, calls in step.subjects().items()}
+def check(cell: Cell, device: str, found: Findings) -> None:
+    """Compare every subject with the definition: ours that is off is wrong, one of the others has failed."""
+    step = Step(cell, device, found.seed)
+    for name in step.subjects():
+        outputs = None if name in found.failed else found.attempt(name, functools.partial(step.outputs, name))
+        if outputs is None:
+            continue
+        try:
+            check_output(f"{name} of {cell.name}", *outputs)
+        except RuntimeError as error:
+            if name in RIVALS:
+                found.failed[name] = str(error)
+            else:
+                found.wrong.append(str(error))
+
+
+def measured(cell: Cell, repeats: int, device: str, found: Findings) -> tuple[Step, dict[str, Seconds]]:
+    """Return the seconds of a call of each subject that has not failed, by turns."""
+    step = Step(cell, device, found.seed, _UNCACHED_BYTES if device == "cuda" else 0)
+    replayed = {}
+    for name, calls in step.subjects().items():
+        if name not in found.failed:
+            replay = found.attempt(name, lambda calls=calls: on_gpu.captured(calls(), device))
+            replayed |= {name: replay} if replay else {}
     times = on_gpu.measure(replayed, repeats, device, skipped=2)
-    return step, {name: found / step.copies for name, found in times.items()}
+    return step, {name: taken / step.copies for name, taken in times.items()}
 
 
 def goals(cell: Cell, times: dict[str, Seconds], share: float) -> list[Goal]:
@@ -283,47 +301,56 @@ def goals(cell: Cell, times: dict[str, Seconds], share: float) -> list[Goal]:
     return made
 
 
+class Table:
+    """Lines of cells, and what becomes of them in a result."""
+
+    header = ("cell", "subject", "us", "time / own", "q1", "q3", "of memory's limit")
+
+    def __init__(self, found: Findings, limit_gb_per_s: float) -> None:
+        self._found, self._limit = found, limit_gb_per_s
+        self.lines: list[list[Any]] = []
+
+    def add(self, step: Step, times: dict[str, Seconds], *, is_judged: bool) -> None:
+        """Take in the times of a cell."""
+        cell, found = step.cell, self._found
+        shares = {name: step.bytes_read(name) / float(np.median(t)) / 1e9 / self._limit for name, t in times.items()}
+        for name, taken in times.items():
+            microseconds = round(float(np.median(taken)) * 1e6, 2)
+            target = found.baselines.setdefault(name, {}) if name in RIVALS else found.metrics
+            target[f"{cell.name}_{name}_us"] = microseconds
+            over_own = ratio(times, name, OWN) if OWN in times else (None, None, None)
+            self.lines.append([cell.name, name, microseconds, *over_own, shares[name]])
+        if is_judged and {OWN, INT8} <= times.keys():
+            found.goals += goals(cell, times, shares[OWN])
+        found.write()
+
+
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and return the exit status."""
+    """Measure, print, and return the exit status: 1 if our kernel is wrong, 3 if a subject failed."""
     args = on_gpu.parse(__doc__, argv)
     device = "cpu" if args.dry else "cuda"
     checked, cells, repeats = (TINY, TINY, 1) if args.dry else (CHECKED, CELLS, 7 if args.quick else 31)
-    limit = limit_gb_per_s(1 if args.dry else 2048, repeats, device)
-    metrics: dict[str, float] = {}
-    baselines: dict[str, dict[str, float]] = {"memory": {"read_and_written_gb_per_s": round(limit, 2)}}
-    judged: list[Goal] = []
-    lines: list[list[Any]] = []
-    for cell in checked:
-        Step(cell, device, args.seed).check()
-    for cell in cells:
-        step, times = measured(cell, repeats, device, args.seed)
-        speeds = {name: step.bytes_read(name) / float(np.median(found)) / 1e9 for name, found in times.items()}
-        for name, found in times.items():
-            microseconds = round(float(np.median(found)) * 1e6, 2)
-            target = baselines.setdefault(name, {}) if name in RIVALS else metrics
-            target[f"{cell.name}_{name}_us"] = microseconds
-            lines.append([cell.name, name, microseconds, *ratio(times, name, OWN), speeds[name] / limit])
-        if not args.dry:
-            judged += goals(cell, times, speeds[OWN] / limit)
-        del step
     config = {
         "device": "interpreter" if args.dry else torch.cuda.get_device_name(), "repeats": repeats, "dry": args.dry,
         "quick": args.quick, "cells": [cell.name for cell in cells],
     }  # fmt: skip
     digest = hashlib.sha256(repr((sorted(config.items()), args.seed)).encode()).hexdigest()
-    result = Result(
-        name="attention_gpu",
-        command=command(argv, "benchmarks/attention_gpu.py"),
-        config=config,
-        seed=args.seed,
-        workload=Workload(name="random numbers", rows=len(lines), sha256=digest),
-        metrics=metrics,
-        baselines=baselines,
-        goals=judged,
-    )
-    header = ["cell", "subject", "us", "time / own", "q1", "q3", "of memory's limit"]
-    emit(result, [format_table(header, lines)], args.out)
-    return 0
+    found = Findings(
+        name="attention_gpu", command=command(argv, "benchmarks/attention_gpu.py"), config=config, seed=args.seed,
+        workload=Workload(name="random numbers", rows=len(cells), sha256=digest), out=args.out,
+    )  # fmt: skip
+    for cell in checked:
+        found.attempt(f"check of {cell.name}", functools.partial(check, cell, device, found))
+    if found.wrong:
+        return found.end(found.wrong)
+    limit = limit_gb_per_s(1 if args.dry else 2048, repeats, device)
+    found.baselines["memory"] = {"read_and_written_gb_per_s": round(limit, 2)}
+    table = Table(found, limit)
+    for cell in cells:
+        if made := found.attempt(cell.name, functools.partial(measured, cell, repeats, device, found)):
+            table.add(*made, is_judged=not args.dry)
+        del made
+    return found.end([format_table(table.header, table.lines)])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import checkout  # noqa: F401 - before all that it makes importable
+import on_gpu
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
@@ -39,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 _GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
 _DRY_BYTES = 32 * 2**20
+_POLL_S, _TAIL_CHARS = 0.2, 3000
 
 
 def ours(system: str, **options: Any) -> dict[str, Any]:
@@ -157,6 +159,16 @@ class Engine:
         self.abort(req_id for req_id, seen in self.seen.items() if not (seen.ended or seen.aborted))
 
     @property
+    def in_flight(self) -> int:
+        """Steps that are under way when another is planned: 1 with async scheduling, else 0."""
+        return int(self.core.batch_queue is not None)
+
+    @property
+    def cudagraph_mode(self) -> str:
+        """Return which steps are replayed as CUDA graphs, in vLLM's words; the attention backend has a say in it."""
+        return str(self.core.vllm_config.compilation_config.cudagraph_mode.name)
+
+    @property
     def is_busy(self) -> bool:
         """Whether requests are left."""
         return bool(self._engine.has_unfinished_requests())
@@ -180,32 +192,80 @@ class Engine:
 
 def add_settings(parser: argparse.ArgumentParser, settings: Sequence[str], limit_s: float) -> None:
     """Add the options of a benchmark that starts an engine for each of some settings."""
-    parser.add_argument("--settings", default=",".join(settings), help="of them, in this order (default: %(default)s)")
+    parser.add_argument("--settings", type=_listed(settings), default=",".join(settings),
+                        help="of them, in this order (default: %(default)s)")  # fmt: skip
     parser.add_argument("--one", choices=settings, help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=float, default=limit_s, help="for one engine (default: %(default)s)")
 
 
-def in_processes(script: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def in_processes(script: str, args: argparse.Namespace, report: on_gpu.Report) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what a script writes for each setting, each in a process of its own: one that dies takes nobody along.
 
-    Every result has ``seconds`` and ``problems``, and the end of what was printed where the process failed.
+    The report has it under ``settings``, while a process runs as well, and is written whenever something was added.
+    Every result has ``seconds``, ``problems`` and ``complete``, and the end of what was printed where the process
+    failed. A setting that is named twice is another engine: "stock, again".
     """
+    settings: dict[str, dict[str, Any]] = report.found.setdefault("settings", {})
     with TemporaryDirectory() as folder:
-        for setting in args.settings.split(","):
-            began, out = time.perf_counter(), Path(folder, f"{setting}.json")
-            command = [sys.executable, script, "--one", setting, "--out", str(out), "--seed", str(args.seed)]
-            try:
-                done = subprocess.run(
-                    [*command, *(["--dry"] if args.dry else [])], capture_output=True, text=True, check=False,
-                    timeout=args.limit_s,
-                )  # fmt: skip
-                tail = "" if done.returncode == 0 else (done.stdout + done.stderr)[-3000:]
-            except subprocess.TimeoutExpired as error:
-                tail = f"not done in {args.limit_s:g} s; {str(error.stderr)[-1500:]}"
-            found: dict[str, Any] = {"problems": [], "seconds": round(time.perf_counter() - began, 1)}
-            if tail:
-                found |= {"problems": ["the engine failed"], "tail": tail}
-            yield setting, found | (json.loads(out.read_text()) if out.exists() else {})
+        for number, setting in enumerate(args.settings):
+            name = f"{setting}, again" if setting in settings else setting
+            out = Path(folder, f"{number}.json")
+
+            def keep(found: dict[str, Any], name: str = name) -> None:
+                settings[name] = found
+                report.write()
+
+            options = ["--one", setting, "--out", str(out), "--seed", str(args.seed), *(["--dry"] if args.dry else [])]
+            settings[name] = _run([sys.executable, script, *options], out, args.limit_s, keep)
+            yield name, settings[name]
+            report.write()
+
+
+def all_complete(report: on_gpu.Report) -> bool:
+    """Whether all engines ran to their end, and did what was to be measured."""
+    return all(one["complete"] and not one["problems"] for one in report.found["settings"].values())
+
+
+def _run(command: Sequence[str], out: Path, limit_s: float, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run a process to its end or its limit, hand on what it writes meanwhile, and return what is there in the end."""
+    began, log = time.perf_counter(), out.with_suffix(".log")
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        before = b""
+        while process.poll() is None and time.perf_counter() - began < limit_s:
+            if out.exists() and (text := out.read_bytes()) != before:
+                before = text
+                keep(_read(out))
+            time.sleep(_POLL_S)
+        failure = "" if process.poll() == 0 else f"status {process.poll()}; "
+        if process.poll() is None:
+            failure = f"not done in {limit_s:g} s; "
+    finally:
+        process.kill()
+        process.wait()
+    found = _read(out) | {"seconds": round(time.perf_counter() - began, 1)}
+    if failure:
+        found["problems"] = ["the engine failed", *found["problems"]]
+        found |= {"complete": False, "tail": failure + log.read_text(errors="replace")[-_TAIL_CHARS:]}
+    return found
+
+
+def _read(out: Path) -> dict[str, Any]:
+    """Return what a process wrote so far."""
+    return {"problems": [], "complete": False} | (json.loads(out.read_bytes()) if out.exists() else {})
+
+
+def _listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what takes a list of some names apart."""
+
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)!r} unknown, must be of {', '.join(known)}")
+        return found
+
+    return names
 
 
 def _model(shape: str, *, drawn: bool) -> str:

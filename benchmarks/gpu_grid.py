@@ -2,7 +2,10 @@
 
 Contexts need no prefill: vLLM's DecodeBenchConnector says that their KV is there already, and what KV holds costs no
 time. Prompts are computed. Steps are timed in runs of several, so that what the host does beside the device, as in a
-server with async scheduling, is hidden as it is there.
+server with async scheduling, is hidden as it is there. A cell whose steps the scheduler plans otherwise is dropped.
+
+The order brackets what is measured, whenever time runs out: prompts alone, then few and many decodes, short and long
+contexts, and of each first no prompt tokens and the most.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpu_engine import Engine
 
@@ -32,6 +35,14 @@ FILL: dict[str, Any] = {
 
 
 _MOST_STEPS, _RUN_S = 12, 0.06
+_SEATS_BESIDE = 16
+"""Seats besides those of decodes. A prompt holds one until its step has ended, and others are planned meanwhile."""
+_SPARE_STEPS = 4
+"""That a run may take beyond those it times, and decodes until all of them run."""
+
+
+class NotAsPlanned(RuntimeError):
+    """An engine took other steps than those of a cell."""
 
 
 class Filled:
@@ -45,6 +56,32 @@ class Filled:
 
     def _answer(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._matched(request, num_computed_tokens) if self.on else (0, False)
+
+
+class StepSize(NamedTuple):
+    """What a scheduler planned for a step."""
+
+    requests: int
+    tokens: int
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.requests} requests with {self.tokens} tokens"
+
+
+class Planned:
+    """Notes the steps that a scheduler plans, in their order; a step without tokens is none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = self._noted
+        self.steps: list[StepSize] = []
+
+    def _noted(self, *args: Any) -> Any:
+        output = self._schedule(*args)
+        if tokens := output.total_num_scheduled_tokens:
+            self.steps.append(StepSize(len(output.num_scheduled_tokens), tokens))
+        return output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +111,45 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class GridSpec:
-    """Which cells are measured."""
+    """Which cells are measured, in their order: what is left out when time runs out lies between those that are not."""
 
-    decodes: Sequence[int] = (1, 8, 32, 64, 128, 256)
-    contexts: Sequence[int] = (512, 2048, 4096, 16384)
-    prompt_tokens: Sequence[int] = (0, 128, 256, 512, 1024, 2048, 4096, 8192)
+    corners: Sequence[tuple[int, int]] = ((256, 512), (1, 512), (16, 16384), (128, 2048), (1, 16384))
+    """Decodes, and the tokens of each context, between which all others lie."""
+    corner_tokens: Sequence[int] = (0, 8192, 512, 2048)
+    """Of prompts beside them."""
+    inner: Sequence[tuple[int, int]] = (
+        (256, 1024), (64, 512), (128, 512), (32, 4096), (128, 1024), (32, 512), (64, 4096), (8, 4096),
+    )  # fmt: skip
+    """The same of the others."""
+    inner_tokens: Sequence[int] = (0, 512, 2048)
+    alone: Sequence[int] = (8192, 128, 1024, 512, 2048, 4096, 256)
+    """Tokens of prompts without decodes, which are measured before all else."""
     steps: int = 3
     """Of a run, at least; more where they are short, since the first of them may wait for the host."""
     runs: int = 2
 
-    def pairs(self, kv_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield decodes and contexts whose KV, with that of a prompt, the device holds; and no decodes."""
-        room = 0.95 * (kv_tokens - 2 * max(self.prompt_tokens))
-        yield 0, 0
-        yield from ((n, c) for n in self.decodes for c in self.contexts if n * (c + 256) <= room)
+    @property
+    def seats(self) -> int:
+        """Requests that an engine has to have seats for: with all seats taken no prompt is ever begun."""
+        return max(decodes for decodes, _ in (*self.corners, *self.inner)) + _SEATS_BESIDE
+
+    def cells(self, kv_tokens: int, most_tokens: int) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Yield decodes, their contexts, and prompt tokens beside them, as far as the device holds the KV of all.
+
+        Args:
+            kv_tokens: That the device holds.
+            most_tokens: Of a step.
+        """
+        yield 0, 0, self._within(self.alone, most_tokens)
+        room = 0.95 * (kv_tokens - 2 * max(self.corner_tokens))
+        for pairs, tokens in ((self.corners, self.corner_tokens), (self.inner, self.inner_tokens)):
+            for decodes, context in pairs:
+                if decodes * (context + 256) <= room:
+                    yield decodes, context, self._within(tokens, most_tokens - decodes)
+
+    @staticmethod
+    def _within(sizes: Sequence[int], most: int) -> Sequence[int]:
+        return list(dict.fromkeys(min(size, most) for size in sizes))
 
 
 @dataclass
@@ -95,68 +157,88 @@ class Grid:
     """Measures cells of one engine.
 
     Args:
-        engine: Made with `FILL`, without a system of ours, prefix caching off.
-        filled: Of it.
+        engine: Made with `FILL` and `GridSpec.seats`, without a system of ours, prefix caching off.
     """
 
     engine: Engine
-    filled: Filled
     cells: list[Cell] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    """Cells whose steps were not as planned, with the reason."""
     _prompts: int = 0
 
-    def measure(self, spec: GridSpec) -> Iterator[Cell]:
-        """Measure cell by cell, prompts alone first."""
+    def __post_init__(self) -> None:
+        self._filled, self._planned = Filled(self.engine), Planned(self.engine)
+
+    def measure(self, spec: GridSpec) -> Iterator[None]:
+        """Measure cell by cell; yield whenever one was added to `cells` or `dropped`."""
         scheduler = self.engine.scheduler
         kv_tokens = scheduler.kv_cache_manager.block_pool.num_gpu_blocks * scheduler.block_size
         most = scheduler.max_num_scheduled_tokens
-        for decodes, context in spec.pairs(kv_tokens):
-            running = self._decodes(decodes, context)
-            for tokens in sorted({min(tokens, most - decodes) for tokens in spec.prompt_tokens}):
-                if tokens or decodes:
-                    cell = self._cell(decodes, context, tokens, spec)
-                    self.cells.append(cell)
-                    yield cell
+        for decodes, context, sizes in spec.cells(kv_tokens, most):
+            running: list[str] = []
+            for tokens in sizes:
+                try:
+                    running = running or self._decodes(decodes, context, most)
+                    self.cells.append(self._cell(running, context, tokens, spec))
+                except NotAsPlanned as error:
+                    cell = {"decodes": decodes, "context": context, "prompt_tokens": tokens, "reason": str(error)}
+                    self.dropped.append(cell)
+                    self.engine.abort_all()
+                    running = []
+                yield
             self.engine.abort(running)
         scheduler.max_num_scheduled_tokens = most
 
-    def _decodes(self, count: int, context: int) -> list[str]:
-        """Bring requests into the batch that will decode for as long as the cells take."""
+    def _decodes(self, count: int, context: int, most_tokens: int) -> list[str]:
+        """Bring requests into the batch that will decode for as long as the cells take.
+
+        Raises:
+            NotAsPlanned: they do not all run; they are left in the engine.
+        """
         engine, scheduler = self.engine, self.engine.scheduler
-        most = scheduler.max_num_scheduled_tokens
-        self.filled.on = True
+        scheduler.max_num_scheduled_tokens = most_tokens
+        self._filled.on = True
         left = scheduler.max_model_len - context - 1
         ids = [engine.add(engine.prompt(number, context), left) for number in range(count)]
-        while len(scheduler.running) < count:
+        for _ in range(_SPARE_STEPS if count else 0):
             engine.step()
-        self.filled.on = False
-        for _ in range(3 if count else 0):
-            engine.step()
-        scheduler.max_num_scheduled_tokens = most
+        self._filled.on = False
+        if (running := len(scheduler.running)) != count:
+            raise NotAsPlanned(f"{running} of {count} decodes run after {_SPARE_STEPS} steps")
         return ids
 
-    def _cell(self, decodes: int, context: int, tokens: int, spec: GridSpec) -> Cell:
-        first = self._run(decodes, tokens, 1)  # with what is compiled or looked up for this shape
+    def _cell(self, running: Sequence[str], context: int, tokens: int, spec: GridSpec) -> Cell:
+        first = self._run(len(running), tokens, 1)  # with what is compiled or looked up for this shape
         steps = min(_MOST_STEPS, max(spec.steps, int(_RUN_S / first)))
-        seconds = tuple(self._run(decodes, tokens, steps) / steps for _ in range(spec.runs))
-        return Cell(decodes=decodes, context=context, prompt_tokens=tokens, steps=steps, seconds=seconds)
+        done = len(self.engine.seen[running[0]].token_times_s) if running else 0
+        seconds = tuple(self._run(len(running), tokens, steps) / steps for _ in range(spec.runs))
+        return Cell(decodes=len(running), context=context + done, prompt_tokens=tokens, steps=steps, seconds=seconds)
 
     def _run(self, decodes: int, tokens: int, steps: int) -> float:
-        """Return the seconds of so many steps, each of all decodes and so many prompt tokens."""
-        engine, scheduler = self.engine, self.engine.scheduler
-        scheduler.max_num_scheduled_tokens = decodes + max(1, tokens)
-        if not tokens:
-            began = engine.now()
-            for _ in range(steps):
-                engine.step()
-            return engine.now() - began
-        ids = []
-        for _ in range(steps):
-            self._prompts += 1
-            ids.append(engine.add(engine.prompt(10_000 + self._prompts, tokens), 1))
-        began = engine.now()
-        while not all(engine.seen[req_id].ended for req_id in ids):
+        """Return the seconds of so many steps, each of all decodes and a prompt of so many tokens.
+
+        Raises:
+            NotAsPlanned: a step was another one, or took too long to come.
+        """
+        engine = self.engine
+        engine.scheduler.max_num_scheduled_tokens = decodes + max(1, tokens)
+        ids = [self._prompt(tokens) for _ in range(steps if tokens else 0)]
+        planned, wanted = len(self._planned.steps), StepSize(decodes + bool(tokens), decodes + tokens)
+        for _ in range(engine.in_flight):  # those that were planned before
             engine.step()
+        began, taken = engine.now(), 0
+        while taken < steps or not all(engine.seen[req_id].ended for req_id in ids):
+            if taken == steps + _SPARE_STEPS:
+                raise NotAsPlanned(f"prompts of {tokens} tokens beside {decodes} decodes did not end in {taken} steps")
+            engine.step()
+            taken += 1
+            if other := next((size for size in self._planned.steps[planned : planned + steps] if size != wanted), None):
+                raise NotAsPlanned(f"a step had {other} rather than {wanted}")
         return engine.now() - began
+
+    def _prompt(self, tokens: int) -> str:
+        self._prompts += 1
+        return self.engine.add(self.engine.prompt(10_000 + self._prompts, tokens), 1)
 
 
 def cost_of(cells: Sequence[Cell], source: str) -> Fitted:

@@ -3,7 +3,8 @@
 A job of scattered blocks of all layers (the shape of Llama-3.1-8B's KV) is stored into chunks of the pool in random
 order, and loaded into other blocks; timed from its submission until it is through, and the median of some repeats is
 taken. Throughput counts bytes of KV, whatever crosses the link: in 8 bits that is about half. The bytes are checked
-first, those of 8 bits against the format's definition. Besides:
+first, those of 8 bits against the format's definition; where some are wrong, nothing is measured of that kind. The
+result is written after every part. Besides:
 
 - ``polled``: jobs of 4 GiB over the link, looked at only every 20 or 6 ms, as by an engine with steps of that length;
   timed on the device, from the first copy's start to the last one's end. With it, what a GiB of KV costs the thread
@@ -21,6 +22,7 @@ Needs a GPU, torch, Triton and numpy, but neither vLLM nor an installation:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import statistics
 import subprocess
@@ -31,20 +33,16 @@ from collections.abc import Callable, Sequence
 import checkout  # noqa: F401 - before all that it makes importable
 import on_gpu
 import torch
+from findings import Findings
 from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagingSlot
 from vllm_ext.kv.cuda.transfers import Ended
-from vllm_ext.report.results import (
-    Goal,
-    Result,
-    Workload,
-    command,
-    emit,
-    format_table,
-)
+from vllm_ext.report.results import Goal, Workload, command, format_table
 
+Metrics = dict[str, float]
+_ONE_COPY = "one pinned copy"
 _NAMES = {LOSSLESS: "raw", QUANTISED: "8bit"}
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Of one PCIe lane, by generation, after encoding."""
@@ -244,31 +242,65 @@ def pcie_limit_gb_per_s() -> float | None:
         return None
 
 
-def measure(shape: Shape, where: str, seed: int, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return metrics, and those of one large copy.
+def parts(tier: Tier, repeats: int) -> dict[str, Callable[[], Metrics]]:
+    """Return what is measured of a tier, the most telling first."""
+    name, size = _NAMES[tier.bits], 4096 if tier.where == "cuda" else 64
 
-    Raises:
-        RuntimeError: bytes came back wrong; nothing is reported then.
-    """
-    metrics: dict[str, float] = {}
+    def beside(kind: str, is_load: bool) -> Metrics:
+        return {f"{name}_compute_time_beside_{kind}_ratio": slowdown(tier, repeats, size, is_load=is_load)}
+
+    return {
+        "throughput": lambda: throughput(tier, repeats),
+        "polled": lambda: polled(tier, repeats),
+        "one chunk": lambda: one_chunk(tier, repeats),
+        "compute beside stores": lambda: beside("stores", False),
+        "compute beside loads": lambda: beside("loads", True),
+        "loads beside stores": lambda: {f"{name}_load_before_stores_gb_per_s": load_beside_stores(tier, repeats)},
+    }
+
+
+def measure_tier(found: Findings, tier: Tier, repeats: int) -> None:
+    """Measure a tier part by part, if its bytes are right."""
+    name = _NAMES[tier.bits]
+    wrong = found.attempt(f"{name} bytes", lambda: wrong_bytes(tier))
+    if wrong:
+        found.wrong.append(f"{wrong} bytes are wrong at {tier.bits} bits")
+    elif wrong == 0:
+        found.metrics[f"{name}_host_bytes_per_kv_byte"] = tier.geometry.chunk_bytes / tier.kv_bytes_per_chunk
+        for part, work in parts(tier, repeats).items():
+            found.metrics |= found.attempt(f"{name} {part}", work) or {}
+            found.write()
+
+
+def measure_other_tiers(found: Findings, tier_of: Callable[..., Tier], repeats: int) -> None:
+    """Measure a tier whose loads wait behind stores, and one whose pool is not pinned."""
+
+    def at_once(tier: Tier) -> Metrics:
+        return {"raw_load_at_once_with_stores_gb_per_s": load_beside_stores(tier, repeats)}
+
+    def pageable(tier: Tier) -> Metrics:
+        return {"raw_pageable_store_gb_per_s": throughput(tier, repeats)["raw_store_gb_per_s"]}
+
+    for part, work, options in (("at once", at_once, {"loads_first": False}), ("pageable", pageable, {"pins": False})):
+        tier = tier_of(LOSSLESS, **options)
+        found.metrics |= found.attempt(f"raw {part}", functools.partial(work, tier)) or {}
+        found.attempt(f"end of raw {part}", tier.close)
+        found.write()
+
+
+def measure(shape: Shape, where: str, repeats: int, found: Findings) -> None:
+    """Measure one large copy, and tiers; what fails, or is wrong, is found."""
+    tier_of = functools.partial(Tier, shape, where=where, seed=found.seed)
+    size = _LINK_BYTES if where == "cuda" else 2**10
+    found.baselines[_ONE_COPY] = found.attempt(_ONE_COPY, lambda: link(where, size, repeats)) or {}
+    found.write()
     for bits in (LOSSLESS, QUANTISED):
-        tier = Tier(shape, bits, where, seed)
-        if wrong := wrong_bytes(tier):
-            raise RuntimeError(f"{wrong} bytes are wrong at {bits} bits")
-        metrics[f"{_NAMES[bits]}_host_bytes_per_kv_byte"] = tier.geometry.chunk_bytes / tier.kv_bytes_per_chunk
-        metrics |= throughput(tier, repeats) | polled(tier, repeats) | one_chunk(tier, repeats)
-        for kind, is_load in (("stores", False), ("loads", True)):
-            ratio = slowdown(tier, repeats, 4096 if where == "cuda" else 64, is_load=is_load)
-            metrics[f"{_NAMES[bits]}_compute_time_beside_{kind}_ratio"] = ratio
-        metrics[f"{_NAMES[bits]}_load_before_stores_gb_per_s"] = load_beside_stores(tier, repeats)
-        tier.close()
-    copies = link(where, _LINK_BYTES if where == "cuda" else 2**10, repeats)
-    for name, options in (("load_at_once_with_stores", {"loads_first": False}), ("pageable", {"pins": False})):
-        tier = Tier(shape, LOSSLESS, where, seed, **options)
-        rate = throughput(tier, repeats)["raw_store_gb_per_s"] if name == "pageable" else None
-        metrics[f"raw_{name}{'_store' if rate else ''}_gb_per_s"] = rate or load_beside_stores(tier, repeats)
-        tier.close()
-    return metrics, copies
+        if tier := found.attempt(f"{_NAMES[bits]} tier", functools.partial(tier_of, bits)):
+            measure_tier(found, tier, repeats)
+            found.attempt(f"end of the {_NAMES[bits]} tier", tier.close)
+        del tier
+    if not found.wrong:
+        found.attempt("other tiers", lambda: measure_other_tiers(found, tier_of, repeats))
 
 
 def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
@@ -292,35 +324,28 @@ def _polled_goal(metrics: dict[str, float], copies: dict[str, float], kind: str,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and return the exit status."""
+    """Measure, print, and return the exit status: 1 if bytes are wrong, 3 if a part failed."""
     args = on_gpu.parse(__doc__, argv)
     where = "cpu" if args.dry else "cuda"
     shape = _TINY if args.dry else Shape(blocks=512 if args.quick else 2048)
     repeats = 1 if args.dry else 3 if args.quick else 9
-    metrics, copies = measure(shape, where, args.seed, repeats)
-    limit = None if args.dry else pcie_limit_gb_per_s()
     config = {
         "layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim, "block_size": shape.block_size,
         "blocks": shape.blocks, "dtype": str(shape.dtype), "repeats": repeats, "quick": args.quick, "dry": args.dry,
     }  # fmt: skip
-    baselines = {"one pinned copy": copies}
-    if limit is not None:
-        baselines["PCIe limit"] = dict.fromkeys(("store_gb_per_s", "load_gb_per_s"), limit)
     digest = hashlib.sha256(repr((sorted(config.items()), args.seed)).encode()).hexdigest()
-    result = Result(
-        name="kv_tier_cuda",
-        command=command(argv, "benchmarks/kv_tier_cuda.py"),
-        config=config,
-        seed=args.seed,
-        workload=Workload(name="random KV", rows=shape.blocks, sha256=digest),
-        metrics=metrics,
-        baselines=baselines,
-        goals=[] if args.dry else goals(metrics, copies),
-    )
-    rows = [[name, value] for name, value in metrics.items()]
-    rows += [[f"{kind}: {name}", value] for kind, values in baselines.items() for name, value in values.items()]
-    emit(result, [format_table(("metric", "value"), rows)], args.out)
-    return 0
+    found = Findings(
+        name="kv_tier_cuda", command=command(argv, "benchmarks/kv_tier_cuda.py"), config=config, seed=args.seed,
+        workload=Workload(name="random KV", rows=shape.blocks, sha256=digest), out=args.out,
+    )  # fmt: skip
+    measure(shape, where, repeats, found)
+    if not args.dry and (limit := pcie_limit_gb_per_s()) is not None:
+        found.baselines["PCIe limit"] = dict.fromkeys(("store_gb_per_s", "load_gb_per_s"), limit)
+    if not (args.dry or found.wrong or found.failed):
+        found.goals = goals(found.metrics, found.baselines[_ONE_COPY])
+    rows = [[name, value] for name, value in found.metrics.items()]
+    rows += [[f"{kind}: {name}", value] for kind, values in found.baselines.items() for name, value in values.items()]
+    return found.end([format_table(("metric", "value"), rows)])
 
 
 def _nothing() -> None:

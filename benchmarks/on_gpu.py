@@ -1,4 +1,4 @@
-"""What benchmarks of a CUDA device share: their command line, and the device's clock. A part of those."""
+"""What benchmarks of a CUDA device share: command line, a result that grows, the device's clock. A part of those."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from turns import Key, Seconds
 
 from vllm_ext.files import replaced
 from vllm_ext.report import results
+
+DONE, WRONG, FAILED = 0, 1, 3
+"""Exit statuses: all was measured; a comparison found something wrong, which the result names; something is missing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +50,37 @@ def write(out: Path | None, found: Mapping[str, Any]) -> None:
     if out is not None:
         with replaced(out) as file:
             file.write(json.dumps(found, indent=1, allow_nan=False).encode())
+
+
+class Report:
+    """A result whose file is written after each part: a process killed at its limit leaves what it measured.
+
+    The file says ``complete`` false until `end`, and names under ``wrong`` what a comparison found to be wrong.
+
+    Args:
+        out: The file; None: nothing is written.
+        facts: What is known at the start.
+    """
+
+    def __init__(self, out: Path | None, **facts: Any) -> None:
+        self._out = out
+        self.found: dict[str, Any] = {**facts, "complete": False}
+        self.write()
+
+    def write(self) -> None:
+        """Write what is there."""
+        write(self._out, self.found)
+
+    def add_wrong(self, name: str) -> None:
+        """Note that a comparison found something wrong, and write."""
+        self.found.setdefault("wrong", []).append(name)
+        self.write()
+
+    def end(self, *, complete: bool = True) -> int:
+        """Write for the last time, and return the exit status; what is wrong counts for more than what is missing."""
+        self.found["complete"] = complete
+        self.write()
+        return WRONG if self.found.get("wrong") else DONE if complete else FAILED
 
 
 def seconds(work: Callable[[], object], device: str) -> float:

@@ -237,7 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, 2 for a wrong command line, or 3 if there is no bundle."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT_FOLDER", help=f"receives {BUNDLE}")
-    parser.add_argument("--arch", type=int, default=90, help="compute capability of the GPU times ten (default: 90)")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        default=90,
+        help="compute capability of the GPU "
+        "times ten (default: 90; without FlashAttention 2, FLASH_ATTN serves no older one)",
+    )
     parser.add_argument("--python", default="3.12", help="of the machine (default: 3.12)")
     parser.add_argument("--limit-mib", type=float, default=52.0, help="refuse a larger bundle (default: 52)")
     options = parser.parse_args(argv)

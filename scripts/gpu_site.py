@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
+import contextlib
 import hashlib
 import lzma
 import os
@@ -22,7 +23,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_ext"
 SHIPPED_INSIDE = ("kernels", "patches")
 """Top-level folders that ship inside of the package; see setup.py."""
+_SHIPPED = ((PACKAGE, ""), *((name, name) for name in SHIPPED_INSIDE))
+"""Folders of the checkout, and where in the package they go."""
+_COMPILED = "__pycache__"
 ENGINE: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
@@ -50,8 +54,7 @@ def lay_out(bundle: Path | None, checkout: Path, folder: Path) -> dict[str, str]
     Args:
         bundle: Made by gpu_bundle.py; None where vLLM and vllm-ext are installed, and nothing has to be laid out.
         checkout: Of this repository.
-        folder: Receives both, and Triton's cache. A bundle that lies there already is not unpacked again; the checkout
-            is copied anew.
+        folder: Receives both, and Triton's cache. What lies there already is left as it is: other processes may use it.
 
     Raises:
         SiteError: the bundle is not there, or damaged; nothing of it is left behind.
@@ -60,17 +63,24 @@ def lay_out(bundle: Path | None, checkout: Path, folder: Path) -> dict[str, str]
     if bundle is None:
         return dict(ENGINE)
     site = unpack(bundle, folder)
-    ours = install(checkout, folder / "vllm-ext")
     return {
         **ENGINE,
         # Ours first: its distribution is found there. The benchmarks last: they import each other, and below
         # PYTHONSAFEPATH Python does not look beside a script.
-        "PYTHONPATH": os.pathsep.join(map(str, (ours, site, checkout / "benchmarks"))),
-        # Else `python -m` takes the checkout's package, which has no kernels.
-        "PYTHONSAFEPATH": "1",
+        **search_path(install(checkout, folder), site, checkout / "benchmarks"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         # The bundle has no FlashInfer; vLLM's sampler would import it before it asks.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+
+
+def search_path(*folders: Path) -> dict[str, str]:
+    """Return the variables by which Python imports from these folders, and then from where it was told to before."""
+    before = [name for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys((*map(str, folders), *before))),
+        # Else `python -m` takes the checkout's package, which has no kernels.
+        "PYTHONSAFEPATH": "1",
     }
 
 
@@ -87,22 +97,37 @@ def unpack(bundle: Path, folder: Path) -> Path:
         raise SiteError(f"bundle={bundle}: {error.strerror}; make it with scripts/gpu_bundle.py") from error
     if site.is_dir():
         return site
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".site-", dir=folder))
     try:
-        with tarfile.open(bundle, "r:xz") as tar:
-            tar.extractall(scratch, filter="data")
-        compileall.compile_dir(scratch, quiet=2, workers=0, stripdir=scratch, prependdir=site)
-        scratch.rename(site)
+        with made_at_once(site) as scratch:
+            with tarfile.open(bundle, "r:xz") as tar:
+                tar.extractall(scratch, filter="data")
+            compileall.compile_dir(scratch, quiet=2, workers=0, stripdir=scratch, prependdir=site)
     except (EOFError, lzma.LZMAError, tarfile.TarError) as error:
         raise SiteError(f"bundle={bundle}: damaged ({error}); make it again with scripts/gpu_bundle.py") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return site
 
 
+@contextlib.contextmanager
+def made_at_once(folder: Path) -> Iterator[Path]:
+    """Give a folder to fill, which then appears under its name; one that another process made by then is kept.
+
+    After an error nothing is left behind.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield scratch
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def install(checkout: Path, folder: Path) -> Path:
-    """Copy a checkout's package to a folder, as pip would install it; returns the folder.
+    """Copy a checkout's package below a folder, as pip would install it; returns where it is, by what it holds.
 
     Raises:
         SiteError: it is no checkout of this project.
@@ -112,14 +137,28 @@ def install(checkout: Path, folder: Path) -> Path:
         version = _version((checkout / PACKAGE / "__init__.py").read_text())
     except (OSError, KeyError) as error:
         raise SiteError(f"checkout={checkout}: no checkout of vllm-ext ({error})") from error
-    shutil.rmtree(folder, ignore_errors=True)
-    for source, target in ((PACKAGE, ""), *((name, name) for name in SHIPPED_INSIDE)):
-        shutil.copytree(checkout / source, folder / PACKAGE / target, ignore=shutil.ignore_patterns("__pycache__"))
-    info = folder / f"{PACKAGE}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(_entry_points(project))
-    return folder
+    site = folder / f"vllm-ext-{_digest(checkout)}"
+    if site.is_dir():
+        return site
+    with made_at_once(site) as scratch:
+        for source, target in _SHIPPED:
+            shutil.copytree(checkout / source, scratch / PACKAGE / target, ignore=shutil.ignore_patterns(_COMPILED))
+        info = scratch / f"{PACKAGE}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(_entry_points(project))
+    return site
+
+
+def _digest(checkout: Path) -> str:
+    """Return a key of all that is copied of a checkout, and of what its metadata comes from."""
+    key = hashlib.sha256()
+    for path in (checkout / "pyproject.toml", *(checkout / source for source, _ in _SHIPPED)):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and _COMPILED not in file.parts:
+                data = file.read_bytes()
+                key.update(f"{file.relative_to(checkout)}\0{len(data)}\0".encode() + data)
+    return key.hexdigest()[:16]
 
 
 def _version(source: str) -> str:

@@ -56,7 +56,8 @@ def test_vllm_and_this_checkout_are_found_as_installed(site: ModuleType, tmp_pat
     vllm, need, kernels, patches, plugin, checkout = (Path(path) for path in seen(environment, found.format(names)))
     assert vllm == need.parent / "vllm" / "__init__.py"
     assert need.parent.parent == folder
-    assert all((folder / "vllm-ext" / "vllm_ext") in path.parents for path in (kernels, patches, plugin))
+    ours = next(folder.glob("vllm-ext-*")) / "vllm_ext"
+    assert all(ours in path.parents for path in (kernels, patches, plugin))
     assert checkout == ROOT / "benchmarks" / "checkout.py"
     assert list(need.parent.glob("vllm/__pycache__/*.pyc")), "compiled once, before many processes import it"
 
@@ -71,17 +72,65 @@ def test_the_distribution_is_what_pyproject_says(site: ModuleType, tmp_path: Pat
     assert seen(environment, f'{metadata}.version("{project["name"]}")') == vllm_ext.__version__
 
 
-def test_a_bundle_is_unpacked_once_and_the_checkout_copied_each_time(site: ModuleType, tmp_path: Path) -> None:
+def test_a_bundle_is_unpacked_once_as_long_as_it_is_the_same(site: ModuleType, tmp_path: Path) -> None:
     packed, folder = pack(tmp_path), tmp_path / "site"
     first = site.lay_out(packed, ROOT, folder)
     unpacked = next(folder.glob("site-*"))
     (unpacked / "mark").touch()
-    (folder / "vllm-ext" / "mark").touch()
     assert site.lay_out(packed, ROOT, folder) == first
     assert (unpacked / "mark").exists()
-    assert not (folder / "vllm-ext" / "mark").exists()
     pack(tmp_path, another=b"")
     assert site.lay_out(packed, ROOT, folder)["PYTHONPATH"] != first["PYTHONPATH"]
+
+
+@pytest.fixture
+def checkout(site: ModuleType, tmp_path: Path) -> Path:
+    """What is copied of this one, with as little in it as there may be."""
+    made = tmp_path / "checkout"
+    for name in (site.PACKAGE, *site.SHIPPED_INSIDE):
+        (made / name).mkdir(parents=True)
+        (made / name / "__init__.py").write_text("__version__ = '1'\n")
+    (made / "pyproject.toml").write_text("[project]\nname = 'made'\n[project.entry-points.group]\na = 'b'\n")
+    return made
+
+
+@pytest.mark.parametrize("file", ["vllm_ext/new.py", "kernels/__init__.py", "pyproject.toml"])
+def test_a_changed_checkout_lies_beside_the_one_that_others_run_from(
+    site: ModuleType, tmp_path: Path, checkout: Path, file: str
+) -> None:
+    first = site.install(checkout, tmp_path / "site")
+    (first / "vllm_ext" / "__pycache__").mkdir()
+    assert site.install(checkout, tmp_path / "site") == first
+    with (checkout / file).open("a") as changed:
+        changed.write("# changed\n")
+    second = site.install(checkout, tmp_path / "site")
+    assert second != first
+    assert (first / "vllm_ext" / "__pycache__").exists()
+    assert sorted((tmp_path / "site").iterdir()) == sorted([first, second])
+    if file != "pyproject.toml":
+        assert (second / "vllm_ext" / file.removeprefix("vllm_ext/")).read_text().endswith("# changed\n")
+
+
+def test_of_two_that_lay_out_the_same_at_once_the_first_stays(site: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "site" / "made"
+    with site.made_at_once(folder) as mine:
+        (mine / "mine").touch()
+        with site.made_at_once(folder) as other:
+            (other / "other").touch()
+    assert [path.name for path in folder.iterdir()] == ["other"]
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_where_python_looked_before_it_looks_last(
+    site: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environment = site.lay_out(pack(tmp_path), ROOT, tmp_path / "site")
+    assert seen(environment, '__import__("mine").__file__') == str(tmp_path / "mine.py")
+    assert environment["PYTHONPATH"].split(":")[3:] == [str(tmp_path)]
+    monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+    assert site.lay_out(pack(tmp_path), ROOT, tmp_path / "site")["PYTHONPATH"] == environment["PYTHONPATH"]
 
 
 def test_where_all_is_installed_nothing_is_laid_out(site: ModuleType, tmp_path: Path) -> None:

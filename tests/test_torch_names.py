@@ -21,13 +21,12 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("data") / "torch_after_2_11.txt"
 ON_GPUS = (
     "kernels/**/*.py",
-    "vllm_ext/attention/*.py",
-    "vllm_ext/cellular/*.py",
-    "vllm_ext/kv/cuda/*.py",
-    "vllm_ext/kv/device/*.py",
+    "vllm_ext/**/*.py",
+    "patches/**/*.py",
     "benchmarks/*gpu*.py",
     "benchmarks/*cuda*.py",
     "benchmarks/checkout.py",
+    "benchmarks/findings.py",
     "benchmarks/turns.py",
     "scripts/gpu_*.py",
 )

@@ -28,6 +28,8 @@ _LEAST_BLOCK = 16
 _WIDE_HEAD = 128
 _ROOMY_BYTES = 160 * 1024
 """Of shared memory, as devices for servers have; others have 99 KiB."""
+_EXCHANGED_BYTES = 1024
+"""Of shared memory, at most, by which threads of a program exchange sums; tiles have the rest."""
 _LANES = 256
 _MERGE_CHUNK = 16
 
@@ -219,7 +221,7 @@ def attend(
         RecordFormat(layout).minima_offset // item_bytes,
         layout.head_stride, layout.k.token_stride, layout.v.offset - layout.k.offset, scale, softcap, window,
         BLOCK=layout.block_size, **tokens_of_turns(layout), HAS_INT8=has_int8, HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0, **sizes, **launch_options(work.limits, rows=grid.rows, has_int8=has_int8),
+        HAS_SOFTCAP=softcap > 0, **sizes, **launch_options(layout, work.limits, rows=grid.rows, has_int8=has_int8),
     )  # fmt: skip
     gpu_kernel.merge[(grid.partials // 2, layout.num_heads, grid.merged_rows)](
         work.partial, out, told, ranges.q_start, ranges.q_len, work.first_item, work.splits, work.first_partial,
@@ -252,14 +254,18 @@ def tokens_of_turns(layout: PageLayout) -> dict[str, int]:
     return {"PAGE_TOKENS": most, "INT8_TOKENS": min(most // 2, layout.block_size)}
 
 
-def launch_options(limits: DeviceLimits, *, rows: int, has_int8: bool) -> dict[str, int]:
+def launch_options(layout: PageLayout, limits: DeviceLimits, *, rows: int, has_int8: bool) -> dict[str, int]:
     """Return how many warps a program has, and how many turns of a loop are under way at once.
 
     More rows need the registers of more threads. In INT8 there is one turn more where there is room: its bytes are half
-    as many, and its registers allow two or three programs a processor, not five.
+    as many, and its registers allow two or three programs a processor, not five. There are fewer turns where shared
+    memory does not hold as many tiles of K and V: in fp32 of wide heads.
     """
-    stages = 3 if not has_int8 else 4 if limits.shared_bytes >= _ROOMY_BYTES else 2
-    return {"num_warps": 4 if rows == LEAST_ROWS else 8, "num_stages": stages}
+    wanted = 3 if not has_int8 else 4 if limits.shared_bytes >= _ROOMY_BYTES else 2
+    tokens, width = tokens_of_turns(layout)["PAGE_TOKENS"], triton.next_power_of_2(layout.head_dim)
+    beside = rows * (width + tokens) * layout.dtype.itemsize + _EXCHANGED_BYTES  # queries and probabilities
+    turns = max(0, limits.shared_bytes - beside) // (2 * tokens * width * layout.dtype.itemsize)
+    return {"num_warps": 4 if rows == LEAST_ROWS else 8, "num_stages": min(wanted, 1 + turns)}
 
 
 def check(layout: PageLayout, num_heads: int) -> None:

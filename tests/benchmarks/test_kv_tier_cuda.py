@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +17,34 @@ from vllm_ext.report.results import NEEDS_DEVICE
 
 from .conftest import BENCHMARKS
 
+CHANGED = """
+import os, sys
+import kv_tier_cuda as benchmark
+{}
+sys.exit(benchmark.main(["--dry", *sys.stdin.read().split()]))
+"""
+WRONG = """
+benchmark.wrong_bytes = lambda tier: 5 * (tier.bits == benchmark.QUANTISED)
+"""
+FAILS = """
+def polled(tier, repeats):
+    raise RuntimeError("a copy failed")
+benchmark.polled = polled
+"""
+ENDED = """
+benchmark.polled = lambda tier, repeats: os._exit(9)
+"""
 
-def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+
+def run(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "kv_tier_cuda.py"), *args], env={**os.environ, **environment},
-        capture_output=True, text=True, timeout=HANG_S, check=False,
+        [sys.executable, *args], env={**os.environ, **environment}, cwd=BENCHMARKS, input=stdin, capture_output=True,
+        text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 
 
 def test_a_try_on_the_cpu_checks_bytes_and_fills_the_result() -> None:
-    done = run("--dry", TRITON_INTERPRET="1")
+    done = run("kv_tier_cuda.py", "--dry", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["name"] == "kv_tier_cuda"
@@ -39,6 +58,35 @@ def test_a_try_on_the_cpu_checks_bytes_and_fills_the_result() -> None:
     assert result["metrics"]["raw_host_bytes_per_kv_byte"] == 1
     assert set(result["baselines"]) == {"one pinned copy"}
     assert result["goals"] == [], "numbers of a try mean nothing"
+    assert (result["complete"], result["wrong"], result["failed"]) == (True, [], {})
+
+
+def test_wrong_bytes_are_named_and_what_keeps_its_bytes_is_measured() -> None:
+    done = run("-c", CHANGED.format(WRONG), TRITON_INTERPRET="1")
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["wrong"] == ["5 bytes are wrong at 8 bits"]
+    assert "raw_store_gb_per_s" in result["metrics"]
+    assert not [name for name in result["metrics"] if name.startswith("8bit")]
+
+
+def test_a_part_that_fails_is_named_and_leaves_the_others() -> None:
+    done = run("-c", CHANGED.format(FAILS), TRITON_INTERPRET="1")
+    assert done.returncode == 3, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["failed"] == {f"{name} polled": "RuntimeError: a copy failed" for name in ("raw", "8bit")}
+    assert {"raw_store_gb_per_s", "8bit_load_before_stores_gb_per_s"} <= result["metrics"].keys()
+    assert (result["complete"], result["wrong"]) == (True, [])
+
+
+def test_a_process_that_is_ended_has_written_the_parts_before(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = run("-c", CHANGED.format(ENDED), stdin=f"--out {out}", TRITON_INTERPRET="1")
+    assert done.returncode == 9, done.stderr
+    result = json.loads(out.read_text())
+    assert {"raw_store_gb_per_s", "raw_load_gb_per_s"} <= result["metrics"].keys()
+    assert set(result["baselines"]) == {"one pinned copy"}
+    assert not result["complete"]
 
 
 @pytest.mark.parametrize(("rate", "missed"), [(46.0, set()), (13.0, {"store", "load"})])
@@ -56,6 +104,6 @@ def test_a_link_that_idles_between_looks_is_a_goal_missed(rate: float, missed: s
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_gpu_it_says_so() -> None:
-    done = run()
+    done = run("kv_tier_cuda.py")
     assert done.returncode == NEEDS_DEVICE
     assert "needs a CUDA device" in done.stderr

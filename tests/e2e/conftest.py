@@ -62,7 +62,10 @@ def run_engines(forks: ForkServer | None, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def alise(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server under alise with few seats and few KV blocks, so that requests do get in each other's way."""
+    """A server under alise with few seats and few KV blocks, so that requests do get in each other's way.
+
+    Its clock goes by its steps, and these by its turnstile.
+    """
     from engines import EAGER
     from servers import Served
 
@@ -81,7 +84,8 @@ def alise(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPa
     args += ["--additional-config", json.dumps(EAGER)]
     small = ["--max-num-seqs", "4", "--num-gpu-blocks-override", "40"]
     log = folder / "server.log"
-    with Served(llama, [*args, *small], log_path=log, forks=forks, request_log=request_log) as server:
+    served = Served(llama, [*args, *small], log_path=log, forks=forks, request_log=request_log, modules=["turnstile"])
+    with served as server:
         yield server
         group = server.pid
     assert group_members(group) == []

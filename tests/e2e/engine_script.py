@@ -9,9 +9,8 @@ A job is ``{"boot": "plain" | "async" | "v2" | "cuda", "run": run}``; a run is `
 and import it again; or ``"record"``:
 whether what the scheduler is told and decides is recorded. An arrival may
 name the turn it comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives
-in this process, so that its scheduler can be looked at, and requests arrive between given steps. Our schedulers have a
-clock by which a step takes the time that its tokens say, so that they decide alike on every machine, whatever else it
-does: a run is reproducible up to the steps after which copies of KV are there.
+in this process, so that its scheduler can be looked at, and requests arrive between given steps. What our schedulers
+decide by goes by steps (`by_steps`): a run is the same on every machine, whatever else that does.
 
 ``v2`` and ``cuda`` need processes of their own, because Triton must be changed before vLLM is imported; the others may
 be forks of one that has imported it (`fork_server`).
@@ -22,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,29 +91,6 @@ def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
     return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
 
 
-def go_by_steps(scheduler: Any) -> None:
-    """Give a scheduler of ours a clock that only its steps move, by their tokens; it goes on from the present.
-
-    Of the form that engines take (ALISE eq. 4): a part for the step, one for each token, one for what each attends to.
-    """
-    from vllm_ext.simulation.decision import Decision
-    from vllm_ext.simulation.virtual_clock import VirtualClock
-
-    clock = VirtualClock(time.monotonic())  # which the scheduler may have seen
-    if scheduler.place is not None:
-        scheduler.price_records(1e10)
-    finish_step = scheduler.update_from_output
-
-    def timed(step: Any, output: Any) -> Any:
-        did = Decision.of(step)
-        rows = zip(did.scheduled, did.num_computed_tokens, strict=True)
-        pairs = sum(num * (computed + num / 2) for (_, num), computed in rows)
-        clock.advance(0.005 + 1e-4 * did.num_tokens + 2e-7 * pairs)
-        return finish_step(step, output)
-
-    scheduler.clock, scheduler.update_from_output = clock, timed
-
-
 def nap(engine: Any, level: int) -> None:
     """Put the engine to sleep, with requests waiting and running, and wake it up again."""
     engine.sleep(level=level, mode="keep")
@@ -153,12 +128,9 @@ def drive(
             engine.abort_request([req_id])
         if before_step is not None:
             before_step()
-        outputs = engine.step()
-        for output in outputs:
+        for output in engine.step():
             if output.finished:
                 finished[output.request_id] = output
-        if not outputs:
-            time.sleep(0.001)  # all may wait for a copy of KV, which another thread makes
         step += 1
         if step > MAX_STEPS:
             missing = sorted({arrival["id"] for arrival in arrivals} - set(finished))  # or aborted
@@ -183,17 +155,12 @@ def runner(executor: Any) -> str:
     return "" if worker is None else type(worker.worker.model_runner).__module__
 
 
-def _let_all_copies_pay() -> None:
-    """Let steps wait for every copy ahead of time: which of them pay depends on how fast this machine copies."""
-    from vllm_ext.kv.idle_stores import IdleStoringScheduler
-
-    IdleStoringScheduler._saves = lambda self, owner, **_: True  # type: ignore[method-assign]
-
-
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """One engine, one request script; ends the engine's workers and copies."""
+    import by_steps
     from vllm import LLM
 
+    by_steps.hold_copies()
     if spec.get("spawn"):
         _spawn_workers()
     if spec.get("record"):
@@ -204,13 +171,13 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
     free_before = pool.get_num_free_blocks()
-    _let_all_copies_pay()
     if "odd_loads" in spec:
         import odd_loads
 
         odd_loads.install(spec["odd_loads"])
+    by_steps.compile_grammars_at_once(core)
     if hasattr(core.scheduler, "clock"):
-        go_by_steps(core.scheduler)
+        by_steps.go_by_steps(core.scheduler)
     before_step: Callable[[], None] | None = None
     if "odd_gaps" in spec:
         import odd_gaps

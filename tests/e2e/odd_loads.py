@@ -1,21 +1,27 @@
-"""Loads of the KV tier that misbehave, for engines whose core lives in this process."""
+"""Copies of the KV tier that misbehave, for engines whose core lives in this process."""
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-_SLOW_S = 0.02
-"""For each layer: longer than this process takes from the start of a step to its last layer."""
+from forks import HANG_S
+
+_LAST = 2**31
+"""No tensor has a greater number."""
 
 
 def install(kind: str) -> None:
-    """Let the loads of this process's engine misbehave; call it when the engine is there.
+    """Let the copies of this process's engine misbehave; call it when the engine is there.
 
     Args:
-        kind: ``fail``: every second load fails at its second layer, having spoilt all of it. ``slow``: each layer
-            takes long. ``slow-nobody-asks``: and attention doesn't ask. ``slow-nobody-waits``: it asks, and does not
-            wait for the answer.
+        kind: ``fail``: every second load fails at its second layer, having spoilt all of it. ``tardy``: each layer of a
+            load within a step is brought when its attention asks for it, or else when the step is waited for, and no
+            earlier. ``tardy-nobody-asks``: and attention doesn't ask. ``tardy-nobody-waits``: it asks, and does not
+            wait for the answer. ``dawdle``: every copy takes as long as it likes.
 
     Raises:
         KeyError: for an unknown kind.
@@ -24,9 +30,14 @@ def install(kind: str) -> None:
 
     connector: Any = get_kv_transfer_group()
     worker = connector.connector_worker.worker
-    {"fail": _fail, "slow": _slow, "slow-nobody-asks": _ask_nothing, "slow-nobody-waits": _wait_for_nothing}[kind](
-        connector, worker
-    )
+    kinds = {
+        "fail": _fail,
+        "tardy": _tardy,
+        "tardy-nobody-asks": _ask_nothing,
+        "tardy-nobody-waits": _wait_for_nothing,
+        "dawdle": _dawdle,
+    }
+    kinds[kind](connector, worker)
 
 
 def _fail(connector: Any, worker: Any) -> None:
@@ -46,28 +57,72 @@ def _fail(connector: Any, worker: Any) -> None:
     codec.load = load
 
 
-def _slow(connector: Any, worker: Any) -> None:
-    real = worker._codec.load
+def _dawdle(connector: Any, worker: Any) -> None:
+    codec, dice = worker._codec, random.Random()
 
-    def load(*args: Any) -> None:
-        time.sleep(_SLOW_S)
-        real(*args)
+    def dawdling(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def copying(*args: Any) -> Any:
+            time.sleep(dice.choice((0, 0, 0, 0.01)))
+            return copy(*args)
 
-    worker._codec.load = load
+        return copying
+
+    codec.load, codec.store = dawdling(codec.load), dawdling(codec.store)
+
+
+class _Gate:
+    """Lets the loads of the step at hand go on up to a tensor."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._last = -1
+
+    def close(self) -> None:
+        with self._changed:
+            self._last = -1
+
+    def open_up_to(self, tensor: int) -> None:
+        with self._changed:
+            self._last = max(self._last, tensor)
+            self._changed.notify_all()
+
+    def wait(self, tensor: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: tensor <= self._last, HANG_S):
+                raise TimeoutError(f"nobody asked for tensor {tensor}")
+
+
+def _tardy(connector: Any, worker: Any, *, brings_when_asked: bool = True) -> None:
+    from vllm_ext.kv.loads.layers import LayerLoad, LayerLoads
+
+    gate, load, ask = _Gate(), LayerLoad.load, LayerLoads.wait
+    begin, wait = worker.load_by_layer, worker.wait
+
+    def loading(self: LayerLoad, codec: Any, tensor: int) -> None:
+        gate.wait(tensor)
+        load(self, codec, tensor)
+
+    def asking(self: LayerLoads, tensor: int | None = None) -> None:
+        gate.open_up_to(_LAST if tensor is None else tensor)
+        ask(self, tensor)
+
+    def beginning(jobs: Sequence[Any]) -> Any:
+        gate.close()
+        return begin(jobs)
+
+    def waiting(job_ids: Iterable[int]) -> None:
+        gate.open_up_to(_LAST)
+        wait(job_ids)
+
+    LayerLoad.load = loading  # type: ignore[method-assign]
+    LayerLoads.wait = asking if brings_when_asked else lambda self, tensor=None: None  # type: ignore[method-assign]
+    worker.load_by_layer, worker.wait = beginning, waiting
 
 
 def _ask_nothing(connector: Any, worker: Any) -> None:
-    _slow(connector, worker)
+    _tardy(connector, worker)
     connector.wait_for_layer_load = lambda name: None
 
 
 def _wait_for_nothing(connector: Any, worker: Any) -> None:
-    _slow(connector, worker)
-    real = worker.load_by_layer
-
-    def load_by_layer(jobs: Any) -> Any:
-        loads = real(jobs)
-        loads.wait = lambda tensor=None: None
-        return loads
-
-    worker.load_by_layer = load_by_layer
+    _tardy(connector, worker, brings_when_asked=False)

@@ -1,6 +1,8 @@
 """Serve prompts offline with a predictor, and print what came of them as JSON.
 
 python offline_prediction.py '{LLM arguments}'
+
+The engine stands still until each of them was predicted.
 """
 
 from __future__ import annotations
@@ -14,17 +16,24 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**json.loads(sys.argv[1]))
+    engine = llm.llm_engine
     sampling = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
     llm.generate(["wake up"], sampling, use_tqdm=False)
 
-    from vllm_ext.predictor.attach import attached
+    from vllm_ext.predictor.attach import attached, deliver_offline
 
-    service = attached(llm.llm_engine.output_processor).service
+    service = attached(engine.output_processor).service
     while not service.ready:
         service.poll()
         time.sleep(0.1)
-    done = llm.generate([f"offline {i}" for i in range(48)], sampling, use_tqdm=False)
-    core = llm.llm_engine.engine_core
+    engine.sleep(level=0, mode="keep")
+    llm.enqueue([f"offline {i}" for i in range(48)], sampling, use_tqdm=False)
+    while service.waiting:
+        deliver_offline(engine)
+        time.sleep(0.01)
+    engine.wake_up()
+    done = llm.wait_for_completion(use_tqdm=False)
+    core = engine.engine_core
     inner = getattr(core, "engine_core", None)
     state = inner.vllm_ext_state(0) if inner is not None else core.call_utility("vllm_ext_state", 0)
     result = {

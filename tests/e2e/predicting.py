@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from servers import MODEL, Served, wait_until
+from servers import HANG_S, MODEL, Served, wait_until
 
-HERE = Path(__file__).parent
-LONG = 120
-"""Output tokens with which a request still runs when its prediction comes, where cores are busy."""
-TIMEOUT_S = 4
-"""``predictor.timeout_s``: a hanging predictor is found out 5 s after that."""
+T = TypeVar("T")
 
 
 def options(folder: Path, **predictor: Any) -> list[str]:
-    """With the priority of the server itself: a predictor of the lowest waits for a core, where others want it too."""
-    own = {"factory": "odd_predictors:Obedient", "timeout_s": TIMEOUT_S, "nice": 0, **predictor}
+    """With the priority of the server itself: a predictor of the lowest waits for a core, where others want it too.
+
+    No question is given up as the predictor takes long.
+    """
+    own = {"factory": "odd_predictors:Obedient", "timeout_s": HANG_S, "nice": 0, **predictor}
     return [
         *("--scheduler-cls", "alise", "--ext-metrics-interval-s", "0.2"),
         *("--additional-config", json.dumps({"vllm_ext": {"predictor": {"folder": str(folder), **own}}})),
@@ -43,6 +44,26 @@ def complete(server: Served, text: Any, max_tokens: int, **kwargs: Any) -> int:
     )
     assert answer.usage is not None
     return answer.usage.completion_tokens
+
+
+def late_predictions(server: Served) -> float:
+    """Return how many predictions have reached the scheduler."""
+    return server.metric("vllm_ext:late_predictions_total")
+
+
+def begin_when(server: Served, condition: Callable[[], bool], *requests: Callable[[], T]) -> list[T]:
+    """Send requests at once, to be begun when a condition holds by what came of their questions; returns answers."""
+    with ThreadPoolExecutor(len(requests)) as pool, server.turnstile.closed():
+        answers = [pool.submit(request) for request in requests]
+        wait_until(condition, "what came of questions whose requests wait")
+    return [answer.result() for answer in answers]
+
+
+def complete_after(server: Served, count: Callable[[], float], text: str, max_tokens: int) -> int:
+    """Complete a request that begins when a count has grown by what came of its question."""
+    before = count()
+    (tokens,) = begin_when(server, lambda: count() > before, lambda: complete(server, text, max_tokens))
+    return tokens
 
 
 def predictor_log(server: Served) -> list[dict[str, Any]]:

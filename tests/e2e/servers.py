@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import openai
+import turnstile
 from forks import ENVIRONMENT, HANG_S, VLLM, ForkServer, start
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ext.demo.client import OWN_CONNECTION
 from vllm_ext.demo.server import ServerProcess
 
+HERE = Path(__file__).parent
 MODEL = "tiny"
 """Name under which every server of these tests serves its model."""
 
@@ -50,6 +52,7 @@ class Served(ServerProcess):
         forks: ForkServer | None = None,
         request_log: Path | None = None,
         env: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         """Remember what to start; nothing runs yet.
 
@@ -60,12 +63,19 @@ class Served(ServerProcess):
             forks: What to fork the server from; without it, the server is started as users start it.
             request_log: File that the arguments make the server write.
             env: Further variables of its environment.
+            modules: Modules beside this one that its engine imports; with `turnstile` among them it goes by
+                ``self.turnstile``.
         """
+        self.turnstile = turnstile.Turnstile(log_path.with_name("turnstile"))
+        env = dict(env or {})
+        if modules:
+            args = [*args, "--ext-modules", ",".join(modules)]
+            env |= {"PYTHONPATH": str(HERE), turnstile.VARIABLE: str(self.turnstile.file)}
         super().__init__(
             model,
             [*SMALL_ENGINE, *args],
             log_path=log_path,
-            env={**ENVIRONMENT, **(env or {})},
+            env={**ENVIRONMENT, **env},
             startup_timeout_s=HANG_S,
             stop_grace_s=HANG_S,
         )
@@ -111,6 +121,11 @@ class Served(ServerProcess):
         if not found:
             raise LookupError(f"no {name} {labels} among {sorted({n for n, _, _ in samples})}")
         return sum(found)
+
+    def wait_for_queue(self, requests: int) -> None:
+        """Return once so many requests wait in the engine for their turn."""
+        waiting = lambda: self.metric("vllm_ext:num_requests_waiting") == requests  # noqa: E731
+        wait_until(waiting, f"{requests} requests in the engine's queue")
 
     def records(self) -> list[dict[str, Any]]:
         """The request log so far; a last line that is still being written is left out."""

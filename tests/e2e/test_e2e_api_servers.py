@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from forks import ForkServer
-from predicting import HERE, LONG, asked, complete, options, predictor_log, up, worker_pid
+from predicting import asked, begin_when, complete, options, predictor_log, up, worker_pid
 from servers import HANG_S, MODEL, Served, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
@@ -19,9 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Two API servers, which vLLM spawns always, and two tensor-parallel workers."""
     folder = tmp_path_factory.mktemp("several")
-    args = options(folder / "predictor", timeout_s=HANG_S)
-    args += ["--api-server-count", "2", "--tensor-parallel-size", "2"]
-    with Served(llama, args, log_path=folder / "server.log", forks=forks, env={"PYTHONPATH": str(HERE)}) as running:
+    args = [*options(folder / "predictor"), "--api-server-count", "2", "--tensor-parallel-size", "2"]
+    with Served(llama, args, log_path=folder / "server.log", forks=forks, modules=["turnstile"]) as running:
         yield running
 
 
@@ -50,11 +49,11 @@ def test_two_api_servers_report_our_metrics_once(server: Served) -> None:
 def test_api_servers_share_one_predictor_and_tensor_parallel_workers_have_none(server: Served) -> None:
     """What one front end's requests teach is known to all."""
     wait_until(lambda: complete(server, "anybody?", 2) == 2 and up(server), "the predictor ready")
-    assert together(server, 16, LONG) == [LONG] * 16
+    hello = {f"hello {i}" for i in range(16)}
+    (answers,) = begin_when(server, lambda: hello <= set(asked(server)), lambda: together(server, 16, 20))
+    assert answers == [20] * 16
     assert server.metric("vllm_ext:predictor_starts_total") == 1
     assert worker_pid(server)
-    hello = {f"hello {i}" for i in range(16)}
-    wait_until(lambda: hello <= set(asked(server)), "all of them asked for")
     wait_until(
         lambda: sum(entry.get("finished") in hello for entry in predictor_log(server)) == 28, "all of them learned"
     )
@@ -66,12 +65,17 @@ def test_a_request_that_its_client_gives_up_is_learned_as_such(server: Served) -
     def learned() -> list[Any]:
         return [entry for entry in predictor_log(server) if str(entry.get("finished")).startswith("never mind")]
 
-    for attempt in range(1, 9):  # where cores are busy an answer may be over before its client has gone
-        with server.client().completions.create(
-            model=MODEL, prompt=f"never mind {attempt}", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-        ) as answer:
-            next(iter(answer))
-        wait_until(lambda number=attempt: len(learned()) >= number, "it to be learned")  # type: ignore[misc]
-        if any(entry.get("aborted") for entry in learned()):
-            break
-    assert any(entry.get("aborted") and 1 <= entry["tokens"] < 400 for entry in learned())
+    with (
+        server.turnstile.closed(),
+        server.client().completions.create(
+            model=MODEL, prompt="never mind", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as answer,
+    ):
+        server.wait_for_queue(1)
+        server.turnstile.let(3)
+        next(iter(answer))
+        answer.close()
+        wait_until(lambda: len(learned()) == 1, "it to be learned")
+    (entry,) = learned()
+    assert entry["aborted"]
+    assert 1 <= entry["tokens"] < 400

@@ -15,34 +15,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 FLOOD, TOKENS = 12, 20
 OTHERS_TOKENS = TOKENS + 1
 """By which the other client's request is known in the request log."""
-DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Has vLLM offer ``/pause``, ``/resume`` and ``/load``."""
 
 
 async def send_all(server: Served) -> None:
-    """Have a flood and then another client's request queued while the scheduler pauses, and serve all.
-
-    Without the pause it would depend on the machine how much of the flood has ended when the other request comes.
-    """
+    """Have a flood and then another client's request queued before the first step, and serve all."""
 
     async def send(client: httpx.AsyncClient, key: str, tokens: int) -> None:
         body = {"model": MODEL, "prompt": "again and again", "max_tokens": tokens, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200, answer.text
 
-    async def sent(requests: int) -> None:
-        def arrived() -> bool:
-            return httpx.get(f"{server.base_url}/load", timeout=HANG_S).json()["server_load"] == requests
-
-        await asyncio.to_thread(wait_until, arrived, f"{requests} requests have been sent")
-
     async with httpx.AsyncClient(base_url=server.base_url, timeout=HANG_S) as client:
-        assert (await client.post("/pause", params={"mode": "keep"})).status_code == 200
-        tasks = [asyncio.create_task(send(client, "flood", TOKENS)) for _ in range(FLOOD)]
-        await sent(FLOOD)
-        tasks.append(asyncio.create_task(send(client, "other", OTHERS_TOKENS)))
-        await sent(FLOOD + 1)
-        assert (await client.post("/resume")).status_code == 200
+        with server.turnstile.closed():
+            tasks = [asyncio.create_task(send(client, "flood", TOKENS)) for _ in range(FLOOD)]
+            await asyncio.to_thread(server.wait_for_queue, FLOOD)
+            tasks.append(asyncio.create_task(send(client, "other", OTHERS_TOKENS)))
+            await asyncio.to_thread(server.wait_for_queue, FLOOD + 1)
         await asyncio.gather(*tasks)
 
 
@@ -52,9 +40,10 @@ def test_a_client_that_floods_the_server_waits_behind_itself(
 ) -> None:
     by_key = ["--ext-share-by", "key"] if system == "fair" else []
     log = tmp_path / "requests.jsonl"
-    args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1", "--enable-server-load-tracking"]
+    args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1"]
     args += ["--ext-request-log", str(log), "--ext-metrics-interval-s", "0.1"]
-    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, request_log=log, env=DEV_MODE) as server:
+    server_log = tmp_path / "server.log"
+    with Served(llama, args, log_path=server_log, forks=forks, request_log=log, modules=["turnstile"]) as server:
         asyncio.run(send_all(server))
         wait_until(lambda: len(server.records()) == FLOOD + 1, "all requests are in the log")
         ended = [record["output_tokens"] for record in sorted(server.records(), key=lambda record: record["seq"])]

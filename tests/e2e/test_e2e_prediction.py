@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -16,10 +17,26 @@ import psutil
 import pytest
 from engines import BASE_ENGINE, ENVIRONMENT
 from forks import ForkServer, run
-from predicting import HERE, LONG, asked, complete, options, outcome, predictor_log, record_of, up, worker_pid
-from servers import HANG_S, MODEL, Served, wait_until
+from predicting import (
+    asked,
+    begin_when,
+    complete,
+    complete_after,
+    late_predictions,
+    options,
+    outcome,
+    predictor_log,
+    record_of,
+    up,
+    worker_pid,
+)
+from servers import HANG_S, HERE, MODEL, Served, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
+
+TOKENS = 20
+"""Output of requests of which it does not matter how long they are."""
+MODULES = ("turnstile",)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +45,8 @@ def served(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("prediction")
     log = folder / "requests.jsonl"
     args = [*options(folder / "predictor"), "--ext-request-log", str(log), "--max-num-seqs", "4"]
-    env = {"PYTHONPATH": str(HERE)}
-    with Served(llama, args, log_path=folder / "server.log", forks=forks, request_log=log, env=env) as server:
+    server_log = folder / "server.log"
+    with Served(llama, args, log_path=server_log, forks=forks, request_log=log, modules=MODULES) as server:
         complete(server, "wake up", 1)  # the predictor starts with the engine's first request
         wait_until(lambda: up(server), "the predictor ready")
         yield server
@@ -37,15 +54,11 @@ def served(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempP
 
 def test_a_prediction_reaches_the_scheduler_and_the_end_of_the_request_the_predictor(served: Served) -> None:
     text = "a question about the tides"
-    for bound in range(301, 309):  # where the predictor's process gets no core for a second, its answer is too late
-        assert complete(served, text, bound) == bound
-        record = record_of(served, bound)
-        if record["prediction_source"] == "retrieval":
-            break
+    assert complete_after(served, lambda: late_predictions(served), text, 301) == 301
+    record = record_of(served, 301)
     assert (record["prediction_source"], record["predicted_tokens"]) == ("retrieval", 7)
-    assert record["demotions"] > 0, f"7 were predicted, {bound} came"
-    wait_until(lambda: {"finished": text, "tokens": bound} in predictor_log(served), "what came of it")
-    assert served.metric("vllm_ext:late_predictions_total") >= 1
+    assert record["demotions"] > 0, "7 were predicted, 301 came"
+    wait_until(lambda: {"finished": text, "tokens": 301} in predictor_log(served), "what came of it")
 
 
 def test_what_the_predictor_is_asked_is_what_the_user_said(served: Served) -> None:
@@ -56,12 +69,18 @@ def test_what_the_predictor_is_asked_is_what_the_user_said(served: Served) -> No
         {"role": "assistant", "content": "The Rhine, the Nile and the Amazon."},
         {"role": "user", "content": [{"type": "text", "text": "Which is the longest?"}]},
     ]
-    client = served.client()
-    for stream in (False, True):
-        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=LONG, stream=stream)
+
+    def ask(stream: bool) -> None:
+        answer = served.client().chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=TOKENS, stream=stream
+        )
         if stream:
             list(answer)
-    wait_until(lambda: sum("Which is the longest?" in text for text in asked(served)) == 2, "both asked for")
+
+    def both_asked() -> bool:
+        return sum("Which is the longest?" in text for text in asked(served)) == 2
+
+    begin_when(served, both_asked, lambda: ask(stream=False), lambda: ask(stream=True))
     expected = [text for text in asked(served) if "Which is the longest?" in text]
     assert expected[0] == expected[1]
     assert "Name three rivers." in expected[0]
@@ -72,57 +91,48 @@ def test_what_the_predictor_is_asked_is_what_the_user_said(served: Served) -> No
 
 def test_prompts_of_every_kind_are_asked_or_left_out(served: Served) -> None:
     """Token ids alone are decoded; each of n samples is a request; nothing that a client may send does harm."""
-    tokens = [ord(c) for c in "tokens only"]
-    assert complete(served, tokens, LONG) == LONG
-    assert complete(served, "two samples of this", LONG, n=2) == 2 * LONG
-    for text in ("数字和颜色是什么", "\0 nul", "   ", "a" * 300):
-        assert complete(served, text, LONG) == LONG
-    wait_until(lambda: sum("two samples of this" in text for text in asked(served)) == 2, "both samples asked for")
-    wait_until(lambda: {"数字和颜色是什么", "a" * 300} <= set(asked(served)), "the others asked for")
+    texts = ("数字和颜色是什么", "\0 nul", "   ", "a" * 300)
+    sent: list[tuple[Any, dict[str, int]]] = [([ord(c) for c in "tokens only"], {}), ("two samples of this", {"n": 2})]
+    sent += [(text, {}) for text in texts]
+
+    def all_asked() -> bool:
+        found = asked(served)
+        both = sum("two samples of this" in text for text in found) == 2
+        return both and {texts[0], texts[-1]} <= set(found)
+
+    requests = [functools.partial(complete, served, prompt, TOKENS, **more) for prompt, more in sent]
+    assert begin_when(served, all_asked, *requests) == [TOKENS, 2 * TOKENS, *[TOKENS] * len(texts)]
 
 
 def test_invariant_1_the_predictor_is_told_no_true_length(served: Served) -> None:
     """The same question with other hidden lengths is the same to it; a true length comes when the request has ended."""
-    for hidden in (3, 11):
-        complete(served, "what will it be", LONG, extra_body={"vllm_xargs": {"bench_output_len": hidden}})
-    wait_until(lambda: asked(served).count("what will it be") == 2, "both asked for")
+    requests = [
+        functools.partial(
+            complete, served, "what will it be", TOKENS, extra_body={"vllm_xargs": {"bench_output_len": hidden}}
+        )
+        for hidden in (3, 11)
+    ]
+    begin_when(served, lambda: asked(served).count("what will it be") == 2, *requests)
     heard = [entry for entry in predictor_log(served) if entry.get("asked") == "what will it be"]
     assert len(heard) == 2
     assert heard[0] == heard[1]
     assert heard[0].keys() == {"asked", "max_tokens", "model"}
-    wait_until(
-        lambda: [e["tokens"] for e in predictor_log(served) if e.get("finished") == "what will it be"] == [LONG, LONG],
-        "what they became",
-    )
+
+    def lengths() -> list[int]:
+        return [each["tokens"] for each in predictor_log(served) if each.get("finished") == "what will it be"]
+
+    wait_until(lambda: lengths() == [TOKENS, TOKENS], "what they became")
 
 
 @pytest.mark.parametrize(("fault", "counted"), [("raise", "error"), ("nan", "error"), ("crash", "lost")])
 def test_a_predictor_that_fails_costs_no_request_anything(served: Served, fault: str, counted: str) -> None:
     wait_until(lambda: up(served), "the predictor ready")
-    before = outcome(served, counted)
     bound = {"raise": 311, "nan": 312, "crash": 313}[fault]
-    assert complete(served, f"fault:{fault} if you please", bound) == bound
+    text = f"fault:{fault} if you please"
+    assert complete_after(served, lambda: outcome(served, counted), text, bound) == bound
     assert record_of(served, bound)["prediction_source"] in ("history", "prior")
-    wait_until(lambda: outcome(served, counted) > before, f"outcome {counted} counted")
     wait_until(lambda: up(served), "the predictor back")
-    predicted = outcome(served, "predicted")
-    assert complete(served, f"after {fault}", LONG) == LONG
-    wait_until(lambda: outcome(served, "predicted") > predicted, "predictions again")
-
-
-def test_a_predictor_that_hangs_is_started_again_and_meanwhile_requests_flow(served: Served) -> None:
-    wait_until(lambda: up(served), "the predictor ready")
-    starts = served.metric("vllm_ext:predictor_starts_total")
-    assert complete(served, "fault:hang now", 314) == 314
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: complete(served, f"meanwhile {i}", 20), range(16)))
-    assert answers == [20] * 16
-    wait_until(lambda: outcome(served, "timeout") + outcome(served, "late") >= 1, "the silence counted")
-    complete(served, "fault:slow and still waiting", 3)
-    wait_until(
-        lambda: served.metric("vllm_ext:predictor_starts_total") > starts and up(served),
-        "the predictor started again",
-    )
+    assert complete_after(served, lambda: outcome(served, "predicted"), f"after {fault}", TOKENS) == TOKENS
 
 
 def test_one_warning_tells_of_all_failures(served: Served) -> None:
@@ -131,16 +141,37 @@ def test_one_warning_tells_of_all_failures(served: Served) -> None:
     assert "RuntimeError: told to" in log
 
 
+def test_a_predictor_that_hangs_is_started_again_and_meanwhile_requests_flow(
+    forks: ForkServer | None, llama: Path, tmp_path: Path
+) -> None:
+    """It is found out 5 s after a question of it could have been answered."""
+    args = options(tmp_path / "predictor", timeout_s=1)
+    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, modules=MODULES) as server:
+        complete(server, "wake up", 1)
+        wait_until(lambda: up(server), "the predictor ready")
+        starts = server.metric("vllm_ext:predictor_starts_total")
+        assert complete(server, "fault:hang now", 314) == 314
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda i: complete(server, f"meanwhile {i}", 20), range(16)))
+        assert answers == [20] * 16
+        unanswered = ("timeout", "late", "expired")
+        wait_until(lambda: sum(outcome(server, name) for name in unanswered) >= 1, "the silence counted")
+        complete(server, "fault:slow and still waiting", 3)
+        wait_until(
+            lambda: server.metric("vllm_ext:predictor_starts_total") > starts and up(server),
+            "the predictor started again",
+        )
+
+
 def test_a_stopped_server_leaves_a_saved_predictor(forks: ForkServer | None, llama: Path, tmp_path: Path) -> None:
-    env = {"PYTHONPATH": str(HERE)}
     args = options(tmp_path / "predictor", nice=5)
-    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, env=env) as server:
+    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, modules=MODULES) as server:
         complete(server, "wake up", 1)
         wait_until(lambda: up(server), "the predictor ready")
         assert psutil.Process(worker_pid(server)).nice() == min(19, psutil.Process().nice() + 5)
         complete(server, "to be remembered", 5)
+        wait_until(lambda: {"finished": "to be remembered", "tokens": 5} in predictor_log(server), "it was heard of")
     log = predictor_log(server)
-    assert {"finished": "to be remembered", "tokens": 5} in log
     learned = sum("finished" in entry for entry in log)  # of the first request only if it ended after the start
     assert [entry["saved"] for entry in log if "saved" in entry][-1:] == [learned]
 
@@ -169,13 +200,16 @@ def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None
     assert done.code == 0, done.output
     log = tmp_path / "requests.jsonl"
     args = ["--scheduler-cls", "alise", "--ext-predictor-folder", str(folder), "--ext-request-log", str(log)]
-    args += ["--ext-metrics-interval-s", "0.2", "--additional-config", '{"vllm_ext": {"predictor": {"nice": 0}}}']
-    with Served(llama, args, log_path=tmp_path / "server.log", forks=forks, request_log=log) as server:
+    ours = {"vllm_ext": {"predictor": {"nice": 0, "timeout_s": HANG_S}}}
+    args += ["--ext-metrics-interval-s", "0.2", "--additional-config", json.dumps(ours)]
+    server_log = tmp_path / "server.log"
+    with Served(llama, args, log_path=server_log, forks=forks, request_log=log, modules=MODULES) as server:
         complete(server, "wake up", 1)
         wait_until(lambda: up(server), "the predictor ready")
         assert server.metric("vllm_ext:predictor_entries") >= 20
-        complete(server, "In one word: into which sea does the Rhine flow?", 400)
-        complete(server, "Write a long story about a boat on the river Rhine.", 401)
+        late = functools.partial(late_predictions, server)
+        complete_after(server, late, "In one word: into which sea does the Rhine flow?", 400)
+        complete_after(server, late, "Write a long story about a boat on the river Rhine.", 401)
         short, long = record_of(server, 400), record_of(server, 401)
         assert {short["prediction_source"], long["prediction_source"]} <= {"retrieval", "blend"}
         assert short["predicted_tokens"] == 3
@@ -187,7 +221,9 @@ def test_what_was_trained_before_is_known_to_the_server(forks: ForkServer | None
 def test_offline_use_predicts_as_well(
     forks: ForkServer | None, llama: Path, tmp_path: Path, multiprocessing: str
 ) -> None:
-    own = {"folder": str(tmp_path / "predictor"), "factory": "odd_predictors:Obedient", "nice": 0}
+    own = {
+        "folder": str(tmp_path / "predictor"), "factory": "odd_predictors:Obedient", "nice": 0, "timeout_s": HANG_S,
+    }  # fmt: skip
     engine = {
         **BASE_ENGINE,
         "model": str(llama),
@@ -203,5 +239,5 @@ def test_offline_use_predicts_as_well(
     assert done.code == 0, done.output[-4000:]
     result = json.loads(next(line for line in done.output.splitlines() if line.startswith("RESULT"))[7:])
     assert result["tokens"] == [60] * 48
-    assert result["late"] >= 20
-    assert result["sources"].count("retrieval") >= 20
+    assert result["late"] == 48
+    assert result["sources"].count("retrieval") == 48

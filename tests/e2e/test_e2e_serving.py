@@ -14,6 +14,8 @@ from vllm_ext.demo.server import group_members
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 
+SEATS = 4
+"""Of the server that most tests share."""
 BAD_HINTS = {
     "xargs-osl-negative": ("osl", {"vllm_xargs": {"osl": -1}}, {}),
     "xargs-osl-fraction": ("osl", {"vllm_xargs": {"osl": 3.5}}, {}),
@@ -126,36 +128,32 @@ def test_3_each_of_64_concurrent_requests_gets_its_own_answer(alise: Served) -> 
 
 
 def test_4_requests_that_short_ones_preempt_are_answered_unchanged(alise: Served) -> None:
-    """Short requests come in while long ones have all seats, until one of them has taken a long one's place.
-
-    More than one round may be needed: on a CPU the engine's step loop keeps vLLM's other threads from running now and
-    then, with any scheduler, so that a request reaches the scheduler only when the ones before it are done.
-    """
+    """Short requests come while long ones have all seats, and take the place of some."""
     alone = {number: complete(alise, prompt(number), 300) for number in range(4)}
+    numbers = [0, 1, 2, 3, 0, 1]  # more than there are seats: the short ones never find a free one
 
     async def scene() -> list[tuple[int, str]]:
         async with alise.async_client() as client:
-            numbers = [0, 1, 2, 3, 0, 1]  # more than there are seats: the short ones never find a free one
-            longs = [asyncio.create_task(whole(client, prompt(n), 300, **hinted(300))) for n in numbers]
-            for i in range(40):
-                if not any(task.done() for task in longs):
-                    await whole(client, prompt(100 + i), 3, **hinted(3))
+            with alise.turnstile.closed():
+                longs = [asyncio.create_task(whole(client, prompt(n), 300, **hinted(300))) for n in numbers]
+                await asyncio.to_thread(alise.wait_for_queue, len(numbers))
+                await asyncio.to_thread(alise.turnstile.let, 20)
+                shorts = [asyncio.create_task(whole(client, prompt(100 + i), 3, **hinted(3))) for i in range(3)]
+                await asyncio.to_thread(alise.wait_for_queue, len(numbers) - SEATS + len(shorts))
+            await asyncio.gather(*shorts)
             return list(zip(numbers, await asyncio.gather(*longs), strict=True))
 
     def of_longs() -> list[dict[str, Any]]:
         return [record for record in alise.records() if record["max_tokens"] == 300]
 
     wait_until(lambda: len(of_longs()) >= len(alone), "the requests that were served alone, in the request log")
-    for _ in range(12):
-        before, num_logged = policy_preemptions(alise), len(of_longs())
-        answers = asyncio.run(scene())
-        assert [(number, text) for number, text in answers if text != alone[number]] == []
-        wanted = num_logged + len(answers)
-        wait_until(lambda wanted=wanted: len(of_longs()) == wanted, "the long requests in the request log")
-        # the metrics of a fetch are there before its records
-        if policy_preemptions(alise) > before and any(r["num_preemptions"] > 0 for r in of_longs()[num_logged:]):
-            return
-    pytest.fail("in twelve rounds no short request took a long one's place")
+    before, num_logged = policy_preemptions(alise), len(of_longs())
+    answers = asyncio.run(scene())
+    assert [(number, text) for number, text in answers if text != alone[number]] == []
+    wait_until(lambda: len(of_longs()) == num_logged + len(answers), "the long requests in the request log")
+    # the metrics of a fetch are there before its records
+    assert policy_preemptions(alise) > before
+    assert any(record["num_preemptions"] > 0 for record in of_longs()[num_logged:])
 
 
 def policy_preemptions(server: Served) -> float:
@@ -165,42 +163,35 @@ def policy_preemptions(server: Served) -> float:
 
 
 def test_3_aborted_streams_leave_nothing_behind(alise: Served) -> None:
-    """Six clients leave in mid-stream, some of them while their request waits; the seats and KV blocks come back.
+    """Six clients leave, three in mid-stream and two while their request waits; the seats and KV blocks come back."""
 
-    As with new requests (see above), word that a client left may come late; a round in which requests ended before
-    is not one of aborts, and is repeated.
-    """
+    def named(number: int) -> dict[str, Any]:
+        return {"prompt": prompt(number), "stream": True, "extra_headers": {"X-Request-Id": f"leaves-{number}"}}
 
-    async def leave_early(client: openai.AsyncOpenAI, number: int, name: str) -> None:
-        chunks = await client.completions.create(
-            model=MODEL,
-            prompt=prompt(number),
-            max_tokens=400,
-            temperature=0,
-            stream=True,
-            extra_headers={"X-Request-Id": name},
-        )
-        if number < 3:  # has a seat; the others may still be waiting for theirs
-            await anext(aiter(chunks))
-        await chunks.close()
+    def ends() -> list[str]:
+        return [record["finish_reason"] for record in alise.records() if "leaves-" in record["req_id"]]
 
-    async def scene(name: str) -> None:
+    async def scene() -> None:
+        streams = []
         async with alise.async_client() as client:
-            await asyncio.gather(*(leave_early(client, number, f"{name}-{number}") for number in range(6)))
+            create = client.completions.create
+            with alise.turnstile.closed():
+                for number in range(6):
+                    streams.append(await create(model=MODEL, max_tokens=400, temperature=0, **named(number)))
+                    await asyncio.to_thread(alise.wait_for_queue, number + 1)
+                await asyncio.to_thread(alise.turnstile.let, 3)
+                await asyncio.to_thread(alise.wait_for_queue, 6 - SEATS)
+                for chunks in streams[:3]:
+                    await anext(aiter(chunks))
+                for chunks in streams:
+                    await chunks.close()
+                await asyncio.to_thread(wait_until, lambda: len(ends()) == 6, "six requests whose clients left, ended")
 
-    def ends(name: str) -> list[str]:
-        return [record["finish_reason"] for record in alise.records() if f"{name}-" in record["req_id"]]
-
-    for number in range(12):
-        name = f"leaves{number}"
-        asyncio.run(scene(name))
-        wait_until(lambda name=name: len(ends(name)) == 6, "six requests of clients that left, ended")
-        complete(alise, prompt(9), 5)  # the gauges are of the last step, so there must be one after the aborts
-        for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            wait_until(lambda gauge=gauge: alise.metric(gauge) == 0, f"{gauge} back to 0")
-        if ends(name) == ["abort"] * 6:
-            return
-    pytest.fail("in twelve rounds the requests of clients that left were served to their end")
+    asyncio.run(scene())
+    assert ends() == ["abort"] * 6
+    complete(alise, prompt(9), 5)  # the gauges are of the last step, so there must be one after the aborts
+    for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        wait_until(lambda gauge=gauge: alise.metric(gauge) == 0, f"{gauge} back to 0")
 
 
 def test_over_long_prompt_is_refused_with_400(alise: Served) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ def server(forks: ForkServer | None, llama: Path, tmp_path_factory: pytest.TempP
     classes = {"gold": {"ttft_ms": AGES_MS, "tbt_ms": AGES_MS, "jct_ms": AGES_MS}}
     args = ["--scheduler-cls", "fcfs", "--ext-shed", "--ext-metrics-interval-s", "0.1", "--max-num-seqs", "1"]
     args += ["--additional-config", json.dumps({"vllm_ext": {"slo": {"classes": classes}}})]
-    with Served(llama, args, log_path=tmp_path_factory.mktemp("slo") / "server.log", forks=forks) as running:
+    log = tmp_path_factory.mktemp("slo") / "server.log"
+    with Served(llama, args, log_path=log, forks=forks, modules=["turnstile"]) as running:
         yield running
 
 
@@ -96,14 +99,20 @@ def test_usage_is_as_upstream_has_it_where_nothing_was_asked(server: Served, rou
 
 
 def test_a_report_covers_all_samples_and_prompts(server: Served) -> None:
-    """Two prompts with two samples each, and one seat: the last to end waited for the others."""
-    prompts = ["one two three", "four five six"]
-    ask = {"hints": {"slo_report": True}, "stream": False, "max_tokens": 60}
-    alone_ms = min(usage_of(server, "completions", **ask)["vllm_ext"]["ttft_ms"] for _ in range(3))
-    usage = usage_of(server, "completions", **ask, prompt=prompts, n=2, temperature=1)
+    """Two prompts with two samples each, and one seat: the last to begin waits for the others, and for this test."""
+    more = {"max_tokens": 60, "prompt": ["one two three", "four five six"], "n": 2, "temperature": 1}
+    sent = time.monotonic()
+    with ThreadPoolExecutor() as pool, server.turnstile.closed():
+        answer = pool.submit(usage_of, server, "completions", {"slo_report": True}, stream=False, **more)
+        server.wait_for_queue(4)
+        server.turnstile.let(3 * 60)
+        all_but_one = time.monotonic()
+        held_up_s = 1.1 * (all_but_one - sent)  # longer than any of the others waited
+        time.sleep(held_up_s)
+    usage = answer.result()
     assert usage["completion_tokens"] == 4 * 60
     assert usage["vllm_ext"]["slo"] == {}
-    assert usage["vllm_ext"]["ttft_ms"] > alone_ms
+    assert usage["vllm_ext"]["ttft_ms"] > 1e3 * held_up_s
 
 
 @routes
@@ -133,23 +142,22 @@ def test_met_and_missed_objectives_and_goodput_are_counted(server: Served) -> No
 def test_a_client_that_leaves_is_counted_by_itself(server: Served) -> None:
     async def leave() -> None:
         request = body("completions", {"tag": "leaver", "jct_slo_ms": AGES_MS}, max_tokens=400, stream=True)
+        url = f"{server.base_url}/v1/completions"
         async with (
             httpx.AsyncClient(timeout=HANG_S) as client,
-            client.stream("POST", f"{server.base_url}/v1/completions", json=request) as answer,
+            client.stream("POST", url, json=request) as answer,
         ):
+            await asyncio.to_thread(server.wait_for_queue, 1)
+            await asyncio.to_thread(server.turnstile.let, 3)
             await anext(answer.aiter_lines())
 
-    def aborted() -> float:
-        return counted(server, "requests", tier="leaver", objective="all", outcome="aborted")
+    def judged(outcome: str) -> float:
+        return counted(server, "requests", tier="leaver", objective="all", outcome=outcome)
 
-    for _ in range(12):  # word that a client left may come after the end; see test_e2e_serving
+    with server.turnstile.closed():
         asyncio.run(leave())
-        wait_until(
-            lambda: counted(server, "requests", tier="leaver", objective="all") > 0, "the request of a client that left"
-        )
-        if aborted():
-            return
-    pytest.fail("in twelve rounds the request of a client that left was served to its end")
+        wait_until(lambda: judged("aborted") == 1, "the request of a client that left")
+    assert judged("met") + judged("missed") == 0
 
 
 def test_requests_without_objectives_are_not_counted(server: Served) -> None:
@@ -163,31 +171,29 @@ def test_what_can_not_be_met_is_refused_with_503_while_others_queue(server: Serv
     """Long requests wait for one seat; a new one with an objective is turned away at once, one without is queued."""
     hurried = {"tag": f"hurried-{stream}", "ttft_slo_ms": 1}
 
-    async def scene() -> httpx.Response | None:
+    async def scene() -> httpx.Response:
         url = f"{server.base_url}/v1/completions"
         async with httpx.AsyncClient(timeout=HANG_S) as client:
-            long = body("completions", {}, max_tokens=200)
-            queued = [asyncio.create_task(client.post(url, json=long)) for _ in range(4)]
-            probes: list[asyncio.Task[httpx.Response]] = []
-            refused: list[httpx.Response] = []
-            while not refused and not all(task.done() for task in queued):
-                # Not waited for: what comes before the server has read its queue again is let pass, and queues.
-                probe = client.post(url, json=body("completions", hurried, stream=stream))
-                probes.append(asyncio.create_task(probe))
-                await asyncio.sleep(0.1)
-                refused = [done.result() for done in probes if done.done() and done.result().status_code == 503]
+            with server.turnstile.closed():
+                long = body("completions", {}, max_tokens=200)
+                queued = [asyncio.create_task(client.post(url, json=long)) for _ in range(4)]
+                await asyncio.to_thread(server.wait_for_queue, len(queued))
+                await asyncio.to_thread(server.turnstile.let, 100)  # half of one: the pace of a long queue
+                probes: list[asyncio.Task[httpx.Response]] = []
+                refused: list[httpx.Response] = []
+                while not refused:
+                    # Not waited for: what comes before the server has read its queue again is let pass, and queues.
+                    probe = client.post(url, json=body("completions", hurried, stream=stream))
+                    probes.append(asyncio.create_task(probe))
+                    await asyncio.sleep(0.1)
+                    refused = [done.result() for done in probes if done.done() and done.result().status_code == 503]
             answers = await asyncio.gather(*queued)
             statuses = {answer.status_code for answer in await asyncio.gather(*probes)}
         assert [answer.status_code for answer in answers] == [200] * 4
         assert statuses <= {200, 503}
-        return refused[0] if refused else None
+        return refused[0]
 
-    for _ in range(5):
-        refused = asyncio.run(scene())
-        if refused is not None:
-            break
-    else:
-        pytest.fail("five times, nobody was turned away from a queue")
+    refused = asyncio.run(scene())
     assert refused.json()["error"]["code"] == 503
     assert "objective of 0.001 s" in refused.json()["error"]["message"]
     assert 1 <= int(refused.headers["Retry-After"]) <= 600

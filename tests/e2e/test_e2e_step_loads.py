@@ -34,9 +34,9 @@ def runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
         turns("turns-auto", llama, load="auto"),
         turns("turns-compiled", llama, engine={"enforce_eager": False}),
         longs("longs-step", llama),
-        turns("turns-slow", llama, "slow"),
-        turns("turns-nobody-asks", llama, "slow-nobody-asks"),
-        turns("turns-nobody-waits", llama, "slow-nobody-waits"),
+        turns("turns-tardy", llama, "tardy"),
+        turns("turns-nobody-asks", llama, "tardy-nobody-asks"),
+        turns("turns-nobody-waits", llama, "tardy-nobody-waits"),
         turns("turns-fail", llama, "fail"),
         longs("longs-fail", llama, "fail", store="late"),
     ]
@@ -57,7 +57,7 @@ def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize(
     "name",
-    ["turns-step", "turns-64-tokens", "turns-ahead", "turns-auto", "turns-compiled", "turns-slow", "longs-step"],
+    ["turns-step", "turns-64-tokens", "turns-ahead", "turns-auto", "turns-compiled", "turns-tardy", "longs-step"],
 )
 def test_4_requests_compute_in_the_step_that_loads(runs: dict[str, Outcome], name: str) -> None:
     assert_same(runs[name], runs[name.split("-")[0]])
@@ -66,8 +66,8 @@ def test_4_requests_compute_in_the_step_that_loads(runs: dict[str, Outcome], nam
 
 
 def test_the_waits_are_needed(runs: dict[str, Outcome]) -> None:
-    """The control: as `turns-slow`, but nobody waits."""
-    assert runs["turns-nobody-waits"].host_hit_tokens == runs["turns-slow"].host_hit_tokens > 200
+    """The control: as `turns-tardy`, but nobody waits."""
+    assert runs["turns-nobody-waits"].host_hit_tokens == runs["turns-tardy"].host_hit_tokens > 200
     assert runs["turns-nobody-waits"].tokens != runs["turns"].tokens
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.extent import HANG_S
+from tests.kernels.compared import compared
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kv.cuda.codec import Piece, QuantisedCudaCodec, RawCudaCodec
@@ -24,32 +23,30 @@ from .tier_worker_parts import LAYOUT, geometry, random_kv
 SCRIPT = Path(__file__).with_name("cuda_codec_script.py")
 
 
-def differences(device: str, **environment: str) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), device], env={**os.environ, **environment}, capture_output=True, text=True,
-        timeout=HANG_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found["codecs"]) == 4
-    return found
-
-
-def check(found: dict[str, dict[str, Any]], *, rounds: bool) -> None:
-    """Records of the device are copied as they are, beside blocks in the same job."""
-    assert set(found["records"].values()) == {0.0}
-    for name, facts in found["codecs"].items():
-        exact = rounds or "16 bits" in name or "bfloat16" not in name
-        assert facts.pop("largest_relative_difference") <= (0.0 if exact else torch.finfo(torch.bfloat16).eps), name
-        assert (facts.pop("values_that_differ") == 0) or not exact, name
-        assert facts.pop("unreadable") == ("8 bits" in name), f"{name}: one chunk holds a NaN"
-        assert facts.pop("holds"), name
-        assert not any(facts.values()), (name, facts)
+CASES = 5
+SPOILT = """
+from tests.kv import cuda_codec_script as script
+unpack = script.StagedCodec.unpack
+def spoilt(self, piece, buffer, slot):
+    unpack(self, piece, buffer, slot)
+    for tensor in piece.tensors:
+        self._tensors[tensor][piece.blocks, 1] ^= 0x40
+script.StagedCodec.unpack = spoilt
+raise SystemExit(script.main("cpu"))
+"""
 
 
 def test_interpreted_copies_are_those_of_the_cpu() -> None:
-    """But for the last bit of bfloat16: where a GPU rounds to the nearest, Triton's interpreter cuts."""
-    check(differences("cpu", TRITON_INTERPRET="1"), rounds=False)
+    found = compared(str(SCRIPT), "cpu", TRITON_INTERPRET="1")
+    assert found.holds, json.dumps(found.cases)
+    assert len(found.cases) == CASES
+
+
+def test_a_byte_that_comes_back_wrong_is_found() -> None:
+    """In every case that loads; and the exit status says so."""
+    found = compared("-c", SPOILT, TRITON_INTERPRET="1")
+    assert found.status == 1
+    assert found.end == {"wrong": [name for name in found.cases if name != "records"], "failed": [], "cases": CASES}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,8 @@ def test_what_a_machine_with_a_gpu_runs_needs_no_vllm(module: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_copies_of_a_gpu_are_those_of_the_cpu() -> None:
-    check(differences("cuda"), rounds=True)
+    found = compared(str(SCRIPT), "cuda")
+    assert found.holds, json.dumps(found.cases)
 
 
 def pool_for(bits: int, num_tensors: int = 2) -> torch.Tensor:

@@ -1,13 +1,14 @@
-"""Compares the Triton kernels with the definition; prints the errors, and those allowed, as JSON. Argument: the device.
+"""Compares the Triton kernels with the definition, case by case (`comparison`). Argument: the device.
 
 Its own process, because Triton decides at import whether it interprets kernels (TRITON_INTERPRET=1, on the CPU).
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3]))
 
+from tests.kernels.comparison import Facts, compare
 from tests.kernels.paged_attention.batches import Batch, Range, budget, make_batch
 from vllm_ext.kernels.kv_quant.format import PageLayout
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
@@ -68,8 +70,50 @@ CASES = {
 }
 
 
-def errors(batch: Batch, device: str, limits: gpu.DeviceLimits | None, **options: float) -> dict[str, float]:
-    """Attend to poisoned memory, and compare."""
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A case in one type and layout, on a device of some size."""
+
+    name: str
+    case: Case
+    layout: PageLayout
+    limits: gpu.DeviceLimits
+    seed: int
+
+    @classmethod
+    def of(cls, case_name: str, dtype: torch.dtype, splits: str, limits: gpu.DeviceLimits) -> Run:
+        """Return a run; cases take layouts by turns.
+
+        Args:
+            case_name: One of `CASES`.
+            dtype: Of the KV.
+            splits: What the limits make of long sequences, for the name.
+            limits: Of the device.
+        """
+        case, turn = CASES[case_name], list(CASES).index(case_name)
+        layout = LAYOUTS[turn // 2 % 2](dtype, case.kv_heads, case.dim, case.block)
+        return cls(name=f"{dtype} {case_name}, {splits} splits", case=case, layout=layout, limits=limits, seed=turn)
+
+    def batch(self) -> Batch:
+        """Return its queries and KV."""
+        return make_batch(self.layout, self.case.heads, self.case.ranges, seed=self.seed)
+
+
+def compiled_runs(limits: gpu.DeviceLimits) -> Iterator[Run]:
+    """Yield what a GPU compares: every case as a server would have it, since each other variant takes its seconds."""
+    for name in CASES:
+        yield Run.of(name, torch.bfloat16, "the device's", limits)
+
+
+def interpreted_runs() -> Iterator[Run]:
+    """Yield what the CPU compares: every case with few splits and with many, in fp32 and fp16 by turns."""
+    for turn, name in enumerate(CASES):
+        yield Run.of(name, (torch.float32, torch.float16)[turn % 2], "few", FEW)
+        yield Run.of(name, (torch.float32, torch.float16)[(turn + 1) % 2], "many", MANY)
+
+
+def attended(run: Run, batch: Batch, device: str) -> tuple[torch.Tensor, torch.Tensor, gpu.Step]:
+    """Attend on a device, to poisoned memory; return outputs, their log-sum-exp, and how the step was divided."""
 
     def there(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device)
@@ -77,19 +121,27 @@ def errors(batch: Batch, device: str, limits: gpu.DeviceLimits | None, **options
     query, kv = there(batch.query), PagedKV(batch.kv.layout, there(batch.kv.pages), there(batch.kv.records))
     ranges = Ranges(**{name: there(getattr(batch.ranges, name)) for name in Ranges.__dataclass_fields__})
     out, lse = torch.full_like(query, math.nan), torch.full(query.shape[:2], math.nan, device=device)
-    sizes = {"num_heads": query.shape[1], "num_tokens": int(ranges.q_len.sum())}
-    workspace = None
-    if limits is not None:
-        workspace = gpu.Workspace.for_steps(
-            kv.layout, num_heads=query.shape[1], max_tokens=int(ranges.q_len.sum()), max_ranges=ranges.num_ranges,
-            limits=limits, device=query.device,
-        )  # fmt: skip
-        workspace.partial.fill_(math.nan)
-    step = gpu.divide(ranges, kv.layout, max_query_len=int(ranges.q_len.max()), workspace=workspace, **sizes)
-    gpu.attend(query, kv, step, out, lse, scale=SCALE, **options)
+    tokens, num_heads = sum(r.q_len for r in run.case.ranges), run.case.heads
+    workspace = gpu.Workspace.for_steps(
+        kv.layout, num_heads=num_heads, max_tokens=tokens, max_ranges=ranges.num_ranges, limits=run.limits,
+        device=query.device,
+    )  # fmt: skip
+    workspace.partial.fill_(math.nan)
+    step = gpu.divide(
+        ranges, kv.layout, num_heads=num_heads, num_tokens=tokens, max_query_len=max(r.q_len for r in run.case.ranges),
+        workspace=workspace,
+    )  # fmt: skip
+    gpu.attend(query, kv, step, out, lse, scale=SCALE, **run.case.options)  # type: ignore[arg-type]
+    return out, lse, step
+
+
+def errors(run: Run, device: str) -> Facts:
+    """Attend, and compare with the definition."""
+    batch, options = run.batch(), run.case.options
+    out, lse, step = attended(run, batch, device)
     plain, expected = batch.plain, batch.plain_ranges
     wanted, wanted_lse = reference.paged_attention(batch.query, plain, expected, scale=SCALE, **options)
-    inside = torch.zeros(len(query), dtype=torch.bool)
+    inside = torch.zeros(len(out), dtype=torch.bool)
     for start, length in zip(expected.q_start.tolist(), expected.q_len.tolist(), strict=True):
         inside[start : start + length] = True
     found, found_lse = out.cpu().double(), lse.cpu().double()
@@ -104,18 +156,23 @@ def errors(batch: Batch, device: str, limits: gpu.DeviceLimits | None, **options
     }
 
 
-def main(device: str) -> None:
-    """Compare every case with few splits and with many; on a GPU in every type, else in fp32 and fp16 by turns."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    found = {}
-    for turn, (name, case) in enumerate(CASES.items()):
-        for split, limits in (("few", FEW), ("many", MANY), *([("the device's", None)] if device == "cuda" else [])):
-            for dtype in dtypes if device == "cuda" else [dtypes[(turn + (limits is MANY)) % 2]]:
-                layout = LAYOUTS[turn // 2 % 2](dtype, case.kv_heads, case.dim, case.block)
-                batch = make_batch(layout, case.heads, case.ranges, seed=turn)
-                found[f"{dtype} {name}, {split} splits"] = errors(batch, device, limits, **case.options)
-    print(json.dumps(found))
+def over(name: str, facts: Facts) -> list[str]:
+    """Return which errors are larger than allowed; NaN is."""
+    allowed = {
+        "error": facts["allowed"],
+        "lse_error": 1e-5 if "float32" in name else 1e-2,
+        "written_besides": 0.0,
+        "infinite_lse_differs": 0.0,
+    }
+    return [fact for fact, most in allowed.items() if not facts[fact] <= most]
+
+
+def main(device: str) -> int:
+    """Compare, and return the exit status."""
+    is_gpu = device == "cuda"
+    runs = compiled_runs(gpu.DeviceLimits.of(torch.device(device))) if is_gpu else interpreted_runs()
+    return compare(((run.name, functools.partial(errors, run, device)) for run in runs), over)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(sys.argv[1]))
