@@ -17,9 +17,10 @@ _POOL = "vllm.v1.core.block_pool:BlockPool"
 
 
 def _reliance(target: str, why: str, *fingerprints: str) -> Reliance:
-    return gap_reliance(
+    made: Reliance = gap_reliance(
         target, why, *fingerprints, remove_when="vLLM's block manager finds blocks behind a missing one"
     )
+    return made
 
 
 HOOKS = (

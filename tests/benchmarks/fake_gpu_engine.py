@@ -23,14 +23,17 @@ class FakeScheduler:
         seats: Requests that may run at once.
         kv_tokens: What the device holds.
         budget: Tokens of a step.
+        filled: The KV of prompts is there, as a connector has it.
     """
 
-    def __init__(self, seats: int, kv_tokens: int, budget: int) -> None:
+    def __init__(self, seats: int, kv_tokens: int, budget: int, *, filled: bool) -> None:
         self.max_num_scheduled_tokens, self.max_model_len, self.block_size = budget, 16_896, BLOCK
         self.max_num_active_reqs = seats
         pool = SimpleNamespace(num_gpu_blocks=kv_tokens // BLOCK)
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
-        self.connector = SimpleNamespace(get_num_new_matched_tokens=lambda request, _: (request.num_tokens - 1, False))
+        self.connector = SimpleNamespace(
+            get_num_new_matched_tokens=lambda request, _: (request.num_tokens - 1 if filled else 0, False)
+        )
         self.waiting: list[Any] = []
         self.running: list[Any] = []
         self.refused = 0
@@ -58,8 +61,10 @@ class FakeEngine:
     cudagraph_mode = "FULL_DECODE_ONLY"
     start_s = 30.0
 
-    def __init__(self, *, seats: int = 272, kv_tokens: int = 400_000, budget: int = 8192, in_flight: int = 0) -> None:
-        self.scheduler, self.in_flight = FakeScheduler(seats, kv_tokens, budget), in_flight
+    def __init__(
+        self, *, seats: int = 272, kv_tokens: int = 400_000, budget: int = 8192, in_flight: int = 0, filled: bool = True
+    ) -> None:
+        self.scheduler, self.in_flight = FakeScheduler(seats, kv_tokens, budget, filled=filled), in_flight
         self.seen: dict[str, Any] = {}
         self.steps: list[tuple[int, int]] = []
         """Decodes and prompt tokens of all that ended."""

@@ -130,7 +130,7 @@ def test_a_setting_that_is_unknown_is_an_error_of_usage(name: str, capsys: pytes
 @pytest.mark.parametrize(("batch", "context"), [(1, 512), (32, 2048), (128, 1024), (256, 1024)])
 def test_no_request_of_a_batch_ends_within_the_timed_steps(batch: int, context: int, in_flight: int) -> None:
     """The first of a batch decode while the prompts of the others are computed, here in up to 33 steps."""
-    engine = FakeEngine(in_flight=in_flight)
+    engine = FakeEngine(in_flight=in_flight, filled=False)
     decode = load("gpu_decode")
     taken = decode.batch_ms(engine, batch, context, 8192, 3, 20)
     assert len(taken) == 3
@@ -142,12 +142,12 @@ def test_no_request_of_a_batch_ends_within_the_timed_steps(batch: int, context: 
 def test_a_batch_of_which_a_request_ended_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = load("gpu_decode")
     monkeypatch.setattr(decode, "output_tokens", lambda *_: 30)
-    assert decode.batch_ms(FakeEngine(), 8, 1024, 8192, 3, 20) == []
+    assert decode.batch_ms(FakeEngine(filled=False), 8, 1024, 8192, 3, 20) == []
 
 
 def test_each_batch_is_in_the_file_when_it_has_been_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, seen = load("gpu_decode"), []
-    monkeypatch.setattr(load("gpu_engine"), "Engine", lambda *_, **__: FakeEngine(budget=128))
+    monkeypatch.setattr(load("gpu_engine"), "Engine", lambda *_, **__: FakeEngine(budget=128, filled=False))
     report = load("on_gpu").Report(tmp_path / "found.json")
     batch_ms = decode.batch_ms
 

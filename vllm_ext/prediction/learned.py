@@ -294,7 +294,7 @@ def _encoder(config: PredictorConfig) -> TextEncoder:
         config.encoder,
         threads=config.threads,
         max_tokens=config.prompt_tokens,
-        window=config.prompt_window,  # type: ignore[arg-type]  # checked by the configuration
+        window=config.prompt_window,
         batch_size=config.batch_size,
     )
 
