@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module as script
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def test_variants_are_options_that_their_systems_take() -> None:
         for system in set(args.systems) - {"upstream-fcfs"}:
             found = rows.system_args(system, args)
             config = parse({"system": found["scheduler_cls"], **found["additional_config"]["vllm_ext"]})
-            wanted = build(config).tier(replace(config.kv_tier, bits=None)).bits
+            wanted = build(config).tier(config.kv_tier.changed(bits=None)).bits
             assert wanted == (8 if found["scheduler_cls"].startswith("alise") else 16)
             assert bool(config.kv_tier.gib) == (":swap" in system or ":tier" in system or ":cost" in system)
 

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "classes are no object": ({"classes": [1]}, r"slo\.classes=\[1\]: must be an object"),
     "a class without a name": ({"classes": {"": {}}}, "not empty"),
     "a class with too long a name": ({"classes": {"x" * 65: {}}}, "at most 64 characters"),
-    "too many classes": ({"classes": {str(i): {} for i in range(65)}}, "at most 64 items.*not 65"),
+    "too many classes": ({"classes": {str(i): {} for i in range(65)}}, "must have at most 64 items"),
     "wrong within a class": ({"classes": {"gold": {"tbt_ms": 0}}}, r"tbt_ms=0"),
     "no such option of a class": ({"classes": {"gold": {"shed": True}}}, r"slo\.classes\.gold\.shed=True: unknown"),
     "shed is no boolean": ({"shed": 1}, r"slo\.shed=1"),

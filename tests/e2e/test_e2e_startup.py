@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 REFUSED = {
     "unknown-system": (["--scheduler-cls", "alize"], ["alize", "alise", "fcfs"]),
     "oracle": (["--scheduler-cls", "oracle-alise"], ["oracle-alise", "offline"]),
-    "value-out-of-range": (["--scheduler-cls", "auto", "--ext-age-limit-s", "-1"], ["age_limit_s", "-1"]),
+    "value-out-of-range": (
+        ["--scheduler-cls", "auto", "--ext-age-limit-s", "-1"],
+        ["--ext-age-limit-s -1"],
+    ),
     "unknown-option": (
         ["--scheduler-cls", "alise", "--additional-config", '{"vllm_ext": {"widnow": 3}}'],
         ["widnow", "prediction"],

@@ -124,7 +124,7 @@ def refused(hardware: HardwareSpec | None = HARDWARE, **options: Any) -> ConfigE
     ("settings", "says"),
     [
         ({"options": own_tier(0.5)}, "kv_tier.gib=0.0061"),
-        ({"options": own_tier(bits=4)}, "kv_tier.bits=4: must be 16 or 8"),
+        ({"options": own_tier(bits=4)}, "kv_tier.bits=4: must be one of 16, 8"),
         ({"options": own_tier(policy="fifo")}, "kv_tier.policy='fifo'"),
         ({"options": {"kv_tier": {"gibs": 1}}}, "kv_tier.gibs=1: unknown option"),
         ({"options": own_tier(disk_dir="/no", disk_gib=1.0)}, "must be left out in a simulation, which has no disk"),

@@ -12,14 +12,16 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.config import AXES, FLAGS, ConfigError, ExtConfig
 from vllm_ext.contract import Ordering, Rank, RequestView
-from vllm_ext.systems import System, build, compose, known, register, resolve, table
+from vllm_ext.repro import ablations
+from vllm_ext.systems import System, build, compose, known, register, resolve
 from vllm_ext.systems.alise import BoundedBypass, CostOverWait, Preemptive
 from vllm_ext.systems.baselines import ReserveMaximum, SeparateBatches, Watermark, WholePrompts
 from vllm_ext.systems.past_future import PeakMemory
 from vllm_ext.systems.sarathi import TbtBudget
 from vllm_ext.systems.upstream import Arrival, InOrder
 
-ROWS = [row for row in table(unserved=True) if not row.name.startswith(("test-", "oracle-test"))]
+ROWS = (*compose._papers().values(), *ablations.ROWS)
+"""Without what other tests register."""
 
 
 @dataclass(frozen=True, kw_only=True)
