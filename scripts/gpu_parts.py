@@ -56,7 +56,7 @@ class Command:
     arguments: tuple[str, ...]
     share: Share = NO_SHARE
     needs: str = "vllm"
-    """A module that has to be importable, besides PyTorch and Triton; empty: none."""
+    """Modules that have to be importable, besides PyTorch and Triton, separated by blanks."""
     at_once: bool = False
     """Run beside its neighbours that are: mostly compiles, and is not timed."""
     background: bool = False
@@ -123,15 +123,18 @@ def comparison(name: str, *arguments: str, needs: str = "") -> Command:
 
 
 _KERNELS = Share(least_s=55.0, most_s=75.0)
-_TESTS = ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+_TESTS = (
+    *("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"),
+    *("tests/kv/test_cuda_gpu.py", "tests/cellular/test_graphed.py"),
+)
 PARTS = (
     Part(
         name="right",
         commands=(
             comparison("attention", "tests/kernels/paged_attention/gpu_script.py", "cuda"),
             comparison("quantisation", "tests/kernels/gpu_script.py", "cuda"),
-            comparison("copies", "tests/kv/cuda_codec_script.py", "cuda"),
-            comparison("tests", *_TESTS, "tests/kv/test_cuda_gpu.py", "tests/cellular/test_graphed.py", needs="pytest"),
+            comparison("copies", "tests/kv/cuda_codec_script.py", "cuda", needs="pydantic"),
+            comparison("tests", *_TESTS, needs="pytest pydantic"),
             # What is ours first: the last are left out where time is short.
             benchmark(
                 "engines", "gpu_right.py", "--settings", "stock,own,tier-8,int8,triton,tier-16", "--limit-s", "45",
@@ -155,7 +158,7 @@ PARTS = (
     Part(
         name="swap",
         commands=(
-            benchmark("copies", "kv_tier_cuda.py", "--quick", needs="", least_s=15.0, most_s=35.0),
+            benchmark("copies", "kv_tier_cuda.py", "--quick", needs="pydantic", least_s=15.0, most_s=35.0),
             benchmark("returning", "gpu_return.py", "--limit-s", "40", least_s=35.0, most_s=60.0),
         ),
     ),

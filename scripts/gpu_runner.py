@@ -25,6 +25,7 @@ from gpu_parts import Command
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "vllm": "vLLM is not here: bring the bundle of scripts/gpu_bundle.py",
+    "pydantic": "pydantic, which reads options, is not here: bring the bundle of scripts/gpu_bundle.py",
     "pytest": "pytest is not here",
 }
 """Modules that commands need, and what to say where one is missing."""
@@ -116,7 +117,8 @@ class Runner:
 
     def obstacle(self, command: Command) -> str | None:
         """Return why a command can't be run; None: it can."""
-        return None if command.needs in {"", *self.modules} else MODULES[command.needs]
+        missing = [name for name in command.needs.split() if name not in self.modules]
+        return MODULES[missing[0]] if missing else None
 
     def start(self, part: str, command: Command, limit_s: float) -> Running:
         """Start a command, and tell it when it will be ended."""
