@@ -11,10 +11,10 @@ Spawned API servers and ``vllm bench`` parse or convert the arguments again and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.config import KEY, ConfigError, flags, merge_flags
+from vllm_ext.config import KEY, flags, merge_flags
 from vllm_ext.hooks.patch import Patch
 
 
@@ -23,10 +23,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: Any, *rest: An
     given = flags.given(vars(args))
     if given:
         additional = dict(engine_args.additional_config or {})
-        options = additional.get(KEY, {})
-        if not isinstance(options, Mapping):
-            raise ConfigError("", options, "must be an object")
-        engine_args.additional_config = {**additional, KEY: merge_flags(options, given)}
+        engine_args.additional_config = {**additional, KEY: merge_flags(additional.get(KEY, {}), given)}
         # Spawned API servers get the arguments and read them before our plugin is loaded: they must not need the flags.
         args.additional_config = engine_args.additional_config
     return engine_args

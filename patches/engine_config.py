@@ -94,9 +94,7 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
     if "scheduler_cls" not in typed or not (given or is_chosen(scheduler_cls, additional)):
         return None  # no engine's arguments, or nothing of ours
     try:
-        options = additional.get(KEY, {})
-        merged = merge_flags(options, given) if isinstance(options, Mapping) else options
-        config, _ = validate(scheduler_cls, {**additional, KEY: merged})
+        config, _ = validate(scheduler_cls, {**additional, KEY: merge_flags(additional.get(KEY, {}), given)})
         if serves:
             refuse_oracle(config, _SERVERS[0])
         refuse_priority(config, typed.get("scheduling_policy"))

@@ -7,7 +7,7 @@ from vllm_ext.config.flags import FLAGS, in_flags, merge_flags
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.config.model import Flag, flagged, made
 from vllm_ext.config.options import AXES, ExtConfig, parse, to_dict
-from vllm_ext.config.prediction import RETRIEVAL, SOURCES, PredictionConfig, PredictorConfig
+from vllm_ext.config.prediction import RETRIEVAL, PredictionConfig, PredictorConfig
 from vllm_ext.config.slo import SloClass, SloConfig
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "FLAGS",
     "KEY",
     "RETRIEVAL",
-    "SOURCES",
     "AttentionConfig",
     "ConfigError",
     "ExtConfig",

@@ -54,7 +54,7 @@ def help_of(flag: Flag, field: FieldInfo) -> str:
 
 
 def literal_of(field: FieldInfo) -> list[str]:
-    """Return the values of a field that is a Literal, or one or None."""
+    """Return the values of a field that is a Literal, or that or None."""
     inner = next((arg for arg in get_args(field.annotation) if get_args(arg)), field.annotation)
     return [str(value) for value in get_args(inner)]
 
@@ -67,8 +67,10 @@ def merge_flags(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
         given: Parsed arguments by `dest_of`; absent or ``None`` means that the flag was not given.
 
     Raises:
-        ConfigError: An option that must hold others, such as ``ordering``, is no object.
+        ConfigError: The options, or one that must hold others, such as ``ordering``, are no object.
     """
+    if not isinstance(options, Mapping):
+        raise ConfigError("", options, "must be an object")
     merged = copy.deepcopy(dict(options))
     for path in FLAGS:
         value = given.get(dest_of(path))

@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vllm_ext.config.errors import KEY, ConfigError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
+Text = Annotated[str, StringConstraints(pattern=r"\S")]
+"""A string that is not empty, nor blank."""
 
 _WORDS = {
     "bool_type": "must be true or false",
@@ -33,6 +35,11 @@ _WORDS = {
     "tuple_type": "must be a list",
 }
 """What is allowed, by pydantic's kinds of errors, where its own words are of Python and not of JSON."""
+
+
+def comma_list(text: str) -> list[str]:
+    """Split ``a,b`` at its commas; blanks around an item and a trailing comma do not count."""
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 @dataclass(frozen=True)

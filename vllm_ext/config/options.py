@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field, model_validator
 from vllm_ext.config.attention import AttentionConfig
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.config.model import Flag, Options, made
-from vllm_ext.config.prediction import PredictionConfig, PredictorConfig, Text, comma_list
+from vllm_ext.config.model import Flag, Options, Text, comma_list, made
+from vllm_ext.config.prediction import PredictionConfig, PredictorConfig
 from vllm_ext.config.slo import SloConfig
 
 AXES = ("ordering", "admission", "budget", "residency", "sharing")

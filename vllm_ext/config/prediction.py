@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.model import Flag, Options
+from vllm_ext.config.model import Flag, Options, Text, comma_list
 
 RETRIEVAL = "retrieval"
 """The source that is the predictor's process; what it says comes after a request was queued on another source."""
-SOURCES = ("hint", RETRIEVAL, "history", "oracle")
-"""Where a length prediction may come from."""
 WINDOWS = ("head", "tail", "head+tail")
 
 Source = Literal["hint", "retrieval", "history", "oracle"]
-Text = Annotated[str, StringConstraints(strip_whitespace=False, pattern=r"\S")]
-
-
-def comma_list(text: str) -> list[str]:
-    """Split ``a,b`` at its commas; blanks around an item and a trailing comma do not count."""
-    return [item.strip() for item in text.split(",") if item.strip()]
+"""Where a length prediction may come from."""
 
 
 class PredictionConfig(Options):

@@ -8,7 +8,7 @@ from annotated_types import MaxLen
 from pydantic import Field, StringConstraints, model_validator
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.model import Flag, Options
+from vllm_ext.config.model import Flag, Options, comma_list
 from vllm_ext.hints import MAX_TAG_CHARS
 
 BUCKET_TOKENS = 512
@@ -22,7 +22,7 @@ _Tag = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TAG_CHARS)]
 
 def _numbers(text: str) -> list[float]:
     """Split ``1,2.5`` at its commas."""
-    return [float(item) for item in text.split(",") if item.strip()]
+    return [float(item) for item in comma_list(text)]
 
 
 class SloClass(Options):
