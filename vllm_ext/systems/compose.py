@@ -11,11 +11,11 @@ from typing import Any
 
 from vllm_ext.config import AXES, ConfigError, ExtConfig
 from vllm_ext.config.errors import did_you_mean
-from vllm_ext.systems.system import Policies, System
+from vllm_ext.systems.system import Policies, System, fields_of
 from vllm_ext.systems.user_policies import BASES, with_own
 
 _FIRST, _LAST = "fcfs", "baselines"
-_UNSERVED = "vllm_ext.repro.ablations"
+UNSERVED = "vllm_ext.repro.ablations"
 """Registers rows that nobody serves: it is imported when a name is asked for that no paper's file has."""
 
 
@@ -58,13 +58,13 @@ def table(*, unserved: bool = False) -> tuple[System, ...]:
         unserved: Whether those that nobody serves, as ablations, are among them.
     """
     if unserved:
-        importlib.import_module(_UNSERVED)
+        importlib.import_module(UNSERVED)
     return tuple(row for row in _SYSTEMS.values() if row.served or unserved)
 
 
 def _row(name: str) -> System | None:
     if name not in _SYSTEMS:
-        importlib.import_module(_UNSERVED)
+        importlib.import_module(UNSERVED)
     return _SYSTEMS.get(name)
 
 
@@ -130,7 +130,7 @@ def _joined_gates(name: str, rows: list[System]) -> dict[Any, Mapping[str, Any]]
 
 def _setting(factory: Any, row: System, axis: str) -> tuple[Any, Mapping[str, Any]]:
     """Return a factory and what its row sets of its fields."""
-    fields = _fields(factory)
+    fields = fields_of(factory)
     given = row.parameters.get(axis, {})
     return factory, {name: value for name, value in given.items() if name in fields} if fields else given
 
@@ -192,15 +192,11 @@ def _check_names(axis: str, given: Mapping[str, Any], system: System) -> None:
 def _parameters(system: System, axis: str) -> list[str]:
     """Return the parameters of an axis' policies, gates among those of the admission."""
     factories = (getattr(system, axis), *(system.gates if axis == "admission" else ()))
-    return list(dict.fromkeys(name for factory in factories for name in _fields(factory)))
-
-
-def _fields(factory: Any) -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(factory)} if dataclasses.is_dataclass(factory) else {}
+    return list(dict.fromkeys(name for factory in factories for name in fields_of(factory)))
 
 
 def _construct(factory: Any, axis: str, given: Mapping[str, Any]) -> Any:
-    fields = _fields(factory)
+    fields = fields_of(factory)
     parameters = {name: value for name, value in given.items() if name in fields}
     for name, value in parameters.items():
         default = fields[name].default

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from vllm_ext.config import AXES
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Policy, Residency, Sharing
 from vllm_ext.systems.upstream import Arrival, InOrder, Recompute, StaticBudget, Undivided
+
+
+def fields_of(policy: Any) -> dict[str, Field[Any]]:
+    """Return the parameters of a policy's class by name; of another factory: none."""
+    return {found.name: found for found in fields(policy)} if is_dataclass(policy) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_ext.config import ConfigError
 from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering, Residency, Sharing
-from vllm_ext.systems.system import System
+from vllm_ext.systems.system import System, fields_of
 
 BASES: dict[str, type] = {
     "ordering": Ordering,
@@ -50,7 +50,7 @@ def with_own(system: System, named: Sequence[str]) -> System:
         taken[field] = text
         kept = {name: value for name, value in system.parameters.items() if name != field}
         if field == "admission":  # which holds those of the gates too
-            of_gates = {f.name for gate in system.gates for f in _fields(gate)}
+            of_gates = {name for gate in system.gates for name in fields_of(gate)}
             kept[field] = {k: v for k, v in system.parameters.get(field, {}).items() if k in of_gates}
         changes: dict[str, Any] = {field: policy, "parameters": kept}
         system = dataclasses.replace(system, **changes)
@@ -91,10 +91,6 @@ def load(text: str) -> type:
         wanted = ", ".join(base.__name__ for base in bases)
         raise ConfigError("policies", text, f"a class of the file that is derived from {wanted}; found: {known}")
     return found
-
-
-def _fields(factory: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(factory) if dataclasses.is_dataclass(factory) else ()
 
 
 def _is_own(value: object, module: ModuleType, bases: tuple[type, ...]) -> bool:

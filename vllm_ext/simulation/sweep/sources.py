@@ -11,6 +11,7 @@ from pathlib import Path
 import vllm_ext
 import vllm_ext.kernels
 import vllm_ext.patches
+from vllm_ext.systems.compose import UNSERVED
 
 PACKAGES: Mapping[str, Iterable[str]] = {
     "": vllm_ext.__path__,
@@ -20,7 +21,7 @@ PACKAGES: Mapping[str, Iterable[str]] = {
 """Folders of source files, by where a wheel has them within `vllm_ext`; a checkout has two of them beside it."""
 NOT_DECISIVE = ("cli", "cluster", "demo", "repro", "tiny_model")
 """Packages that nothing which simulates imports: how a run is asked for, where it runs, what is shown of it."""
-ROWS_APART = "repro/ablations.py"
+ROWS_APART = UNSERVED.removeprefix("vllm_ext.").replace(".", "/") + ".py"
 """Rows of systems that are imported when one is asked for by name, from a package of these."""
 
 
