@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import checkout  # noqa: F401 - before all that it makes importable
 import on_gpu
 
-from vllm_ext.report.results import Goal, Result, Workload, emit
+from vllm_ext.report.results import Goal, Result, Workload, emit, machine, versions
 
 T = TypeVar("T")
 _ERROR_CHARS = 300
@@ -45,6 +45,9 @@ class Findings:
     goals: list[Goal] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    machine: Mapping[str, Any] = field(default_factory=machine)
+    """Asked once: to read and digest all sources takes longer than many a cell."""
 
     def attempt(self, what: str, work: Callable[[], T]) -> T | None:
         """Return what some work returns; None if it raises, and `failed` says why."""
@@ -61,16 +64,14 @@ class Findings:
 
     def end(self, tables: Sequence[str]) -> int:
         """Print and write the whole; return the exit status."""
-        result = self._result(complete=True)
-        on_gpu.write(self.out, json.loads(result.to_json()))
-        emit(result, tables)
-        return on_gpu.WRONG if self.wrong else on_gpu.FAILED if self.failed else on_gpu.DONE
+        emit(self._result(complete=True), tables, self.out)
+        return on_gpu.status(wrong=bool(self.wrong), complete=not self.failed)
 
     def _result(self, *, complete: bool) -> PartialResult:
         return PartialResult(
             name=self.name, command=self.command, config=self.config, seed=self.seed, workload=self.workload,
-            metrics=self.metrics, baselines=self.baselines, goals=self.goals, complete=complete, wrong=self.wrong,
-            failed=self.failed,
+            metrics=self.metrics, baselines=self.baselines, goals=self.goals, versions=self.versions,
+            machine=self.machine, complete=complete, wrong=self.wrong, failed=self.failed,
         )  # fmt: skip
 
 

@@ -52,6 +52,11 @@ def write(out: Path | None, found: Mapping[str, Any]) -> None:
             file.write(json.dumps(found, indent=1, allow_nan=False).encode())
 
 
+def status(*, wrong: bool, complete: bool) -> int:
+    """Return an exit status; what is wrong counts for more than what is missing."""
+    return WRONG if wrong else DONE if complete else FAILED
+
+
 class Report:
     """A result whose file is written after each part: a process killed at its limit leaves what it measured.
 
@@ -77,10 +82,10 @@ class Report:
         self.write()
 
     def end(self, *, complete: bool = True) -> int:
-        """Write for the last time, and return the exit status; what is wrong counts for more than what is missing."""
+        """Write for the last time, and return the exit status."""
         self.found["complete"] = complete
         self.write()
-        return WRONG if self.found.get("wrong") else DONE if complete else FAILED
+        return status(wrong=bool(self.found.get("wrong")), complete=complete)
 
 
 def seconds(work: Callable[[], object], device: str) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -61,9 +62,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imports(known: Mapping[str, Path]) -> dict[str, frozenset[str]]:
+@functools.cache
+def imports(root: Path = ROOT) -> dict[str, frozenset[str]]:
     """Return the modules of the package that each module imports; imports in functions count."""
-    found = {}
+    known, found = modules(root), {}
     for name, path in known.items():
         targets = set()
         for target in imported(ast.parse(path.read_text(encoding="utf-8"))):
@@ -97,7 +99,7 @@ def picture(root: Path = ROOT) -> str:
     known = modules(root)
     rooms = sorted({room_of(name) for name in known} - {""}, key=lambda room: (layer_of(room), room))
     used: dict[str, set[str]] = {room: set() for room in rooms}
-    for name, targets in imports(known).items():
+    for name, targets in imports(root).items():
         if name:
             used[room_of(name)] |= {room_of(target) for target in targets} - {room_of(name)}
     lines = ["| room | holds | imports |", "|---|---|---|"]

@@ -47,11 +47,6 @@ def agrees(found: set[str], listed: set[str], rule: str) -> None:
 
 
 @functools.cache
-def imports() -> dict[str, frozenset[str]]:
-    return rooms.imports(rooms.modules())
-
-
-@functools.cache
 def pyproject() -> dict[str, Any]:
     tools: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     return tools
@@ -71,8 +66,8 @@ def test_every_package_has_one_layer(module: str) -> None:
 def test_no_two_modules_import_each_other() -> None:
     found = {
         f"{one} <-> {other}"
-        for one, other in combinations(sorted(imports()), 2)
-        if other in imports()[one] and one in imports()[other]
+        for one, other in combinations(sorted(rooms.imports()), 2)
+        if other in rooms.imports()[one] and one in rooms.imports()[other]
     }
     assert not found, f"these import each other; give the helper a small protocol of what it needs: {sorted(found)}"
 
@@ -80,7 +75,7 @@ def test_no_two_modules_import_each_other() -> None:
 def test_no_package_imports_one_above_it() -> None:
     found = {
         f"{module} -> {target}"
-        for module, targets in imports().items()
+        for module, targets in rooms.imports().items()
         for target in targets
         if module and rooms.layer_of(target) < rooms.layer_of(module)
     }

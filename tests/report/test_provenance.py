@@ -175,7 +175,9 @@ def test_results_and_pages_made_from_them_leave_a_tree_clean(checkout: Path) -> 
     check_committed(checkout / "benchmarks/results/new.json")
 
 
-@pytest.mark.parametrize("name", [MODULE, "docs/page.md", "kernels/new.py", "benchmarks/new.py", "vllm_ext/a b/ü.py"])
+@pytest.mark.parametrize(
+    "name", [MODULE, "docs/page.md", "kernels/new.py", "kernels/new.cpp", "benchmarks/new.py", "vllm_ext/a b/ü.py"]
+)
 def test_changed_file_and_new_source_file_refuse_a_result_by_name(checkout: Path, name: str) -> None:
     commit(checkout, "docs/page.md")
     write(checkout, name, "new")

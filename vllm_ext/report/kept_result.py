@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_ext.files import replaced
+
 FULL = "full"
 """Folder below ``benchmarks/results`` for results with all details."""
 _DIGITS = 6
@@ -30,8 +32,8 @@ def write(result: Mapping[str, Any], out: Path, results: Path) -> None:
     """
     full = results / FULL / out.relative_to(results)
     for file, text in ((full, json.dumps(result, indent=1) + "\n"), (out, kept(result))):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        with replaced(file) as whole:
+            whole.write(text.encode())
 
 
 def kept(result: Mapping[str, Any]) -> str:

@@ -80,11 +80,11 @@ def digest_of_files(root: Path) -> str | None:
     Returns:
         None where there are no benchmarks, as in an installed package.
     """
-    files = (path for folder in _SOURCES for path in (root / folder).rglob("*") if path.is_file())
-    named = {path.relative_to(root).as_posix(): path for path in files}
-    if not any(name.startswith(_SOURCES[0]) for name in named):
+    if not (root / "benchmarks").is_dir():
         return None
-    return _digest((name, _blob(named[name].read_bytes())) for name in named if _decides(name))
+    files = (path for folder in _SOURCES for path in (root / folder).rglob("*") if path.is_file())
+    named = ((path.relative_to(root).as_posix(), path) for path in files)
+    return _digest((name, _blob(path.read_bytes())) for name, path in named if _decides(name))
 
 
 def digest_of_commit(root: Path, commit: str) -> str | None:
@@ -143,7 +143,7 @@ def uncommitted(root: Path) -> list[str]:
         state, name = entry[:2], entry[3:]
         if not name or name.startswith(_WRITTEN):
             continue
-        if state != "??" or (name.startswith(_SOURCES) and name.endswith(".py")):
+        if state != "??" or (name.startswith(_SOURCES) and _decides(name)):
             found.append(name)
     return sorted(found)
 

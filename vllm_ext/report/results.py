@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm_ext.files import replaced
 from vllm_ext.report import json_output, kept_result, provenance
 from vllm_ext.report.provenance import check_committed, result_path
 
@@ -169,8 +170,8 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_j
         if (kept_in := provenance.results_folder(out)) is not None:
             kept_result.write(json.loads(line), out.resolve(), kept_in)
             return
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(pretty + "\n", encoding="utf-8")
+        with replaced(out) as file:
+            file.write(f"{pretty}\n".encode())
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
