@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.disk.identity import folder_name, model_facts, note_model, weights_facts
-from vllm_ext.kv.options import MODEL_KEY
+from vllm_ext.kv.disk.identity import MODEL_KEY, folder_name, model_facts, note_model, weights_facts
 
 
 def model_folder(path: Path) -> Path:

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from tests.extent import HANG_S
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
+from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.disk import folder as disk_folder
 from vllm_ext.kv.disk import manager as disk_manager
 from vllm_ext.kv.disk.format import DamagedChunk
@@ -292,10 +293,11 @@ def test_a_reset_in_the_middle_of_everything(tmp_path: Path) -> None:
 
 
 def test_the_metrics_are_those_that_are_defined(tmp_path: Path) -> None:
-    from vllm_ext.kv.options import DISK_DIR_KEY
+    from vllm_ext.kv.options import transfer_config
     from vllm_ext.kv.spec import TierSpec
 
-    defined = TierSpec.build_metric_definitions({DISK_DIR_KEY: str(tmp_path)})
+    tier = KvTierConfig(gib=1, disk_dir=str(tmp_path), disk_gib=1)
+    defined = TierSpec.build_metric_definitions(transfer_config(tier).kv_connector_extra_config)
     assert defined.keys() > DiskTier.build_metric_definitions({}).keys()
     assert defined.keys() > TierSpec.build_metric_definitions({}).keys()
     with rig(tmp_path, files=2) as tiers:

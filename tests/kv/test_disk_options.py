@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv.options import DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, transfer_config
+from vllm_ext.kv.options import TIER_KEY, keep_from_the_front, tier_of, transfer_config
 
 
 def test_there_is_none_by_default() -> None:
     extra = transfer_config(KvTierConfig(gib=1)).kv_connector_extra_config
-    assert not extra[DISK_DIR_KEY]
+    assert not tier_of(extra).disk_dir
 
 
 def test_with_a_disk_all_is_stored_early_unless_somebody_wants_it_otherwise(tmp_path: Path) -> None:
@@ -40,13 +41,31 @@ def test_the_directory_is_made_when_a_server_starts(tmp_path: Path) -> None:
     tier = KvTierConfig(gib=1, disk_dir=str(tmp_path / "a" / "b"), disk_gib=0.5)
     assert not (tmp_path / "a").exists()
     extra = transfer_config(tier).kv_connector_extra_config
-    assert (extra[DISK_DIR_KEY], extra[DISK_BYTES_KEY]) == (str(tmp_path / "a" / "b"), 2**29)
+    assert (tier_of(extra).disk_dir, tier_of(extra).disk_bytes) == (str(tmp_path / "a" / "b"), 2**29)
     assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_a_time_to_live_holds_for_both_tiers(tmp_path: Path) -> None:
     tier = KvTierConfig(gib=1, disk_dir=str(tmp_path), disk_gib=1, ttl_s=60.0)
-    assert transfer_config(tier).kv_connector_extra_config[KEEPER_KEY]["ttl_s"] == 60.0
+    assert tier_of(transfer_config(tier).kv_connector_extra_config).ttl_s == 60.0
+
+
+def test_all_options_travel_as_one_object_and_are_checked_where_they_arrive() -> None:
+    tier = KvTierConfig(gib=1, bits=8, load="auto", store="ahead", free_fraction=0.5, salt_share=0.5, pin_share=0.1)
+    extra = transfer_config(tier).kv_connector_extra_config
+    assert tier_of(json.loads(json.dumps(extra))) == tier.resolved({})
+    assert tier_of({}) == KvTierConfig().resolved({}), "of a connector that was asked for by hand"
+    with pytest.raises(ConfigError, match=r"kv_tier\.load='soon'"):
+        tier_of({TIER_KEY: {"load": "soon"}})
+
+
+def test_where_gaps_are_not_crossed_conversations_are_kept_from_the_front() -> None:
+    transfer = transfer_config(KvTierConfig(gib=1, policy="leading", gaps="phased", load="auto"))
+    assert transfer.kv_connector_extra_config["eviction_policy"] == "leading"
+    keep_from_the_front(transfer)
+    told = tier_of(transfer.kv_connector_extra_config)
+    assert (told.policy, told.gaps) == ("retention", "off")
+    assert transfer.kv_connector_extra_config["eviction_policy"] == told.policy
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu import common
 
 from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.kv_tier import KvTierConfig
+from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.region import row_bytes
-from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY, MODEL_KEY
+from vllm_ext.kv.options import TIER_KEY
 from vllm_ext.kv.spec import TierSpec
 
 from .disk_parts import key
@@ -45,7 +47,7 @@ class Engine:
     """The parts of an engine's tier, in one process: workers first, as vLLM builds them."""
 
     def __init__(
-        self, directory: Path, bits: int, world_size: int, *, missing: int | None = None, **extra: Any
+        self, directory: Path | str, bits: int, world_size: int, *, missing: int | None = None, **extra: Any
     ) -> None:
         self.config = offloading(directory, bits, world_size, **extra)
         self.specs = [TierSpec(ranked(self.config, rank)) for rank in range(world_size)]
@@ -90,7 +92,10 @@ def device_blocks() -> GPULoadStoreSpec:
     return GPULoadStoreSpec(BLOCKS, group_sizes=[len(BLOCKS)], block_indices=[0])
 
 
-def offloading(directory: Path, bits: int, world_size: int, **extra: Any) -> OffloadingConfig:
+def offloading(
+    directory: Path | str, bits: int, world_size: int, *, disk_bytes: int = 2**20, **extra: Any
+) -> OffloadingConfig:
+    tier = KvTierConfig(gib=1, bits=bits, disk_dir=str(directory), disk_gib=disk_bytes / 2**30)  # type: ignore[arg-type]
     parallel = OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True)
     return OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=4, layer_names=("a", "b"), group_id=0),),
@@ -99,10 +104,7 @@ def offloading(directory: Path, bits: int, world_size: int, **extra: Any) -> Off
         extra_config={
             "cpu_bytes_to_use": 2**20,
             "eviction_policy": "retention",
-            BITS_KEY: bits,
-            DISK_DIR_KEY: str(directory),
-            DISK_BYTES_KEY: 2**20,
-            KEEPER_KEY: {"ttl_s": 0.0},
+            TIER_KEY: tier.model_dump(),
             MODEL_KEY: {"models": [{"name": "some/model"}]},
             **extra,
         },
@@ -167,7 +169,7 @@ def test_a_worker_on_another_machine_is_refused(tmp_path: Path) -> None:
 
 def test_a_disk_that_holds_no_chunk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_tier.disk_gib=.*to hold one chunk"):
-        Engine(tmp_path, 16, 1, **{DISK_BYTES_KEY: 100})
+        Engine(tmp_path, 16, 1, disk_bytes=100)
 
 
 def test_host_memory_that_holds_no_row_is_refused(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_rows_are_whole_pages_and_whole_records(tmp_path: Path, bits: int) -> No
 @pytest.mark.skipif(not hasattr(common, "CPUOffloadingInfo"), reason="vLLM publishes such facts from 0.33 on")
 @pytest.mark.parametrize("disk", [True, False])
 def test_facts_that_are_published_have_the_labels_that_were_promised(tmp_path: Path, disk: bool) -> None:
-    engine = Engine(tmp_path, 16, 1, **({} if disk else {DISK_DIR_KEY: ""}))
+    engine = Engine(tmp_path, 16, 1) if disk else Engine("", 16, 1, disk_bytes=0)
     spec, facts = engine.scheduler, engine.manager.config_info()
     promised = TierSpec.config_info_keys(engine.config.extra_config)
     assert {label for series in facts for label in series} == set(promised)

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kernels import native
-from vllm_ext.kv.options import BITS_KEY, transfer_config
+from vllm_ext.kv.options import tier_of, transfer_config
 from vllm_ext.kv.support import BLOCK_TOKENS, choose_block_size, refuse_missing_compiler, refuse_model, refuse_size
 
 
@@ -91,7 +91,7 @@ def test_what_needs_no_compiler_is_taken_without(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
     asked = config(mla=False, bits=bits)
     refuse_missing_compiler(asked)
-    assert asked.kv_transfer_config.kv_connector_extra_config[BITS_KEY] == bits
+    assert tier_of(asked.kv_transfer_config.kv_connector_extra_config).bits == bits
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

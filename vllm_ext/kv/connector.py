@@ -28,7 +28,7 @@ from vllm_ext.kv.failures import Fallible
 from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of
 from vllm_ext.kv.loads.layers import LayerwiseWorker
-from vllm_ext.kv.options import COPIES_KEY, FREE_KEY, KEEPER_KEY, LOAD_KEY, STORE_KEY
+from vllm_ext.kv.options import tier_of
 from vllm_ext.kv.prices import TransferPrices
 from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.kv.spec import TierSpec
@@ -80,17 +80,23 @@ class TieredConnector(OffloadingConnector):
         self.account: TierAccount | None = None
         """Of the scheduler's side; None in a worker."""
         if role == KVConnectorRole.SCHEDULER:
-            extra, books = config.extra_config, spec.get_manager()
+            options, books = spec.options, spec.get_manager()
             self.connector_scheduler = TierScheduler(
                 spec,
                 vllm_config,
                 kv_cache_config,
-                store=str(extra[STORE_KEY]),
-                load=str(extra[LOAD_KEY]),
-                copies=str(extra[COPIES_KEY]),
+                store=str(options.store),
+                load=str(options.load),
+                copies=str(options.copies),
                 prices=_prices(spec),
-                free_fraction=float(extra[FREE_KEY]),
-                keeper=Keeper(books, **extra[KEEPER_KEY]),
+                free_fraction=options.free_fraction,
+                keeper=Keeper(
+                    books,
+                    ttl_s=options.ttl_s,
+                    pin_share=options.pin_share,
+                    salt_share=options.salt_share,
+                    returns=str(options.returns),
+                ),
             )
             self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
             self.connector_scheduler.keeps_records = spec.geometry.bits == QUANTISED
@@ -106,7 +112,7 @@ class TieredConnector(OffloadingConnector):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return whether layers wait for their KV, which they don't while a graph of the whole step is replayed."""
-        return bool(extra_config.get(LOAD_KEY, BETWEEN) != BETWEEN)
+        return tier_of(extra_config).load != BETWEEN
 
     # --- the worker's side ------------------------------------------------------------------------------------------
 

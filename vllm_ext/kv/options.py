@@ -5,23 +5,16 @@ Apart from the connector, since the front end needs nothing else of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config.kv_tier import LEADING, RETENTION, KvTierConfig
+from vllm_ext.config.kv_tier import LEADING, OFF, RETENTION, KvTierConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-BITS_KEY = "vllm_ext_kv_tier_bits"
-STORE_KEY = "vllm_ext_kv_tier_store"
-LOAD_KEY = "vllm_ext_kv_tier_load"
-COPIES_KEY = "vllm_ext_kv_tier_copies"
-FREE_KEY = "vllm_ext_kv_tier_free_fraction"
-KEEPER_KEY = "vllm_ext_kv_tier_conversations"
-DISK_DIR_KEY = "vllm_ext_kv_tier_disk_dir"
-DISK_BYTES_KEY = "vllm_ext_kv_tier_disk_bytes"
-MODEL_KEY = "vllm_ext_kv_tier_model"
-"""Keys of ``kv_connector_extra_config`` that carry the options that vLLM does not know."""
+TIER_KEY = "vllm_ext_kv_tier"
+"""Key of ``kv_connector_extra_config`` that carries the options that vLLM does not know: those of `KvTierConfig`."""
 
 
 def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
@@ -51,21 +44,18 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
             "cpu_bytes_to_use": tier.host_bytes,
             "eviction_policy": tier.policy,
             "offload_prompt_only": tier.prompt_only,
-            BITS_KEY: tier.bits,
-            STORE_KEY: tier.store,
-            LOAD_KEY: tier.load,
-            COPIES_KEY: tier.copies,
-            FREE_KEY: tier.free_fraction,
-            KEEPER_KEY: {
-                "ttl_s": tier.ttl_s,
-                "pin_share": tier.pin_share,
-                "salt_share": tier.salt_share,
-                "returns": tier.returns,
-            },
-            DISK_DIR_KEY: tier.disk_dir,
-            DISK_BYTES_KEY: tier.disk_bytes,
+            TIER_KEY: tier.model_dump(),
         },
     )
+
+
+def tier_of(extra_config: Mapping[str, Any]) -> KvTierConfig:
+    """Return the options that a ``kv_connector_extra_config`` carries, with nothing left open.
+
+    Raises:
+        ConfigError: it was written by hand, with something that is not allowed.
+    """
+    return KvTierConfig(**extra_config.get(TIER_KEY, {})).resolved({})
 
 
 def keep_from_the_front(transfer: KVTransferConfig) -> None:
@@ -73,3 +63,4 @@ def keep_from_the_front(transfer: KVTransferConfig) -> None:
     extra = transfer.kv_connector_extra_config
     if extra["eviction_policy"] == LEADING:
         extra["eviction_policy"] = RETENTION
+        extra[TIER_KEY] = tier_of(extra).changed(policy=RETENTION, gaps=OFF).model_dump()

@@ -19,7 +19,7 @@ from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.host_memory import free_bytes
 from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.options import BITS_KEY, DISK_BYTES_KEY, DISK_DIR_KEY, KEEPER_KEY
+from vllm_ext.kv.options import tier_of
 from vllm_ext.kv.worker import TierWorker
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class TierSpec(CPUOffloadingSpec):
     """Our tier.
 
     Attributes:
+        options: The tier's, with nothing left open.
         layout: Of a page, set by the connector before the worker is asked for; needed with 8 bits only.
         arena: The device's records, [layers, records, record_bytes], set likewise where there are any.
     """
@@ -51,7 +52,7 @@ class TierSpec(CPUOffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return the metrics of the tiers that there are."""
-        if not extra_config.get(DISK_DIR_KEY):
+        if not tier_of(extra_config).disk_dir:
             plain: dict[str, OffloadingMetricMetadata] = super().build_metric_definitions(extra_config)
             return plain
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -64,7 +65,7 @@ class TierSpec(CPUOffloadingSpec):
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
         """Return the labels of ``vllm:kv_offload_config_info``, which vLLM publishes from 0.33 on."""
-        if not extra_config.get(DISK_DIR_KEY):
+        if not tier_of(extra_config).disk_dir:
             return tuple(super().config_info_keys(extra_config))
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -78,12 +79,13 @@ class TierSpec(CPUOffloadingSpec):
         """
         super().__init__(config)
         self.replicated_layout = False  # each worker keeps its own share
-        self.geometry = TierGeometry.of(config, int(self.extra_config[BITS_KEY]))
-        self.disk_dir = str(self.extra_config.get(DISK_DIR_KEY, ""))
+        self.options = tier_of(self.extra_config)
+        assert self.options.bits is not None
+        self.geometry = TierGeometry.of(config, self.options.bits)
         self._region: SharedOffloadRegion | None = None
         host_bytes = int(self.extra_config["cpu_bytes_to_use"])
         per_chunk = self._chunk_bytes_of_all
-        if self.disk_dir:
+        if self.options.disk_dir:
             from vllm_ext.kv.disk.region import row_bytes
 
             per_chunk = row_bytes(self.geometry, config.parallel.world_size)
@@ -109,7 +111,9 @@ class TierSpec(CPUOffloadingSpec):
                 "enable_events": self.kv_events_config.enable_kv_cache_events,
                 **self._info(),
             }
-            self._manager = self._with_disk(options) if self.disk_dir else TierManager(self.num_chunks, **options)
+            self._manager = (
+                self._with_disk(options) if self.options.disk_dir else TierManager(self.num_chunks, **options)
+            )
         return self._manager
 
     def _info(self) -> dict[str, Any]:
@@ -128,16 +132,15 @@ class TierSpec(CPUOffloadingSpec):
         from vllm_ext.kv.disk.region import scheduler_region
         from vllm_ext.kv.disk.tier import DiskTier
 
-        parallel, max_bytes = self.config.parallel, int(self.extra_config[DISK_BYTES_KEY])
+        parallel, max_bytes = self.config.parallel, self.options.disk_bytes
         chunk_bytes = self._chunk_bytes_of_all
         max_bytes //= parallel.data_parallel_size
         if max_bytes < (least := file_bytes(bytes(_LONGEST_KEY), chunk_bytes)):
             allowed = f"must be at least {least / 2**30:.3g} for each replica, to hold one chunk"
             raise ConfigError("kv_tier.disk_gib", max_bytes / 2**30, allowed)
         facts = format_facts(self.config, self.geometry)
-        root = Path(self.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
-        ttl_s = self.extra_config[KEEPER_KEY]["ttl_s"]
-        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts, ttl_s=ttl_s)
+        root = Path(self.options.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
+        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts, ttl_s=self.options.ttl_s)
         try:
             region = scheduler_region(self.config, self.geometry, self.num_chunks)
         except BaseException:
@@ -198,7 +201,7 @@ class TierSpec(CPUOffloadingSpec):
         Raises:
             ValueError: this worker's KV takes more than its share.
         """
-        if not self.disk_dir:
+        if not self.options.disk_dir:
             return self.geometry
         from vllm_ext.kv.disk.region import row_bytes
 
@@ -209,7 +212,7 @@ class TierSpec(CPUOffloadingSpec):
 
     def _allocate(self) -> torch.Tensor:
         wanted = self.num_chunks * self.geometry.chunk_bytes
-        if self.disk_dir:
+        if self.options.disk_dir:
             from vllm_ext.kv.disk.region import worker_region, worker_share
 
             self._region = worker_region(self.config, self.geometry, self.num_chunks)

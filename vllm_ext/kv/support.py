@@ -14,7 +14,7 @@ from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kernels import native
 from vllm_ext.kv.host_memory import free_bytes
-from vllm_ext.kv.options import BITS_KEY
+from vllm_ext.kv.options import tier_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +43,7 @@ def choose_block_size(vllm_config: VllmConfig) -> None:
 def refuse_missing_compiler(vllm_config: VllmConfig) -> None:
     """Raise ConfigError if 8 bits were asked for where the codec must be compiled, and there is no g++."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if extra[BITS_KEY] != QUANTISED or not current_platform.is_cpu():
+    if tier_of(extra).bits != QUANTISED or not current_platform.is_cpu():
         return
     try:
         native.compiler_version()
@@ -59,7 +59,7 @@ def refuse_model(vllm_config: VllmConfig) -> None:
     if current_platform.is_cpu():
         allowed = "must be 0 for MLA models on vLLM's CPU backend, which can't go on from KV that it loads"
         raise ConfigError("kv_tier.gib", round(extra["cpu_bytes_to_use"] / 2**30, 3), allowed)
-    if extra[BITS_KEY] == QUANTISED:
+    if tier_of(extra).bits == QUANTISED:
         allowed = "needs keys and values, and MLA keeps what both are made of; use 16"
         raise ConfigError("kv_tier.bits", QUANTISED, allowed)
 

@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk.format import VERSION
-from vllm_ext.kv.options import MODEL_KEY
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from vllm_ext.kv.geometry import TierGeometry
 
 _FIELD = "kv_tier.disk_dir"
+MODEL_KEY = "vllm_ext_kv_tier_model"
+"""Key of ``kv_connector_extra_config`` that tells the engine's process what the model is."""
 _RANDOM_SEED_HASHES = "xxhash"
 _FACT_LENGTH = 16
 
