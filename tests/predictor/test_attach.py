@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import uvloop
 from vllm import PoolingParams, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -296,6 +297,24 @@ async def test_answers_go_to_the_engine_that_has_the_request_when_they_come(
     running.cancel()
     await asyncio.wait([running])
     assert connected.process.calls[-1] == "close"
+
+
+def test_looks_that_are_due_at_once_are_taken_on_vllms_own_event_loop(connected: Front) -> None:
+    """uvloop's handle of a call within half a millisecond does not say when it is due."""
+    delays = iter([0.0004, 0.0003, 0.0001, 0.0002, 0.0])
+    looks: list[float] = []
+
+    async def look() -> None:
+        delivery = attach._Delivery(Engine(), connected.service)  # type: ignore[arg-type]
+        delivery._service = SimpleNamespace(  # type: ignore[assignment]
+            rest_s=lambda: next(delays, HANG_S), poll=lambda: looks.append(0.0)
+        )
+        for _ in range(4):
+            delivery.look_soon()
+        await _until(lambda: len(looks) >= 2)
+
+    uvloop.run(look())
+    assert len(looks) == 2
 
 
 def test_offline_answers_go_by_either_way_to_the_engine_core(connected: Front) -> None:

@@ -157,7 +157,9 @@ class _Delivery:
         self._engine = weakref.ref(engine)
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._next: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        self._due = 0.0
+        """Of the next look, in the loop's time: uvloop's handle of one that is near does not tell."""
         self._calls: set[asyncio.Task[None]] = set()
         self._failed = False
 
@@ -173,11 +175,12 @@ class _Delivery:
     def look_soon(self) -> None:
         """Poll when the service wants it for its questions' sake."""
         rest_s = self._service.rest_s()
-        if self._next is not None and self._loop.time() + rest_s < self._next.when():
+        due = self._loop.time() + rest_s
+        if self._next is not None and due < self._due:
             self._next.cancel()
             self._next = None
         if self._next is None and rest_s < _POLL_S:
-            self._next = self._loop.call_later(rest_s, self._look)
+            self._next, self._due = self._loop.call_later(rest_s, self._look), due
 
     def _look(self) -> None:
         if self._next is not None:
