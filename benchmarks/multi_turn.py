@@ -3,9 +3,9 @@
 Method: `AsyncLLM` on the CPU serves recorded conversations (public ShareGPT-like files), or made-up ones. Conversations
 begin as a Poisson process; each turn's prompt is the whole history, with the tokens that the engine really generated,
 and a new message; it comes an exponential think time after the last answer has ended. An answer ends at the length of
-the recorded one, which no policy can see (`forced_length`). Recorded lengths are 4/3 of the
-words, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the context,
-or after ``--max-turns``.
+the recorded one, which no policy can see (`forced_length`). Recorded lengths are estimated
+from the texts, times ``--length-scale``; the tokens are made up. A conversation ends where it no longer fits into the
+context, or after ``--max-turns``.
 
 Every row (see multi_turn_rows.py) gets a fresh engine in a fresh process, the same conversations, and as many blocks on
 the device; all host tiers get the same number of bytes. ``stateless`` computes every history again, ``prefix-cache`` is

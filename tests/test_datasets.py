@@ -29,6 +29,11 @@ BURSTGPT = (
 )
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:48,396,109\n"
 LMSYS = "index,output_token_length,predicted_length,latency,model\n0,40,0,0.02,vicuna-13b\n1,0,0,0.01,llama\n"
+LOGGED = {
+    "engine": 0, "seq": 3, "req_id": "cmpl-1-0-ab12", "arrival_unix_s": 8.25, "prompt_tokens": 30, "output_tokens": 7,
+    "max_tokens": 64, "predicted_tokens": 9, "prediction_source": "history", "e2e_s": 1.5, "finish_reason": "stop",
+    "conversation_id": "c",
+}  # fmt: skip
 MOONCAKE = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [0, 4]}
 
 
@@ -82,6 +87,12 @@ CHAT = (said("c1", "Why?", "Because.", said("c1", "Really?", "Yes.")),)
         ),
         ("m.jsonl", lines(MOONCAKE, MOONCAKE | {"output_length": 0}), "mooncake",
          (row("line 1", 600, 7, 1.5, hash_ids=(0, 4)),), 1),
+        ("r.jsonl", lines(LOGGED | {"arrival_unix_s": 9.5}, LOGGED | {"conversation_id": None},
+                          LOGGED | {"output_tokens": 0, "finish_reason": "abort"}), "request-log",
+         (row("line 2", 30, 7, 8.25), row("line 1", 30, 7, 9.5, conversation="c")), 1),
+        ("v.json", json.dumps({"model_id": "m", "input_lens": [5, 6, 7], "output_lens": [2, 0, 3],
+                               "start_times": [4.5, 4.25, 4.0]}), "vllm-bench",
+         (row("line 1: request 3", 7, 3, 4.0), row("line 1: request 1", 5, 2, 4.5)), 1),
         ("b.csv", BURSTGPT + "9,ChatGPT,10,0,10,API log\n", "burstgpt", (row("line 2", 472, 18, 5.0),), 1),
         ("l.csv.gz", "num_prefill_tokens,num_decode_tokens\n5,6\n0,1\n", "lengths", (row("line 2", 5, 6),), 1),
         ("l.csv", LMSYS, "lmsys", (row("line 2", None, 40),), 1),
@@ -106,8 +117,71 @@ def test_azure_times_keep_more_decimals_than_datetime_reads(tmp_path: Path) -> N
     assert second is not None
     assert second - first == pytest.approx(1.31941, abs=1e-6)
 
-    offset = "TIMESTAMP,ContextTokens,GeneratedTokens\n1970-01-01 00:00:10.25+00:00,1,2\n"
-    assert datasets.load(write(tmp_path, "o.csv", offset)).rows[0].arrival_s == pytest.approx(10.25)
+
+@pytest.mark.parametrize(
+    ("time", "since_1970_s"),
+    [
+        ("1970-01-01 00:00:10.25", 10.25),
+        ("1970-01-01 00:00:10.25+00:00", 10.25),
+        ("1970-01-01T01:00:10.25+01:00", 10.25),
+        ("1970-01-01 00:00:10-0230", 9010.0),
+        ("1970-01-01T00:00:10Z", 10.0),
+        ("1970-01-01T00:00:10.2500000Z", 10.25),
+        ("1970-01-02", 86400.0),
+    ],
+)
+def test_azure_times_count_from_utc(tmp_path: Path, time: str, since_1970_s: float) -> None:
+    """Rows a second apart, one with an offset of an hour, once arrived 3,601 s apart."""
+    content = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{time},1,2\n"
+    assert datasets.load(write(tmp_path, "o.csv", content)).rows[0].arrival_s == since_1970_s
+
+
+@pytest.mark.parametrize("time", ["1970-01-01 00:00:10.25.5", "noon", "1970-01-01 00:00:10.2x+01", ".5"])
+def test_what_is_no_time_is_refused(tmp_path: Path, time: str) -> None:
+    content = f"TIMESTAMP,ContextTokens,GeneratedTokens\n{time},1,2\n"
+    with pytest.raises(DatasetError, match=r"o.csv: line 2: TIMESTAMP: must be a date and time"):
+        datasets.load(write(tmp_path, "o.csv", content))
+
+
+def test_damage_is_one_line_that_names_the_file_and_the_place(tmp_path: Path) -> None:
+    """Of wrong bytes within a gzip, a CSV field and a number beyond the readers' limits, and JSON nested too deep."""
+    stored = bytearray(
+        gzip.compress(lines(*({"prompt_tokens": i, "output_tokens": 7 * i} for i in range(1, 500))).encode())
+    )
+    stored[40:60] = bytes(20)
+    (tmp_path / "g.jsonl.gz").write_bytes(stored)
+    write(tmp_path, "long.csv", BURSTGPT + f"9,{'x' * 131_073},1,2,3,x\n")
+    write(tmp_path, "deep.jsonl", lines({"prompt_tokens": 1, "output_tokens": 1}) + "[" * 20_000 + "]" * 20_000)
+    write(tmp_path, "digits.jsonl", '{"prompt_tokens": 1, "output_tokens": ' + "7" * 5000 + "}")
+    for name, said in (
+        ("g.jsonl.gz", "g.jsonl.gz: cannot be read"),
+        ("long.csv", "long.csv: line 3: not CSV: field larger than field limit (131072)"),
+        ("deep.jsonl", "deep.jsonl: line 2: not JSON that can be read"),
+        ("digits.jsonl", "digits.jsonl: line 1: not JSON that can be read"),
+    ):
+        with pytest.raises(DatasetError) as refused:
+            datasets.load(tmp_path / name)
+        assert str(refused.value).startswith(said)
+        assert "\n" not in str(refused.value)
+        assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", lines({"prompt_tokens": 3, "output_tokens": 4}) + "{oops\n[]\n" + lines({"prompt_tokens": 5})),
+        ("a.json", json.dumps([{"prompt": "?", "output": "!"}, 5, {"prompt_tokens": 5}, {"output_tokens": 1}])),
+        ("a.csv", BURSTGPT + "x,ChatGPT,1,1,1,x\n7,ChatGPT,many,1,1,x\n8,ChatGPT\n"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_an_error_unless_they_are_to_be_left_out_and_then_they_are_counted(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    path = write(tmp_path, name, content)
+    with pytest.raises(DatasetError):
+        datasets.load(path)
+    dataset = datasets.load(path, skip_bad_rows=True)
+    assert (len(dataset.rows), dataset.skipped, dataset.bad_rows) == (1, 0, 3)
 
 
 def test_where_keeps_rows_whose_field_or_column_is_or_contains_a_value(tmp_path: Path) -> None:
@@ -136,6 +210,13 @@ def test_where_keeps_rows_whose_field_or_column_is_or_contains_a_value(tmp_path:
             )
             for wrong in (5, [1] * 8, [9, *range(1, 9)], [0, *range(1, 9)], [1.5] * 9, "123456789")
         ),
+        ("r.jsonl", lines(LOGGED | {"conversation_id": 5}), r"line 1: conversation_id: must be text, found int"),
+        (
+            "v.jsonl",
+            lines({"input_lens": [1], "output_lens": [], "start_times": [0.0]}),
+            r"line 1: output_lens: must be",
+        ),
+        ("v.jsonl", lines({"input_lens": [1], "output_lens": [1]}), r"line 1: start_times: missing"),
         ("a.jsonl", lines("text"), r"a.jsonl: line 1: must be a JSON object, found str"),
         ("a.jsonl", "\n", r"a.jsonl: the file holds no rows"),
         ("a.jsonl", lines({"text": "?"}), r"a.jsonl: line 1: format not recognised from the fields \['text'\]"),

@@ -1,8 +1,8 @@
 """Readers of recorded workloads: prompts and answers, or only their lengths and arrival times, in public formats.
 
 Every reader returns rows in file order and never guesses: a bad row is an error that names file, line (or entry) and
-field. Lengths in tokens stay unknown where a file has only text; whoever runs the workload counts them with the
-tokenizer it serves with.
+field; rows are left out only where that is asked for, and are counted. Lengths in tokens stay unknown where a file has
+only text; whoever runs the workload counts them with the tokenizer it serves with.
 
 `_FORMATS` lists the formats; docs/simulator-workloads.md says what their files hold. Any of them may be gzipped.
 """
@@ -11,18 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
+import functools
 import gzip
 import hashlib
 import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+_Read = TypeVar("_Read")
+_Made = TypeVar("_Made")
+_MOST_CHARS = 80
+"""Of a wrong value in an error."""
+_LARGEST_SHOWN = 10**_MOST_CHARS
 HASH_BLOCK_TOKENS = 512
 """Tokens of a block of `WorkloadRow.hash_ids`."""
 _USER_ROLES = frozenset({"human", "user"})
@@ -54,6 +63,8 @@ class WorkloadRow:
     hash_ids: tuple[int, ...] | None = None
     """One id per block of `HASH_BLOCK_TOKENS` prompt tokens, the last block perhaps partial: prompts whose leading ids
     are equal have equal leading tokens."""
+    conversation: str | None = None
+    """Conversation of a request whose arrival is recorded: its prompt holds the earlier turns and their answers."""
     later: tuple[WorkloadRow, ...] = ()
     """The conversation's turns after this one."""
 
@@ -72,6 +83,8 @@ class Dataset:
     """Of the file as stored (compressed, if it is)."""
     skipped: int = 0
     """Valid entries that hold no request: conversations without an answered question, failed requests of a trace."""
+    bad_rows: int = 0
+    """Rows that were left out because they cannot be read."""
 
 
 def load(
@@ -80,6 +93,7 @@ def load(
     where: Mapping[str, frozenset[str]] | None = None,
     *,
     outputs_only: bool = False,
+    skip_bad_rows: bool = False,
 ) -> Dataset:
     """Read a workload file.
 
@@ -88,6 +102,7 @@ def load(
         format: One of `FORMATS`; ``auto`` looks at the suffix and at the first row.
         where: Keep only rows whose field (of a CSV file, column) equals, or is a list containing, one of the values.
         outputs_only: Whether a file that says nothing of prompts (``lmsys``) is of use.
+        skip_bad_rows: Leave out, and count, JSON lines that cannot be read and rows with a bad field.
 
     Raises:
         DatasetError: unknown format, unreadable or malformed file, or no row left.
@@ -98,16 +113,18 @@ def load(
     try:
         stored = file.read_bytes()
         text = (gzip.decompress(stored) if file.suffix == ".gz" else stored).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise DatasetError(f"{file.name}: cannot be read as UTF-8 text: {error}") from error
     is_csv = file.name.removesuffix(".gz").endswith(".csv") if format == "auto" else _FORMATS[format].is_csv
-    found = list((_csv_entries if is_csv else _json_entries)(file.name, text))
+    bad = _BadRows(skip=skip_bad_rows)
+    found = list(_csv_entries(file.name, text) if is_csv else _json_entries(file.name, text, bad))
     if not found:
         raise DatasetError(f"{file.name}: the file holds no rows")
     format = _detect(found[0]) if format == "auto" else format
-    kept = [entry for entry in found if entry.meets(where or {})]
-    rows = tuple(row for entry in kept if (row := _FORMATS[format].read(entry)) is not None)
-    skipped = len(kept) - len(rows)
+    kept = [entry for entry in _FORMATS[format].entries(found) if entry.meets(where or {})]
+    read = [row for entry in kept for row in bad.guarded(_FORMATS[format].read, entry)]
+    rows = _FORMATS[format].ordered(row for row in read if row is not None)
+    skipped = len(read) - len(rows)
     if not rows:
         raise DatasetError(
             f"{file.name}: no usable row ({skipped} skipped); check the format ({format}) and the filter"
@@ -117,7 +134,24 @@ def load(
             f"{file.name}: the {format} format has no prompts; prompts_from must say whose lengths to use"
         )
     sha256 = hashlib.sha256(stored).hexdigest()
-    return Dataset(name=file.name, format=format, rows=rows, sha256=sha256, skipped=skipped)
+    return Dataset(name=file.name, format=format, rows=rows, sha256=sha256, skipped=skipped, bad_rows=bad.count)
+
+
+@dataclass
+class _BadRows:
+    """What becomes of rows that cannot be read: an error, or a number."""
+
+    skip: bool
+    count: int = 0
+
+    def guarded(self, read: Callable[[_Read], _Made], value: _Read) -> Iterator[_Made]:
+        """Yield what is read; nothing of a bad row that is left out."""
+        try:
+            yield read(value)
+        except DatasetError:
+            if not self.skip:
+                raise
+            self.count += 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +183,7 @@ class _Entry:
             with contextlib.suppress(ValueError):
                 value = int(found)
         if type(value) is not int or value < at_least:
-            raise self.error(field, f"must be a whole number of at least {at_least}, found {found!r}")
+            raise self.error(field, f"must be a whole number of at least {at_least}, found {_short(found)}")
         return value
 
     def seconds(self, field: str, unit: str) -> float:
@@ -159,7 +193,7 @@ class _Entry:
                 seconds = _SECONDS[unit](value)
                 if math.isfinite(seconds):
                     return seconds
-        raise self.error(field, f"must be a {unit}, found {value!r}")
+        raise self.error(field, f"must be a {unit}, found {_short(value)}")
 
     def meets(self, where: Mapping[str, frozenset[str]]) -> bool:
         for field, allowed in where.items():
@@ -174,27 +208,51 @@ class _Entry:
         return WorkloadRow(source_id=self.place if self.is_csv else str(self.value.get("id", self.place)), **fields)
 
 
+def _short(value: object) -> str:
+    shown = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST_SHOWN else "a huge number"
+    return shown if len(shown) <= _MOST_CHARS else f"{shown[:_MOST_CHARS]}..."
+
+
 def _csv_entries(file: str, text: str) -> Iterator[_Entry]:
     lines = csv.DictReader(io.StringIO(text, newline=""), restkey="", restval="")
-    return (_Entry(file, f"line {lines.line_num}", value, is_csv=True) for value in lines)
+    try:
+        for value in lines:
+            yield _Entry(file, f"line {lines.line_num}", value, is_csv=True)
+    except csv.Error as error:
+        raise DatasetError(f"{file}: line {lines.line_num + 1}: not CSV: {error}") from error
 
 
-def _json_entries(file: str, text: str) -> Iterator[_Entry]:
+def _json_entries(file: str, text: str, bad: _BadRows) -> Iterator[_Entry]:
     """Objects of a JSON array, or of JSON lines (blank lines are ignored)."""
     is_array = text.lstrip().startswith("[")
     parts = [text] if is_array else text.split("\n")
     for line, part in enumerate(parts, 1):
         if not part.strip():
             continue
-        try:
-            found = json.loads(part)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{file}: line {line + error.lineno - 1}: not JSON: {error.msg}") from error
-        for number, value in enumerate(found if is_array else [found], 1):
-            place = f"entry {number}" if is_array else f"line {line}"
-            if not isinstance(value, dict):
-                raise DatasetError(f"{file}: {place}: must be a JSON object, found {type(value).__name__}")
-            yield _Entry(file, place, value)
+        if is_array:
+            for number, value in enumerate(_parsed(file, line, part), 1):
+                yield from bad.guarded(functools.partial(_json_entry, file, f"entry {number}"), value)
+        else:
+            yield from bad.guarded(functools.partial(_json_line, file, line), part)
+
+
+def _json_line(file: str, line: int, part: str) -> _Entry:
+    return _json_entry(file, f"line {line}", _parsed(file, line, part))
+
+
+def _json_entry(file: str, place: str, value: Any) -> _Entry:
+    if not isinstance(value, dict):
+        raise DatasetError(f"{file}: {place}: must be a JSON object, found {type(value).__name__}")
+    return _Entry(file, place, value)
+
+
+def _parsed(file: str, line: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{file}: line {line + error.lineno - 1}: not JSON: {error.msg}") from error
+    except (RecursionError, ValueError) as error:  # of a number with thousands of digits
+        raise DatasetError(f"{file}: line {line}: not JSON that can be read: {error}") from error
 
 
 def _detect(first: _Entry) -> str:
@@ -208,11 +266,21 @@ def _detect(first: _Entry) -> str:
     )
 
 
+_FRACTION = re.compile(r"([^.]+)(?:(\.\d+)([Z+-].*)?)?")
+"""A time's decimals, and what stands before and after them."""
+
+
 def _date_and_time(text: str) -> float:
-    """Seconds since 1970 of ``2023-11-16 18:15:46.6805900``; UTC, with more decimals than `datetime` reads."""
-    whole, _, fraction = text.removesuffix("+00:00").partition(".")
-    since_epoch = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
-    return since_epoch + (float(f"0.{fraction}") if fraction else 0.0)
+    """Seconds since 1970 of ``2023-11-16 18:15:46.6805900+01:00``, with more decimals than `datetime` reads.
+
+    Without an offset, or with ``Z``, it is UTC.
+    """
+    if (parts := _FRACTION.fullmatch(text)) is None:
+        raise ValueError(text)
+    before, fraction, offset = parts.groups(default="")
+    moment = datetime.fromisoformat(before + offset)
+    since_epoch = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    return since_epoch + float(f"0{fraction or '.0'}")
 
 
 _QUANTILES = 9
@@ -276,6 +344,41 @@ class _Format:
     """Fields by one of which the first row shows that it is of this format."""
     read: Callable[[_Entry], WorkloadRow | None]
     is_csv: bool = False
+    by_end: bool = False
+    """Whether rows are in the order in which requests ended, or were sent by several clients."""
+    columns: tuple[str, ...] = ()
+    """Fields that are lists with a value per request; none: an entry is a request."""
+
+    def entries(self, found: Sequence[_Entry]) -> Iterator[_Entry]:
+        """Yield an entry per request."""
+        for entry in found:
+            yield from _requests_of(entry, self.columns) if self.columns else (entry,)
+
+    def ordered(self, rows: Iterable[WorkloadRow]) -> tuple[WorkloadRow, ...]:
+        """Return rows by arrival, where the file has another order."""
+        return tuple(sorted(rows, key=lambda row: row.arrival_s or 0.0) if self.by_end else rows)
+
+
+def _requests_of(entry: _Entry, columns: Sequence[str]) -> Iterator[_Entry]:
+    lists = [entry.get(name) for name in columns]
+    for name, values in zip(columns, lists, strict=True):
+        if not isinstance(values, list) or len(values) != len(lists[0]):
+            raise entry.error(name, f"must be a list, with as many values as {columns[0]}")
+    for number, values in enumerate(zip(*lists, strict=True), 1):
+        yield _Entry(entry.file, f"{entry.place}: request {number}", dict(zip(columns, values, strict=True)))
+
+
+def _request_log(entry: _Entry) -> WorkloadRow | None:
+    """A line of the server's own request log; conversations are in it if clients name them."""
+    prompt_tokens, output_tokens = entry.tokens("prompt_tokens"), entry.tokens("output_tokens")
+    arrival_s = entry.seconds("arrival_unix_s", "number of seconds")
+    named = entry.value.get("conversation_id") is not None
+    conversation = entry.text("conversation_id") if named else None
+    if not output_tokens or not prompt_tokens:
+        return None
+    return entry.row(
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, arrival_s=arrival_s, conversation=conversation
+    )
 
 
 def _trace(
@@ -305,9 +408,12 @@ def _trace(
     return _Format(frozenset({prompt or output}), read, is_csv)
 
 
+_BENCH = ("input_lens", "output_lens", "start_times")
 _FORMATS = {
     "sharegpt": _Format(frozenset({"conversations"}), _sharegpt),
     "alpaca": _Format(frozenset({"instruction"}), _alpaca),
+    "request-log": _Format(frozenset({"arrival_unix_s"}), _request_log, by_end=True),
+    "vllm-bench": dataclasses.replace(_trace(*_BENCH, is_csv=False), by_end=True, columns=_BENCH),
     "jsonl": _Format(frozenset({"prompt", "prompt_tokens"}), _jsonl),
     "mooncake": _trace("input_length", "output_length", "timestamp", "number of milliseconds", is_csv=False),
     "burstgpt": _trace("Request tokens", "Response tokens", "Timestamp"),

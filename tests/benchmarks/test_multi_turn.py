@@ -22,8 +22,8 @@ def options(*argv: str) -> Any:
 
 
 def chats(folder: Path, *, turns: int = 3, count: int = 4) -> Path:
-    """Conversations of 12 words to a message and 24 to an answer: 16 and 32 tokens."""
-    said = [{"from": "human", "value": "a " * 12}, {"from": "gpt", "value": "b " * 24}]
+    """Conversations of 16 tokens to a message and 32 to an answer, at 4 characters to a token."""
+    said = [{"from": "human", "value": "a " * 32}, {"from": "gpt", "value": "b " * 64}]
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps({"id": str(i), "conversations": said * turns}) + "\n" for i in range(count)))
     return file
@@ -127,7 +127,7 @@ def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> 
         if "additional_config" in own
     }
     on_device = {name for name, tier in tiers.items() if tier.device_int8_share}
-    assert on_device == {"records", "pensieve-records", "pensieve-8-records"}
+    assert on_device == {"records", "pensieve-records"}
     beside = "prefix-cache-own-kernel"  # what the kernel does without records
     kernels = {name: found[name]["additional_config"]["vllm_ext"].get("attention") for name in tiers}
     assert {name for name, kernel in kernels.items() if kernel == {"kernel": "own"}} == on_device | {beside}

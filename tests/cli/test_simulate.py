@@ -42,6 +42,36 @@ def test_one_system_gives_its_metrics_as_the_last_line(capsys: pytest.CaptureFix
     assert "s simulated in" in shown.err
 
 
+def test_rejected_requests_are_said_and_status_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--dataset", "fixed:64:8"]) == 3
+    shown = capsys.readouterr()
+    assert "incomplete: 12 of 12 requests (100.0%) were rejected" in shown.err
+    assert json.loads(shown.out)["metrics"]["rejected_requests"] == 12
+
+
+def test_bad_rows_are_an_error_or_left_out_counted_and_status_3(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    good = json.dumps({"prompt": "Why?", "output": "Because it is there."})
+    path.write_text(f"{good}\nnonsense\n{good}\n", encoding="utf-8")
+    flags = ["--cost", "constant", "--dataset", str(path), "--max-model-len", "64"]
+    assert main(flags) == 2
+    assert "mine.jsonl: line 2: not JSON" in capsys.readouterr().err
+    assert main([*flags, "--skip-bad-rows"]) == 3
+    shown = capsys.readouterr()
+    assert "incomplete: 1 rows of mine.jsonl cannot be read and were left out; 2 are usable" in shown.err
+    assert "mine.jsonl: lengths of texts are estimates" in shown.err
+    assert json.loads(shown.out)["metrics"]["requests"] == 2
+
+
+def test_description_nested_too_deep_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 20_000 + "]" * 20_000, encoding="utf-8")
+    assert main(["--spec", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"vllm-ext simulate: --spec {path}: nested too deep")
+
+
 def test_terminal_gets_the_table_and_how_to_ask_for_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

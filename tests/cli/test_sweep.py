@@ -201,7 +201,7 @@ def test_failed_point_is_named_and_the_others_are_kept(
         return latency(spec)
 
     monkeypatch.setattr(pools, "simulate_point", fails)
-    assert main([*GRID, "--dir", str(tmp_path)]) == 1
+    assert main([*GRID, "--dir", str(tmp_path)]) == 3
     shown = capsys.readouterr()
     assert json.loads(shown.out)["metrics"] == {"points": 4, "failed_points": 1}
     assert "ArithmeticError: five is too many" in shown.err

@@ -11,7 +11,7 @@ from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.device.step import step_of
 
 from .parts import rows
-from .tier_parts import Server, conversation, offload, own_tier, serve
+from .tier_parts import Server, conversation, offload, serve
 
 SHARE: dict[str, Any] = {"kv_tier": {"device_int8_share": 0.4}}
 
@@ -69,13 +69,6 @@ def test_moves_and_reads_take_their_time() -> None:
     assert launch is not None
     difference = slow.collector.device_busy_s - fast.collector.device_busy_s
     assert difference == pytest.approx(sum(busy), rel=1e-3)
-
-
-def test_a_host_tier_keeps_what_leaves_the_arena() -> None:
-    options = {"kv_tier": {**own_tier(200)["kv_tier"], "device_int8_share": 0.4}}
-    both = served(options)
-    assert state(both)["moves"]["demoted"] > 0
-    assert cached(both)["turn-2"] == 80
 
 
 def test_vllms_own_connector_knows_no_records() -> None:

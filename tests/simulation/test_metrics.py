@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract.objective import NO_SLO, Slo
 from vllm_ext.report.results import Result, Workload
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.metrics import summarise
-from vllm_ext.simulation.run_data import GapHistogram, RequestTable, RunData, TimeSeries
+from vllm_ext.simulation.run_data import (
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    REJECTED,
+    TEXT_COLUMNS,
+    UNFINISHED,
+    GapHistogram,
+    RequestTable,
+    RunData,
+    TimeSeries,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +50,9 @@ class Row:
     slo_e2e_s: float = math.nan
 
 
-def make_run(rows: Sequence[Row], *, series: TimeSeries | None = None, **counters: float) -> RunData:
+def make_run(
+    rows: Sequence[Row], *, unserved: RequestTable | None = None, series: TimeSeries | None = None, **counters: float
+) -> RunData:
     table, gaps = RequestTable(), GapHistogram()
     for index, row in enumerate(rows):
         between = [b - a for a, b in zip(row.tokens_s, row.tokens_s[1:], strict=False)]
@@ -63,6 +77,7 @@ def make_run(rows: Sequence[Row], *, series: TimeSeries | None = None, **counter
         label="test",
         requests=table,
         gaps=gaps,
+        unserved=unserved or RequestTable(),
         series=series or TimeSeries(),
         counters=counters,
         duration_s=max((row.tokens_s[-1] if row.tokens_s else row.end_s for row in rows), default=0.0),
@@ -135,7 +150,7 @@ def test_every_metric_of_four_requests_worked_by_hand() -> None:
             **spread("tier.bronze.normalised_latency", "ms_per_token", mean=5000, p99=5000),
             **spread("tier.bronze.ttft", "ms", mean=5000, p99=5000),
             "predicted_requests": 2,
-            "prediction_relative_error_mean_fraction": (0 + 1) / 2,
+            "prediction_relative_error_median_fraction": (0 + 1) / 2,
             "prediction_bucket_accuracy_fraction": 1,  # and no rank correlation: both lengths are 3
             "mean_running_requests": (1 * 2 + 2 * 4 + 1 * 3) / 9,
             "max_running_requests": 2,
@@ -180,13 +195,14 @@ def test_what_later_turns_found_of_their_histories_worked_by_hand() -> None:
         # of three pairs, (10, 20) and (10, 30) are in the order of the true lengths, (20, 30) is not
         (
             ((10, 5), (20, 50), (30, 40)),
-            {"kendall_tau": 1 / 3, "relative_error_mean_fraction": (1 + 0.6 + 0.25) / 3, "bucket_accuracy_fraction": 1},
+            {"kendall_tau": 1 / 3, "relative_error_median_fraction": 0.6, "bucket_accuracy_fraction": 1},
         ),
         # buckets 0-199, 200-399, ...: both in the first; 199 and 200 in different ones; both in the second
         (((1, 199), (200, 199), (399, 200), (400, 399)), {"bucket_accuracy_fraction": 2 / 4}),
+        (((100, 1), (100, 90), (100, 100)), {"relative_error_median_fraction": 1 / 9}),
         (((0, 5), (0, 6)), {}),
     ],
-    ids=["rank correlation", "buckets", "nobody predicted"],
+    ids=["rank correlation", "buckets", "a one-token answer does not decide", "nobody predicted"],
 )
 def test_predictions_are_judged(pairs: Sequence[tuple[int, int]], expected: dict[str, float]) -> None:
     rows = [Row(arrival_s=0, scheduled_s=0, predicted_tokens=p, tokens_s=(1.0,) * true) for p, true in pairs]
@@ -250,6 +266,66 @@ def test_requests_without_a_tier_make_no_tier() -> None:
         "tier.a.goodput_requests_per_s": 0,
         "tier.a.goodput_tokens_per_s": 0,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unserved:
+    """A request that had not ended at the end of the run, 10 s after its start."""
+
+    reason: str = UNFINISHED
+    arrival_s: float = 8.0
+    first_token_s: float = math.nan
+    max_gap_s: float = math.nan
+    slo: Slo = NO_SLO
+    tier: str = ""
+
+    def row(self) -> dict[str, Any]:
+        texts = dict.fromkeys(TEXT_COLUMNS, "") | {"finish_reason": self.reason, "tier": self.tier}
+        floats = dict.fromkeys(FLOAT_COLUMNS, math.nan)
+        floats |= {name: getattr(self, name) for name in ("arrival_s", "first_token_s", "max_gap_s")}
+        slo = {f"slo_{name}": bound for name, bound in asdict(self.slo).items() if bound is not None}
+        return texts | dict.fromkeys(INT_COLUMNS, 0) | floats | slo
+
+
+MET = Row(arrival_s=0, scheduled_s=0, tokens_s=(1, 10), slo_ttft_s=2, slo_tbt_s=20, slo_e2e_s=20)
+
+
+@pytest.mark.parametrize(
+    ("lost", "judged"),
+    [
+        (Unserved(reason=REJECTED), ["all"]),
+        (Unserved(reason=REJECTED, arrival_s=10.0, slo=Slo(ttft_s=50)), ["ttft", "all"]),
+        (Unserved(slo=Slo(ttft_s=1.5)), ["ttft", "all"]),
+        (Unserved(slo=Slo(ttft_s=2.0)), []),
+        (Unserved(first_token_s=9.5, slo=Slo(ttft_s=1.0, e2e_s=4)), ["ttft", "all"]),
+        (Unserved(first_token_s=8.5, slo=Slo(ttft_s=1.0, e2e_s=4)), []),
+        (Unserved(first_token_s=8.5, max_gap_s=1.5, slo=Slo(tbt_s=1.0)), ["tbt", "all"]),
+        (Unserved(first_token_s=8.5, max_gap_s=1.0, slo=Slo(tbt_s=1.0)), []),
+        (Unserved(slo=Slo(e2e_s=1.0)), ["e2e", "all"]),
+        (Unserved(), []),
+    ],
+    ids=["rejected", "rejected, with time left", "no first token in time", "still in time", "late first token",
+         "first token in time", "gap too long", "gap still open", "too late to end in time", "nothing asked for"],
+)  # fmt: skip
+def test_who_can_no_longer_meet_an_objective_has_missed_it_and_who_still_can_is_not_judged(
+    lost: Unserved, judged: list[str]
+) -> None:
+    table = RequestTable()
+    table.append(lost.row())
+    metrics = summarise(make_run([MET], unserved=table))
+    shares = {"all": "slo_attainment_fraction"} | {n: f"slo_{n}_attainment_fraction" for n in ("ttft", "tbt", "e2e")}
+    assert {name: metrics[key] for name, key in shares.items()} == {n: 0.5 if n in judged else 1 for n in shares}
+    assert metrics["goodput_requests_per_s"] == 1 / 10
+
+
+def test_who_was_rejected_counts_in_its_tier() -> None:
+    table = RequestTable()
+    for tier in ("a", "a", "b"):
+        table.append(Unserved(reason=REJECTED, tier=tier).row())
+    metrics = summarise(make_run([Row(**{**vars(MET), "tier": "a"})], unserved=table))
+    assert metrics["slo_attainment_fraction"] == 1 / 4
+    assert metrics["tier.a.slo_attainment_fraction"] == 1 / 3
+    assert metrics["tier.b.slo_attainment_fraction"] == 0
 
 
 SLOS = st.one_of(st.just(math.nan), st.floats(0.01, 5))

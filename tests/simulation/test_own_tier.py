@@ -24,14 +24,6 @@ FP8 = HardwareSpec(model="opt-13b", device="a100-40", kv_dtype_bytes=1)
 # --- what it is good for --------------------------------------------------------------------------------------------
 
 
-def test_late_stores_copy_less_often_than_early_ones() -> None:
-    early, late = (
-        drained(serve(conversation(), system="fcfs", options=own_tier(store=store))) for store in ("early", "late")
-    )
-    assert late.auditor.checked_jobs < early.auditor.checked_jobs
-    assert late.counters["transfer_store_bytes"] == early.counters["transfer_store_bytes"]
-
-
 def test_8_bits_hold_more_chunks_and_move_as_many_bytes_less() -> None:
     """In blocks of 16 tokens 1.6 times as many, since four bytes of each channel are minimum and scale."""
     wide, narrow = (drained(serve(conversation(), system="fcfs", options=own_tier(400, bits=bits))) for bits in (16, 8))

@@ -13,6 +13,7 @@ from vllm_ext.simulation.plan import (
     CANDIDATES,
     Candidate,
     Objective,
+    Obstacle,
     Row,
     Verdict,
     compare,
@@ -52,7 +53,7 @@ def judged(objective: Objective, default: Values, *others: tuple[Candidate, Valu
 
 def test_lower_latency_wins_and_the_loads_without_gain_are_named() -> None:
     verdict = judged(NO_SLO, (40, 50, 400), (OURS, (40, 45, 100)))
-    assert (verdict.choice, verdict.helps_at, verdict.nothing_helps_at) == (OURS, (1.0, 2.0), (0.5,))
+    assert (verdict.choice, verdict.helps_at, tuple(verdict.nothing_helps)) == (OURS, (1.0, 2.0), (0.5,))
     assert verdict.reason == "+10 % less mean normalised latency at your load; +75 % at 2 times your load"
 
 
@@ -60,7 +61,33 @@ def test_with_slos_the_candidate_that_carries_the_highest_load_wins() -> None:
     verdict = judged(SLO, (1.0, 0.95, 0.2), (OURS, (1.0, 0.97, 0.5)), (OTHER, (1.0, 0.94, 0.91)))
     assert verdict.choice is OTHER
     assert verdict.carried_load == {BASELINE: 1.0, "alise": 1.0, "tuned": 2.0}
-    assert "SLOs hold up to 2 times your load (1 with the defaults)" in verdict.reason
+    assert "SLOs hold up to >= 2 times your load (with the defaults up to 1 times your load)" in verdict.reason, (
+        "2 is the highest load tried"
+    )
+
+
+def test_limit_below_the_highest_load_is_printed_as_found() -> None:
+    verdict = judged(SLO, (0.8, 0.8, 0.2), (OURS, (1.0, 0.97, 0.5)))
+    assert "SLOs hold up to 1 times your load (with the defaults at no simulated load)" in verdict.reason
+
+
+def test_why_nothing_helps_is_said_per_load() -> None:
+    """Nobody waits at half the load, all are late at twice the load, and in between no candidate is better."""
+    waits = {0.5: 0.0, 1.0: 7.0, 2.0: 7.0}
+    attained = {0.5: 1.0, 1.0: 0.95, 2.0: 0.3}
+    rows = [
+        Row(
+            candidate=candidate,
+            load=load,
+            rate_per_s=load,
+            outcome=Outcome(metrics={"contended_steps": waits[load], SLO.metric: attained[load]}),
+        )
+        for load in LOADS
+        for candidate in (DEFAULT, OURS)
+    ]
+    verdict = decide(rows, SLO)
+    assert verdict is not None
+    assert verdict.nothing_helps == {0.5: Obstacle.NO_QUEUE, 1.0: Obstacle.NO_BETTER, 2.0: Obstacle.OVERLOADED}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +97,7 @@ def test_with_slos_the_candidate_that_carries_the_highest_load_wins() -> None:
 )
 def test_defaults_stay(values: Values, nothing_helps_at: tuple[float, ...]) -> None:
     verdict = judged(NO_SLO, (40, 50, 400), (OURS, values))
-    assert (verdict.choice, verdict.helps_at, verdict.nothing_helps_at) == (DEFAULT, (), nothing_helps_at)
+    assert (verdict.choice, verdict.helps_at, tuple(verdict.nothing_helps)) == (DEFAULT, (), nothing_helps_at)
     assert verdict.reason.startswith("no candidate improves on vLLM's defaults")
 
 
@@ -96,7 +123,9 @@ SARATHI = Candidate(name="sarathi", system="sarathi")
 Ran = tuple[str, float | None]
 
 
-def compared(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]]) -> tuple[list[Row], list[Ran]]:
+def compared(
+    folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]], base: SimulationSpec | None = None
+) -> tuple[list[Row], list[Ran]]:
     """Compare three candidates at 10 requests/s with a plain function; return the rows as they came, and what ran."""
     ran: list[Ran] = []
     told: list[Row] = []
@@ -106,7 +135,7 @@ def compared(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, flo
         return evaluate(spec)
 
     with PointStore(folder) as store, InProcessPool(noted) as pool:
-        rows = compare(SimulationSpec(), 10.0, [OURS, SARATHI, DEFAULT], LOADS, store, pool, told.append)
+        rows = compare(base or SimulationSpec(), 10.0, [OURS, SARATHI, DEFAULT], LOADS, store, pool, told.append)
     assert rows == sorted(told, key=lambda row: (row.load, [OURS, SARATHI, DEFAULT].index(row.candidate)))
     return told, ran
 
@@ -132,6 +161,22 @@ def test_defaults_run_first_and_what_only_orders_not_where_nobody_waits(tmp_path
     (skipped,) = (row for row in told if row.skipped)
     assert (skipped.candidate, skipped.load, skipped.skipped) == (OURS, 0.5, "nobody waited")
     assert skipped.outcome.metrics == {"contended_steps": 0.0}
+
+
+@pytest.mark.parametrize(("arrivals", "refused"), [("recorded", True), ("poisson", False)])
+def test_goodput_above_the_offered_rate_of_a_recording_is_an_error(
+    tmp_path: Path, arrivals: str, refused: bool
+) -> None:
+    """A hundred seconds at 10 requests/s hold 1,001 requests at most: 10.02/s of them can't have been served."""
+
+    def evaluate(spec: SimulationSpec) -> Mapping[str, float]:
+        goodput = {5.0: 5.0, 10.0: 10.02, 20.0: 20.01}[spec.workload.rate_per_s or 0]
+        return {"contended_steps": 1.0, "goodput_requests_per_s": goodput, "duration_s": 100.0}
+
+    told, _ = compared(tmp_path, evaluate, with_values(SimulationSpec(), {"workload.arrivals": arrivals}))
+    failed = {row.load: row.outcome.error for row in told if row.outcome.failed}
+    said = "goodput of 10.02 requests/s: must be at most the offered rate of 10"
+    assert failed == ({1.0: said} if refused else {})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.cost.profiled import Limits, runtime_model
+from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
+from vllm_ext.simulation.limits import Limits
 from vllm_ext.simulation.run import build_scheduler, start_from_profile
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.step_time.runtime import DEFAULT, DEFAULT_TILE_TOKENS
@@ -22,7 +23,7 @@ COST = build(HardwareSpec(model="opt-13b", device="a100-80"), CostSpec())
 def started(**options: Any) -> Any:
     spec = engine_spec(system="fcfs", profiled=True, **options)
     scheduler = build_scheduler(spec, NUM_BLOCKS)
-    start_from_profile(scheduler, spec, COST)
+    start_from_profile(scheduler, spec, COST, Limits(160, 8, 64))
     return scheduler
 
 

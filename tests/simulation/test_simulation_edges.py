@@ -16,7 +16,7 @@ from tests.support.fake_runner import FakeRunner
 from vllm_ext.contract import Admission, Room, Step
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision, Stalled
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.requests import SimRequest, Slo
 from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec
@@ -75,6 +75,32 @@ def test_stop_at_a_moment_counts_what_is_left() -> None:
     assert data.requests.texts("req_id") == ["a"]
     assert data.counters["unfinished_requests"] == 2
     assert data.duration_s == 10.0
+    left = rows(data.unserved)
+    assert {name: (row["finish_reason"], row["output_tokens"]) for name, row in left.items()} == {
+        "b": ("unfinished", 5),
+        "c": ("unfinished", 0),
+    }
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_requests_that_are_cut_off_have_all_their_tokens_whoever_is_hidden(depth: int) -> None:
+    asked = [ask(f"r{i}", i / 4, prompt=10 + i, output=100, max_tokens=140, slo=Slo(tbt_s=2.0)) for i in range(6)]
+    found = []
+    for exact in (True, False):
+        engine = make_engine(asked, exact=exact, async_scheduling=depth == 2)
+        engine.run(33.5)
+        found.append(list(engine.collector.unserved.rows()))
+        assert {row["output_tokens"] for row in found[-1]} <= set(range(25, 35))
+    assert repr(found[0]) == repr(found[1])
+
+
+def test_gap_of_a_preempted_request_counts_until_the_run_is_cut_off() -> None:
+    engine = make_engine(crowd(), num_blocks=14)
+    engine.run(25.0)
+    left = rows(engine.collector.unserved)
+    open_s = {name: 25.0 - live.last_token_s for name, live in engine.collector.live.items() if live.num_tokens}
+    assert max(open_s.values()) > 1.0, "somebody lost its KV and waits"
+    assert all(left[name]["max_gap_s"] >= gap_s for name, gap_s in open_s.items())
 
 
 def test_stop_while_idle_is_exact() -> None:

@@ -32,8 +32,8 @@ _CONNECTORS = pytest.mark.parametrize(
         *(
             {"system": system, "options": own_tier(bits=bits, store=store)}
             for system, bits, store in (
-                ("fcfs", 16, "early"), ("fcfs", 8, "late"), ("alise", 16, "late"), ("alise", 8, "early"),
-                ("auto", 16, "early"), ("auto", 8, "late"),
+                ("fcfs", 16, "early"), ("fcfs", 8, "auto"), ("alise", 16, "auto"), ("alise", 8, "early"),
+                ("auto", 16, "early"), ("auto", 8, "auto"),
             )
         ),
     ],
@@ -240,7 +240,7 @@ def _ours(dice: random.Random, seed: int) -> dict[str, Any]:
         dice.choice([5, 10, 40, 200]),
         bits=dice.choice([16, 8]),
         policy=PREFIX_POLICIES[seed % 3],
-        store=("early", "late")[seed // 2 % 2],
+        store=("early", "auto")[seed // 2 % 2],
     )
     system = ("fcfs", "oracle-alise", "auto", "alise")[seed // 2 % 4]
     return {"options": options, "system": system, "quantise_blocks_per_s": dice.choice([None, 500.0])}
@@ -308,7 +308,7 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
         *(
             {"system": "alise", "options": own_tier(8, policy=policy, store=store)}
             for policy in PREFIX_POLICIES
-            for store in ("early", "late")
+            for store in ("early", "ahead")
         ),
     ],
     ids=str,

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_ext.cli import kept_runs, spec_flags
+from vllm_ext.cli import kept_runs, left_out, spec_flags
 from vllm_ext.report import json_output, results
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.provenance import result_path
-from vllm_ext.simulation.plan import BASELINE, LOADS, Objective, Row, Verdict, compare, decide, with_own_policies
-from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
+from vllm_ext.simulation.plan import (
+    BASELINE,
+    LOADS,
+    Objective,
+    Obstacle,
+    Row,
+    Verdict,
+    compare,
+    decide,
+    with_own_policies,
+)
+from vllm_ext.simulation.spec import SimulationSpec, check_context, checked, engine_blocks, limits_of, with_values
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
-from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_rate
 
 PROG = "vllm-ext plan"
+_SAME_LINE = 0.02
+"""Candidates whose values differ by less at every load can't be told apart in the plot."""
 _SLO_COLUMNS = {"SLO met": "slo_attainment_fraction", "goodput req/s": "goodput_requests_per_s"}
 _COLUMNS = {
     "ms/token": "normalised_latency_mean_ms_per_token",
@@ -27,11 +40,13 @@ _COLUMNS = {
     "TBT p99 ms": "tbt_p99_ms",
     "e2e mean ms": "e2e_mean_ms",
     "preemptions": "preemptions",
+    "unfinished": "unfinished_requests",
+    "rejected": "rejected_requests",
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0, 1 if a run failed, 2 if a flag, a field or the trace is wrong, 130 after Ctrl-C."""
+    """Run the command; 0, 2 if a flag or the trace is wrong, 3 if a run failed or left something out, 130 on Ctrl-C."""
     args = _parser().parse_args(list(argv))
     again = "what is done is kept, the same command goes on with the rest"
     return spec_flags.guarded(PROG, lambda: _plan(args, argv), again=again)
@@ -44,40 +59,42 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return 0
     loads = LOADS if args.loads is None else _loads(args.loads)
     base, candidates = with_own_policies(base)
+    workload = build(base.workload)
     objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
-    print(
-        f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads",
-        file=sys.stderr,
-    )
+    limits = limits_of(base.engine, base.hardware)._asdict()
+    what = f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads"
+    served = ", ".join(f"{name} {value}" for name, value in limits.items())
+    print(f"{what}; {served}", *workload.source.notes, sep="\n", file=sys.stderr)
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
         rows = compare(base, own_rate, candidates, loads, store, pool, lambda row: _tell(row, base, quiet=args.quiet))
     verdict = decide(rows, objective)
     if verdict is None:
         print(f"{PROG}: {BASELINE} failed at every load, there is nothing to compare with", file=sys.stderr)
-        return 1
-    made = _result(argv, base, own_rate, rows, verdict)
+        return left_out.INCOMPLETE
+    made = _result(argv, base, own_rate, rows, verdict, workload)
     if args.plot is not None:
-        _draw(rows, objective, args.plot)
-    results.emit(made, [_table(rows, objective), "", _advice(verdict, base, own_rate)], args.out, as_json=args.json)
+        _draw(rows, objective, base, args.plot)
+    incomplete = left_out.lines((row.outcome.metrics or {} for row in rows), base, workload)
+    said = [_table(rows, objective), *incomplete, "", _advice(verdict, base, own_rate)]
+    results.emit(made, said, args.out, as_json=args.json)
     if failed := sum(row.outcome.failed for row in rows):
         print(
             f"{PROG}: {failed} runs failed; candidates left out of the advice: {', '.join(verdict.left_out) or 'none'}."
             " What is done is kept, the same command tries the rest again",
             file=sys.stderr,
         )
-    return 1 if failed else 0
+    return left_out.INCOMPLETE if failed or incomplete else 0
 
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     """The run at the trace's own load, and that load in requests/s."""
-    if args.systems is not None:
-        raise spec_flags.UsageError(f"{spec_flags.SYSTEMS}: plan compares its own candidates; use `vllm-ext simulate`")
     if args.trace is not None:
         flags = vars(args)
         flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
         if flags[f"{spec_flags.SPEC}workload.arrivals"] is None:
             flags[f"{spec_flags.SPEC}workload.arrivals"] = "recorded"
     spec = checked(spec_flags.base_spec(args))
+    check_context(limits_of(spec.engine, spec.hardware), engine_blocks(spec), spec.engine.block_size)
     if spec.workload.arrivals in ("closed-loop", "at-once"):
         raise spec_flags.UsageError(
             f"--arrivals {spec.workload.arrivals}: a plan varies the load, which these arrivals do not follow"
@@ -90,7 +107,7 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
             f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
             "at different times, or --rate with --arrivals poisson"
         )
-    own_rate = (len(times) - 1) / (times[-1] - times[0])
+    own_rate = mean_rate(times)
     return with_values(spec, {"workload.rate_per_s": own_rate}), own_rate
 
 
@@ -112,7 +129,7 @@ def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
     elif not metrics["requests"]:
         raise spec_flags.UsageError(
             f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
-            f"early, or all prompts exceed --max-model-len {base.engine.max_model_len}"
+            f"early, or all prompts exceed --max-model-len {limits_of(base.engine, base.hardware).max_model_len}"
         )
     elif not quiet:
         shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]
@@ -136,12 +153,11 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
     lines = [f"recommended: {verdict.choice.name}: {verdict.reason}", f"  {shlex.join(command)}"]
     if verdict.choice.note:
         lines.append(f"  ({verdict.choice.note})")
-    if verdict.nothing_helps_at:
-        loads = ", ".join(f"{load:g}" for load in verdict.nothing_helps_at)
-        rates = ", ".join(f"{load * own_rate:.3g}" for load in verdict.nothing_helps_at)
-        lines.append(
-            f"nothing helps at {loads} times your load ({rates} requests/s): no queue forms, or all is lost there"
-        )
+    for obstacle in Obstacle:
+        if hopeless := [load for load, found in verdict.nothing_helps.items() if found is obstacle]:
+            loads = ", ".join(f"{load:g}" for load in hopeless)
+            rates = ", ".join(f"{load * own_rate:.3g}" for load in hopeless)
+            lines.append(f"nothing helps at {loads} times your load ({rates} requests/s): {obstacle.value}")
     lines.append(
         "simulated on a model of the hardware: check the cost model with `vllm-ext validate` before relying on it"
     )
@@ -149,7 +165,12 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
 
 
 def _result(
-    argv: Sequence[str], base: SimulationSpec, own_rate: float, rows: Sequence[Row], verdict: Verdict
+    argv: Sequence[str],
+    base: SimulationSpec,
+    own_rate: float,
+    rows: Sequence[Row],
+    verdict: Verdict,
+    workload: GeneratedWorkload,
 ) -> results.Result:
     metrics: dict[str, float] = {"own_rate_per_s": own_rate}
     baseline: dict[str, float] = {}
@@ -170,26 +191,51 @@ def _result(
             "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
             "reason": verdict.reason,
             "helps_at": list(verdict.helps_at),
-            "nothing_helps_at": list(verdict.nothing_helps_at),
+            "nothing_helps": {f"{load:g}": obstacle.value for load, obstacle in verdict.nothing_helps.items()},
             "carried_load": dict(verdict.carried_load),
+            "carries_every_load": [name for name, load in verdict.carried_load.items() if load == rows[-1].load],
         },
         seed=base.workload.seed,
-        workload=spec_flags.workload_of(base),
+        workload=spec_flags.workload_of(workload),
         metrics=metrics,
         baselines={BASELINE: baseline},
     )
 
 
-def _draw(rows: Sequence[Row], objective: Objective, path: Path) -> None:
-    points: dict[str, list[tuple[float, float]]] = {}
+def _draw(rows: Sequence[Row], objective: Objective, base: SimulationSpec, path: Path) -> None:
+    hardware = base.hardware
+    devices = f"{hardware.tensor_parallel} x {hardware.device}" if hardware.tensor_parallel > 1 else hardware.device
+    lines(
+        _told_apart(rows, objective.metric),
+        path,
+        title=f"{Path(base.workload.source).name}\n{Path(hardware.model).name} on {devices}",
+        xlabel="request rate (requests/s)",
+        ylabel="share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)",
+        limit=objective.min_attainment if objective.with_slo else None,
+        log_y=not objective.with_slo,
+    )
+
+
+def _told_apart(rows: Sequence[Row], metric: str) -> list[Series]:
+    """Return a line per candidate; those that would lie on one another share one, named after all of them."""
+    points: dict[str, dict[float, float]] = {}
     for row in rows:
-        if row.outcome.metrics is not None:
-            value = row.outcome.metrics[objective.metric]
-            points.setdefault(row.candidate.name, []).append((row.rate_per_s, value))
-    series = [Series(label=name, x=[x for x, _ in found], y=[y for _, y in found]) for name, found in points.items()]
-    ylabel = "share of requests that meet all SLOs" if objective.with_slo else "mean normalised latency (ms/token)"
-    limit = objective.min_attainment if objective.with_slo else None
-    lines(series, path, xlabel="request rate (requests/s)", ylabel=ylabel, limit=limit, log_y=not objective.with_slo)
+        if row.outcome.metrics is not None and metric in row.outcome.metrics:
+            points.setdefault(row.candidate.name, {})[row.rate_per_s] = row.outcome.metrics[metric]
+    groups: list[list[str]] = []
+    for name, found in points.items():
+        alike = (group for group in groups if _same_line(points[group[0]], found))
+        if (group := next(alike, None)) is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return [
+        Series(label=", ".join(group), x=list(points[group[0]]), y=list(points[group[0]].values())) for group in groups
+    ]
+
+
+def _same_line(one: Mapping[float, float], other: Mapping[float, float]) -> bool:
+    return one.keys() == other.keys() and all(math.isclose(one[x], other[x], rel_tol=_SAME_LINE) for x in one)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,5 +259,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
     json_output.add_argument(parser)
     parser.add_argument("--quiet", action="store_true", help="no line per simulation")
-    spec_flags.add_arguments(parser)
+    spec_flags.add_arguments(parser, systems=False)
     return parser

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_ext.cli import spec_flags
+from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.report import json_output, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.provenance import result_path
@@ -18,7 +18,8 @@ from vllm_ext.simulation import export
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.perfetto import write_trace
 from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.spec import SimulationSpec, checked, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, limits_of, with_values
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 
 PROG = "vllm-ext simulate"
 SHOWN = (
@@ -65,7 +66,7 @@ Found = Mapping[str, Mapping[str, float]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0, or 2 if a flag, a field or a file is wrong."""
+    """Run the command; 0, 2 if a flag, a field or a file is wrong, 3 if requests or rows were left out."""
     args = _parser().parse_args(argv)
     return spec_flags.guarded(PROG, lambda: _main(args, argv))
 
@@ -76,12 +77,17 @@ def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         described = [spec.model_dump(mode="json") for spec in specs]
         print(json.dumps(described if len(specs) > 1 else described[0], indent=1))
         return 0
+    workload = build(specs[0].workload)
+    if not args.quiet:
+        for note in workload.source.notes:
+            print(note, file=sys.stderr)
     runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
     _write_files(args, runs)
     found = {system: summarise(run) for system, run in runs.items()}
+    incomplete = left_out.lines(found.values(), specs[0], workload)
     tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
-    results.emit(_result(argv, specs, found), tables, args.out, as_json=args.json)
-    return 0
+    results.emit(_result(argv, specs, found, workload), [*tables, *incomplete], args.out, as_json=args.json)
+    return left_out.INCOMPLETE if incomplete else 0
 
 
 def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
@@ -123,13 +129,15 @@ def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[st
     if any(metrics["contended_steps"] for metrics in found.values()):
         return []
     engine, metrics = specs[0].engine, found[specs[0].engine.system]
-    seats = metrics.get("mean_running_requests", 0.0) / engine.max_num_seqs
+    seats = metrics.get("mean_running_requests", 0.0) / limits_of(engine, specs[0].hardware).max_num_seqs
     taken, rate = max(seats, metrics.get("mean_kv_used_fraction", 0.0)), specs[0].workload.rate_per_s
     remedy = f"raise --rate above {rate / taken:.2g}" if rate is not None and taken else "raise the load"
     return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
-def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) -> results.Result:
+def _result(
+    argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found, workload: GeneratedWorkload
+) -> results.Result:
     """One system: its metrics. Several: the first is the baseline, the others' metrics have their names in front."""
     first, *others = found
     metrics = dict(found[first])
@@ -142,7 +150,7 @@ def _result(argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found) 
         command=spec_flags.command_line(PROG, argv),
         config={spec.engine.system: spec_flags.public(spec.model_dump(mode="json")) for spec in specs},
         seed=specs[0].workload.seed,
-        workload=spec_flags.workload_of(specs[0]),
+        workload=spec_flags.workload_of(workload),
         metrics=metrics,
         baselines={first: found[first]} if others else {},
     )

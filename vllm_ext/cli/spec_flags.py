@@ -18,6 +18,7 @@ from vllm_ext.report.results import Workload, without_folder
 
 if TYPE_CHECKING:  # not imported by commands that do not simulate
     from vllm_ext.simulation.spec import SimulationSpec
+    from vllm_ext.simulation.workloads.build import GeneratedWorkload
 
 SYSTEMS = "--system"
 SPEC = "spec."
@@ -62,8 +63,13 @@ def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
     }
 
 
-def add_arguments(parser: Parser) -> None:
-    """Add the flags of a description; none of them has a default of its own."""
+def add_arguments(parser: Parser, *, systems: bool = True) -> None:
+    """Add the flags of a description; none of them has a default of its own.
+
+    Args:
+        parser: Gets them.
+        systems: Whether the user says which systems run.
+    """
     from vllm_ext.simulation.spec import SimulationSpec
 
     general = parser.add_argument_group("description of the run")
@@ -76,13 +82,14 @@ def add_arguments(parser: Parser) -> None:
         help="set any field by its dotted path, such as engine.options.ordering.theta=0.0; repeatable",
     )
     general.add_argument("--print-spec", action="store_true", help="print the description as JSON and stop")
-    general.add_argument(
-        SYSTEMS,
-        "--scheduler-cls",
-        dest="systems",
-        metavar="A,B",
-        help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
-    )
+    if systems:
+        general.add_argument(
+            SYSTEMS,
+            "--scheduler-cls",
+            dest="systems",
+            metavar="A,B",
+            help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
+        )
     general.add_argument(
         "--policy",
         "--ext-policy",
@@ -161,6 +168,8 @@ def read_json(path: Path, flag: str) -> Any:
         raise UsageError(f"{flag} {path}: cannot be read: {error}") from error
     except json.JSONDecodeError as error:
         raise UsageError(f"{flag} {path}: line {error.lineno}: not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise UsageError(f"{flag} {path}: nested too deep: {error}") from error
 
 
 def json_or_text(text: str) -> Any:
@@ -195,11 +204,8 @@ def complain(prog: str, error: Exception) -> int:
     return 2
 
 
-def workload_of(spec: SimulationSpec) -> Workload:
+def workload_of(made: GeneratedWorkload) -> Workload:
     """Return name, size and checksum of a run's workload, for a result."""
-    from vllm_ext.simulation.workloads.build import build
-
-    made = build(spec.workload)
     return Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.cli import spec_flags
+from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.config import flagged, flags
 from vllm_ext.files import replaced
@@ -20,6 +20,7 @@ from vllm_ext.simulation.sweep import grid, pools, summary
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, expected_runs
 from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 
 PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
@@ -28,7 +29,7 @@ _CAPACITY = "capacity."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0, 1 if a run failed, 2 if a flag, a field or a file is wrong, 130 after Ctrl-C."""
+    """Run the command; 0, 2 if a flag or a file is wrong, 3 if a run failed or left something out, 130 after Ctrl-C."""
     args = _parser().parse_args(argv)
     return spec_flags.guarded(PROG, lambda: _main(args), again=_again(args.dir))
 
@@ -49,7 +50,7 @@ def _main(args: argparse.Namespace) -> int:
         print(described)
         return 0
     num_points = len(grid.expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
-    workload = spec_flags.workload_of(sweep.base)
+    workload = build(sweep.base.workload)
     expected = num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
     progress = CountProgress(expected, label="sweep", unit="run", quiet=args.quiet)
     counts = {True: 0, False: 0}  # whether a run was there already, which does not count for the time left
@@ -78,11 +79,12 @@ def _main(args: argparse.Namespace) -> int:
                 "rows": spec_flags.public(merged),
             },
             seed=sweep.base.workload.seed,
-            workload=workload,
+            workload=spec_flags.workload_of(workload),
             metrics=_metrics(sweep, rows, num_points),
         )
         tables = [] if args.quiet else [summary.table(rows)]
-        results.emit(result, tables, args.dir / "summary.json", as_json=args.json)
+        incomplete = _left_out(ran, workload)
+        results.emit(result, [*tables, *incomplete], args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
         print(f"{counts[False]} runs computed, {counts[True]} found in {args.dir}", file=sys.stderr)
     failed = [one for one in ran if one.outcome.failed]
@@ -91,7 +93,14 @@ def _main(args: argparse.Namespace) -> int:
         print(f"{PROG}: failed: {dict(one.point.values)}: {error}", file=sys.stderr)
     if failed:
         print(f"{PROG}: {len(failed)} failed; {_again(args.dir)}", file=sys.stderr)
-    return 1 if failed else 0
+    return left_out.INCOMPLETE if failed or incomplete else 0
+
+
+def _left_out(ran: Sequence[grid.Ran], workload: GeneratedWorkload) -> list[str]:
+    """Lines on what the points left out, each once."""
+    finished = ((one.outcome.metrics, one.point.spec) for one in ran if one.outcome.metrics is not None)
+    said = (line for metrics, spec in finished for line in left_out.lines([metrics], spec, workload))
+    return list(dict.fromkeys(said))
 
 
 def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Ran]) -> None:

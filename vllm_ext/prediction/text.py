@@ -139,8 +139,8 @@ class PromptText:
         prefix = _prefix(system, self.system_chars)
         if not users:
             return prefix
-        room = self.max_tokens - _tokens(prefix) - _tokens(users[-1])
-        earlier = _earlier(users[:-1], min(room, max(self.context_tokens, _tokens(users[-1]))))
+        room = self.max_tokens - estimated_tokens(prefix) - estimated_tokens(users[-1])
+        earlier = _earlier(users[:-1], min(room, max(self.context_tokens, estimated_tokens(users[-1]))))
         return "\n".join(part for part in (prefix, users[-1], *earlier) if part)
 
 
@@ -196,17 +196,17 @@ def _earlier(users: Sequence[str], room: float) -> list[str]:
             break
         cut = _cut(words, room)
         kept.append(cut)
-        room -= _tokens(cut)
+        room -= estimated_tokens(cut)
     return kept
 
 
 def _cut(text: str, room: float) -> str:
     """Cut a text to about ``room`` tokens at its end."""
     text = text[: int(room * _CHARS_PER_TOKEN)]
-    return text if _tokens(text) <= room else text[: int(len(text) * room / _tokens(text))]
+    return text if estimated_tokens(text) <= room else text[: int(len(text) * room / estimated_tokens(text))]
 
 
-def _tokens(text: str) -> float:
+def estimated_tokens(text: str) -> float:
     """Estimate the tokens of a text, from its first million characters."""
     text = text[:1_000_000]
     ascii_chars = len(text.encode("ascii", "ignore"))

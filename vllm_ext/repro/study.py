@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from vllm_ext.repro.bench import Bench
 
 
+LIMITS: Mapping[str, int] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+"""Of engines of which a study says nothing else: figures do not follow vLLM's defaults."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
     """A system as it is compared: a line of a plot, or a row of a table."""
@@ -38,7 +42,7 @@ class Contender:
     ) -> SimulationSpec:
         """Return one run: what all contenders share, and its own."""
         return SimulationSpec(
-            engine=EngineSpec(system=self.system, options=dict(self.options), **{**engine, **self.engine}),
+            engine=EngineSpec(system=self.system, options=dict(self.options), **{**LIMITS, **engine, **self.engine}),
             hardware=hardware,
             workload=WorkloadSpec(**{**workload, **self.workload}),
             **more,

@@ -111,7 +111,7 @@ class Cohort(AsyncScheduler):
             or self._pause_state != PauseState.UNPAUSED
             or self.max_num_scheduled_tokens < len(self.running)
         ):
-            self._show_all()
+            self.show_all()
         looks = self._looks_at_queue()
         quiet = bool(self._hidden) and not looks and len(self._hidden) == len(self.running)
         shown = [] if quiet and not filling else self._choose(step, looks)
@@ -170,7 +170,7 @@ class Cohort(AsyncScheduler):
         """Show as many of the last as vLLM could preempt for so many blocks."""
         # With a connector blocks may come back too late, and whoever stands behind has to wait for them.
         if self._copies is not None or self.scheduler_config.policy != "fcfs":  # else the victims are the last
-            self._show_all()
+            self.show_all()
             return
         held = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request in reversed(self.running):
@@ -353,7 +353,8 @@ class Cohort(AsyncScheduler):
             if request.hidden and request.shows_at == step:
                 self._show(request)
 
-    def _show_all(self) -> None:
+    def show_all(self) -> None:
+        """Show whoever is hidden, with all tokens they got by now."""
         for request in list(self._hidden.values()):
             self._show(request)
 
@@ -373,7 +374,7 @@ class Cohort(AsyncScheduler):
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """As vLLM's."""
         if request_ids is None:
-            self._show_all()
+            self.show_all()
         else:
             request_ids = (request_ids,) if isinstance(request_ids, str) else set(request_ids)
             for req_id in request_ids:

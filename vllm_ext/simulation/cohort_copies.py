@@ -4,7 +4,7 @@ Whoever fills a KV block or takes one is shown to vLLM's scheduler in that step,
 nothing is new, and a connector looks at them for one of these reasons only:
 
 - a chunk is full whose copy was refused, since the host's memory was: it is asked for in each step (``early`` stores);
-- the request will be preempted soon (``late`` and ``ahead``);
+- the request will be preempted soon (``ahead``);
 - running requests have filled the device (``ahead``): each of them may have chunks that are copied now.
 """
 

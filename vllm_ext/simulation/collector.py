@@ -13,7 +13,16 @@ from vllm.v1.engine import EngineCoreOutput
 
 from vllm_ext.simulation.backlog import Backlog
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run_data import Events, GapHistogram, RequestEvent, RequestTable, StepEvent, TimeSeries
+from vllm_ext.simulation.run_data import (
+    REJECTED,
+    UNFINISHED,
+    Events,
+    GapHistogram,
+    RequestEvent,
+    RequestTable,
+    StepEvent,
+    TimeSeries,
+)
 from vllm_ext.simulation.step_shape import StepShape
 
 if TYPE_CHECKING:
@@ -54,7 +63,7 @@ class Collector:
         self.tier: Tier | None = None
         """Where KV is kept beside the device, for the time series."""
         self.live: dict[str, Live] = {}
-        self.table = RequestTable()
+        self.table, self.unserved = RequestTable(), RequestTable()
         self.gaps = GapHistogram()
         self.series = TimeSeries()
         self.events = Events(limit=record.events) if record.events else None
@@ -206,6 +215,21 @@ class Collector:
         self._note(now_s, live.req_id, reason)
         ended = {"output_tokens": live.num_tokens, "finish_reason": reason, "finish_s": now_s}
         self.table.append(vars(live) | ended, live.token_times)
+
+    def rejected(self, request: SimRequest) -> None:
+        """The front end refused a request."""
+        self._leave(Live(request, 0, None), REJECTED)
+
+    def cut_off(self, now_s: float) -> None:
+        """The run ends, whoever is still there."""
+        for live in self.live.values():
+            if live.num_tokens:
+                live.max_gap_s = max(now_s - live.last_token_s, 0.0 if math.isnan(live.max_gap_s) else live.max_gap_s)
+            self._leave(live, UNFINISHED)
+
+    def _leave(self, live: Live, reason: str) -> None:
+        ended = {"output_tokens": live.num_tokens, "finish_reason": reason, "finish_s": math.nan}
+        self.unserved.append(vars(live) | ended, live.token_times)
 
     def passed(self, now_s: float) -> None:
         """Time went by until ``now_s`` with the scheduler's state as it is now."""

@@ -1,9 +1,9 @@
 """From the data of a run to flat metrics, under the names that `latency.summarise` gives to those of real servers.
 
 Latencies are those of requests that finished. A request that ended otherwise (its client gave up) is counted as
-aborted, has no latency, and missed its objectives: nobody got an answer. A request that still ran when the run was cut
-off is counted as unfinished, and nothing else: whether it would have met its objectives is not known. So a run with
-many of those looks better than the server is; see that there are none, or that they don't grow with the run's length.
+aborted, has no latency, and missed its objectives: nobody got an answer. So did one that was rejected, as its prompt
+fills the model's context. A request that still ran or waited when the run was cut off is counted as unfinished; it
+missed the objectives that it could no longer meet, and is left out of the shares of those that were still open.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.latency import spread, summarise_columns
-from vllm_ext.simulation.run_data import RequestTable, RunData
+from vllm_ext.simulation.run_data import REJECTED, RequestTable, RunData
 
 __all__ = ["BUCKET_TOKENS", "Constraint", "met_objectives", "summarise"]
 
@@ -42,7 +42,7 @@ def summarise(run: RunData) -> dict[str, float]:
     metrics.update(_server(run))
     if finished.any():
         metrics.update(_latencies(run, finished))
-        metrics.update(_objectives(table, finished, metrics["duration_s"]))
+        metrics.update(_objectives(run, finished, metrics["duration_s"]))
         metrics.update(_prediction(table, finished))
         metrics.update(_histories(table, finished))
     return metrics
@@ -95,31 +95,60 @@ def met_objectives(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str
     return {**met, "all": met["ttft"] & met["tbt"] & met["e2e"]}
 
 
-def _objectives(table: RequestTable, finished: NDArray[np.bool_], span_s: float) -> dict[str, float]:
-    met = met_objectives(table, finished)
-    output_tokens, arrival_s = table.ints("output_tokens"), table.floats("arrival_s")
-    normalised_ms = (table.floats("finish_s") - arrival_s) * _MS / np.maximum(output_tokens, 1)
-    ttft_ms = (table.floats("first_token_s") - arrival_s) * _MS
+def missed_for_certain(run: RunData) -> dict[str, NDArray[np.bool_]]:
+    """Return which requests of `RunData.unserved` missed which objective whatever came later, each of shape [rows].
+
+    Returns:
+        ``ttft``, ``tbt`` and ``e2e``, and ``all``: any of them. Who was rejected missed all.
+    """
+    table, now_s = run.unserved, run.duration_s
+    arrival_s, first_token_s = table.floats("arrival_s"), table.floats("first_token_s")
+    rejected = np.array(table.texts("finish_reason"), dtype=np.str_) == REJECTED
+    taken_s = {
+        "ttft": np.where(np.isnan(first_token_s), now_s, first_token_s) - arrival_s,
+        "tbt": table.floats("max_gap_s"),
+        "e2e": now_s - arrival_s,
+    }
+    missed = {name: rejected | (taken > table.floats(f"slo_{name}_s")) for name, taken in taken_s.items()}
+    return {**missed, "all": missed["ttft"] | missed["tbt"] | missed["e2e"]}
+
+
+def _objectives(run: RunData, finished: NDArray[np.bool_], span_s: float) -> dict[str, float]:
+    table, met, missed = run.requests, met_objectives(run.requests, finished), missed_for_certain(run)
     metrics = {}
     for name in ("ttft", "tbt", "e2e"):
-        asked = ~np.isnan(table.floats(f"slo_{name}_s"))
-        if asked.any():
-            metrics[f"slo_{name}_attainment_fraction"] = float(met[name][asked].mean())
-    of_tier = np.array(table.texts("tier"))
-    groups = {f"tier.{tier}.": of_tier == tier for tier in sorted(set(of_tier) - {""})}
-    for prefix, rows in {"": np.ones_like(finished), **groups}.items():
-        good = met["all"] & rows
-        metrics[f"{prefix}slo_attainment_fraction"] = float(good[rows].mean())
-        metrics[f"{prefix}goodput_requests_per_s"] = float(good.sum()) / span_s if span_s > 0 else 0.0
-        metrics[f"{prefix}goodput_tokens_per_s"] = float(output_tokens[good].sum()) / span_s if span_s > 0 else 0.0
-        if not prefix:
-            continue
-        ended_well = rows & finished
-        metrics[f"{prefix}requests"] = float(ended_well.sum())
-        if ended_well.any():
-            which = ("mean", "p99")
-            metrics.update(spread(f"{prefix}normalised_latency", normalised_ms[ended_well], "ms_per_token", which))
-            metrics.update(spread(f"{prefix}ttft", ttft_ms[ended_well], "ms", which))
+        asked, asked_in_vain = (~np.isnan(one.floats(f"slo_{name}_s")) for one in (table, run.unserved))
+        if judged := asked.sum() + (missed[name] & asked_in_vain).sum():
+            metrics[f"slo_{name}_attainment_fraction"] = float(met[name][asked].sum() / judged)
+    of_tier, of_lost = np.array(table.texts("tier")), np.array(run.unserved.texts("tier"))[missed["all"]]
+    tiers = {f"tier.{tier}.": tier for tier in sorted({*of_tier, *of_lost} - {""})}
+    for prefix, tier in {"": None, **tiers}.items():
+        rows = np.ones_like(finished) if tier is None else of_tier == tier
+        lost = len(of_lost) if tier is None else int((of_lost == tier).sum())
+        metrics.update(_goodput(table, met["all"] & rows, int(rows.sum()) + lost, span_s, prefix))
+        if prefix:
+            metrics.update(_of_tier(table, rows & finished, prefix))
+    return metrics
+
+
+def _goodput(table: RequestTable, good: NDArray[np.bool_], judged: int, span_s: float, prefix: str) -> dict[str, float]:
+    tokens = table.ints("output_tokens")[good].sum()
+    return {
+        f"{prefix}slo_attainment_fraction": float(good.sum() / judged),
+        f"{prefix}goodput_requests_per_s": float(good.sum()) / span_s if span_s > 0 else 0.0,
+        f"{prefix}goodput_tokens_per_s": float(tokens) / span_s if span_s > 0 else 0.0,
+    }
+
+
+def _of_tier(table: RequestTable, rows: NDArray[np.bool_], prefix: str) -> dict[str, float]:
+    """Counts and latencies of the finished requests of a tier."""
+    metrics = {f"{prefix}requests": float(rows.sum())}
+    if rows.any():
+        arrival_s, output_tokens = table.floats("arrival_s"), table.ints("output_tokens")
+        normalised_ms = ((table.floats("finish_s") - arrival_s) * _MS / np.maximum(output_tokens, 1))[rows]
+        ttft_ms = ((table.floats("first_token_s") - arrival_s) * _MS)[rows]
+        metrics.update(spread(f"{prefix}normalised_latency", normalised_ms, "ms_per_token", ("mean", "p99")))
+        metrics.update(spread(f"{prefix}ttft", ttft_ms, "ms", ("mean", "p99")))
     return metrics
 
 
@@ -131,7 +160,7 @@ def _prediction(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, f
     predicted, true = table.ints("predicted_tokens")[known], table.ints("output_tokens")[known]
     metrics = {
         "predicted_requests": float(known.sum()),
-        "prediction_relative_error_mean_fraction": float((np.abs(predicted - true) / true).mean()),
+        "prediction_relative_error_median_fraction": float(np.median(np.abs(predicted - true) / true)),
         "prediction_bucket_accuracy_fraction": float((predicted // BUCKET_TOKENS == true // BUCKET_TOKENS).mean()),
     }
     if len(true) > 1:

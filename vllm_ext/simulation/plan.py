@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from vllm_ext import config, systems
@@ -24,6 +25,7 @@ ATTAINMENT = "slo_attainment_fraction"
 LATENCY = "normalised_latency_mean_ms_per_token"
 ALIKE = 0.01
 """Two runs are alike if none of `COMPARED` differs by more: points of attainment, or a fraction of vLLM's."""
+_ROUNDING = 1 + 1e-9
 COMPARED = (ATTAINMENT, LATENCY, "ttft_mean_ms", "ttft_p99_ms", "tbt_p99_ms", "e2e_mean_ms", "e2e_p99_ms")
 ALIKE_LOADS = 2
 """A candidate that is like vLLM's defaults at so many loads in a row is not run at lighter ones. One alone may be where
@@ -147,6 +149,7 @@ def compare(
     specs = {(c.name, load): _at(base, c, load * own_rate) for c in candidates for load in heaviest_first}
 
     def row(candidate: Candidate, load: float, outcome: Outcome, skipped: str = "") -> Row:
+        outcome = _within_offered(outcome, specs[candidate.name, load])
         made = Row(candidate=candidate, load=load, rate_per_s=load * own_rate, outcome=outcome, skipped=skipped)
         on_row(made)
         return made
@@ -181,6 +184,18 @@ def _at(base: SimulationSpec, candidate: Candidate, rate_per_s: float) -> Simula
     changes: dict[str, Any] = {SYSTEM: candidate.system, RATE: rate_per_s}
     changes |= {f"engine.{name}": value for name, value in candidate.engine.items()}
     return checked(with_values(base, changes))
+
+
+def _within_offered(outcome: Outcome, spec: SimulationSpec) -> Outcome:
+    """Return the outcome, failed if more requests were served well than a recording offers: its rate is not the row's.
+
+    Of ``n`` requests the gaps are ``n - 1``; other arrivals are random, and have the rate on average only.
+    """
+    rate, metrics = spec.workload.rate_per_s, outcome.metrics or {}
+    goodput, lasted_s = metrics.get("goodput_requests_per_s", 0.0), metrics.get("duration_s", 0.0)
+    if spec.workload.arrivals != "recorded" or rate is None or goodput * lasted_s <= (1 + rate * lasted_s) * _ROUNDING:
+        return outcome
+    return Outcome(error=f"goodput of {goodput:.4g} requests/s: must be at most the offered rate of {rate:.4g}")
 
 
 def _nobody_waited(default: Outcome) -> bool:
@@ -234,6 +249,14 @@ class Objective:
         return 1 - ours[LATENCY] / base[LATENCY] if base[LATENCY] > 0 else 0.0
 
 
+class Obstacle(Enum):
+    """Why no candidate beats vLLM's defaults at a load."""
+
+    NO_QUEUE = "no request waits, so that no order is better than another"
+    OVERLOADED = "overloaded under every candidate"
+    NO_BETTER = "requests wait, but no candidate serves them better by more than 5 %"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What to do."""
@@ -242,10 +265,11 @@ class Verdict:
     reason: str
     helps_at: tuple[float, ...]
     """Loads at which the choice is worth it."""
-    nothing_helps_at: tuple[float, ...]
-    """Loads at which no candidate beats vLLM's defaults by more than `WORTHWHILE`."""
+    nothing_helps: Mapping[float, Obstacle]
+    """Loads at which no candidate beats vLLM's defaults by more than `WORTHWHILE`, and why."""
     carried_load: Mapping[str, float]
-    """Candidate -> highest simulated load up to which its SLOs held; 0 if at none. Empty without SLOs."""
+    """Candidate -> highest simulated load up to which its SLOs held; 0 if at none, and a lower bound if it is the
+    highest load of all. Empty without SLOs."""
     left_out: tuple[str, ...]
     """Candidates that failed at a load."""
 
@@ -298,13 +322,35 @@ def decide(rows: Sequence[Row], objective: Objective) -> Verdict | None:
             peak = max(helps_at, key=gains[best].__getitem__)
             parts.append(f"{100 * gains[best][peak]:+.0f} % at {peak:g} times your load")
         if carried:
-            parts.append(f"SLOs hold up to {carried[best]:g} times your load ({carried[BASELINE]:g} with the defaults)")
+            ours, defaults = (_up_to(carried[name], max(loads)) for name in (best, BASELINE))
+            parts.append(f"SLOs hold {ours} (with the defaults {defaults})")
         reason = "; ".join(parts)
     return Verdict(
         choice=known[best],
         reason=reason,
         helps_at=helps_at,
-        nothing_helps_at=tuple(load for load in loads if max(gain[load] for gain in gains.values()) <= WORTHWHILE),
+        nothing_helps={
+            load: _obstacle([found[name, load] for name in names], found[BASELINE, load], objective)
+            for load in loads
+            if max(gain[load] for gain in gains.values()) <= WORTHWHILE
+        },
         carried_load=carried,
         left_out=tuple(name for name in known if name not in names),
     )
+
+
+def _obstacle(
+    candidates: Iterable[Mapping[str, float]], default: Mapping[str, float], objective: Objective
+) -> Obstacle:
+    if not default.get("contended_steps", 1.0):
+        return Obstacle.NO_QUEUE
+    if objective.with_slo and all(metrics[ATTAINMENT] < objective.min_attainment for metrics in candidates):
+        return Obstacle.OVERLOADED
+    return Obstacle.NO_BETTER
+
+
+def _up_to(load: float, highest: float) -> str:
+    """Say which load is carried; the highest that was tried is a lower bound."""
+    if not load:
+        return "at no simulated load"
+    return f"up to {'>= ' if load == highest else ''}{load:g} times your load"

@@ -15,16 +15,24 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort, with_cohort
 from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.cost.profiled import Limits, runtime_model
+from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_scheduler
+from vllm_ext.simulation.limits import Limits
 from vllm_ext.simulation.request_factory import RequestFactory
 from vllm_ext.simulation.requests import Workload
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, SimulationSpec, engine_blocks
+from vllm_ext.simulation.spec import (
+    UPSTREAM,
+    EngineSpec,
+    SimulationSpec,
+    check_context,
+    engine_blocks,
+    limits_of,
+)
 from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.tier import TIER_KEY, build_tier, connector_options
@@ -79,7 +87,7 @@ def _run(
     if spec.engine.profiled:
         roofline = spec.cost.kind == "roofline"
         tile = spec.hardware.resolve_device().tile_tokens if roofline else DEFAULT_TILE_TOKENS
-        start_from_profile(scheduler, spec.engine, cost, tile)
+        start_from_profile(scheduler, spec.engine, cost, limits_of(spec.engine, spec.hardware), tile)
     engine = make_engine(spec, scheduler, workload, cost, progress=progress)
     collector = engine.collector
     with _quiet_vllm():  # a connector would warn of each chunk that does not fit
@@ -89,6 +97,7 @@ def _run(
     data = RunData(
         label=spec.engine.system,
         requests=collector.table,
+        unserved=collector.unserved,
         gaps=collector.gaps,
         series=collector.series,
         events=collector.events,
@@ -111,7 +120,7 @@ def make_engine(
     # As in vLLM's engine core: a connector finds KV by the blocks' hashes too.
     hashes = engine.prefix_caching or collector.tier is not None
     factory = RequestFactory(
-        max_model_len=engine.max_model_len,
+        max_model_len=limits_of(engine, spec.hardware).max_model_len,
         hasher=block_hasher(engine.block_size) if hashes else None,
         reveal_lengths=reads_truth(engine),
         can_hide=isinstance(scheduler, Cohort),
@@ -135,18 +144,15 @@ def build_scheduler(
 
     Args:
         exact: Tell vLLM's scheduler of every request in every step; else it stands on a `Cohort`, if it can.
-        hardware: Says how large a block is, for ``kv_offload`` and the ``kv_tier`` of the options.
+        hardware: Says how large a block is, for ``kv_offload`` and the ``kv_tier`` of the options, and the limits that
+            the engine leaves open; None: the default's.
 
     Raises:
         ValueError: (ConfigError included) vLLM or the system refuses a setting, or the KV pool is too small for one
             request of ``max_model_len`` tokens, with which vLLM does not start.
     """
-    held_tokens = (num_blocks - 1) * engine.block_size
-    if held_tokens < engine.max_model_len:
-        raise ValueError(
-            f"max_model_len={engine.max_model_len}: must fit into the KV cache, which holds {held_tokens} tokens "
-            f"({num_blocks} blocks of {engine.block_size}, one of them reserved)"
-        )
+    limits = limits_of(engine, hardware or HardwareSpec())
+    check_context(limits, num_blocks, engine.block_size)
     upstream = UPSTREAM.get(engine.system)
     options = dict(engine.options)
     if upstream is None:
@@ -163,9 +169,9 @@ def build_scheduler(
             num_blocks=num_blocks,
             enable_prefix_caching=engine.prefix_caching,
             additional_config=None if upstream is not None else {"vllm_ext": options},
-            scheduling_policy=upstream or "fcfs",
+            scheduling_policy=upstream or engine.scheduling_policy,
             log_stats=False,
-            **engine.model_dump(include=SAME_NAMES),
+            **(engine.model_dump(include=SAME_NAMES) | limits._asdict()),
             **connector,
         )
 
@@ -176,7 +182,11 @@ def _has_records(options: Mapping[str, Any]) -> bool:
 
 
 def start_from_profile(
-    scheduler: Scheduler, engine: EngineSpec, cost: CostModel, tile_tokens: int = DEFAULT_TILE_TOKENS
+    scheduler: Scheduler,
+    engine: EngineSpec,
+    cost: CostModel,
+    limits: Limits,
+    tile_tokens: int = DEFAULT_TILE_TOKENS,
 ) -> None:
     """Give the scheduler the runtime model that a profile of the simulated hardware would; vLLM alone has none.
 
@@ -187,7 +197,6 @@ def start_from_profile(
         return
     if (named := engine.options.get("profile")) is not None:
         raise ValueError(f"profiled=True: must be left out, or options.profile={named!r}; a model starts from one")
-    limits = Limits(engine.max_model_len, engine.max_num_seqs, engine.max_num_batched_tokens)
     ours = steered(scheduler)
     assert ours is not None
     ours.observer.start_from(runtime_model(cost, limits, tile_tokens))

@@ -38,7 +38,11 @@ INT_COLUMNS = (
 )
 """``predicted_tokens`` is 0 where nobody predicted."""
 TEXT_COLUMNS = ("req_id", "session_id", "tier", "finish_reason")
-"""``finish_reason`` is one of vLLM's: ``stop``, ``length``, ``abort``."""
+"""``finish_reason`` is one of vLLM's: ``stop``, ``length``, ``abort``; of `RunData.unserved` one of the next two."""
+REJECTED = "rejected"
+"""The front end refused it: its prompt fills the model's context."""
+UNFINISHED = "unfinished"
+"""It was being served, or waited, when the run was cut off."""
 
 
 class RequestTable:
@@ -235,6 +239,9 @@ class RunData:
     series: TimeSeries
     events: Events | None = None
     """Present if the run was told to keep them."""
+    unserved: RequestTable = field(default_factory=RequestTable)
+    """Requests that arrived and never ended, as they were at the end of the run. ``finish_s`` is NaN; ``max_gap_s`` has
+    the gap since the last token too."""
     counters: dict[str, float] = field(default_factory=dict)
     """Totals with units in the names: ``steps``, ``preemptions``, ``prefill_tokens``, ``decode_tokens``, ``idle_s``,
     ``device_busy_s``, ``policy_fallbacks``, ``unfinished_requests``, ``num_kv_blocks``, ..."""

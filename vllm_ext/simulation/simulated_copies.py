@@ -17,8 +17,6 @@ class _Transfer(NamedTuple):
     direction: Direction
     num_blocks: int
     num_copies: int
-    num_quantised: int
-    """Of the blocks; what is in a record of 8 bits on the device already is copied as it is."""
 
 
 class SimulatedCopies(OffloadingWorker):
@@ -42,8 +40,6 @@ class SimulatedCopies(OffloadingWorker):
         quantise_s_per_block: float = 0.0,
         num_devices: int = 1,
     ) -> None:
-        self.first_record: int | None = None
-        """Id from which on ids of the device name records, if it has any."""
         self.link = link
         self.block_bytes = block_bytes
         self.num_devices = num_devices
@@ -144,9 +140,8 @@ class SimulatedCopies(OffloadingWorker):
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
         num_blocks = len(device.block_ids)
         num_copies = max(1, num_blocks * self._copies_per_block)
-        num_records = 0 if self.first_record is None else int((device.block_ids >= self.first_record).sum())
         start_s = max(self.host_s, self.stream_s)
-        transfer = _Transfer(start_s, job_id, direction, num_blocks, num_copies, num_blocks - num_records)
+        transfer = _Transfer(start_s, job_id, direction, num_blocks, num_copies)
         self._begun[self.link.submit(transfer.start_s, direction, *self._work(transfer))] = transfer
         if self.auditor is not None:
             self.auditor.submitted(job_id, direction, device, host)
@@ -154,7 +149,7 @@ class SimulatedCopies(OffloadingWorker):
 
     def _work(self, transfer: _Transfer) -> tuple[float, int, float]:
         """Return bytes, copies, and set-up time in seconds."""
-        quantise_s = transfer.num_quantised * self._quantise_s_per_block
+        quantise_s = transfer.num_blocks * self._quantise_s_per_block
         return transfer.num_blocks * self.block_bytes, transfer.num_copies, quantise_s
 
     def _run_until(self, now: float) -> None:

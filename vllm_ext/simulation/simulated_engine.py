@@ -124,6 +124,7 @@ class SimulatedEngine:
             now = self.clock()
             self._receive(now)
             if max_time_s is not None and now >= max_time_s:
+                self._cut_off(now)
                 return
             wanted = self.scheduler.has_requests()
             if wanted or self._in_flight:
@@ -136,6 +137,11 @@ class SimulatedEngine:
             if upcoming is None:
                 return
             self._advance_to(upcoming if max_time_s is None else min(upcoming, max_time_s))
+
+    def _cut_off(self, now: float) -> None:
+        if self._cohort is not None:
+            self._cohort.show_all()
+        self.collector.cut_off(now)
 
     def _step(self, wanted: bool) -> None:
         """One call of the engine core's step function; ``wanted`` is what the scheduler's `has_requests` said."""
@@ -266,6 +272,7 @@ class SimulatedEngine:
             built = self._make_request(request)
         except TooLong:
             self.num_rejected += 1  # the front end answers 400, and the client goes on with its next request
+            self.collector.rejected(request)
             self._plan_follow_ups(request, now, [])
             return
         self._lengths[request.req_id] = request.output_tokens

@@ -14,6 +14,7 @@ from vllm_ext import config, systems
 from vllm_ext.config import ConfigError, made
 from vllm_ext.config.model import Flag, Model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, num_kv_blocks
+from vllm_ext.simulation.limits import Limits, completed
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
@@ -37,7 +38,7 @@ class KvOffloadSpec(BaseModel):
 
 
 class EngineSpec(BaseModel):
-    """The engine's settings, named and defaulted as by vLLM 0.32 for online serving on a GPU."""
+    """The engine's settings, named and defaulted as by vLLM 0.32 for online serving on the simulated device."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -45,12 +46,14 @@ class EngineSpec(BaseModel):
     """``upstream-fcfs`` or ``upstream-priority`` for vLLM alone, or what ``--scheduler-cls`` takes."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of vllm_ext, as under ``additional_config["vllm_ext"]``."""
-    max_num_seqs: Annotated[int, Flag()] = Field(default=256, ge=1)
-    """Requests running at once."""
-    max_num_batched_tokens: Annotated[int, Flag()] = Field(default=2048, ge=1)
-    """Tokens computed per step."""
-    max_model_len: Annotated[int, Flag()] = Field(default=2048, ge=2)
-    """Longest sequence, in tokens."""
+    scheduling_policy: Annotated[Literal["fcfs", "priority"], Flag()] = "fcfs"
+    """``priority``: the requests' ``priority`` counts. Of our systems; vLLM alone has a name for each."""
+    max_num_seqs: Annotated[int | None, Flag()] = Field(default=None, ge=1)
+    """Requests running at once; None: vLLM's default for the device."""
+    max_num_batched_tokens: Annotated[int | None, Flag()] = Field(default=None, ge=1)
+    """Tokens computed per step; None: vLLM's default for the device."""
+    max_model_len: Annotated[int | None, Flag()] = Field(default=None, ge=2)
+    """Longest sequence, in tokens; longer prompts are rejected. None: the longest context the model was made for."""
     block_size: Annotated[int, Flag()] = Field(default=16, ge=1)
     """Tokens per KV block."""
     num_blocks: Annotated[int | None, Flag("--num-blocks --num-gpu-blocks-override")] = Field(default=None, ge=2)
@@ -94,10 +97,41 @@ class SimulationSpec(BaseModel):
     workload: WorkloadSpec = WorkloadSpec()
     record: RecordSpec = RecordSpec()
     max_time_s: Annotated[float | None, Flag("--max-time")] = Field(default=None, gt=0)
-    """Stop at this virtual time, in seconds; requests that have not ended by then are counted as unfinished."""
+    """Stop at this virtual time, in seconds; requests that have not ended by then are counted as unfinished, and have
+    missed the objectives they can no longer meet."""
     exact: Annotated[bool, Flag()] = False
     """Tell vLLM's scheduler of every request in every step: the same results to the last digit, several times later.
     Where there is a KV connector it always is."""
+
+
+def limits_of(engine: EngineSpec, hardware: HardwareSpec) -> Limits:
+    """Return what bounds the steps of an engine on this hardware.
+
+    Raises:
+        OSError: the model's configuration can't be read.
+        ValueError: it is no such configuration, or the model can't be split over the devices.
+    """
+    return completed(
+        hardware.resolve_device(),
+        hardware.tensor_parallel,
+        max_model_len=engine.max_model_len or hardware.resolve_model().max_positions,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
+
+
+def check_context(limits: Limits, num_blocks: int, block_size: int) -> None:
+    """Refuse a KV pool that is too small for the longest sequence: vLLM does not start with it.
+
+    Raises:
+        ValueError: it is; the message says what it holds.
+    """
+    held_tokens = (num_blocks - 1) * block_size
+    if held_tokens < limits.max_model_len:
+        raise ValueError(
+            f"max_model_len={limits.max_model_len}: must fit into the KV cache, which holds {held_tokens} tokens "
+            f"({num_blocks} blocks of {block_size}, one of them reserved)"
+        )
 
 
 def engine_blocks(spec: SimulationSpec) -> int:
@@ -108,11 +142,14 @@ def engine_blocks(spec: SimulationSpec) -> int:
         ValueError: not one block fits.
     """
     engine = spec.engine
-    return engine.num_blocks or num_kv_blocks(
+    if engine.num_blocks is not None:
+        return engine.num_blocks
+    limits = limits_of(engine, spec.hardware)
+    return num_kv_blocks(
         spec.hardware,
         engine.block_size,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
     )
 
 

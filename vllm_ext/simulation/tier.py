@@ -171,7 +171,6 @@ class Tier:
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()
         self._connector = connector
-        copies.first_record = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         self._connector.connector_worker.worker = copies  # instead of register_kv_caches: there are none
         self._quiet_steps = 0
 
@@ -198,8 +197,6 @@ class Tier:
         copies.step_begins(host_s, device_free_s)
         metadata = output.kv_connector_metadata
         self._connector.handle_preemptions(metadata)
-        if copies.auditor is not None:
-            copies.auditor.moved(output)
         ready_s = copies.host_s
         self._loads_in_step = bool(getattr(metadata, "in_step", ()))
         if self._loads_in_step:

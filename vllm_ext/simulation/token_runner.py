@@ -13,20 +13,12 @@ from vllm.v1.request import Request
 
 from vllm_ext.kv.gaps.layout import GapLayout
 from vllm_ext.simulation.step_shape import EMPTY_SHAPE, StepShape
-
-EOS_TOKEN_ID = 2
-"""The token that ends a request at its hidden length."""
-
-FILLER_TOKEN_ID = 16
-"""Every sampled token but the last: what was generated is then known without being stored."""
+from vllm_ext.simulation.workloads.token_ids import EOS_TOKEN_ID as EOS_TOKEN_ID
+from vllm_ext.simulation.workloads.token_ids import FILLER_TOKEN_ID as FILLER_TOKEN_ID
+from vllm_ext.simulation.workloads.token_ids import output_ids as output_ids
 
 _NO_GAPS: Mapping[str, GapLayout] = {}
 _FILLER, _END, _NONE = [FILLER_TOKEN_ID], [EOS_TOKEN_ID], list[int]()
-
-
-def output_ids(num_tokens: int, ended: bool) -> list[int]:
-    """Return the tokens a request generated: filler, and the end token if it ended by itself."""
-    return [FILLER_TOKEN_ID] * (num_tokens - ended) + [EOS_TOKEN_ID] * ended
 
 
 class TokenRunner:

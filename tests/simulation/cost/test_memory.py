@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_ext.simulation.cost import spec as costs
 from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.cost.spec import HardwareSpec, activation_bytes
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks, limits_of
 
 
 def hardware(model: str = "opt-13b", device: str = "a100-40", split: int = 1, **more: object) -> HardwareSpec:
@@ -90,7 +90,8 @@ def test_larger_steps_leave_fewer_blocks() -> None:
 def test_an_engine_has_the_blocks_that_its_own_limits_leave(limits: dict[str, int]) -> None:
     engine = EngineSpec(**limits)
     spec = SimulationSpec(engine=engine, hardware=hardware())
-    expected = num_kv_blocks(hardware(), 16, tokens=engine.max_num_batched_tokens, seats=engine.max_num_seqs)
+    full = limits_of(engine, hardware())
+    expected = num_kv_blocks(hardware(), 16, tokens=full.max_num_batched_tokens, seats=full.max_num_seqs)
     assert engine_blocks(spec) == expected != num_kv_blocks(hardware(), 16)
     assert engine_blocks(spec.model_copy(update={"engine": EngineSpec(**limits, num_blocks=7)})) == 7
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
-def workload(**fields: Any) -> Workload:
+def workload(**fields: Any) -> GeneratedWorkload:
     source = {} if "mix" in fields else {"source": "fixed:10:20"}
     return build(WorkloadSpec.model_validate(source | fields))
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import arrivals
 from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.workloads.build import mean_rate
 
 from .parts import jsonl, requests, serve, workload
 
@@ -69,15 +70,36 @@ def test_at_once_all_arrive_at_the_start() -> None:
         ((100, 100, 101, 104), {"rate_per_s": 0.5}, [0, 0, 1.5, 6]),
         ((100, 100, 101, 104), {"duration_s": 4}, [0, 0, 1]),
         ((100, 100, 101, 104), {"num_requests": 2}, [0, 0]),
+        ((100, 100, 101, 104, 300), {"num_requests": 4, "rate_per_s": 0.5}, [0, 0, 1.5, 6]),
+        ((100, 100, 101, 104, 300), {"duration_s": 5, "rate_per_s": 0.25}, [0, 0, 3, 12]),
         ((55,), {"rate_per_s": 2}, [0]),
         ((1, 2, 4, 9), {"min_prompt_tokens": 11}, [0, 2, 7]),
     ],
-    ids=["as they are", "stretched", "ended by time", "ended by number", "one needs no rate", "filtered"],
+    ids=[
+        "as they are",
+        "stretched",
+        "ended by time",
+        "ended by number",
+        "a number, then stretched",
+        "a time, then stretched",
+        "one needs no rate",
+        "filtered",
+    ],
 )
 def test_recorded_times_start_at_zero_and_keep_their_gaps(
     tmp_path: Path, recorded: tuple[float, ...], fields: dict[str, Any], expected: list[float]
 ) -> None:
     assert times(source=trace(tmp_path, *recorded), arrivals="recorded", **fields).tolist() == expected
+
+
+def test_part_of_a_recording_at_its_own_rate_arrives_as_recorded_bit_for_bit(tmp_path: Path) -> None:
+    """Once the gaps of the whole file were stretched: the first minute of a bursty trace ran five times too fast."""
+    source = trace(tmp_path, *(0.1 * i**1.5 for i in range(50)), *(1000.0 + i for i in range(50)))
+    part = {"source": source, "arrivals": "recorded", "num_requests": 37}
+    as_recorded = times(**part)
+    own_rate = mean_rate(as_recorded.tolist())
+    assert times(**part, rate_per_s=own_rate).tolist() == as_recorded.tolist()
+    np.testing.assert_allclose(times(**part, rate_per_s=3 * own_rate) * 3, as_recorded, rtol=1e-12)
 
 
 def test_recorded_times_must_exist_not_decrease_and_span_what_is_stretched(tmp_path: Path) -> None:

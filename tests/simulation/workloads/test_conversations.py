@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.workloads.token_ids import output_ids
 
 from .parts import requests, serve, workload
 
 
 def chat(folder: Path, *turns: tuple[int, int]) -> str:
-    """A conversation whose messages have that many tokens: 3 words are counted as 4 tokens."""
+    """A conversation whose messages have that many tokens, of 4 ASCII characters each."""
     messages = []
     for question, answer in turns:
-        messages.append({"from": "human", "value": "w " * (question * 3 // 4)})
-        messages.append({"from": "gpt", "value": "w " * (answer * 3 // 4)})
+        messages.append({"from": "human", "value": "abc " * question})
+        messages.append({"from": "gpt", "value": "abc " * answer})
     path = folder / "chat.json"
     path.write_text(json.dumps([{"id": "c", "conversations": messages}]))
     return str(path)
@@ -41,10 +42,27 @@ def test_next_turn_is_the_history_as_it_was_generated_and_what_the_user_adds(tmp
     ids = list(second.token_ids or ())
     assert (len(ids), ids[:12]) == (28, [*(first.token_ids or ()), *output])
     assert min(ids[12:]) >= 100
-    assert [len((r.prompt or "").split()) for r in (first, second)] == [6, 12], "the text is what the user adds"
+    assert [len((r.prompt or "").split()) for r in (first, second)] == [8, 16], "the text is what the user adds"
     assert first.session_id == second.session_id is not None
     assert first.req_id != second.req_id
     assert list(load.after(second, 200.0, [7])) == [], "the last turn"
+
+
+def test_recorded_turns_arrive_as_recorded_and_begin_with_the_turns_before_and_their_answers(tmp_path: Path) -> None:
+    """In a request log they are in the order of their ends, between those of others."""
+    logged = [(0.0, 10, 4, "a"), (1.0, 10, 4, "b"), (2.5, 7, 3, None), (2.0, 20, 5, "a"), (3.0, 12, 2, "a")]
+    fields = ("arrival_unix_s", "prompt_tokens", "output_tokens", "conversation_id")
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(dict(zip(fields, row, strict=True))) + "\n" for row in logged))
+    first, other, second, alone, third = requests(source=str(path), arrivals="recorded")
+    assert [r.arrival_s for r in (first, other, second, alone, third)] == [0.0, 1.0, 2.0, 2.5, 3.0]
+    ids = [list(r.token_ids or ()) for r in (first, other, second, third)]
+    assert [len(one) for one in ids] == [10, 10, 20, 12]
+    assert ids[2][:14] == [*ids[0], *output_ids(4, ended=True)], "what the simulated server generates"
+    assert ids[3] == ids[2][:12], "a history that was shortened"
+    assert ids[1][0] != ids[0][0]
+    assert [r.session_id for r in (first, other, second, alone, third)] == ["s0", "s1", "s0", None, "s0"]
+    assert alone.token_ids is None
 
 
 def test_after_depends_on_its_arguments_only(tmp_path: Path) -> None:

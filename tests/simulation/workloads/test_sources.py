@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from vllm_ext.datasets import DatasetError
 from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
@@ -95,15 +96,38 @@ def test_max_tokens_is_the_clients_bound_and_never_beyond_the_context(policy: An
     assert next(load.start()).max_tokens == expected
 
 
-def test_texts_are_counted_as_four_thirds_of_their_words_or_by_a_tokenizer_and_kept_if_asked(tmp_path: Path) -> None:
+def test_texts_are_estimated_by_their_script_or_counted_by_a_tokenizer_said_so_and_kept_if_asked(
+    tmp_path: Path,
+) -> None:
     source = jsonl(tmp_path, {"prompt": "a b a", "output": "a a a a a a"})
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert lengths(source=source) == [(4, 8)]
+    assert lengths(source=source) == [(1, 3)]
     assert lengths(source=source, tokenizer=str(tmp_path)) == [(3, 6)]
+    (estimated,), (counted,) = (workload(source=source, **by).source.notes for by in ({}, {"tokenizer": str(tmp_path)}))
+    assert estimated.startswith("rows.jsonl: lengths of texts are estimates, 4 ASCII characters or 1 other to a token")
+    assert counted == f"rows.jsonl: lengths of texts are counted by the tokenizer in {tmp_path.name}"
     kept = requests(source=source) + requests(source=source, keep_text=True)
     assert [r.prompt for r in kept] == [None, "a b a"]
+
+
+def test_texts_without_spaces_count_by_their_characters(tmp_path: Path) -> None:
+    """Once a Chinese text was one word, and its length one token."""
+    source = jsonl(tmp_path, {"prompt": "\u4f60\u597d" * 40, "output": "\u6211" * 60 + " and four ASCII words"})
+    assert lengths(source=source) == [(80, 65)]
+
+
+def test_bad_rows_are_left_out_if_asked_and_counted(tmp_path: Path) -> None:
+    source = jsonl(tmp_path, {"prompt_tokens": 3, "output_tokens": 4}, {"prompt_tokens": 5}, {"prompt_tokens": "x"})
+    with pytest.raises(DatasetError, match=r"line 2: output: missing"):
+        workload(source=source)
+    load = workload(source=source, skip_bad_rows=True)
+    assert (load.rows, load.source.bad_rows) == (1, 2)
+    assert load.source.notes == ("rows.jsonl: 2 rows cannot be read and are left out",)
+    part = {"source": source, "skip_bad_rows": True, "sample": "with-replacement"}
+    mixed = workload(mix=[part, {"source": "fixed:1:1"}], num_requests=1)
+    assert (mixed.source.bad_rows, mixed.source.notes) == (2, load.source.notes)
 
 
 def test_output_lengths_without_prompts_borrow_them_from_a_preset_or_a_file(tmp_path: Path) -> None:

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from vllm_ext.simulation.cost.roofline import pivot_tokens
+from vllm_ext.simulation.limits import Limits
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.step_time.fit import Fit, fit
 from vllm_ext.step_time.profile_loads import MAX_BATCH_TOKENS, OUTPUT_TOKENS, SHORTEST_PROMPT, longest_prompt, plan
 from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS, Pivot, RuntimeModel, StepFeatures
-
-
-class Limits(NamedTuple):
-    """The engine's settings that bound a step, as vLLM names them."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 def runtime_model(cost: CostModel, limits: Limits, tile_tokens: int = DEFAULT_TILE_TOKENS) -> RuntimeModel:

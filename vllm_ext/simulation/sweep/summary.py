@@ -19,6 +19,8 @@ METRIC = "normalised_latency_mean_ms_per_token"
 """What is plotted of a grid unless told otherwise."""
 SHOWN = (
     "requests",
+    "unfinished_requests",
+    "rejected_requests",
     METRIC,
     "ttft_mean_ms",
     "ttft_p99_ms",

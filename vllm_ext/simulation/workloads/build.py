@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.random import Generator
+from numpy.typing import NDArray
 
 from vllm_ext.datasets import DatasetError
 from vllm_ext.hints import MAX_OSL, SLO_KEYS
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
 from vllm_ext.simulation import arrivals
-from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo, Workload
+from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo
 from vllm_ext.simulation.workloads import token_ids
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
 from vllm_ext.simulation.workloads.sources import Session, Source, Turn, read
@@ -39,7 +40,7 @@ Times = Callable[[], Iterator[float]]
 """Begins an arrival process anew: increasing times in seconds."""
 
 
-def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> Workload:
+def build(spec: WorkloadSpec, *, max_model_len: int | None = None) -> GeneratedWorkload:
     """Return a workload; files are read here, presets are drawn as requests are asked for.
 
     Args:
@@ -73,15 +74,37 @@ def _times(spec: WorkloadSpec, source: Source) -> Times | None:
     if spec.arrivals == "at-once":
         return lambda: itertools.repeat(0.0)
     if spec.arrivals == "recorded":
-        recorded = _recorded_times(source, spec.rate_per_s)
+        recorded = _recorded_times(source, spec)
         return lambda: iter(recorded)
     assert spec.rate_per_s is not None, "the description was checked"
     rate_per_s = spec.rate_per_s / (source.mean_turns if spec.rate_counts == "requests" else 1.0)
     return lambda: arrivals.stream(generator(spec.seed, Purpose.ARRIVALS), rate_per_s=rate_per_s, cv=spec.cv)
 
 
-def _recorded_times(source: Source, rate_per_s: float | None) -> list[float]:
-    """Recorded times from the first arrival on; stretched to a mean rate over the gaps, if one is wanted."""
+def _recorded_times(source: Source, spec: WorkloadSpec) -> list[float]:
+    """Recorded times of the part that is served, from its first arrival on; stretched to a mean rate, if one is wanted.
+
+    The part is taken first: its own rate may be far from that of the whole file.
+    """
+    times = _since_first(source)[: spec.num_requests]
+    if spec.duration_s is not None:
+        times = times[times < spec.duration_s]
+    if spec.rate_per_s is not None and len(times) > 1:
+        if times[-1] == 0:
+            raise ValueError(
+                f"rate_per_s={spec.rate_per_s}: must be left out; all requests of {source.name} arrive at once"
+            )
+        times = times * (mean_rate(times) / spec.rate_per_s)
+    found: list[float] = times.tolist()
+    return found
+
+
+def mean_rate(times_s: Sequence[float] | NDArray[np.float64]) -> float:
+    """Return the mean rate of increasing arrival times over their gaps, in requests/s; at least two, at two times."""
+    return (len(times_s) - 1) / float(times_s[-1] - times_s[0])
+
+
+def _since_first(source: Source) -> NDArray[np.float64]:
     known = [time_s for time_s in source.arrivals_s if time_s is not None]
     if len(known) < len(source.arrivals_s):
         raise ValueError(f"arrivals='recorded': {source.name} has no arrival time for every request")
@@ -92,12 +115,7 @@ def _recorded_times(source: Source, rate_per_s: float | None) -> list[float]:
             f"{source.name}: usable row {late[0] + 2}: arrives {-gaps[late[0]]:g} s before the row above it; "
             f"sort the file by time"
         )
-    if rate_per_s is not None and gaps.size:
-        if times[-1] == 0:
-            raise ValueError(f"rate_per_s={rate_per_s}: must be left out; all requests of {source.name} arrive at once")
-        times *= gaps.size / rate_per_s / times[-1]
-    found: list[float] = times.tolist()
-    return found
+    return times
 
 
 def _check_supply(spec: WorkloadSpec, source: Source, times: Times | None) -> None:
@@ -134,7 +152,8 @@ class GeneratedWorkload:
         self._tiers = {tier.name: tier for tier in self.spec.tiers}
         self._system_prompt = token_ids.system_prompt(self.spec.system_prompt_tokens)
         self._context = self.spec.max_model_len or NO_BOUND
-        self._end_s = math.inf if self.spec.duration_s is None else self.spec.duration_s
+        cut = self.spec.arrivals == "recorded"  # before it was stretched
+        self._end_s = math.inf if cut or self.spec.duration_s is None else self.spec.duration_s
         self._queue: Iterator[Session] = iter(())
 
     def start(self) -> Iterator[SimRequest]:
@@ -178,6 +197,8 @@ class GeneratedWorkload:
         ids: list[int] | None = None
         if session.hash_ids is not None:
             ids = token_ids.of_blocks(session.hash_ids, first.prompt_tokens, session.hash_block_tokens)
+        elif session.conversation is not None:
+            ids = token_ids.of_turn(session.conversation, session.earlier, first.prompt_tokens)
         elif self._system_prompt or len(session.turns) > 1:
             ids = token_ids.opening(session.number, first.prompt_tokens)
         if ids is not None:
@@ -208,7 +229,7 @@ class GeneratedWorkload:
         self, session: Session, number: int, arrival_s: float, prompt_tokens: int, ids: list[int] | None
     ) -> SimRequest:
         spec, turn = self.spec, session.turns[number]
-        several = len(session.turns) > 1
+        several, talk = len(session.turns) > 1, session.conversation
         tier = None if session.tier is None else self._tiers[session.tier]
         max_tokens = max(1, self._context - prompt_tokens)
         if spec.max_tokens != "cap":
@@ -224,7 +245,7 @@ class GeneratedWorkload:
             token_ids=ids,
             extra_args=self._said(min(turn.output_tokens, max_tokens), turn.error, slo) or None,
             priority=0 if tier is None else tier.priority,
-            session_id=f"s{session.number}" if several else None,
+            session_id=f"s{session.number if talk is None else talk}" if several or talk is not None else None,
             slo=slo,
             tier=session.tier or "",
             abort_after_s=turn.abort_time * (spec.abort_mean_s or 0.0) if gives_up else None,

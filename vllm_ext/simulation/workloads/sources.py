@@ -13,14 +13,22 @@ import numpy as np
 
 from vllm_ext import datasets
 from vllm_ext.datasets import HASH_BLOCK_TOKENS, DatasetError
+from vllm_ext.prediction.text import estimated_tokens
 from vllm_ext.simulation import synthetic
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
 from vllm_ext.simulation.workloads.spec import SourceSpec, WorkloadSpec
 
-TOKENS_PER_WORD = 4 / 3
-"""For texts, where no tokenizer is named: English texts have about 4 tokens to 3 words between white space."""
 _MOST_REFUSALS = 100_000
-_OF_FILES_ONLY = ("format", "where", "sample", "conversations", "prompts_from", "tokenizer", "keep_text")
+_OF_FILES_ONLY = (
+    "format",
+    "where",
+    "sample",
+    "conversations",
+    "prompts_from",
+    "tokenizer",
+    "keep_text",
+    "skip_bad_rows",
+)
 _TURNS = ("min_turns", "max_turns")
 
 TokenCounter = Callable[[str], int]
@@ -62,6 +70,10 @@ class Session(NamedTuple):
     hash_ids: tuple[int, ...] | None = None
     """Of the first prompt: one id per block of ``hash_block_tokens``."""
     hash_block_tokens: int = HASH_BLOCK_TOKENS
+    conversation: int | None = None
+    """Number of the session that began the recorded conversation which this one goes on with; None: it is in none."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """Prompt and output length of that conversation's sessions before this one."""
     tier: str | None = None
     """Name of the tier that the client belongs to; None: to be drawn by the workload."""
     number: int = 0
@@ -86,6 +98,10 @@ class Source:
     """Mean think time that belongs to the data, in seconds."""
     arrivals_s: Sequence[float | None] = (None,)
     """Recorded arrivals in file order."""
+    bad_rows: int = 0
+    """Rows of the file that cannot be read and are left out."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know of the lengths, a line each."""
     sessions: Callable[[], Iterator[Session]]
     """Begins the sessions anew."""
 
@@ -123,6 +139,8 @@ def _mixed(workload: WorkloadSpec, parts: Sequence[Source]) -> Source:
         rows=sum(part.rows for part in parts),
         mean_turns=sum(w * p.mean_turns for w, p in pairs) / total,
         think_s=next((part.think_s for part in parts if part.think_s is not None), None),
+        bad_rows=sum(part.bad_rows for part in parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         sessions=sessions,
     )
 
@@ -164,13 +182,15 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         "sharegpt" if spec.conversations else spec.format,
         {field: frozenset(values) for field, values in spec.where.items()},
         outputs_only=spec.prompts_from is not None,
+        skip_bad_rows=spec.skip_bad_rows,
     )
     prompts = None
     if spec.prompts_from is not None:
         if dataset.rows[0].prompt is not None or dataset.rows[0].prompt_tokens is not None:
             raise ValueError(f"prompts_from={spec.prompts_from!r}: must be left out, {dataset.name} has prompts")
         prompts = _prompt_lengths(spec.prompts_from, count, workload.seed, part)
-    found = []
+    found: list[Session] = []
+    recorded: dict[str, tuple[int, list[tuple[int, int]]]] = {}  # by conversation: its first session, its turns by now
     for row in dataset.rows:
         turns = (row, *row.later) if spec.conversations else (row,)
         lengths = [
@@ -186,7 +206,12 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
                 Turn(*pair, text, turn.output_quantiles) for pair, text, turn in zip(fitted, texts, turns, strict=False)
             )
             block_tokens = math.ceil(HASH_BLOCK_TOKENS * spec.scale_prompt)
-            found.append(Session(sent, row.arrival_s, row.hash_ids, block_tokens))
+            session = Session(sent, row.arrival_s, row.hash_ids, block_tokens)
+            if row.conversation is not None:
+                began, earlier = recorded.setdefault(row.conversation, (len(found), []))
+                session = session._replace(conversation=began, earlier=tuple(earlier))
+                earlier.append(fitted[0])
+            found.append(session)
     rows = len(found)
     if not rows:
         raise DatasetError(
@@ -206,8 +231,21 @@ def _file(workload: WorkloadSpec, spec: SourceSpec, part: int) -> Source:
         size=None if spec.sample == "with-replacement" else rows,
         mean_turns=sum(len(session.turns) for session in found) / rows,
         arrivals_s=[session.arrival_s for session in found],
+        bad_rows=dataset.bad_rows,
+        notes=tuple(_notes(dataset, spec)),
         sessions=lambda: (found[index] for index in order()),
     )
+
+
+def _notes(dataset: datasets.Dataset, spec: SourceSpec) -> Iterator[str]:
+    if dataset.bad_rows:
+        yield f"{dataset.name}: {dataset.bad_rows} rows cannot be read and are left out"
+    first = dataset.rows[0]
+    if first.prompt_tokens is None or first.output_tokens is None:
+        how = "are estimates, 4 ASCII characters or 1 other to a token; name a folder with --tokenizer to count them"
+        if spec.tokenizer is not None:
+            how = f"are counted by the tokenizer in {Path(spec.tokenizer).name}"
+        yield f"{dataset.name}: lengths of texts {how}"
 
 
 def _fitted(workload: WorkloadSpec, spec: SourceSpec, lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -273,7 +311,7 @@ def _refuse(spec: SourceSpec, fields: Sequence[str], what: str) -> None:
 
 def _token_counter(tokenizer: str | None) -> TokenCounter:
     if tokenizer is None:
-        return lambda text: max(1, round(len(text.split()) * TOKENS_PER_WORD))
+        return lambda text: max(1, round(estimated_tokens(text)))
     file = Path(tokenizer) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"tokenizer={tokenizer!r}: must be a folder with a tokenizer.json")

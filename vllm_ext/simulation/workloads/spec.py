@@ -36,8 +36,11 @@ class SourceSpec(BaseModel):
     """Of conversations: end them after so many turns."""
     prompts_from: str | None = None
     """Of a file without prompts (``lmsys``): a preset or file whose prompt lengths are drawn at random instead."""
-    tokenizer: str | None = None
-    """Folder of a Hugging Face tokenizer that counts the tokens of texts; None: 4/3 of the words."""
+    tokenizer: Annotated[str | None, Flag()] = None
+    """Folder of a Hugging Face tokenizer that counts the tokens of texts; None: they are estimated, 4 ASCII characters
+    or 1 other to a token."""
+    skip_bad_rows: Annotated[bool, Flag()] = False
+    """Of a file: leave out rows that cannot be read, and say how many; otherwise they are an error."""
     keep_text: bool = False
     """Hand on the prompt's text (of a turn: what the user adds), for predictors that read it."""
     scale_prompt: float = Field(default=1.0, gt=0)
@@ -141,8 +144,8 @@ class WorkloadSpec(SourceSpec):
     arrivals: Annotated[Arrivals, Flag()] = "poisson"
     """When requests come."""
     rate_per_s: Annotated[float | None, Flag("--rate")] = Field(default=1.0, gt=0)
-    """Mean arrivals per second. ``recorded``: None (default) keeps the recorded times. Others than these, ``poisson``
-    and ``gamma`` have no rate."""
+    """Mean arrivals per second. ``recorded``: None (default) keeps the recorded times; a rate is that of the part which
+    ``num_requests`` and ``duration_s`` take. Others than these, ``poisson`` and ``gamma`` have no rate."""
     rate_counts: Literal["sessions", "requests"] = "sessions"
     """Conversations: whether ``rate_per_s`` is of their first turns, or of all turns expected (Pensieve's)."""
     cv: float = Field(default=1.0, gt=0)
@@ -154,7 +157,8 @@ class WorkloadSpec(SourceSpec):
     for a closed loop of single requests."""
     think: Literal["constant", "exponential"] = "exponential"
     duration_s: Annotated[float | None, Flag("--duration")] = Field(default=None, gt=0)
-    """Nobody starts a request or a conversation at this time, in seconds, or later."""
+    """Nobody starts a request or a conversation at this time, in seconds, or later; ``recorded``: as it was recorded,
+    whatever the rate."""
     num_requests: Annotated[int | None, Flag()] = Field(default=None, ge=0)
     """How many requests start; of conversations, how many conversations. None: ``duration_s`` or the file ends it."""
 

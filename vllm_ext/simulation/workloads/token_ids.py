@@ -14,6 +14,10 @@ from functools import cache
 
 from vllm_ext.simulation.workloads.randomness import Purpose, generator
 
+EOS_TOKEN_ID = 2
+"""The token that ends a request at its hidden length."""
+FILLER_TOKEN_ID = 16
+"""Every sampled token but the last: what was generated is then known without being stored."""
 FIRST_ID = 100
 END_ID = 4096
 _BASE = END_ID - FIRST_ID
@@ -41,6 +45,32 @@ def alone(number: int, count: int) -> list[int]:
 def added(number: int, turn: int, count: int) -> list[int]:
     """Return what a later turn of a conversation adds."""
     return _from_table(_ADDED, number + turn, count)
+
+
+def output_ids(num_tokens: int, ended: bool) -> list[int]:
+    """Return the tokens a request generated: filler, and the end token if it ended by itself."""
+    return [FILLER_TOKEN_ID] * (num_tokens - ended) + [EOS_TOKEN_ID] * ended
+
+
+def of_turn(number: int, earlier: Sequence[tuple[int, int]], count: int) -> list[int]:
+    """Return the ``count`` ids of a turn's prompt: the last turn's prompt and answer as far as they fit, then new ones.
+
+    Args:
+        number: The conversation's; no opening has it.
+        earlier: Prompt and output length of each turn before, in tokens.
+        count: Of the prompt.
+    """
+    ids: list[int] = []
+    for turn, (prompt_tokens, output_tokens) in enumerate(earlier):
+        ids = _grown(ids, number, turn, prompt_tokens) + output_ids(output_tokens, ended=True)
+    return _grown(ids, number, len(earlier), count)
+
+
+def _grown(ids: list[int], number: int, turn: int, count: int) -> list[int]:
+    missing = count - len(ids)
+    if missing <= 0:
+        return ids[:count]
+    return ids + (added(number, turn, missing) if turn else opening(number, missing))
 
 
 def of_blocks(hash_ids: Sequence[int], count: int, block_tokens: int) -> list[int]:
