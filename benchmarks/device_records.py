@@ -7,9 +7,9 @@ Method: the real schedulers in virtual time on a simulated GPU, with a profile, 
 their bytes take in the device's memory; with vLLM's kernel, which has every record that a step reads unpacked first
 (``stock``), and with ours, which reads them where they are (``own``). Rows have the same memory: what becomes arena is
 taken from the blocks, scratch pages included. Scenes: *talks*, conversations with think times on vLLM's rules (fcfs);
-*gaps*, the same where lookups go on behind what is gone (pensieve); *host*, the same with host memory for KV; *jobs*,
-requests that a system preempts for others (alise-published), whose KV is computed again, kept in records, or swapped
-to host memory. Everything is deterministic given the seed; intervals are over seeds.
+*gaps*, the same where lookups go on behind what is gone (pensieve); *jobs*, requests that a system preempts for others
+(alise-published), whose KV is computed again, kept in records, or swapped to host memory. Everything is deterministic
+given the seed; intervals are over seeds.
 
     python benchmarks/device_records.py --quick
     python benchmarks/device_records.py --jobs 2 --out benchmarks/results/device_records.json
@@ -57,8 +57,6 @@ class Scene:
     system: str
     num_blocks: int
     asked: Mapping[str, Any]
-    tier: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the KV tier of all rows."""
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other ways to treat KV, by name: options of the tier."""
 
@@ -66,13 +64,6 @@ class Scene:
 SCENES = {
     "talks": Scene(description="conversations, fcfs", system="fcfs", num_blocks=900, asked=_TALKS),
     "gaps": Scene(description="conversations, pensieve on the device", system="pensieve", num_blocks=900, asked=_TALKS),
-    "host": Scene(
-        description="conversations, pensieve with 2 GiB of host memory in 8 bits",
-        system="pensieve",
-        num_blocks=900,
-        asked=_TALKS,
-        tier={"gib": 2.0, "bits": 8},
-    ),
     "jobs": Scene(
         description="preempted requests, alise-published",
         system="alise-published",
@@ -97,11 +88,11 @@ class Job(NamedTuple):
 
 def rows(scene: Scene) -> dict[str, dict[str, Any]]:
     """Return the options of vllm_ext of each row, the base first."""
-    found: dict[str, dict[str, Any]] = {BASE: {"kv_tier": dict(scene.tier)}}
+    found: dict[str, dict[str, Any]] = {BASE: {}}
     found |= {name: {"kv_tier": dict(tier)} for name, tier in scene.beside.items()}
     for share, kernel in [*((share, OWN) for share in SHARES), (STOCK_SHARE, STOCK)]:
-        tier = {**scene.tier, "device_int8_share": share}
-        found[f"{share:.0%} records, {kernel}"] = {"kv_tier": tier, "attention": {"kernel": kernel}}
+        options = {"kv_tier": {"device_int8_share": share}, "attention": {"kernel": kernel}}
+        found[f"{share:.0%} records, {kernel}"] = options
     return found
 
 

@@ -109,7 +109,6 @@ COMPARISONS = (
     Comparison(row="alise@warm", load=0.1, metric=TTFT, op="<=", goal=1.02),
     *(_at_most(f"{PREEMPTED}:{row}", f"{PREEMPTED}:{other}") for row, other in _FATES),
     Comparison(row="fcfs:tier-early", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
-    Comparison(row="fcfs:tier-late", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
     Comparison(row="fcfs:tier-ahead", other="fcfs", metric=TOKENS, op=">=", goal=0.99),
 )
 SLO_COMPARISONS = {

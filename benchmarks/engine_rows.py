@@ -36,22 +36,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "recompute": _PREEMPTING,
     "swap-16": {**_SWAPPING, "kv_tier": {"bits": 16, "store": "early"}},
     "swap-8": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "early"}},
-    "swap-8-late": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "late"}},
     "swap-8-ahead": {**_SWAPPING, "kv_tier": {"bits": 8, "store": "ahead"}},
     "cost-8": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "early"}},
     "cost-8-ahead": {"residency": {"choose": "cost"}, "kv_tier": {"bits": 8, "store": "ahead"}},
     "in-place-10": {"kv_tier": {"gib": 0.0, "device_int8_share": 0.1}},
     "in-place-20": {"kv_tier": {"gib": 0.0, "device_int8_share": 0.2}},
     "tier-early": {"kv_tier": {"bits": 16, "store": "early"}},
-    "tier-late": {"kv_tier": {"bits": 16, "store": "late"}},
     "tier-ahead": {"kv_tier": {"bits": 16, "store": "ahead"}},
 }
 """Options of ``vllm_ext`` by name; a tier gets its size from the command line.
 
 The first four are the strategies of ALISE's figure 8; ``cost-8`` chooses among keeping, swapping and recomputing.
-``swap-8`` copies KV as soon as a chunk is full, ``-late`` when its request is preempted, or seen to be soon, ``-ahead``
-when its blocks are about to be needed. ``in-place-10`` has no host memory, and records of 8 bits in a tenth of the
-device's, ``in-place-20`` in a fifth.
+``swap-8`` copies KV as soon as a chunk is full, ``-ahead`` when its blocks are about to be needed. ``in-place-10`` has
+no host memory, and records of 8 bits in a tenth of the device's, ``in-place-20`` in a fifth.
 """
 
 LENGTHS, MIXED_SLO, MEMORY_BOUND = "lengths", "mixed-slo", "memory-bound"

@@ -67,10 +67,9 @@ ROWS: Mapping[str, Row] = {
     f"{PREFIX_CACHE}-own-kernel": Row(own_kernel=True, by_default=False),
     RECORDS: Row(**_RECORDS),
     PENSIEVE_RECORDS: Row(**_RECORDS, system="pensieve"),
-    f"{PENSIEVE_8}-records": Row(**_RECORDS, system="pensieve", tier={"bits": 8}),
     **{
         f"{RETENTION}-{mode}": Row(tier={**_EARLY, "policy": "retention", option: mode}, by_default=False)
-        for option, modes in {"store": ("late", "ahead"), "load": ("in-step", "auto")}.items()
+        for option, modes in {"store": ("ahead",), "load": ("in-step", "auto")}.items()
         for mode in modes
     },
 }
@@ -95,8 +94,9 @@ def engine_args(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def tier_options(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """Return `kv_tier` of a row that has a tier or records."""
-    device = {"device_int8_share": args.int8_share} if row.records else {}
-    return device if row.tier is None else {"gib": args.tier_gib, **row.tier, **device}
+    if row.tier is not None:
+        return {"gib": args.tier_gib, **row.tier}
+    return {"device_int8_share": args.int8_share} if row.records else {}
 
 
 def tier_tokens(name: str, args: argparse.Namespace, model: ModelKv) -> int | None:

@@ -53,7 +53,7 @@ from vllm_ext.config import ConfigError
 from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
 
 COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
-TIERS = ("fcfs:tier-early", "fcfs:tier-late", "fcfs:tier-ahead", "fcfs:gaps")
+TIERS = ("fcfs:tier-early", "fcfs:tier-ahead", "fcfs:gaps")
 LONG_QUEUES = ("fcfs", "alise", "fastserve", "accelgen", "past-future", "auto")
 """Systems measured with 100,000 waiting by default, where they are registered."""
 QUICK_SYSTEMS = ("fcfs", "alise", "sarathi", "accelgen", "past-future", "past-future+sarathi")
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument(
         "--systems",
-        help="comma list; SYSTEM:tier-early, -late or -ahead has a KV tier, SYSTEM:gaps crosses gaps in kept KV, to be "
+        help="comma list; SYSTEM:tier-early or -ahead has a KV tier, SYSTEM:gaps crosses gaps in kept KV, to be "
         "compared with SYSTEM in its group (default: all that may serve, some compositions, and these under fcfs)",
     )
     parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while steps are timed")

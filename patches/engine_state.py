@@ -59,7 +59,7 @@ HOOKS: tuple[Hook, ...] = (
         target="vllm.v1.engine.core:EngineCore.vllm_ext_kv_tier",
         feature="KV tier's admin endpoint",
         why="utility calls are the one way from a front end to its scheduler, and are dispatched by name",
-        breaks_without="conversations in the KV tier can't be listed, pinned or dropped by hand",
+        breaks_without="conversations in the KV tier can't be listed or dropped by hand",
         remove_when="a front-end plugin can speak to the scheduler",
         value=vllm_ext_kv_tier,
     ),

@@ -17,9 +17,11 @@ from vllm_ext.kv.device.worker import executing
 
 
 def _execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-    from vllm.distributed.kv_transfer import has_kv_transfer_group
+    from vllm_ext.attention.records import has_records
 
-    with executing(self.model_runner, step_of(scheduler_output), at_once=not has_kv_transfer_group()):
+    if not has_records(self.vllm_config):  # the hook stays in a process, and the next engine in it may have none
+        return original(self, scheduler_output, *args, **kwargs)
+    with executing(self.model_runner, step_of(scheduler_output)):
         return original(self, scheduler_output, *args, **kwargs)
 
 

@@ -36,7 +36,7 @@ def step() -> Iterator[worker.StepAtHand]:
     records = device_records(layers)
     moves = [RecordMove(Direction.TO_RECORD, block, BLOCKS + place) for block, place in ((2, 1), (3, 4))]
     records.move(RecordStep(moves))
-    worker._current = worker.StepAtHand(records, [BLOCKS + 1, BLOCKS + 4], None)
+    worker._current = worker.StepAtHand(records, [BLOCKS + 1, BLOCKS + 4])
     yield worker._current
     worker._current = None
 

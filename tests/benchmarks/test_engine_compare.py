@@ -78,10 +78,10 @@ def test_a_variant_has_options_of_its_own_and_those_given_stay() -> None:
     rows = script("engine_rows")
     args = script("engine_compare").parse(["--workload", "swapping", "--tier-gib", "2"])
     args.ext_config = {"admission": {"gain_ratio": 3.0}, "kv_tier": {"policy": "lru"}}
-    found = rows.system_args("alise:swap-8-late@cold", args)
+    found = rows.system_args("alise:swap-8-ahead@cold", args)
     assert found["scheduler_cls"] == "alise"
     options = found["additional_config"]["vllm_ext"]
-    assert options["kv_tier"] == {"bits": 8, "store": "late", "policy": "lru", "gib": 2.0}
+    assert options["kv_tier"] == {"bits": 8, "store": "ahead", "policy": "lru", "gib": 2.0}
     assert options["admission"] == {"gain_ratio": 3.0}
     assert options["residency"] == {"choose": "swap"}
     args.ext_config = {}

@@ -41,7 +41,7 @@ def test_every_system_that_may_serve_is_measured_and_no_other() -> None:
     assert not [name for name in names if systems.resolve(name.partition(":")[0]).oracle]
 
 
-@pytest.mark.parametrize(("tier", "copies"), [("tier-early", True), ("tier-late", False), ("tier-ahead", False)])
+@pytest.mark.parametrize(("tier", "copies"), [("tier-early", True), ("tier-ahead", False)])
 def test_a_tier_copies_what_it_stores_early_and_holds_nobody_up(tier: str, *, copies: bool) -> None:
     one = subject(f"fcfs:{tier}")
     for _ in range(8):
@@ -75,7 +75,7 @@ def test_gaps_are_crossed_without_a_tier_and_only_where_that_is_asked_for() -> N
 def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         script("step_overhead").parse(["--systems", "fcfs,fcfs:tier-soon"])
-    known = "tier-early, tier-late, tier-ahead, gaps"
+    known = "tier-early, tier-ahead, gaps"
     assert f"fcfs:tier-soon: what follows : must be one of {known}" in capsys.readouterr().err
 
 

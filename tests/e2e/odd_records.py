@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import odd_gaps
 import torch
 
 from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import RecordFormat
-from vllm_ext.kv.codec import QuantisedCodec
 from vllm_ext.kv.device import worker as module
 
 _POISON_BYTE = 0x47
@@ -82,19 +80,12 @@ class _Elsewhere:
 
 
 class _ByDefinition(_Elsewhere):
-    """Also what the host gets of a record, found by the addresses of layers."""
-
-    records: ClassVar[dict[tuple[int, int], torch.Tensor]] = {}
+    """What the definition of the format makes of pages."""
 
     def made_of(self, pages: torch.Tensor) -> torch.Tensor:
         made = torch.empty_like(pages)
         reference.dequantise(self._quantised(pages), made, torch.arange(len(pages)), RecordFormat(self.layout))
         return made
-
-    def to_records(self, layer: Any, pages: Sequence[int], records: Sequence[int]) -> None:
-        super().to_records(layer, pages, records)
-        for place, record in zip(records, self._quantised(layer.pages[list(pages)]), strict=True):
-            self.records[layer.wide.data_ptr(), place] = record
 
     def _quantised(self, pages: torch.Tensor) -> torch.Tensor:
         records, holds = reference.quantise(pages, torch.arange(len(pages)), RecordFormat(self.layout))
@@ -108,19 +99,6 @@ def _exact() -> None:
 
 def _reference() -> None:
     module._codec = lambda layers, layout: _ByDefinition(layout)
-    real = QuantisedCodec.store
-
-    def store(self: Any, tensor: int, blocks: Any, chunks: Any) -> Any:
-        pages = self._pages[tensor]
-        is_record = blocks >= len(pages)
-        for block, chunk in zip(blocks[is_record], chunks[is_record], strict=True):
-            record = _ByDefinition.records[pages.data_ptr(), int(block) - len(pages)]
-            self._records[int(chunk) * self._records_per_chunk + tensor] = record
-        holds = np.ones(len(blocks), np.bool_)
-        holds[~is_record] = real(self, tensor, blocks[~is_record], chunks[~is_record])
-        return holds
-
-    QuantisedCodec.store = store  # type: ignore[method-assign]
 
 
 def _late() -> None:

@@ -18,7 +18,7 @@ LEAVERS = {"waiting": SHORT, "prefilling": SHORT, "decoding": SHORT, "preempted"
 ROOM: dict[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
 FULL_POOL: dict[str, Any] = {"num_gpu_blocks_override": 12, "max_num_seqs": 3, "max_num_batched_tokens": 48}
 """So few blocks that they are all in use, and so few tokens in a step that prompts are computed in pieces."""
-STORES = quick(("late",), full=("late", "early"))
+STORES = quick(("early",), full=("early", "auto"))
 
 
 def under_alise(store: str) -> dict[str, Any]:

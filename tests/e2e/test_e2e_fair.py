@@ -38,9 +38,8 @@ async def send_all(server: Served) -> None:
 def test_a_client_that_floods_the_server_waits_behind_itself(
     forks: ForkServer | None, llama: Path, tmp_path: Path, system: str
 ) -> None:
-    by_key = ["--ext-share-by", "key"] if system == "fair" else []
     log = tmp_path / "requests.jsonl"
-    args = ["--scheduler-cls", system, *by_key, "--max-num-seqs", "1"]
+    args = ["--scheduler-cls", system, "--max-num-seqs", "1"]
     args += ["--ext-request-log", str(log), "--ext-metrics-interval-s", "0.1"]
     server_log = tmp_path / "server.log"
     with Served(llama, args, log_path=server_log, forks=forks, request_log=log, modules=["turnstile"]) as server:

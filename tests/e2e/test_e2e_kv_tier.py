@@ -46,8 +46,6 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("turns-prompts", llama, TURNS, **tier(prompt_only=True), **FEW_BLOCKS),
         spec("turns-tiny", llama, TURNS, **tier(gib=0.4 * MIB), **FEW_BLOCKS),
         spec("longs-16", llama, LONGS, **tier("alise-published"), **PRESSED),
-        spec("turns-late", llama, TURNS, **tier(store="late"), **FEW_BLOCKS),
-        spec("longs-late", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
@@ -56,7 +54,7 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         {**spec("turns-paused", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 0)},
         {**spec("turns-slept", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 1)},
         {
-            **spec("longs-slept", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
+            **spec("longs-slept", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
             "naps": {20: 1, 21: 1, 40: 1},
         },
     ]
@@ -72,7 +70,6 @@ def runs(run_engines: Engines, llama: Path, opt: Path) -> dict[str, Outcome]:
 def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     wanted = [
         spec("turns", llama, TURNS, **tier(), **FEW_BLOCKS),
-        spec("longs-late", llama, LONGS, **tier("alise-published", store="late"), **PRESSED),
         spec("longs", llama, LONGS, **tier("alise-published"), **PRESSED),
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
@@ -96,7 +93,6 @@ HISTORY_TOKENS = 3 * sum(turn * 110 // 32 * 32 for turn in (1, 2))
         ("turns-16-opt", "turns-opt"),
         ("turns-64-tokens", "turns"),
         ("turns-prompts", "turns"),
-        ("turns-late", "turns"),
         ("turns-ahead", "turns"),
     ],
 )
@@ -128,7 +124,7 @@ def test_4_an_engine_that_slept_has_forgotten_all_kv_and_lost_no_request(runs: d
     assert runs["turns-slept"].host_hit_tokens < runs["turns-paused"].host_hit_tokens
 
 
-@pytest.mark.parametrize("name", ["longs-16", "longs-late", "longs-ahead"])
+@pytest.mark.parametrize("name", ["longs-16", "longs-ahead"])
 def test_4_preempted_requests_continue_from_host_memory(runs: dict[str, Outcome], name: str) -> None:
     found = runs[name]
     assert found.preemption_reasons["policy"] > 0
@@ -152,7 +148,6 @@ def test_eight_bits_find_as_much_with_less(runs: dict[str, Outcome]) -> None:
         ("turns", "turns"),
         ("turns-ahead", "turns"),
         ("longs", "longs"),
-        ("longs-late", "longs"),
         ("longs-ahead", "longs"),
     ],
 )

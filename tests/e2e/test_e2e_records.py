@@ -14,7 +14,7 @@ from typing import Any
 import lora_adapter
 import pytest
 from engines import BASE_ENGINE, Engines, Outcome, arrival, long_then_short
-from test_e2e_gaps import MIB, NO_CACHE, talks
+from test_e2e_gaps import NO_CACHE, talks
 
 from tests.extent import quick
 
@@ -40,14 +40,10 @@ TALKS: dict[str, dict[str, Any]] = {
     "gaps": {**SMALL, **steered("fcfs", gaps="fused")},
     "pensieve": {**SMALL, **steered("pensieve")},
     "alise+pensieve": {**SMALL, **steered("alise+pensieve"), "max_num_batched_tokens": 40},
-    "host": {**SMALL, **steered("fcfs", gib=0.7 * MIB)},
-    "host-early": {**SMALL, **steered("fcfs", gib=0.7 * MIB, store="early")},
-    "host-gaps": {**SMALL, **steered("pensieve", gib=0.7 * MIB)},
 }
 CROWDS: dict[str, dict[str, Any]] = {
     "memory": {**TIGHT, **steered("fcfs")},
     "preempting": {**TIGHT, **steered("alise-published")},
-    "swapping": {**TIGHT, **steered("alise", gib=64 * MIB, bits=16)},
 }
 
 
@@ -89,13 +85,7 @@ def test_a_preempted_request_goes_on_where_it_was(exact: dict[str, Outcome], nam
     assert found.kv_device["resumed_tokens"] > 0
 
 
-SMALLER: dict[str, Any] = {**SMALL, "num_gpu_blocks_override": 38}
-HOST_8: dict[str, dict[str, Any]] = {
-    "host-8": {**SMALLER, **steered("fcfs", gib=8 * MIB, bits=8)},
-    "host-8-early": {**SMALLER, **steered("fcfs", gib=8 * MIB, bits=8, store="early")},
-    "host-8-gaps": {**SMALLER, **steered("pensieve", gib=8 * MIB, bits=8)},
-}
-INT8 = ("fcfs", "pensieve", "preempting", *HOST_8)
+INT8 = ("fcfs", "pensieve", "preempting")
 OWN = {
     "fcfs": {**SMALL, "num_gpu_blocks_override": 33, **steered("fcfs", kernel="own")},
     "pensieve": {**SMALL, "num_gpu_blocks_override": 33, **steered("pensieve", kernel="own")},
@@ -108,15 +98,13 @@ OWN = {
 def quantised(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
     """By run, and whether its records are in the arena, or elsewhere by the definition of the format."""
     runs = []
-    more = talks(1, num=8)  # than the device holds
-    asked = {name: (TALKS[name], talks(1)) for name in TALKS} | {name: (HOST_8[name], more) for name in HOST_8}
+    asked = {name: (TALKS[name], talks(1)) for name in TALKS}
     asked |= {name: (CROWDS[name], long_then_short(1)) for name in CROWDS}
     for name in INT8:
         engine, arrivals = asked[name]
         runs.append(spec(f"{name}-arena", llama, engine, arrivals, odd_records="poison"))
         runs.append(spec(f"{name}-defined", llama, engine, arrivals, odd_records="reference"))
-        if name in OWN:
-            runs.append(spec(f"{name}-own", llama, OWN[name], arrivals, odd_records="poison"))
+        runs.append(spec(f"{name}-own", llama, OWN[name], arrivals, odd_records="poison"))
     return run_engines(runs)
 
 
@@ -128,13 +116,6 @@ def test_attending_in_place_is_attending_to_what_was_dequantised(quantised: dict
     assert arena.kv_device == defined.kv_device
     assert arena.kv_device["read_tokens"] + arena.kv_device["resumed_tokens"] > 0
     assert arena.tokens == defined.tokens
-
-
-@pytest.mark.parametrize("name", HOST_8)
-def test_records_go_to_the_host_as_they_are_and_come_back(quantised: dict[str, Outcome], name: str) -> None:
-    arena, defined = quantised[f"{name}-arena"], quantised[f"{name}-defined"]
-    assert arena.host_hit_tokens == defined.host_hit_tokens > 0
-    assert arena.host_bytes_stored == defined.host_bytes_stored > 0
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -34,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, run_engines: Engines, llama: 
     disk = {"disk_dir": str(tmp_path_factory.mktemp("disk")), "disk_gib": 1}
     wanted = [
         spec("alone", llama, TURNS, max_model_len=448, enable_prefix_caching=False),
-        spec("in-step", llama, TURNS, **tier(load="in-step", store="late")) | ({"spawn": True} if FULL else {}),
+        spec("in-step", llama, TURNS, **tier(load="in-step")) | ({"spawn": True} if FULL else {}),
         spec("disk", llama, TURNS, **tier(**disk)),
         spec("eight-bits", llama, TURNS, **tier(bits=8)),
     ]

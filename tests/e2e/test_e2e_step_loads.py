@@ -38,7 +38,7 @@ def runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
         turns("turns-nobody-asks", llama, "tardy-nobody-asks"),
         turns("turns-nobody-waits", llama, "tardy-nobody-waits"),
         turns("turns-fail", llama, "fail"),
-        longs("longs-fail", llama, "fail", store="late"),
+        longs("longs-fail", llama, "fail", store="ahead"),
     ]
     return run_engines(wanted)
 
@@ -50,7 +50,7 @@ def async_runs(run_engines: Engines, llama: Path) -> dict[str, Outcome]:
         longs("longs-step", llama),
         turns("turns-fail", llama, "fail"),
         turns("turns-ahead-fail", llama, "fail", store="ahead"),
-        longs("longs-fail", llama, "fail", store="late"),
+        longs("longs-fail", llama, "fail", store="ahead"),
     ]
     return run_engines(wanted, boot="async")
 

@@ -24,7 +24,7 @@ from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
 from vllm_ext.kv.geometry import TierGeometry
 
-BLOCKS, CHUNKS, LAYERS, RECORDS = 40, 12, 3, 6
+BLOCKS, CHUNKS, LAYERS = 40, 12, 3
 GROUPS = [[0, 1, 2], [0, 2]]
 COUNT = 7
 _GAP = 192
@@ -109,31 +109,6 @@ def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Fac
     }
 
 
-def record_errors(layout: PageLayout, device: str) -> Facts:
-    """Store blocks and records of the device in one job; a record, one layer of which holds nothing, is told of."""
-    geometry, fmt = geometry_of(layout, QUANTISED), RecordFormat(layout)
-    kv = [torch.zeros(BLOCKS, layout.page_elements, dtype=layout.dtype, device=device).view(torch.int8)] * LAYERS
-    arena = torch.zeros(LAYERS, RECORDS + 1, fmt.record_bytes, dtype=torch.uint8)[:, 1:]  # layers lie apart
-    arena[..., : fmt.codes_bytes] = torch.randint(0, 255, (LAYERS, RECORDS, fmt.codes_bytes), dtype=torch.uint8)
-    minima = arena[1, 4, fmt.minima_offset : fmt.scales_offset]
-    minima.copy_(torch.full((len(minima) // layout.dtype.itemsize,), torch.nan, dtype=layout.dtype).view(torch.uint8))
-    pool = torch.full((CHUNKS, geometry.chunk_bytes), 0xAB, dtype=torch.uint8)
-    size = 2 * geometry.chunk_bytes
-    codec = QuantisedCudaCodec(kv, pool, geometry, layout, arena.to(device), staging_bytes=size)
-    codec.prepare(GROUPS)
-    transfers = Transfers(CudaDevice(torch.device("cuda", 0)) if device == "cuda" else InstantDevice(), codec)
-    blocks, chunks = np.array([BLOCKS + 3, 7, BLOCKS, BLOCKS + 4, BLOCKS + 1]), np.array([5, 6, 0, 1, 2])
-    transfers.submit(1, pieces_of(codec, tuple(GROUPS[0]), chunks, blocks), is_load=False)
-    transfers.wait({1})
-    of_records = [(chunk, block - BLOCKS) for chunk, block in zip(chunks, blocks, strict=True) if block >= BLOCKS]
-    return {
-        "records_that_differ": float(sum(not pool[c].equal(arena[:, r].flatten()) for c, r in of_records)),
-        "blocks_that_differ": float(pool[6].eq(0xAB).all()),
-        "written_besides": float(pool[[3, 4, *range(7, CHUNKS)]].ne(0xAB).any()),
-        "told_of_others": float(transfers.take_failures().chunks != {1}),
-    }
-
-
 def geometry_of(layout: PageLayout, bits: int) -> TierGeometry:
     """Return the geometry of a chunk of all layers."""
     if bits == QUANTISED:
@@ -201,8 +176,7 @@ def main(device: str) -> int:
             (torch.float16, PageLayout.transposed_keys, 24, 4, False),
         )
     }
-    records = functools.partial(record_errors, PageLayout.rows(torch.bfloat16, 2, 16, 16), device)
-    return compare([*cases.items(), ("records", records)], functools.partial(over, device=device))
+    return compare(cases.items(), functools.partial(over, device=device))
 
 
 if __name__ == "__main__":

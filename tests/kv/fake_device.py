@@ -217,8 +217,6 @@ class TimedCodec:
     LINK_BYTES_PER_S = 50e9
     KERNEL_BYTES_PER_S = 1e12
 
-    first_record = 2**40
-
     def __init__(self, device: TimedDevice, *, chunk_bytes: int = 4 * 2**20, chunks_per_piece: int = 4) -> None:
         self._device, self._chunk_bytes = device, chunk_bytes
         self.chunks_per_piece = chunks_per_piece

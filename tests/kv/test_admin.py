@@ -109,7 +109,6 @@ def test_a_conversation_is_shown_as_it_is() -> None:
         "salt_tag": None,
         "turns": 1,
         "running": 0,
-        "pinned": False,
         "ttl_s": None,
         "chunks": 4,
         "bytes": 4 * chunk_bytes,
@@ -166,28 +165,11 @@ def test_a_dropped_conversation_is_not_found_again() -> None:
     assert after["conversations"]["dropped"] == 1
 
 
-def test_a_conversation_is_pinned_and_let_go() -> None:
-    engine = Engine()
-    assert engine.change("pin", "a")["conversation"]["pinned"]
-    assert engine("statistics")["host"]["pinned_chunks"] == 3
-    assert not engine.change("unpin", "a")["conversation"]["pinned"]
-    assert engine("statistics")["host"]["pinned_chunks"] == 0
-
-
-def test_what_pins_may_hold_is_said_where_it_is_too_much() -> None:
-    engine = Engine(host_chunks=14)  # a quarter of which is three
-    answer = engine.change("pin", "c")
-    assert not answer["conversation"]["pinned"]
-    assert "may hold 3 chunks together (kv_tier.pin_share), and this one holds 4; 0 are pinned" in answer["refused"]
-    assert "refused" not in engine.change("pin", "a")
-
-
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_under_vllms_own_policies_nobody_knows_whose_chunks_are_whose(policy: str) -> None:
     engine = Engine(policy=policy)
     (row,) = engine("show", name="a")["conversations"]
     assert (row["turns"], row["chunks"], row["bytes"]) == (1, None, None)
-    assert "kv_tier.policy" in engine.change("pin", "a")["refused"]
     assert engine.change("drop", "a")["dropped_chunks"] == 0
 
 

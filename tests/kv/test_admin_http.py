@@ -128,12 +128,11 @@ def test_a_cursor_of_other_engines_is_400(cursor: str) -> None:
     assert "of 2 engines" in text(answer)
 
 
-@pytest.mark.parametrize("action", ["pin", "unpin", "drop"])
-def test_engines_that_know_a_conversation_change_it(action: str) -> None:
-    answer = server(Client(nobody, found)).post(f"{URL}/{action}", json={"name": "a", "salt": "s"})
+def test_engines_that_know_a_conversation_drop_it() -> None:
+    answer = server(Client(nobody, found)).post(f"{URL}/drop", json={"name": "a", "salt": "s"})
     assert answer.status_code == 200
     (row,) = answer.json()["engines"]
-    assert (row["engine"], row["action"]) == (1, action)
+    assert (row["engine"], row["action"]) == (1, "drop")
     assert row["with"] == {"name": "a", "salt": "s"}
 
 
@@ -156,12 +155,6 @@ def test_an_unknown_conversation_is_404() -> None:
     assert answer.status_code == 404
     assert "name='a'" in text(answer)
     assert "2 with others are: give salt, or the id that the list shows" in text(answer)
-
-
-def test_a_pin_that_no_engine_takes_is_409() -> None:
-    answer = server(Client(refused, nobody)).post(f"{URL}/pin", json={"name": "a"})
-    assert (answer.status_code, text(answer)) == (409, "name='a' was not pinned: it holds too much")
-    assert server(Client(refused, found)).post(f"{URL}/pin", json={"name": "a"}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -192,7 +185,7 @@ def test_a_malformed_query_is_400(query: str) -> None:
 
 def test_a_dead_engine_is_503() -> None:
     client = server(Client(found, dead))
-    for answer in (client.get(URL), client.delete(f"{URL}/conversations"), client.post(f"{URL}/pin", json=ROW)):
+    for answer in (client.get(URL), client.delete(f"{URL}/conversations"), client.post(f"{URL}/drop", json=ROW)):
         assert answer.status_code == 503
         assert "an engine core has died" in text(answer)
 
@@ -214,7 +207,7 @@ def test_emptying_resets_the_prefix_cache_of_every_engine() -> None:
 @pytest.mark.parametrize("root_path", ["", "/", "/v", "/api", "/v1"])
 @pytest.mark.parametrize("key", [None, "wrong", "", API_KEY])
 def test_no_other_key_opens_it(root_path: str, key: str | None) -> None:
-    """The inference key did: every client of the server could list, pin and drop everybody's conversations."""
+    """The inference key did: every client of the server could list and drop everybody's conversations."""
     client = Client(found)
     served = server(client, key=key, root_path=root_path)
     paths = {URL, f"{root_path.rstrip('/')}{URL}"}

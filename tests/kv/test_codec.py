@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
-from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.codec import QuantisedCodec, RawCodec
+from vllm_ext.kernels.kv_quant.format import PageLayout
+from vllm_ext.kv.codec import RawCodec
 from vllm_ext.kv.layout import PackedPages
 
 from .tier_worker_parts import LAYOUT, codec, geometry, random_kv
@@ -61,31 +61,6 @@ def test_what_is_not_finite_is_kept_only_as_it_is() -> None:
     assert lossless.store(0, ids(3), ids(0)).tolist() == [True]
     lossless.load(0, ids(0), ids(9))
     assert torch.equal(kv[0][9], kv[0][3])
-
-
-def test_records_of_the_device_are_copied_as_they_are() -> None:
-    """Beside blocks in the same job; one that holds nothing finite can't be read."""
-    kv, fmt = random_kv(), RecordFormat(LAYOUT)
-    arena = torch.randint(1, 255, (2, 5, fmt.record_bytes), dtype=torch.uint8)
-    arena[..., fmt.minima_offset :].view(LAYOUT.dtype).copy_(torch.rand(()).to(LAYOUT.dtype))
-    arena[1, 3, fmt.minima_offset : fmt.scales_offset].view(LAYOUT.dtype).fill_(torch.nan)
-    size = geometry(QUANTISED)
-    pool = torch.full((6 * size.chunk_bytes,), 0xAB, dtype=torch.uint8)
-    tier = QuantisedCodec(kv, pool, size, LAYOUT, arena)
-    chunks = pool.view(6, 2, fmt.record_bytes)
-    blocks = len(kv[0])
-    assert tier.store(0, ids(blocks + 4, 2, blocks + 3), ids(5, 1, 0)).tolist() == [True, True, True]
-    assert tier.store(1, ids(blocks + 4, 2, blocks + 3), ids(5, 1, 0)).tolist() == [True, True, False]
-    assert torch.equal(chunks[5], arena[:, 4])
-    assert torch.equal(chunks[0], arena[:, 3])
-    assert chunks[[2, 3, 4]].eq(0xAB).all()
-    plain = codec(QUANTISED, kv)
-    plain.store(1, ids(2), ids(0))
-    plain.load(1, ids(0), ids(8))
-    tier.load(1, ids(1), ids(9))
-    assert torch.equal(kv[1][8], kv[1][9])
-    with pytest.raises(ValueError, match=f"blocks: {blocks + 5} to {blocks + 5}, must be 0 to {blocks + 4}"):
-        tier.store(0, ids(blocks + 5), ids(0))
 
 
 def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:

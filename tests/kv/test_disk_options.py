@@ -23,8 +23,8 @@ def test_with_a_disk_all_is_stored_early_unless_somebody_wants_it_otherwise(tmp_
 
     disk = {"disk_dir": str(tmp_path), "disk_gib": 1}
     assert (store({}), store({}, **disk)) == ("auto", "early")
-    assert (store({"store": "late"}), store({"store": "late"}, **disk)) == ("late", "late")
-    assert (store({"store": "late"}, store="auto"), store({}, store="auto", **disk)) == ("auto", "auto")
+    assert (store({"store": "ahead"}), store({"store": "ahead"}, **disk)) == ("ahead", "ahead")
+    assert (store({"store": "ahead"}, store="auto"), store({}, store="auto", **disk)) == ("auto", "auto")
 
 
 def test_the_directory_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_time_to_live_holds_for_both_tiers(tmp_path: Path) -> None:
 
 
 def test_all_options_travel_as_one_object_and_are_checked_where_they_arrive() -> None:
-    tier = KvTierConfig(gib=1, bits=8, load="auto", store="ahead", free_fraction=0.5, salt_share=0.5, pin_share=0.1)
+    tier = KvTierConfig(gib=1, bits=8, load="auto", store="ahead", free_fraction=0.5, salt_share=0.5)
     extra = transfer_config(tier).kv_connector_extra_config
     assert tier_of(json.loads(json.dumps(extra))) == tier.resolved({})
     assert tier_of({}) == KvTierConfig().resolved({}), "of a connector that was asked for by hand"

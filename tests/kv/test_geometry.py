@@ -88,8 +88,8 @@ def test_options_that_cannot_be_are_refused(field: str, value: object) -> None:
 
 
 def test_options_survive_their_dictionary() -> None:
-    config = parse({"kv_tier": {"gib": 2, "bits": 8, "policy": "arc", "store": "late", "prompt_only": True}})
-    assert config.kv_tier == KvTierConfig(gib=2, bits=8, policy="arc", store="late", prompt_only=True)
+    config = parse({"kv_tier": {"gib": 2, "bits": 8, "policy": "arc", "store": "ahead", "prompt_only": True}})
+    assert config.kv_tier == KvTierConfig(gib=2, bits=8, policy="arc", store="ahead", prompt_only=True)
     assert parse(to_dict(config)) == config
     assert ExtConfig().kv_tier.host_bytes == 0
     assert config.kv_tier.host_bytes == 2 * 2**30

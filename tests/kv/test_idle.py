@@ -19,7 +19,6 @@ class Pool:
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [SimpleNamespace(block_hash=None) for _ in range(num_blocks)]
-        self.num_gpu_blocks = num_blocks
 
     def fill(self, block: int, block_hash: BlockHash | None) -> None:
         filled = None if block_hash is None else make_block_hash_with_group_id(block_hash, 0)
@@ -111,83 +110,3 @@ def test_everything_can_be_forgotten(idle: IdleChunks) -> None:
     assert idle.num_blocks == 0
     assert list(idle.oldest()) == []
     assert idle.taken([1, 2, 3]) == []
-
-
-FIRST_RECORD = 10
-
-
-@pytest.fixture
-def before_records(pool: Any, chunks: list[IdleChunk]) -> IdleChunks:
-    """Blocks up to 9, and records."""
-    pool.num_gpu_blocks = FIRST_RECORD
-    queue = IdleChunks(pool)
-    queue.behind_records(FIRST_RECORD)
-    queue.add(chunks)
-    return queue
-
-
-def move(pool: Pool, source: int, target: int) -> None:
-    pool.blocks[target].block_hash, pool.blocks[source].block_hash = pool.blocks[source].block_hash, None
-
-
-def test_what_moves_into_a_record_is_lost_next_and_what_is_in_a_block_is_not(
-    pool: Pool, before_records: IdleChunks, chunks: list[IdleChunk]
-) -> None:
-    assert before_records.num_blocks == 0
-    move(pool, 4, 12)
-    before_records.moved(4, 12)
-    assert before_records.taken([4]) == []
-    assert before_records.num_blocks == 1
-    (found,) = before_records.oldest()
-    assert (found.key, found.block) == (chunks[1].key, 12)
-
-
-def test_a_record_that_makes_room_is_told_once_and_where_its_content_is(
-    pool: Pool, before_records: IdleChunks, chunks: list[IdleChunk]
-) -> None:
-    """In the step in which it arrives it is still in its block; later it is in its record."""
-    move(pool, 4, 12)
-    before_records.moved(4, 12)
-    before_records.dropped(12)
-    assert before_records.take_dropped() == [chunks[1]]
-    move(pool, 6, 12)
-    before_records.moved(6, 12)
-    assert before_records.take_dropped() == []
-    before_records.dropped(12)
-    assert [(found.key, found.block) for found in before_records.take_dropped()] == [(chunks[2].key, 12)]
-    assert before_records.take_dropped() == []
-
-
-def test_what_moves_back_into_a_block_is_used(pool: Pool, before_records: IdleChunks) -> None:
-    move(pool, 4, 12)
-    before_records.moved(4, 12)
-    move(pool, 12, 5)
-    before_records.moved(12, 5)
-    assert before_records.num_blocks == 0
-    assert before_records.taken([5, 12]) == []
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_another_content_is_never_taken_for_the_chunk(pool: Pool, before_records: IdleChunks, known: bool) -> None:
-    """A block got something else before it moved, or a record something that nobody follows."""
-    other = chunk(7, 4)
-    if known:
-        pool.fill(4, other.hash)
-        move(pool, 4, 12)
-        before_records.moved(4, 12)
-    else:
-        move(pool, 4, 12)
-        before_records.moved(4, 12)
-        pool.fill(12, other.hash)
-        before_records.moved(3, 12)
-    before_records.dropped(12)
-    assert before_records.take_dropped() == []
-    assert before_records.taken([12]) == []
-    assert list(before_records.oldest()) == []
-
-
-def test_a_record_that_a_request_reads_is_not_overwritten(pool: Pool, before_records: IdleChunks) -> None:
-    move(pool, 4, 12)
-    before_records.moved(4, 12)
-    pool.fill(12, None)
-    assert before_records.taken([12]) == []

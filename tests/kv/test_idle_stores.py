@@ -96,17 +96,13 @@ def test_copies_that_nobody_waits_for_need_not_pay_unless_they_take_cycles(takes
     found.drain()
 
 
-def test_a_preempted_request_comes_back_for_certain_and_what_is_pinned_stays() -> None:
+def test_a_preempted_request_comes_back_for_certain() -> None:
     found = rig(recompute=2.0)
     nobody_comes_back(found)
     waiting, ended = idle("waiting", running=1), idle("ended", running=0)
     assert found.side._worth_a_copy([waiting, ended]) == [waiting]
     found.side.price(lambda end: 0.0)
     assert found.side._worth_a_copy([waiting, ended]) == []
-    turn = ended.owner.get_state(Turn)
-    assert turn is not None
-    found.side.keeper.pin(turn.conversation)
-    assert found.side._worth_a_copy([waiting, ended]) == [ended]
 
 
 def test_as_published_all_that_would_be_lost_is_waited_for_and_nothing_is_copied_while_its_request_runs() -> None:

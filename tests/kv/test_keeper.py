@@ -1,4 +1,4 @@
-"""Pins, times to live, quotas and drops, on the real books of the tier."""
+"""Times to live, quotas and drops, on the real books of the tier."""
 
 from __future__ import annotations
 
@@ -10,75 +10,6 @@ import pytest
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 
 from .keeper_parts import CHUNK, Tier
-
-
-def test_a_pinned_conversation_stays_though_it_is_the_oldest() -> None:
-    tier = Tier({"pin_share": 0.5})
-    assert tier.keeper.pin(tier.turn("kept", "k0", "k1", at=0.0))
-    for number in range(10):
-        tier.turn(f"c{number}", f"{number}-0", f"{number}-1", at=1.0 + number)
-        tier.check()
-    assert tier.has("k0", "k1")
-    assert tier.keeper.states() == {"running": 0, "kept": 4, "gone": 7, "pinned": 1}
-
-
-def test_a_pin_ends_when_it_is_taken_away() -> None:
-    tier = Tier({"pin_share": 0.5})
-    kept = tier.turn("kept", "k0", "k1", at=0.0)
-    assert tier.keeper.pin(kept)
-    tier.keeper.unpin(kept)
-    for number in range(4):
-        tier.turn(f"c{number}", f"{number}-0", f"{number}-1", at=2.0 + number)
-    assert not tier.has("k0")
-    assert tier.keeper.pinned_chunks == 0
-    tier.check()
-
-
-def test_pins_beyond_their_share_are_refused_and_change_nothing() -> None:
-    tier = Tier({"pin_share": 0.25})
-    first, second = tier.turn("p0", "0-0", "0-1", at=0.0), tier.turn("p1", "1-0", at=1.0)
-    assert tier.keeper.pin(first)
-    assert not tier.keeper.pin(second)
-    assert [c.name for c in tier.keeper.book.pinned] == ["p0"]
-    assert tier.keeper.pinned_chunks == tier.keeper.most_pinned_chunks == 2
-    tier.keeper.unpin(first)
-    assert tier.keeper.pin(second)
-    none = Tier({"pin_share": 0.0})
-    assert not none.keeper.pin(none.turn("short", at=0.0))
-
-
-def test_a_pinned_conversation_that_grows_is_pinned_as_far_as_there_is_room() -> None:
-    tier = Tier({"pin_share": 0.25})
-    assert tier.keeper.pin(tier.turn("kept", "k0", at=0.0))
-    tier.turn("kept", "k0", "k1", "k2", at=1.0)
-    assert tier.keeper.pinned_chunks == 2
-    tier.turn("big", *(f"b{n}" for n in range(6)), at=2.0)
-    assert tier.has("k0", "k1")
-    assert not tier.has("k2")
-    tier.check()
-
-
-def test_a_chunk_stays_while_one_of_its_owners_is_pinned() -> None:
-    tier = Tier({"pin_share": 0.9})
-    one, other = tier.turn("a", "front", "a1", at=0.0), tier.turn("b", "front", "b1", at=1.0)
-    assert tier.keeper.pin(one)
-    assert tier.keeper.pin(other)
-    assert tier.keeper.pinned_chunks == 3, "a shared chunk is counted once"
-    tier.keeper.unpin(other)
-    assert tier.keeper.pinned_chunks == 2
-    tier.turn("big", *(f"c{n}" for n in range(6)), at=2.0)
-    assert tier.has("front", "a1")
-    assert not tier.has("b1")
-    tier.check()
-
-
-def test_a_tier_full_of_pins_stores_nothing_and_does_not_fail() -> None:
-    tier = Tier({"pin_share": 0.9})
-    assert tier.keeper.pin(tier.turn("kept", *(f"k{n}" for n in range(7)), at=0.0))
-    tier.turn("big", "b0", "b1", "b2", at=1.0)
-    assert tier.has(*(f"k{n}" for n in range(7)))
-    assert not tier.has("b0")
-    tier.check()
 
 
 def test_a_conversation_is_dropped_when_its_time_is_over() -> None:
@@ -93,12 +24,12 @@ def test_a_conversation_is_dropped_when_its_time_is_over() -> None:
     tier.check()
 
 
-def test_a_clients_time_to_live_goes_before_and_ends_a_pin() -> None:
-    tier = Tier({"ttl_s": 10.0, "pin_share": 0.5})
-    assert tier.keeper.pin(tier.turn("short", "s0", at=0.0, salt="s", kv_ttl_s=2.0))
+def test_a_clients_time_to_live_goes_before() -> None:
+    tier = Tier({"ttl_s": 10.0})
+    tier.turn("short", "s0", at=0.0, salt="s", kv_ttl_s=2.0)
     tier.turn("other", "o0", at=2.0)
     assert not tier.has("s0")
-    assert not tier.keeper.book.pinned
+    assert tier.keeper.states() == {"running": 0, "kept": 1, "gone": 1}
     tier.check()
 
 
@@ -153,7 +84,7 @@ def test_a_prefix_beyond_its_quota_is_stored_in_part() -> None:
     tier.check()
 
 
-@pytest.mark.parametrize(("returns", "gone"), [("learned", "once-1"), ("turns", "once-1"), ("age", "often-1")])
+@pytest.mark.parametrize(("returns", "gone"), [("turns", "once-1"), ("age", "often-1")])
 def test_who_has_come_back_often_is_expected_to_come_again(returns: str, gone: str) -> None:
     tier = Tier({"returns": returns}, num_chunks=6)
     for number in range(200):  # many who come once, and some who come ten times
@@ -167,31 +98,10 @@ def test_who_has_come_back_often_is_expected_to_come_again(returns: str, gone: s
     assert [name for name in ("once-1", "often-1") if not tier.has(name)] == [gone]
 
 
-@pytest.mark.parametrize(("returns", "gone"), [("learned", "often-1"), ("turns", "once-1"), ("age", "often-1")])
-def test_learned_rates_know_when_the_others_come_and_shares_over_time_do_not(returns: str, gone: str) -> None:
-    """Who comes often does so after a second: after an hour it will not come again, and the others may."""
-    tier = Tier({"returns": returns}, num_chunks=6)
-    for number in range(400):
-        book, turns = tier.keeper.book.returns, 1 + number % 16
-        book.ended(turns)
-        if turns > 1:
-            book.returned(turns, 1.0)
-        elif number % 32 == 0:
-            book.returned(turns, 4000.0)
-    for number in range(10):
-        tier.turn("often", "often-1", at=number)
-    tier.turn("once", "once-1", at=10.0)
-    tier.turn("d", *(f"d{n}" for n in range(4)), at=3600.0)
-    tier.turn("e", "e0", at=3600.1)
-    assert [name for name in ("once-1", "often-1") if not tier.has(name)] == [gone]
-
-
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_vllms_own_policies_are_left_alone(policy: str) -> None:
-    tier = Tier({"pin_share": 0.5}, policy=policy)
+    tier = Tier(policy=policy)
     conversation = tier.turn("a", "a0", at=0.0)
-    assert not tier.keeper.pin(conversation)
-    assert not conversation.pinned
     assert tier.keeper.drop(conversation) == 0
     assert tier.has("a0")
     assert conversation.turns == 1

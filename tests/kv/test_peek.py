@@ -8,17 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult
-from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from vllm_ext.kv.disk.manager import PATIENCE_S
 from vllm_ext.kv.gaps.loads import GapLoadingScheduler
 from vllm_ext.kv.gaps.search import Kept
-from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
-from vllm_ext.simulation import harness
-from vllm_ext.simulation.harness import block_hasher, make_request
 
 from .disk_parts import contents, key, rig
 from .fingerprint import fingerprint
@@ -26,7 +20,6 @@ from .gap_talks import BLOCK, DEPTHS, Talks, words
 from .step_loads_rig import StepRig
 from .test_step_loads_stateful import on_the_host_only, quiet
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live
-from .tier_stateful_rig import Setup, TierRig
 
 _LOOKED_AT = 23
 """Of so many look-ups one is compared with all that can be reached before and after: that takes long."""
@@ -50,18 +43,11 @@ class Compared:
         again = self.side.peek(request, local_tokens)
         if exact:
             assert fingerprint(vars(self.side)) == before, "a look-up that changes nothing did"
-        status = self.side._req_status[request.request_id]
-        if not status.transfer_jobs:
-            both = [way(self.side, status, local_tokens, None) for way in WAYS]
-            assert both[0] == both[1], "vLLM's own look-up finds something else"
         tokens, between = self._real(request, local_tokens, *limit, **named)
         assert peeked == again == (tokens or 0, between and bool(tokens))
         kind = "later" if tokens is None else "between" if between else "within" if tokens else "nothing"
         self.answers[kind] += 1
         return tokens, between
-
-
-WAYS = (prefix_tokens, shadow_tokens)
 
 
 @pytest.mark.parametrize(("load", "ways"), [("between", {"between"}), ("in-step", {"within"}), ("auto", {"within"})])
@@ -211,40 +197,3 @@ def test_blocks_that_others_hold_are_told_from_idle_ones() -> None:
     request = talks.scheduler.requests[twin]
     assert talks.scheduler.gaps.peek(request, 2 * BLOCK) == Kept(11 * BLOCK, held_blocks=5, idle_blocks=4)
     talks.drain()
-
-
-def test_models_with_several_groups_of_layers_agree_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group of full attention and one of a sliding window, whatever is on the host of either."""
-    window = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=10)
-    plain = harness.make_kv_cache_config
-
-    def hybrid(*args: Any) -> Any:
-        config = plain(*args)
-        config.kv_cache_groups.append(KVCacheGroupSpec(["window.0"], window))
-        return config
-
-    monkeypatch.setattr(harness, "make_kv_cache_config", hybrid)
-    scheduler: Any = TierRig._make_scheduler(Setup(system="fcfs", load="auto", store="early"))
-    side, dice = scheduler.connector.connector_scheduler, random.Random(3)
-    assert len(side.config.kv_group_configs) == 2
-    found = set()
-    for number in range(300):
-        request = make_request(str(number), dice.randint(4, 60), hasher=block_hasher(4))
-        side.on_new_request(request)
-        status = side._req_status[str(number)]
-        policy, share = side.manager.policy, dice.choice([0.5, 0.9, 1.0])
-        policy.clear()
-        for state in status.group_states:
-            for place, chunk_key in enumerate(state.offload_keys):
-                if dice.random() < share:
-                    chunk = ChunkStatus(place)
-                    policy.insert(chunk_key, chunk)
-                    chunk.ref_cnt = -1 if dice.random() < 0.03 else 0
-        local = 4 * dice.randint(0, request.num_tokens // 4)
-        before = fingerprint(vars(side))
-        peeked = side.peek(request, local)
-        assert fingerprint(vars(side)) == before
-        tokens, between = side.get_num_new_matched_tokens(request, local)
-        assert peeked == (tokens or 0, between and bool(tokens))
-        found.add("later" if tokens is None else "some" if tokens else "none")
-    assert found == {"later", "some", "none"}

@@ -84,7 +84,7 @@ def test_what_has_a_single_block_is_loaded_between_steps() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("store", ["early", "late", "ahead"])
+@pytest.mark.parametrize("store", ["early", "ahead"])
 def test_what_a_failed_load_did_not_bring_is_computed_again(asynchronous: bool, store: str) -> None:
     """And so is what twins in the same step, and the next step of an asynchronous engine, made of it."""
     rig = quiet(async_scheduling=asynchronous, store=store)
@@ -103,13 +103,12 @@ def test_what_a_failed_load_did_not_bring_is_computed_again(asynchronous: bool, 
 
 
 @pytest.mark.parametrize("while_executing", [False, True])
-@pytest.mark.parametrize("store", ["early", "late"])
-def test_nothing_is_kept_of_who_was_aborted_before_the_failure_was_known(store: str, while_executing: bool) -> None:
+def test_nothing_is_kept_of_who_was_aborted_before_the_failure_was_known(while_executing: bool) -> None:
     """Found by the walk: who is aborted is stored with the next step, which may be scheduled when the failure is known.
 
     By then it is none of those that run, and its copy is not among the stores to let go of.
     """
-    rig = quiet(async_scheduling=True, store=store)
+    rig = quiet(async_scheduling=True, store="early")
     on_the_host_only(rig, range(100, 120))
     prompt = [*range(100, 120), *range(7, 14)]
     rig.copies.fail_loads(1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -48,12 +47,6 @@ def test_a_client_only_shortens_a_life() -> None:
     assert tier.turn("long", "l0", at=1.0, salt="s", kv_ttl_s=100.0).ttl_s == 10.0
     assert tier.turn("none", "n0", at=1.0, kv_ttl_s=1.0).ttl_s == 10.0, "it has no salt"
     assert Tier().turn("free", "f0", at=1.0, salt="s", kv_ttl_s=100.0).ttl_s == 100.0, "there never is for ever"
-
-
-def test_no_client_pins() -> None:
-    tier = Tier({"pin_share": 0.9})
-    assert not tier.turn("a", "a0", at=0.0, salt="s", kv_pin=True).pinned
-    assert tier.keeper.pinned_chunks == 0
 
 
 def test_a_client_does_not_name_an_anonymous_conversation() -> None:
@@ -106,33 +99,6 @@ def test_new_salts_take_what_nobody_else_wants() -> None:
     for number in range(8):
         tier.turn("a", f"{number}", at=float(number), salt=f"salt-{number}")
     assert tier.has(*map(str, range(8)))
-
-
-class Unread(dict[Any, Any]):
-    """Is asked for one thing at a time, and never gone through."""
-
-    def __iter__(self) -> Any:
-        raise AssertionError("somebody looks through all of them")
-
-    keys = values = items = __iter__
-
-
-def test_pins_are_never_looked_through() -> None:
-    """After 4,000, 8,000 and 16,000 short pinned conversations one pin too many cost 1.0, 4.0 and 15.8 s in a step."""
-    tier = Tier({"pin_share": 0.5, "ttl_s": 1000.0}, num_chunks=400)
-    book = tier.keeper.book
-    book.pinned = Unread()
-    short = [tier.turn(f"c{number}", f"{number}", at=0.0) for number in range(200)]
-    assert all(tier.keeper.pin(conversation) for conversation in short)
-    assert tier.keeper.pin(tier.turn("empty", at=0.0)), "one without chunks takes no room"
-    book._known = Unread(book._known)  # type: ignore[assignment]
-    book._known.move_to_end = lambda number: None  # type: ignore[method-assign]
-    assert not tier.keeper.pin(tier.turn("big", *(f"b{number}" for number in range(100)), at=1.0))
-    for number in range(10):
-        tier.turn(f"c{number}", f"{number}", f"more-{number}", at=2.0 + number)
-    assert tier.keeper.pinned_chunks == 200
-    tier.keeper.unpin(short[0])
-    assert tier.keeper.states()["pinned"] == 200
 
 
 def test_lives_that_end_at_once_end_in_several_steps() -> None:

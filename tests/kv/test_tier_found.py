@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
@@ -67,6 +68,43 @@ def test_a_request_that_a_reset_preempts_may_load_in_the_next_step() -> None:
     assert rig.reset(running=True, connector=False)
     rig.step()
     assert any(not job.is_store for job in rig.side._jobs.values())
+    rig.drain()
+    assert len(rig.loop.outcomes["r0"].token_ids) == 20
+
+
+@pytest.mark.parametrize("connector", [True, False])
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_reset_does_not_fail_while_a_load_is_under_way(connector: bool, aborted: bool) -> None:
+    """vLLM raised: it had preempted who runs by then, and had reset neither the tier nor the device's prefix cache.
+
+    So what had been computed with the old weights was found again with the new ones.
+    """
+    rig = quiet_rig(slow=0.9, num_blocks=MIN_BLOCKS)
+    rig.add(range(100, 130), 3)
+    rig.settle()
+    rig.add(range(200, 255), 3)  # takes the device's blocks
+    rig.settle()
+    rig.add(range(100, 130), 3)
+    while not any(not job.is_store for job in rig.side._jobs.values()):
+        rig.step()
+    if aborted:
+        rig.abort("r2")
+    assert rig.reset(running=True, connector=connector)
+    assert rig.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == MIN_BLOCKS - 1
+    rig.add(range(300, 355), 3)  # into the blocks that the load still writes
+    rig.drain()
+
+
+def test_a_reset_that_fails_leaves_nothing_of_the_old_weights() -> None:
+    """vLLM can't reset while a step is under way, whose blocks it keeps; it has preempted who runs by then.
+
+    They would find what they had computed with the old weights, on the device or on the host, when they go on.
+    """
+    rig = quiet_rig(async_scheduling=True)
+    rig.add(range(100, 130), 20)
+    while len(rig.loop.outcomes["r0"].token_ids) < 3 or not rig.loop.num_in_flight:
+        rig.step()
+    assert not rig.reset(running=True, connector=True)
     rig.drain()
     assert len(rig.loop.outcomes["r0"].token_ids) == 20
 

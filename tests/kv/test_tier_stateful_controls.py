@@ -12,9 +12,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.support.audit import AuditError
 from vllm_ext.kv.connector import TieredConnector
-from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.scheduler_side import TierScheduler
 from vllm_ext.simulation.cost.link import Direction
 
 from . import tier_stateful_rig
@@ -23,7 +21,6 @@ from .tier_stateful_driver import walk
 
 _STEPS = 20_000
 """More than any of these needs."""
-RECORDS = {"int8_share": 0.3, "prefix_caching": True, "bits": 8, "store": "ahead", "host_chunks": 40}
 
 
 def caught(match: str, **fixed: object) -> None:
@@ -63,22 +60,6 @@ def test_a_step_that_does_not_wait_for_the_stores_it_overwrites(monkeypatch: pyt
     caught(r"writes block \d+, (which job \d+ reads|as another job does)", slow=0.9)
 
 
-def test_a_step_that_does_not_wait_for_the_stores_of_records_it_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TierScheduler, "_overwritten", lambda self: set())
-    caught(r"writes \d+, which a copy uses|another prefix", slow=0.9, **RECORDS)
-
-
-def test_a_record_copied_before_what_moves_into_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arrives in the step in which it is given up again is still in its block alone."""
-
-    def dropped(self: IdleChunks, record: int) -> None:
-        if (chunk := self._pop(record)) is not None:
-            self._dropped.append(chunk)
-
-    monkeypatch.setattr(IdleChunks, "dropped", dropped)
-    caught(r"which holds nothing yet|another prefix", **RECORDS)
-
-
 def test_a_chunk_evicted_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager forgets to hold what it hands out; seen by the books at once."""
     monkeypatch.setattr(TierManager, "_prepare_load", unheld_load, raising=False)
@@ -98,17 +79,6 @@ def unheld_load(self: TierManager, keys: Any, req_context: Any, **options: Any) 
     prepared = CPUOffloadingManager._prepare_load(self, keys, req_context, **options)
     CPUOffloadingManager.complete_load(self, keys, req_context)
     return prepared
-
-
-def test_late_stores_of_tokens_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted request's last blocks are given out and hold nothing yet, or not all they should."""
-    given_up = TierScheduler._given_up
-
-    def too_much(self: TierScheduler, output: Any) -> dict[str, int]:
-        return {req_id: self._req_status[req_id].req.num_tokens + 64 for req_id in given_up(self, output)}
-
-    monkeypatch.setattr(TierScheduler, "_given_up", too_much)
-    caught(r"which holds nothing yet|reads block \d+", store="late", failing_loads=0.0)
 
 
 def test_an_unreadable_chunk_that_nobody_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,6 @@ def audit_owners(policy: RetentionCachePolicy, book: ConversationBook) -> None:
     counted = {
         "by salt": (quotas.per_salt, per_salt),
         "of new salts": (quotas.of_new, sum(n for tag, n in per_salt.items() if tag not in quotas._returned)),
-        "pinned": (policy.owners.pinned, sum(node.pinned for node in nodes.values())),
-        "pinned conversations": (set(book.pinned), {c for c in conversations if c.pinned}),
         "conversations": ((book.counts.running, book.counts.kept), (running, kept)),
     }
     for name, (found, expected) in counted.items():

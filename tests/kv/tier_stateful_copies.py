@@ -69,7 +69,7 @@ class ChaosCopies(SimulatedCopies, TierWorker):
 
     def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
         start_s = max(self.host_s, self.stream_s)
-        self._begun[job_id] = _Transfer(start_s, job_id, direction, len(device.block_ids), 1, 0)
+        self._begun[job_id] = _Transfer(start_s, job_id, direction, len(device.block_ids), 1)
         self._specs[job_id] = device, host
         slow = self._dice.random() < self._slow
         self._ends[job_id] = start_s + (self._dice.choice(_DELAYS_S) if slow else 0.0) + self._dice.random() / 8

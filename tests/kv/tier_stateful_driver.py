@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tests.support.audit import AuditError
 from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
@@ -32,31 +31,6 @@ class Walked:
     evicted_chunks: int = 0
     dropped_chunks: int = 0
     unsaved_chunks: int = 0
-
-
-@dataclass
-class WalkedWithRecords(Walked):
-    """What a walk has seen whose engines keep KV in 8 bits on the device."""
-
-    demoted: int = 0
-    promoted: int = 0
-    partial: int = 0
-    resumed: int = 0
-    dropped: int = 0
-    read_tokens: int = 0
-    copied: int = 0
-    """Records, to the host."""
-
-    def note(self, rig: TierRig) -> None:
-        """Add what became of the records of one engine."""
-        state = rig.scheduler.records.state()
-        if state["records"]["held"]:
-            raise AuditError(f"records are held when all is over: {state}")
-        for kind in ("demoted", "promoted", "partial", "resumed"):
-            setattr(self, kind, getattr(self, kind) + state["moves"].get(kind, 0))
-        self.dropped += state["forgotten"].get("dropped", 0)
-        self.read_tokens += state["read_tokens"]
-        self.copied += rig.auditor.copied_records
 
 
 def walk(num_steps: int, seed: int, seen: Walked | None = None, **fixed: object) -> Walked:
@@ -127,8 +101,6 @@ def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> Non
     seen.evicted_chunks += int(counters["tier_evicted_chunks"])
     seen.dropped_chunks += int(counters["tier_dropped_chunks"])
     seen.unsaved_chunks += rig.side.unsaved
-    if isinstance(seen, WalkedWithRecords):
-        seen.note(rig)
 
 
 class _Client:

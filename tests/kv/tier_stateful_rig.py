@@ -73,8 +73,6 @@ class Setup:
     failing_stores: float = 0.0
     failing_loads: float = 0.0
     system: str = "test-tier-preempts"
-    int8_share: float = 0.0
-    """Of the device's memory that holds KV in 8 bits, beside as many blocks."""
     copies_pay: bool = True
     """Whether a step ever waits for a copy ahead of time; else computing everything again is free."""
     seed: int = 0
@@ -129,22 +127,16 @@ class TierRig:
         if setup.bits == 8:
             chunk_bytes = _record_bytes() * _LAYERS
         config.kv_connector_extra_config["cpu_bytes_to_use"] = setup.host_chunks * chunk_bytes
-        memory = setup.num_blocks
-        if setup.int8_share:  # a record takes as much as one block of four tokens, and a scratch page for two layers
-            arena = int(setup.num_blocks * setup.int8_share / (1 - setup.int8_share))
-            memory += arena + -(-arena // _LAYERS) + 1
         return make_scheduler(
             "vllm_ext.scheduling.scheduler.SteeredScheduler",
-            num_blocks=memory,
+            num_blocks=setup.num_blocks,
             block_size=BLOCK_SIZE,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.token_budget,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=setup.async_scheduling,
             enable_prefix_caching=setup.prefix_caching,
-            additional_config={
-                "vllm_ext": {"system": setup.system, "kv_tier": {"device_int8_share": setup.int8_share}}
-            },
+            additional_config={"vllm_ext": {"system": setup.system}},
             log_stats=False,
             kv_transfer_config=config,
             kv_shape=KvShape(_LAYERS * _PAGE_BYTES, layers=_LAYERS, dtype="bfloat16"),
@@ -200,17 +192,18 @@ class TierRig:
     def reset(self, *, running: bool, connector: bool) -> bool:
         """Reset the prefix cache, as before other weights are loaded; False if vLLM could not.
 
-        It can't while a load, or a step under way, writes into blocks; it may have preempted the running requests then.
+        It can't while a step under way writes into blocks; it has preempted the running requests then, and nothing that
+        was computed before may be read all the same.
         """
         try:
-            done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+            done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
         except RuntimeError as error:
-            if "Failed to reset KV cache" not in str(error):
+            if not self.loop.num_in_flight or "Failed to reset KV cache" not in str(error):
                 raise
-            return False
-        if done and connector:
+            done = False
+        if (done or running) and connector:
             self.auditor.weights_changed()
-        return bool(done)
+        return done
 
     def step(self) -> None:
         """One step of the engine core, and all checks.

@@ -32,7 +32,6 @@ TIER: dict[str, Any] = {
         "used_bytes": 4000,
         "writing_chunks": 1,
         "reading_chunks": 2,
-        "pinned_chunks": 3,
     },
     "disk": None,
     "idle_device_blocks": 7,
@@ -48,7 +47,7 @@ TIER: dict[str, Any] = {
     "exposed_s": {"store": 0.5, "load": 0.25},
     "quantise_s": {"store": 1.5, "load": 0.75},
     "bytes_per_s": {"store": 4e9, "load": 5e9},
-    "conversations": {"running": 1, "kept": 2, "gone": 3, "pinned": 1, "expired": 4, "dropped": 5},
+    "conversations": {"running": 1, "kept": 2, "gone": 3, "expired": 4, "dropped": 5},
 }
 
 
@@ -210,10 +209,10 @@ def test_sizes_of_the_tier_follow_the_state() -> None:
     read.feed.update(state(kv_tier=TIER))
     assert (read("capacity_bytes", tier="host"), read("used_bytes", tier="host")) == (10_000, 4000)
     assert read("capacity_bytes", tier="disk") is None, "there is none"
-    names = ("capacity_chunks", "used_chunks", "writing_chunks", "reading_chunks", "pinned_chunks")
-    assert [read(name) for name in names] == [10, 4, 1, 2, 3]
+    names = ("capacity_chunks", "used_chunks", "writing_chunks", "reading_chunks")
+    assert [read(name) for name in names] == [10, 4, 1, 2]
     assert [read("conversations", state=name) for name in ("running", "kept", "gone")] == [1, 2, 3]
-    assert (read("pinned_conversations"), read("idle_device_blocks")) == (1, 7)
+    assert read("idle_device_blocks") == 7
     assert read("copy_bytes_per_second", direction="load") == 5e9
     read.feed.update(state(kv_tier={**TIER, "disk": {"used_chunks": 3, "used_bytes": 300, "capacity_bytes": 900}}))
     assert (read("capacity_bytes", tier="disk"), read("used_bytes", tier="disk")) == (900, 300)

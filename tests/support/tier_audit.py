@@ -18,8 +18,6 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm.v1.request import Request
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.device.step import Direction as MoveDirection
-from vllm_ext.kv.device.step import step_of
 from vllm_ext.kv.gaps.layout import layouts_of
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
@@ -46,7 +44,7 @@ class TransferAuditor:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.checked_steps = self.checked_jobs = self.copied_records = 0
+        self.checked_steps = self.checked_jobs = 0
         self._scheduler = scheduler
         self._block_size = scheduler.cache_config.block_size
         self._blocks_per_chunk: int = scheduler.connector.connector_scheduler.config.blocks_per_chunk
@@ -72,9 +70,6 @@ class TransferAuditor:
         self.checked_jobs += 1
         job = _Job(direction, device.block_ids.tolist(), _host_blocks(device, host, self._blocks_per_chunk), [])
         to_host = direction is Direction.TO_HOST
-        if to_host:
-            first_record = self._scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-            self.copied_records += sum(block >= first_record for block in job.device_blocks)
         source, source_ids = (self._device, job.device_blocks) if to_host else (self._host, job.host_blocks)
         target, target_ids = (self._host, job.host_blocks) if to_host else (self._device, job.device_blocks)
         for block in source_ids:
@@ -107,24 +102,6 @@ class TransferAuditor:
             side.update({block: _STALE for block, held in side.items() if held not in (_NOTHING, _BEING_WRITTEN)})
         for job in self._jobs.values():
             job.content = [_STALE] * len(job.content)
-
-    def moved(self, output: SchedulerOutput) -> None:
-        """Let records of 8 bits hold what the blocks held that move into them, and the other way round.
-
-        Raises:
-            AuditError: what is moved holds nothing, or what is written is being read or written by a copy.
-        """
-        step = step_of(output)
-        for move in () if step is None else step.moves:
-            source, target = move.block, move.record
-            if move.direction is MoveDirection.TO_BLOCK:
-                source, target = target, source
-            held = self._device.get(source, _NOTHING)
-            if held in (_NOTHING, _BEING_WRITTEN):
-                raise AuditError(f"{move} moves {source}, which holds nothing yet")
-            if self._device.get(target) == _BEING_WRITTEN or self._reader(target, on_host=False) is not None:
-                raise AuditError(f"{move} writes {target}, which a copy uses")
-            self._device[target] = held
 
     def launched(self, output: SchedulerOutput) -> None:
         """Check what a step reads, and note what it writes.

@@ -17,18 +17,18 @@ PREFIX_POLICIES = (RETENTION, TAIL, "lru", "arc")
 """Those that leave what vLLM's lookup from the front finds."""
 POLICIES = (*PREFIX_POLICIES, LEADING)
 AUTO = "auto"
-EARLY, LATE, AHEAD = "early", "late", "ahead"
-STORES = (EARLY, LATE, AHEAD)
+EARLY, AHEAD = "early", "ahead"
+STORES = (EARLY, AHEAD)
 BETWEEN, IN_STEP = "between", "in-step"
 FUSED, PHASED, OFF = "fused", "phased", "off"
-LEARNED, BY_TURNS, BY_AGE = "learned", "turns", "age"
-RETURNS = (LEARNED, BY_TURNS, BY_AGE)
+BY_TURNS, BY_AGE = "turns", "age"
+RETURNS = (BY_TURNS, BY_AGE)
 PAYING, ALL = "paying", "all"
 COPIES = (PAYING, ALL)
 _DEFAULTS = {
     "bits": LOSSLESS,
     "policy": RETENTION,
-    "returns": LEARNED,
+    "returns": BY_AGE,
     "store": AUTO,
     "load": BETWEEN,
     "copies": PAYING,
@@ -61,27 +61,23 @@ class KvTierConfig(Options):
     by ``lru`` or ``arc``, vLLM's own, which know no conversations. By default what the system wants, else
     ``retention``."""
 
-    returns: Literal["learned", "turns", "age"] | None = None
-    """At which rate conversations are taken to come back, in the retention value: ``learned``, by turns so far and time
-    since the last one; ``turns``, the share that comes back after so many turns, learned too, over the time since; or
-    ``age``, 1 / time for all alike. By default what the system wants, else ``learned``."""
+    returns: Literal["turns", "age"] | None = None
+    """At which rate conversations are taken to come back, in the retention value: ``age``, 1 / time since the last turn
+    for all alike; or ``turns``, the share that came back after so many turns over that time, which is for the row
+    ``pensieve-published-turns`` and gains nothing. By default what the system wants, else ``age``."""
 
     ttl_s: float = Field(default=0.0, ge=0)
     """Seconds after its last use at which a conversation is dropped; 0: never. A client's ``kv_ttl_s`` may shorten it
     for its own conversation."""
 
-    pin_share: float = Field(default=0.25, ge=0, le=0.9)
-    """Most of the tier that an administrator may pin; 0: nothing."""
-
     salt_share: float = Field(default=1.0, gt=0, le=1)
     """Most of the tier that the chunks of one ``cache_salt`` may hold; of a full tier also those of all salts together
     that were seen in one request only."""
 
-    store: Literal["auto", "early", "late", "ahead"] | None = None
-    """When a chunk is copied: ``early``, as soon as it is full; ``late``, when its request is preempted or ends;
-    ``ahead``, when its request has left and the device runs short of blocks that can be taken without loss; or
-    ``auto``: ``ahead`` where that can be done, else ``early``. By default what the system wants, else ``auto``, and
-    with a disk ``early``."""
+    store: Literal["auto", "early", "ahead"] | None = None
+    """When a chunk is copied: ``early``, as soon as it is full; ``ahead``, when its request has left and the device
+    runs short of blocks that can be taken without loss; or ``auto``: ``ahead`` where that can be done, else ``early``.
+    By default what the system wants, else ``auto``, and with a disk ``early``."""
 
     free_fraction: float = Field(default=0.25, gt=0, lt=1)
     """Share of the device's blocks that ``ahead`` keeps free, or copied."""
@@ -99,7 +95,7 @@ class KvTierConfig(Options):
     device_int8_share: float = Field(default=0.0, ge=0, lt=1)
     """Share of the device's KV memory in which KV stays in 8 bits, instead of being dropped, when its blocks are given
     to others: what is evicted there, and what preempted requests leave. Almost twice as many tokens fit into it, and
-    attention reads them where they are. Needs no host tier; 0: none."""
+    attention reads them where they are. Not beside a host tier; 0: none."""
 
     prompt_only: bool = False
     """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
@@ -117,11 +113,14 @@ class KvTierConfig(Options):
     as vLLM does. By default what the system wants. Needs no host tier."""
 
     admin: Annotated[bool, Flag("--kv-tier-admin")] = False
-    """Whether conversations in the KV tier can be listed, pinned and dropped with the key VLLM_EXT_ADMIN_KEY. A server
+    """Whether conversations in the KV tier can be listed and dropped with the key VLLM_EXT_ADMIN_KEY. A server
     answers under ``/vllm-ext/kv-tier`` then, with statistics too."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.device_int8_share and self.gib:
+            allowed = "not beside kv_tier.gib: what the host keeps gains nothing from records on the device; use one"
+            raise ConfigError("device_int8_share", self.device_int8_share, allowed)
         if self.admin and not self.gib:
             raise ConfigError("admin", self.admin, "needs kv_tier.gib: without a tier there is nothing to see")
         if self.policy == LEADING and self.gaps == OFF:

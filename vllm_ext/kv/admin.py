@@ -40,8 +40,6 @@ class TierAdmin:
             "statistics": account.state,
             "list": self._list,
             "show": self._show,
-            "pin": self._pin,
-            "unpin": self._unpin,
             "drop": self._drop,
         }
 
@@ -50,7 +48,7 @@ class TierAdmin:
 
         Args:
             action: ``statistics``; ``list``, with cursor (0, or the page before's) and limit; ``show``, with name;
-                ``pin``, ``unpin`` or ``drop``, with id, or with name and salt, which is None for requests without one.
+                ``drop``, with id, or with name and salt, which is None for requests without one.
 
         Raises:
             ValueError: There is no such action.
@@ -78,23 +76,14 @@ class TierAdmin:
             "conversations": [self._row(conversation) for conversation in islice(found.values(), MOST_SHOWN)],
         }
 
-    def _pin(self, **ref: str | None) -> dict[str, Any]:
-        return self._change(ref, self._keep)
-
-    def _unpin(self, **ref: str | None) -> dict[str, Any]:
-        return self._change(ref, self._keep_no_more)
-
     def _drop(self, **ref: str | None) -> dict[str, Any]:
-        return self._change(ref, self._forget)
-
-    def _change(
-        self, ref: Mapping[str, str | None], change: Callable[[Conversation], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Change the conversation that is meant; if there is none, say how many have the name under other salts."""
+        """Drop the conversation that is meant; if there is none, say how many have the name under other salts."""
         conversation = self._meant(**ref)
         if conversation is None:
             return {"conversation": None, "with_other_salts": len(self._keeper.book.find(ref.get("name") or ""))}
-        return {**change(conversation), "conversation": self._row(conversation)}
+        dropped = self._keeper.drop(conversation)
+        left = len(conversation.keys)
+        return {"dropped_chunks": dropped, "left_chunks": left, "conversation": self._row(conversation)}
 
     def _meant(self, id: str | None = None, name: str | None = None, salt: str | None = None) -> Conversation | None:
         book = self._keeper.book
@@ -102,24 +91,6 @@ class TierAdmin:
             return book.find(name or "").get(book.salt_tag(salt))
         engine, _, number = id.partition("-")
         return book.get(int(number)) if engine == self._engine and number.isdecimal() else None
-
-    def _keep(self, conversation: Conversation) -> dict[str, Any]:
-        keeper = self._keeper
-        if keeper.pin(conversation):
-            return {}
-        if not self._knows_chunks:
-            return {"refused": "kv_tier.policy is one of vLLM's own, which know no conversations"}
-        most, held, pinned = keeper.most_pinned_chunks, len(conversation.keys), keeper.pinned_chunks
-        why = f"pinned conversations may hold {most} chunks together (kv_tier.pin_share), and this one holds {held}"
-        return {"refused": f"{why}; {pinned} are pinned: unpin others, or raise the share"}
-
-    def _keep_no_more(self, conversation: Conversation) -> dict[str, Any]:
-        self._keeper.unpin(conversation)
-        return {}
-
-    def _forget(self, conversation: Conversation) -> dict[str, Any]:
-        dropped = self._keeper.drop(conversation)
-        return {"dropped_chunks": dropped, "left_chunks": len(conversation.keys)}
 
     @property
     def _keeper(self) -> Keeper:
@@ -142,7 +113,6 @@ class TierAdmin:
             "turns": conversation.turns,
             "running": conversation.running,
             "unused_s": max(0.0, self._account.tier.clock() - conversation.last_used_s),
-            "pinned": conversation.pinned,
             "ttl_s": None if math.isinf(conversation.ttl_s) else conversation.ttl_s,
             "chunks": chunks,
             "bytes": None if chunks is None else chunks * self._account.chunk_bytes,

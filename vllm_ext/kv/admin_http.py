@@ -202,32 +202,13 @@ async def empty(request: Request) -> dict[str, Any]:
     return {"engines": rows}
 
 
-@router.post("/pin")
-async def pin(request: Request, ref: ConversationRef) -> dict[str, Any]:
-    """Keep a conversation's chunks whatever they are worth."""
-    return await _change(request, "pin", ref)
-
-
-@router.post("/unpin")
-async def unpin(request: Request, ref: ConversationRef) -> dict[str, Any]:
-    """Let a conversation's chunks be evicted again."""
-    return await _change(request, "unpin", ref)
-
-
 @router.post("/drop")
 async def drop(request: Request, ref: ConversationRef) -> dict[str, Any]:
     """Forget a conversation's chunks, but those that copies use now, or that other conversations' chunks follow."""
-    return await _change(request, "drop", ref)
-
-
-async def _change(request: Request, action: str, ref: ConversationRef) -> dict[str, Any]:
-    answers = await _engines(request).ask_tier(action, **ref.model_dump(exclude_none=True))
+    answers = await _engines(request).ask_tier("drop", **ref.model_dump(exclude_none=True))
     found = [answer for answer in answers if answer["conversation"] is not None]
     if not found:
         raise _unknown(ref, sum(answer["with_other_salts"] for answer in answers))
-    refused = [answer["refused"] for answer in found if "refused" in answer]
-    if len(refused) == len(found):
-        raise HTTPException(HTTPStatus.CONFLICT, f"{_said(ref)} was not pinned: {refused[0]}")
     return {"engines": found}
 
 
@@ -238,12 +219,9 @@ def _engines(request: Request) -> Engines:
     return found
 
 
-def _said(ref: ConversationRef) -> str:
-    return f"name={ref.name!r}" if ref.id is None else f"id={ref.id!r}"
-
-
 def _unknown(ref: ConversationRef, others: int = 0) -> HTTPException:
-    text = f"{_said(ref)}: no such conversation is known"
+    said = f"name={ref.name!r}" if ref.id is None else f"id={ref.id!r}"
+    text = f"{said}: no such conversation is known"
     if others:
         text += f" with this salt; {others} with others are: give salt, or the id that the list shows"
     return HTTPException(HTTPStatus.NOT_FOUND, text)

@@ -29,7 +29,7 @@ class Codec(Protocol):
 
         Args:
             tensor: Which tensor of KV.
-            blocks: Block of each chunk, shape [n]; ids beyond the blocks name records of 8 bits, where there are any.
+            blocks: Block of each chunk, shape [n].
             chunks: Places in the pool, shape [n].
 
         Returns:
@@ -95,7 +95,6 @@ class QuantisedCodec:
         pool: Host memory, shape [num_chunks * chunk_bytes], uint8.
         geometry: Of a chunk.
         layout: Of a page, the same for all tensors. Values of packed pages are put in order first, and back.
-        arena: The device's records, [tensors, records, record_bytes], uint8, which are copied as they are; or none.
 
     Raises:
         ValueError: records of this layout are not of the size that the scheduler's side counts with.
@@ -108,7 +107,6 @@ class QuantisedCodec:
         pool: torch.Tensor,
         geometry: TierGeometry,
         layout: PageLayout | PackedPages,
-        arena: torch.Tensor | None = None,
     ) -> None:
         rows: PageLayout = layout.rows if is_packed(layout) else layout
         self._packing = _Packing(layout) if is_packed(layout) else None
@@ -116,29 +114,20 @@ class QuantisedCodec:
         if self._format.record_bytes != geometry.record_bytes:
             raise ValueError(f"record_bytes={self._format.record_bytes}: must be {geometry.record_bytes}")
         self._pages = [tensor.view(rows.dtype) for tensor in tensors]
-        self._arena = arena
         self._records = pool.view(-1, geometry.record_bytes)
         self._records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
         self._num_chunks = -(-len(self._records) // self._records_per_chunk)
         cpu.load()  # compiled at start, and not while the first request waits for its KV
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
-        """Quantise blocks into chunks, and copy records."""
+        """Quantise blocks into chunks."""
         pages = self._pages[tensor]
-        num_records = 0 if self._arena is None else self._arena.shape[1]
-        check_ids(blocks, len(pages) + num_records, chunks, self._num_chunks)
+        check_ids(blocks, len(pages), chunks, self._num_chunks)
         slots = chunks * self._records_per_chunk + tensor
         if self._packing is not None:
             return self._packing.quantise(pages, blocks, self._records, slots)
-        if self._arena is None or not (is_record := blocks >= len(pages)).any():
-            kept: npt.NDArray[np.bool_] = cpu.quantise(pages, blocks, self._records, slots, self._format)
-            return kept
-        holds = np.ones(len(blocks), np.bool_)
-        holds[~is_record] = cpu.quantise(pages, blocks[~is_record], self._records, slots[~is_record], self._format)
-        found = self._arena[tensor][torch.from_numpy(blocks[is_record] - len(pages))]
-        self._records[torch.from_numpy(slots[is_record])] = found
-        holds[is_record] = readable(found, self._format).numpy()
-        return holds
+        kept: npt.NDArray[np.bool_] = cpu.quantise(pages, blocks, self._records, slots, self._format)
+        return kept
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Dequantise chunks into blocks."""
@@ -148,17 +137,6 @@ class QuantisedCodec:
             cpu.dequantise(self._records, slots, self._pages[tensor], blocks, self._format)
         else:
             self._packing.dequantise(self._records, slots, self._pages[tensor], blocks)
-
-
-def readable(records: torch.Tensor, fmt: RecordFormat) -> torch.Tensor:
-    """Return which records hold something that is finite, as `kv.device.codec` leaves those that do not.
-
-    Args:
-        records: [n, record_bytes], uint8.
-        fmt: What a record looks like.
-    """
-    first = slice(fmt.minima_offset, fmt.minima_offset + fmt.layout.dtype.itemsize)
-    return records[:, first].contiguous().view(fmt.layout.dtype)[:, 0].isfinite()
 
 
 class _Packing:

@@ -21,9 +21,6 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import BETWEEN, QUANTISED
-from vllm_ext.kv.device.geometry import ArenaGeometry, without_arena
-from vllm_ext.kv.device.memory import arena_records
-from vllm_ext.kv.device.worker import current
 from vllm_ext.kv.failures import Fallible
 from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of
@@ -73,7 +70,7 @@ class TieredConnector(OffloadingConnector):
             ConfigError: the tier's options do not fit the model.
         """
         super(OffloadingConnector, self).__init__(vllm_config, role, kv_cache_config)
-        config = build_offloading_config(vllm_config, without_arena(kv_cache_config))
+        config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = config.canonical_layout
         spec = TierSpec(config)
         self.connector_scheduler = self.connector_worker = None
@@ -93,13 +90,11 @@ class TieredConnector(OffloadingConnector):
                 keeper=Keeper(
                     books,
                     ttl_s=options.ttl_s,
-                    pin_share=options.pin_share,
                     salt_share=options.salt_share,
                     returns=str(options.returns),
                 ),
             )
             self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
-            self.connector_scheduler.keeps_records = spec.geometry.bits == QUANTISED
             logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
@@ -126,8 +121,6 @@ class TieredConnector(OffloadingConnector):
         spec = self.connector_worker.spec
         if spec.geometry.bits == QUANTISED:
             spec.layout = self._layout(kv_caches)
-            if (arena := ArenaGeometry.of(self._kv_cache_config)) is not None:
-                spec.arena = arena_records(next(iter(kv_caches.values())), arena)
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
@@ -143,8 +136,6 @@ class TieredConnector(OffloadingConnector):
             kv_connector_metadata.jobs_to_flush = flush - older
         super().handle_preemptions(kv_connector_metadata)
         self._times.store_wait_s += time.perf_counter() - started
-        if (step := current()) is not None:  # no store reads any more from what the moves write
-            step.make_moves()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads."""

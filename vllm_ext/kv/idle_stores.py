@@ -23,8 +23,6 @@ from vllm_ext.kv.loads.steps import ended_owner
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-    from vllm_ext.kv.device.records import Records
-
 _MAX_AHEAD_PER_STEP = 16
 """Chunks copied ahead of time in one step at most beyond as many as it takes: a step's cost has a bound, and copies
 keep pace."""
@@ -46,11 +44,11 @@ class IdleStoringScheduler(GapLoadingScheduler):
         (share of such conversations that come back) * (time to compute a chunk again)  >  (time to copy it out)
 
     with the mean over the sequence's chunks, as what is kept of a sequence is of use only with what stands before it;
-    where a preempted request comes back for certain, and what is pinned is kept whatever it costs. Waiting
-    is what happens at the last moment, when a step overwrites the chunk, and to copies ahead of time where running
-    requests leave less of the device free than is to be kept free: then the blocks are taken before the copy is
-    through. A server of questions that nobody follows up, with a device full of running requests, else stands still
-    for copies of what is never asked for again. On the CPU every copy takes time from the model, so all have to pay.
+    where a preempted request comes back for certain. Waiting is what happens at the last moment, when a step
+    overwrites the chunk, and to copies ahead of time where running requests leave less of the device free than is to be
+    kept free: then the blocks are taken before the copy is through. A server of questions that nobody follows up, with
+    a device full of running requests, else stands still for copies of what is never asked for again. On the CPU every
+    copy takes time from the model, so all have to pay.
 
     And where running requests have filled the device, what they leave will be overwritten at once: then their chunks
     are copied while they run, as soon as they are full, if that pays when their turn has ended.
@@ -58,16 +56,12 @@ class IdleStoringScheduler(GapLoadingScheduler):
     As published (``copies_all``) every copy is made that keeps something from being lost, whatever waits for it, and
     none while its request runs.
 
-    With records of 8 bits on the device, and chunks that are such records too, a block that is taken moves into one.
-    Then what is lost next is in a record, and copied from there as it is.
-
     Attributes:
         idle: What could be copied; None: copies are made at other times.
         free_fraction: Share of the device's blocks that is kept free or copied.
         takes_cycles: Whether what computes also copies, as on the CPU.
         keeper: Follows conversations; None: nobody does, and all of them may come back.
         unsaved: Chunks that were given up on the device without a copy.
-        records: The device's, if chunks are copied from these.
     """
 
     idle: IdleChunks | None = None
@@ -75,7 +69,6 @@ class IdleStoringScheduler(GapLoadingScheduler):
     takes_cycles: bool = False
     keeper: Keeper | None = None
     unsaved: int = 0
-    records: Records | None = None
     _pool: BlockPool | None = None
     _recompute_s: ClassCosts | None = None
 
@@ -91,17 +84,15 @@ class IdleStoringScheduler(GapLoadingScheduler):
         if idle is None or pool is None:
             raise RuntimeError("the connector was not given vLLM's blocks before the first step")
         overwritten = self._current_batch_allocated_block_ids  # or used
-        last_moment = idle.taken(overwritten - self._overwritten()) + idle.take_dropped()
+        last_moment = idle.taken(overwritten)
         now: list[IdleChunk] = []
         for req_id, num_tokens in self._became_idle(finished, given_up):
             disposition = dispositions.get(req_id, KvDisposition.KEEP) if req_id in given_up else KvDisposition.KEEP
             if disposition is KvDisposition.RECOMPUTE:
                 continue
             chunks = self._chunks(req_id, num_tokens)
-            places = [(chunk, chunk.where_kept(pool)) for chunk in chunks]
-            last_moment += (chunk for chunk, place in places if place is None and chunk.block in overwritten)
-            ends = pool.num_gpu_blocks if self.records is None else len(pool.blocks)  # of what is copied from
-            here = [chunk for _, chunk in places if chunk is not None and chunk.block < ends]
+            here = [chunk for chunk in chunks if chunk.is_in(pool)]
+            last_moment += (chunk for chunk in chunks if chunk.block in overwritten and not chunk.is_in(pool))
             if disposition is KvDisposition.SWAP:
                 now += here
             else:
@@ -122,15 +113,8 @@ class IdleStoringScheduler(GapLoadingScheduler):
         return worth
 
     def _room(self, pool: BlockPool) -> tuple[int, int]:
-        """Return how many blocks are free, or records where blocks move into these, and how many are to be."""
-        free, all_of_them = pool.get_num_free_blocks(), pool.num_gpu_blocks
-        if self.records is not None:
-            free, all_of_them = self.records.num_free, self.records.num_records
-        return free, int(self.free_fraction * all_of_them)
-
-    def _overwritten(self) -> set[int]:
-        """Return the records that the step at hand writes to."""
-        return set() if self.records is None else self.records.overwritten()
+        """Return how many blocks are free, and how many are to be."""
+        return pool.get_num_free_blocks(), int(self.free_fraction * pool.num_gpu_blocks)
 
     def _is_full(self) -> bool:
         """Whether running requests hold nearly all of the device."""
@@ -143,7 +127,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         turn, chain = owner.get_state(Turn), owner.get_state(Chain)
         if self.copies_all or self.keeper is None or self._recompute_s is None or turn is None or chain is None:
             return True
-        if turn.conversation.pinned or not self.prices.out.known:  # a device full from the start would never learn
+        if not self.prices.out.known:  # a device full from the start would never learn
             return True
         size, (keys,) = self.prices.chunk_tokens, chain.keys.values()
         recompute_s = self._recompute_s.of(class_of(size * (len(keys) + 1) // 2))

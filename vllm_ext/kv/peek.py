@@ -6,11 +6,10 @@ on disk begins to bring a chunk back. Admissions are priced more often than that
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, make_offload_key
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -80,42 +79,3 @@ def _keys(status: RequestOffloadState, first: int, end: int) -> Iterator[Offload
         if (key := chunk_key(status, number)) is None:
             return
         yield key
-
-
-def shadow_tokens(
-    side: OffloadingConnectorScheduler, status: RequestOffloadState, local_tokens: int, max_num_new_tokens: int | None
-) -> int:
-    """Return the same for any model, from vLLM's own look-up on copies of all that it changes.
-
-    Cost: that of vLLM's look-up, and a copy of the request's list of keys.
-    """
-    shadow: Any = copy.copy(side)
-    shadow.manager, shadow._events_tracker = _Books(side.manager), _NoEvents()
-    of_request: Any = copy.copy(status)
-    of_request.req_context = ReqContext(status.req_context.req_id)
-    of_request.group_states = tuple(type(state)(offload_keys=list(state.offload_keys)) for state in status.group_states)
-    of_request.num_locally_computed_tokens = local_tokens
-    of_request.update_offload_keys()
-    found: int | None = shadow._lookup(of_request, max_num_new_tokens)
-    return found or 0
-
-
-class _Books:
-    """Stands for the manager."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def lookup(self, key: OffloadKey, _: ReqContext) -> LookupResult:
-        found: LookupResult = self._manager.peek(key)
-        return found
-
-
-class _NoEvents:
-    """Stands for vLLM's tracker of events."""
-
-    def record_lookup(self, *_: Any) -> None:
-        """Nothing was looked up."""
-
-    def record_partial_lookup(self, *_: Any) -> None:
-        """Nothing was looked up."""

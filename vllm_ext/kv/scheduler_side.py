@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +12,27 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.kv_tier import AHEAD, ALL, AUTO, BETWEEN, EARLY, LATE, PAYING
+from vllm_ext.config.kv_tier import AHEAD, ALL, AUTO, BETWEEN, EARLY, PAYING
 from vllm_ext.contract.preemption import KvDisposition
-from vllm_ext.kv.device.tables import blocks_only
 from vllm_ext.kv.idle import IdleChunks
 from vllm_ext.kv.idle_stores import IdleStoringScheduler
 from vllm_ext.kv.keeping.conversations import Turn
 from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.keeping.retention import Chain
-from vllm_ext.kv.peek import prefix_tokens, shadow_tokens
+from vllm_ext.kv.peek import prefix_tokens
 from vllm_ext.kv.prices import TransferPrices
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
     from vllm_ext.hints import HintError
-    from vllm_ext.kv.device.records import Records
 
 
 class TierScheduler(IdleStoringScheduler):
-    """vLLM's side, with three ways to store.
+    """vLLM's side, with two ways to store.
 
     ``early``, vLLM's own: a chunk as soon as it is full. Nothing waits for a copy, and much is copied that nobody asks
     for again.
-
-    ``late``: when its request is preempted or ends. Half as many jobs, each of many chunks. The step which preempts
-    waits for the copy, since it may write into those blocks.
 
     ``ahead``: when the device runs short of blocks that can be taken without loss, those first that vLLM would take
     first; and at the last moment, before a step overwrites them, which that step waits for, if that pays. What is used
@@ -49,10 +44,7 @@ class TierScheduler(IdleStoringScheduler):
         store: When chunks are copied; what ``auto`` stands for, where that was asked for.
         prices: What copies take.
         leaving: Running requests that will be preempted soon: their chunks are stored as soon as they are full.
-        keeps_records: Whether chunks are records of 8 bits, as those on the device are.
     """
-
-    keeps_records: bool = False
 
     _current_batch_jobs_to_flush: set[int]
 
@@ -87,7 +79,7 @@ class TierScheduler(IdleStoringScheduler):
     def _resolved(self, store: str) -> str:
         can = self._chunks_being_loaded is not None and self._is_simple()
         if store == AHEAD and not can:
-            allowed = "needs full attention in one group of layers, and vLLM's prefix cache; use auto, early or late"
+            allowed = "needs full attention in one group of layers, and vLLM's prefix cache; use auto or early"
             raise ConfigError("kv_tier.store", store, allowed)
         return store if store != AUTO else AHEAD if can else EARLY
 
@@ -96,15 +88,6 @@ class TierScheduler(IdleStoringScheduler):
         self._pool = pool
         if self.store == AHEAD:
             self.idle = IdleChunks(pool)
-
-    def copy_records(self, records: Records) -> None:
-        """Take the device's records of 8 bits; where chunks are no such records, what is in one is not copied."""
-        if not self.keeps_records:
-            return
-        self.records = records
-        if self.idle is not None:
-            self.idle.behind_records(records.first_record)
-            records.follower = self.idle
 
     def use(self, clock: Callable[[], float], prefill_s: Callable[[int, int], float]) -> None:
         """Take the scheduler's clock, and its estimate of the time to compute so many tokens after so many others."""
@@ -122,7 +105,7 @@ class TierScheduler(IdleStoringScheduler):
         """Return what `get_num_new_matched_tokens` would say now, and change nothing: to price an admission.
 
         Cost: one look-up in a dictionary per chunk that would be loaded (`peek.prefix_tokens`); a request without
-        anything on the host costs one. Models with several groups of layers pay for vLLM's own look-up.
+        anything on the host costs one.
 
         Args:
             request: One that waits.
@@ -132,17 +115,16 @@ class TierScheduler(IdleStoringScheduler):
 
         Returns:
             How many tokens the tier would supply beyond the local ones, and whether they would be loaded between steps.
-            ``(0, False)`` also where vLLM would be told to ask again later, or the request is unknown. Chunks that are
-            only on disk count as not there.
+            ``(0, False)`` also where vLLM would be told to ask again later, the request is unknown, or the model has
+            several groups of layers. Chunks that are only on disk count as not there.
         """
         status = self._req_status.get(request.request_id)
-        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
+        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache or not self._is_simple():
             return 0, False
         placement = None if self.gaps is None else self.gaps.placement(request.request_id)
         if placement is not None and placement.layout.num_kept == local_tokens:
             return 0, False
-        tokens = prefix_tokens if self._is_simple() else shadow_tokens
-        found = tokens(self, status, local_tokens, max_num_new_tokens)
+        found = prefix_tokens(self, status, local_tokens, max_num_new_tokens)
         return self._when(request, local_tokens, found) if found else (0, False)
 
     def report_bad_hints(self, told: Callable[[str, HintError], None]) -> None:
@@ -237,11 +219,6 @@ class TierScheduler(IdleStoringScheduler):
 
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         """Follow requests that got blocks; of the others nothing changes but keys, which are looked up when needed."""
-        pool = self._pool
-        if self.records is not None:  # what the step's moves write to is waited for like what it allocates
-            self._current_batch_allocated_block_ids |= self._overwritten()
-        elif pool is not None and len(pool.blocks) > pool.num_gpu_blocks:
-            scheduler_output = blocks_only(scheduler_output, pool.num_gpu_blocks)
         if not self._is_simple():
             super()._update_req_states(scheduler_output)
             return
@@ -277,15 +254,6 @@ class TierScheduler(IdleStoringScheduler):
         leaving = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if self._is_whole(r)}
         for req_id in leaving:
             statuses[req_id].update_offload_keys()
-        if self.store == LATE:
-            swapped = {
-                r: n for r, n in given_up.items() if dispositions.get(r, KvDisposition.SWAP) is KvDisposition.SWAP
-            }
-            # A preempted request's own count of computed tokens is 0 by now.
-            shown = SimpleNamespace(num_scheduled_tokens=swapped | leaving, finished_req_ids=finished)
-            jobs = super()._build_store_jobs(shown)
-            self._current_batch_jobs_to_flush.update(job_id for job_id, job in jobs.items() if job.req_id in given_up)
-            return jobs
         leaving |= self._paying(scheduled) if self.looks_at_all else {}
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, dispositions)
@@ -350,6 +318,12 @@ class TierScheduler(IdleStoringScheduler):
         return found
 
     # --- resets -----------------------------------------------------------------------------------------------------
+
+    def wait_for_loads(self, req_ids: Iterable[str]) -> None:
+        """Have the next step wait for the loads of some requests before it writes anything."""
+        wanted = set(req_ids)
+        loads = (job_id for job_id, job in self._jobs.items() if not job.is_store and job.req_id in wanted)
+        self._current_batch_jobs_to_flush.update(loads)
 
     def forget_device(self) -> None:
         """Forget idle chunks: what is in the device's prefix cache must not be used any more."""

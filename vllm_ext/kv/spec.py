@@ -41,11 +41,9 @@ class TierSpec(CPUOffloadingSpec):
     Attributes:
         options: The tier's, with nothing left open.
         layout: Of a page, set by the connector before the worker is asked for; needed with 8 bits only.
-        arena: The device's records, [layers, records, record_bytes], set likewise where there are any.
     """
 
     layout: PageLayout | PackedPages | None = None
-    arena: torch.Tensor | None = None
     _manager: TierManager | DiskBackedManager | None
     _worker: OffloadingWorker | None
 
@@ -157,12 +155,10 @@ class TierSpec(CPUOffloadingSpec):
         Raises:
             ConfigError: there is not enough memory.
             NotImplementedError: KV is neither in the CPU's memory nor in a CUDA device's.
-            RuntimeError: the connector found out too little, or layers lie in another order than their records.
+            RuntimeError: the connector found out too little.
         """
         if self._worker is None:
             tensors = [cache.tensor for cache in kv_caches.tensors]
-            if self.arena is not None:
-                _check_order(tensors, self.arena)
             groups = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
             kinds = {tensor.device.type for tensor in tensors}
             if kinds == {"cuda"}:
@@ -185,7 +181,7 @@ class TierSpec(CPUOffloadingSpec):
             raise ConfigError("kv_tier.bits", QUANTISED, "needs pages that strides describe on CUDA; use 16")
         stride = self._strides(tensors).chunk_bytes
         rows = self._allocate().as_strided((self.num_chunks, self.geometry.chunk_bytes), (stride, 1))
-        return cuda_worker(tensors, groups, rows, self.geometry, self.layout, self.arena)
+        return cuda_worker(tensors, groups, rows, self.geometry, self.layout)
 
     def _codec(self, tensors: list[torch.Tensor], pool: torch.Tensor) -> Codec:
         strides = self._strides(tensors)
@@ -193,7 +189,7 @@ class TierSpec(CPUOffloadingSpec):
             return RawCodec(tensors, pool, strides)
         if self.layout is None:
             raise RuntimeError("the layout of pages was not found out before the worker was built")
-        return QuantisedCodec(tensors, pool, strides, self.layout, self.arena)
+        return QuantisedCodec(tensors, pool, strides, self.layout)
 
     def _strides(self, tensors: list[torch.Tensor]) -> TierGeometry:
         """Return the geometry by which chunks follow each other in the pool: with a disk, all workers' shares of one.
@@ -229,10 +225,3 @@ class TierSpec(CPUOffloadingSpec):
             self.num_chunks, wanted / 2**30, self.geometry.bits,
         )  # fmt: skip
         return pool
-
-
-def _check_order(tensors: list[torch.Tensor], arena: torch.Tensor) -> None:
-    """Look whether the n-th tensor is the layer of the arena's n-th records."""
-    start, step = arena.untyped_storage().data_ptr(), arena.stride(0)
-    if [tensor.data_ptr() for tensor in tensors] != [start + number * step for number in range(len(arena))]:
-        raise RuntimeError("the layers of the KV cache do not lie in the order in which vLLM names them")

@@ -131,7 +131,7 @@ class TierAccount:
         return {**waits, "load": waits["load"] + self.stall.seconds}
 
     def _host(self) -> dict[str, int]:
-        host, keeper = self.host, self.tier.keeper
+        host = self.host
         return {
             "capacity_chunks": host.num_chunks,
             "capacity_bytes": host.num_chunks * self.chunk_bytes,
@@ -139,7 +139,6 @@ class TierAccount:
             "used_bytes": host.num_used * self.chunk_bytes,
             "writing_chunks": host.num_writing,
             "reading_chunks": host.num_reading,
-            "pinned_chunks": 0 if keeper is None else keeper.pinned_chunks,
         }
 
     def _disk(self) -> dict[str, int] | None:

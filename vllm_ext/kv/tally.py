@@ -32,7 +32,7 @@ class ChunkTally:
     loaded: int = 0
     """Were to be read for a request; one that is read several times counts as often."""
     refused: int = 0
-    """Were to be stored, and were not: all places were in use, pinned, or beyond the quota of their ``cache_salt``."""
+    """Were to be stored, and were not: all places were in use, or beyond the quota of their ``cache_salt``."""
     gone: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """By reason: left the tier."""
 

@@ -86,7 +86,6 @@ _TIER = (
             ("used", "Chunks in host memory, those being written included."),
             ("writing", "Chunks that are being written to host memory."),
             ("reading", "Chunks that are being read from host memory."),
-            ("pinned", "Chunks that pinned conversations keep."),
         )
     ),
     Row(Gauge, "idle_device_blocks", "idle_device_blocks",
@@ -94,8 +93,6 @@ _TIER = (
     Row(Gauge, "copy_bytes_per_second", "bytes_per_s", "Measured speed of copies, recent ones weighted.", "direction"),
     Row(Gauge, "conversations", _conversations("running", "kept", "gone"),
         "Conversations that are known, by state.", "state"),
-    Row(Gauge, "pinned_conversations", lambda tier: tier["conversations"].get("pinned", 0),
-        "Conversations that are pinned."),
     Row(Counter, "stored_chunks", "stored_chunks", "Chunks written to host memory."),
     Row(Counter, "loaded_chunks", "loaded_chunks", "Chunks read from host memory for requests."),
     Row(Counter, "refused_chunks", "refused_chunks", "Chunks that were not stored as there was no room."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_ext.config.kv_tier import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, LEARNED, PAYING, RETURNS
+from vllm_ext.config.kv_tier import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, PAYING, RETURNS
 from vllm_ext.contract import KvDisposition, Need, PreemptionCost, RequestView, Residency
 from vllm_ext.contract.checks import require
 from vllm_ext.systems.alise import EstimatedWait
@@ -24,17 +24,17 @@ class Retention(Residency):
     What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
     (``--kv-tier-gib``) conversations live on the device only.
 
-    Source: Pensieve, sections 4.3 and 4.4. Ours, each with a switch: rates of return are learned, not taken for 1 / T;
-    copies are made only where they pay, and what a suspended request has computed is copied when its blocks are needed.
+    Source: Pensieve, sections 4.3 and 4.4. Ours, with a switch: copies are made only where they pay, and what a
+    suspended request has computed is copied when its blocks are needed.
     """
 
     reserve: float = 0.1
     """Share of the device's blocks that admissions leave to running requests, as vLLM's ``--watermark``."""
     tier_bits: int = 16
     """Form of KV in host memory unless the user asks for another: 16, as published, or 8."""
-    returns: str = LEARNED
-    """At which rate conversations are taken to come back: ``learned``; ``turns``, the share that comes back after so
-    many turns, over the time since the last one, as the paper's text has it; ``age``, 1 / time, as its equation has."""
+    returns: str = BY_AGE
+    """At which rate conversations are taken to come back: ``age``, 1 / time since the last turn, as in the equation;
+    ``turns``, the share that comes back after so many turns, over that time, as in the paper's text."""
     copies: str = PAYING
     """``paying``, or ``all``, as published: everything is stored before it is lost, suspended requests at once, and
     whatever the host holds is loaded, within the step that computes the request."""

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas, without_arena
+from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas
 
 SHAPE: dict[str, Any] = {"block_size": 64, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 SPEC = FullAttentionSpec(**SHAPE)
@@ -86,12 +86,6 @@ def test_workers_with_other_numbers_of_layers_get_as_many_blocks_and_records() -
     assert second is not None
     assert (first.num_blocks, first.num_records) == (second.num_blocks, second.num_records)
     assert second.total_bytes <= config(num_layers=3).kv_cache_tensors[0].size
-
-
-def test_whoever_divides_bytes_by_blocks_gets_the_bytes_of_a_block() -> None:
-    (made,) = with_arenas([config()], 0.4, max_model_len=256)
-    assert without_arena(made).kv_cache_tensors[0].size // made.num_blocks == 4 * PAGE
-    assert without_arena(config()) == config()
 
 
 def test_without_an_arena_there_is_no_geometry() -> None:

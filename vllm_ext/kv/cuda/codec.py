@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.codec import readable
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.transfer_plan import check_ids
 
@@ -40,17 +39,14 @@ class Piece(NamedTuple):
     chunks: Ids
     """Places in the pool, shape [n]."""
     blocks: Ids
-    """Block of each chunk, shape [n]; or the record of each, in a piece of records only."""
+    """Block of each chunk, shape [n]."""
 
 
 def pieces_of(codec: DeviceCodec, tensors: tuple[int, ...], chunks: Ids, blocks: Ids) -> Iterator[Piece]:
-    """Cut a job into pieces that fit into a buffer, each of blocks only or of records only; arguments as of `Piece`."""
-    of_records = blocks >= codec.first_record
-    for kind in (~of_records, of_records):
-        chunks_of_kind, blocks_of_kind = chunks[kind], blocks[kind]
-        for first in range(0, len(chunks_of_kind), codec.chunks_per_piece):
-            rows = slice(first, first + codec.chunks_per_piece)
-            yield Piece(tensors, chunks_of_kind[rows], blocks_of_kind[rows])
+    """Cut a job into pieces that fit into a buffer; arguments as of `Piece`."""
+    for first in range(0, len(chunks), codec.chunks_per_piece):
+        rows = slice(first, first + codec.chunks_per_piece)
+        yield Piece(tensors, chunks[rows], blocks[rows])
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,6 @@ class DeviceCodec(Protocol):
 
     chunks_per_piece: int
     piece_bytes: int
-    first_record: int
 
     def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
         """Compile, at start, what copies these tensors."""
@@ -141,7 +136,6 @@ class StagedCodec:
     Attributes:
         chunks_per_piece: Chunks that a buffer holds.
         piece_bytes: Of a buffer full of chunks.
-        first_record: Id from which on ids name records.
 
     Raises:
         ValueError: The pool is not of chunks, or a tensor's pages do not lie together.
@@ -166,7 +160,7 @@ class StagedCodec:
         self._pool = pool
         self.chunks_per_piece = max(1, staging_bytes // geometry.chunk_bytes)
         self.piece_bytes = self.chunks_per_piece * geometry.chunk_bytes
-        self.first_record = self._end = min(map(len, tensors))
+        self._num_blocks = min(map(len, tensors))
         self._which: dict[tuple[int, ...], torch.Tensor] = {}
 
     def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
@@ -201,7 +195,7 @@ class StagedCodec:
         Raises:
             ValueError: A block or a chunk does not exist.
         """
-        check_ids(piece.blocks, self._end, piece.chunks, len(self._pool))
+        check_ids(piece.blocks, self._num_blocks, piece.chunks, len(self._pool))
 
     def copies(self, piece: Piece) -> int:
         """Return how many copies over the link a piece takes: one for each run of chunks."""
@@ -213,8 +207,7 @@ class StagedCodec:
 
     def pack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Bring blocks into a buffer."""
-        pack = self._pack_records if piece.blocks[0] >= self.first_record else self._pack
-        pack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slot))
+        self._pack(buffer, self._which[piece.tensors], self._block_ids(piece, buffer, slot))
 
     def send(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
         """Copy a buffer into the pool, and with it what `readable` looks at."""
@@ -259,9 +252,6 @@ class StagedCodec:
     def _pack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _pack_records(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
-        raise NotImplementedError
-
     def _unpack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
         raise NotImplementedError
 
@@ -300,7 +290,6 @@ class QuantisedCudaCodec(StagedCodec):
         pool: See `StagedCodec`.
         geometry: Of a chunk.
         layout: Of a page, the same for all tensors.
-        arena: The device's records, [tensors, records, record_bytes], uint8, which are copied as they are; or none.
         staging_bytes: See `StagedCodec`.
 
     Raises:
@@ -310,7 +299,7 @@ class QuantisedCudaCodec(StagedCodec):
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry, layout: PageLayout,
-        arena: torch.Tensor | None = None, *, staging_bytes: int = STAGING_BYTES,
+        *, staging_bytes: int = STAGING_BYTES,
     ) -> None:  # fmt: skip
         from vllm_ext.kernels.kv_quant import gpu
 
@@ -322,9 +311,6 @@ class QuantisedCudaCodec(StagedCodec):
         sizes = {tensor.shape[1] for tensor in tensors}
         if sizes != {layout.page_bytes}:
             raise ValueError(f"tensors: pages of {sorted(sizes)} bytes, and their layout has {layout.page_bytes}")
-        self._arena = arena
-        if arena is not None:
-            self._end += arena.shape[1]
         self._caches = gpu.PagedCaches([tensor.view(layout.dtype) for tensor in tensors])
         records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
         self._slots = torch.arange(self.chunks_per_piece, device=self._device) * records_per_chunk
@@ -335,15 +321,6 @@ class QuantisedCudaCodec(StagedCodec):
         self._gpu.quantise_layers(
             self._caches, which, block_ids, records, self._slots[:count], holds, self._format
         )  # fmt: skip
-
-    def _pack_records(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
-        assert self._arena is not None
-        count = len(block_ids)
-        records = buffer.rows.view(self.chunks_per_piece, -1, self._geometry.record_bytes)[:count]
-        found = self._arena[which[:, None], block_ids - self.first_record].transpose(0, 1)  # [count, tensors, bytes]
-        records[:, which] = found
-        holds = readable(found.flatten(0, 1), self._format).view(count, -1).all(1)
-        buffer.holds[:count] = holds.to(buffer.holds.dtype)
 
     def _unpack(self, buffer: Buffer, which: torch.Tensor, block_ids: torch.Tensor) -> None:
         slots = self._slots[: len(block_ids)]

@@ -101,7 +101,7 @@ class CudaTierWorker(OffloadingWorker):
 
 def cuda_worker(
     tensors: Sequence[torch.Tensor], tensors_of_group: Sequence[Sequence[int]], pool: torch.Tensor,
-    geometry: TierGeometry, layout: PageLayout | None, arena: torch.Tensor | None = None,
+    geometry: TierGeometry, layout: PageLayout | None,
 ) -> CudaTierWorker:  # fmt: skip
     """Return a worker with its codec.
 
@@ -112,7 +112,6 @@ def cuda_worker(
             warning logged.
         geometry: Of a chunk.
         layout: Of a page; needed with 8 bits only.
-        arena: The device's records, if chunks are copied from these: see `QuantisedCudaCodec`.
 
     Raises:
         ValueError: The tensors do not fit the geometry or the layout.
@@ -124,7 +123,7 @@ def cuda_worker(
     elif layout is None:
         raise RuntimeError("the layout of pages was not found out before the worker was built")
     else:
-        codec = QuantisedCudaCodec(tensors, pool, geometry, layout, arena)
+        codec = QuantisedCudaCodec(tensors, pool, geometry, layout)
     return CudaTierWorker(
         codec, tensors_of_group, chunk_bytes=geometry.chunk_bytes,
         device=CudaDevice(tensors[0].device), pool=PinnedMemory(pool),

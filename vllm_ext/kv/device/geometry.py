@@ -130,19 +130,6 @@ def with_arenas(
     ]
 
 
-def without_arena(config: KVCacheConfig) -> KVCacheConfig:
-    """Return a configuration as large as its blocks, for whoever divides bytes by blocks; views of it are wrong."""
-    if ArenaGeometry.of(config) is None:
-        return config
-    return replace(
-        config,
-        kv_cache_tensors=[
-            replace(tensor, size=config.num_blocks * tensor.block_stride * len(tensor.layers))
-            for tensor in config.kv_cache_tensors
-        ],
-    )
-
-
 def record_bytes(spec: FullAttentionSpec) -> int:
     """Return the bytes of a record of one block of one layer; where a backend puts values in a page changes nothing."""
     layout = PageLayout.rows(spec.dtype, spec.num_kv_heads, spec.head_size, spec.block_size)

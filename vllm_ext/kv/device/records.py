@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
@@ -57,18 +57,6 @@ class Partial:
     num_tokens: int
 
 
-class Follower(Protocol):
-    """Who wants to know where KV goes that nobody uses: whoever copies it to the host before it is lost."""
-
-    def moved(self, source: int, target: int) -> None:
-        """Note that what one block or record held is in another one when this step's moves are made."""
-        ...
-
-    def dropped(self, record: int) -> None:
-        """Note that what a record held makes room for something else in this step."""
-        ...
-
-
 class Records:
     """The records of one scheduler.
 
@@ -78,10 +66,7 @@ class Records:
 
     Attributes:
         spare_blocks: Returns how many blocks may be taken for what would otherwise be read from records.
-        follower: Is told what moves, and what is lost.
     """
-
-    follower: Follower | None = None
 
     def __init__(self, pool: BlockPool, geometry: ArenaGeometry) -> None:
         self._pool = pool
@@ -121,10 +106,6 @@ class Records:
             "resumed_tokens": self.counts.resumed_tokens,
         }
 
-    def overwritten(self) -> set[int]:
-        """Return the records that the moves decided so far in this step write to."""
-        return {move.record for move in self._moves if move.direction is Direction.TO_RECORD}
-
     def is_record(self, block: KVCacheBlock) -> bool:
         """Whether a block of the pool is a record."""
         return bool(block.block_id >= self.first_record)
@@ -145,8 +126,6 @@ class Records:
             self._move(PROMOTED, RecordMove(Direction.TO_BLOCK, block.block_id, record.block_id))
             if record.ref_cnt == 1:  # others that read it now go on to find it
                 self._pool.move_block_hashes(record, block)
-                if self.follower is not None:
-                    self.follower.moved(record.block_id, block.block_id)
             table[number] = block
             self._pool.free_blocks([record])
         self.counts.read_tokens += (len(numbers) - room) * block_size
@@ -170,8 +149,6 @@ class Records:
             self._pool.metrics_collector.on_block_evicted(block)
         self._empty(record)
         self._pool.move_block_hashes(block, record)
-        if self.follower is not None:
-            self.follower.moved(block.block_id, record.block_id)
         self.lanes.keep(record, block)
         self._move(DEMOTED, RecordMove(Direction.TO_RECORD, block.block_id, record.block_id))
         return False
@@ -201,8 +178,6 @@ class Records:
     def _empty(self, record: KVCacheBlock) -> None:
         if record.block_hash is not None:
             self.counts.forgotten[DROPPED] += 1
-            if self.follower is not None:
-                self.follower.dropped(record.block_id)
             self._evict(record)
 
     def _move(self, kind: str, move: RecordMove) -> None:

@@ -31,7 +31,6 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
     chosen, transfer = vllm_config.attention_config.backend, vllm_config.kv_transfer_config
     full_graphs = vllm_config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL"
     context_parallel = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-    foreign = transfer is not None and transfer.kv_connector_module_path != "vllm_ext.kv.connector"
     holder = other_holder()
     found = {
         "it has no keys and values to quantise (MLA)": model.use_mla,
@@ -47,7 +46,7 @@ def obstacle(vllm_config: VllmConfig) -> str | None:
         "attention backends by kind of layer (backend_per_kind) know no records": bool(kinds),
         "batch invariance needs one kernel for all steps": envs.VLLM_BATCH_INVARIANT,
         "full CUDA graphs are replayed whatever a step reads; use --cudagraph-mode PIECEWISE": full_graphs,
-        "--kv-transfer-config names a connector that knows no records": foreign,
+        "--kv-transfer-config names a connector, and none knows records": transfer is not None,
         f"another plugin holds vLLM's slot for attention backends: {holder}": holder is not None,
     }
     if (reason := next((reason for reason, is_so in found.items() if is_so), None)) is not None:

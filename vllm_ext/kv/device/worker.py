@@ -69,14 +69,6 @@ class StepAtHand:
     records: DeviceRecords
     reads: Sequence[int]
     """Ids of the records that it reads, ascending."""
-    unmade: RecordStep | None
-    """What is still to be moved."""
-
-    def make_moves(self) -> None:
-        """Make the step's moves, once."""
-        step, self.unmade = self.unmade, None
-        if step is not None:
-            self.records.move(step)
 
 
 _RECORDS = "_vllm_ext_records"
@@ -90,14 +82,12 @@ def current() -> StepAtHand | None:
 
 
 @contextmanager
-def executing(runner: Any, step: RecordStep | None, *, at_once: bool) -> Iterator[None]:
+def executing(runner: Any, step: RecordStep | None) -> Iterator[None]:
     """Make a step's moves, and let attention know of the step meanwhile.
 
     Args:
         runner: vLLM's model runner, of either kind, with its caches allocated.
         step: What the step says about records.
-        at_once: Whether to move before anything else. With a KV tier stores may be under way from blocks that moves
-            write to: then whoever waits for these has the moves made (`StepAtHand.make_moves`).
 
     Raises:
         ConfigError: the first time, if the KV of the model can't be kept in records.
@@ -107,10 +97,10 @@ def executing(runner: Any, step: RecordStep | None, *, at_once: bool) -> Iterato
     if records is None:
         records = records_of(runner)
         setattr(runner, _RECORDS, records)
-    _current = StepAtHand(records, () if step is None else step.reads, step)
+    _current = StepAtHand(records, () if step is None else step.reads)
     try:
-        if at_once:
-            _current.make_moves()
+        if step is not None:
+            records.move(step)
         yield
     finally:
         _current = None

@@ -53,12 +53,10 @@ class Conversation:
     """Stands for the ``cache_salt`` of its requests, "" where they have none: see `ConversationBook.salt_tag`. The same
     name under another salt is another conversation."""
     turns: int = 0
-    """Requests of it that ended."""
+    """Turns of it that ended; requests of one that run side by side, as samples of one prompt do, are one turn."""
     running: int = 0
     """Requests of it that did not."""
     last_used_s: float = 0.0
-    pinned: bool = False
-    """Whether its chunks stay, however little they are worth."""
     ttl_s: float = math.inf
     """How long after its last use its chunks are dropped; it never rises."""
     watched_s: float = math.inf
@@ -82,8 +80,8 @@ class Conversation:
     def end(self) -> None:
         """Note that a request of it ended."""
         self.running -= 1
-        self.turns += 1
         if not self.running:
+            self.turns += 1
             self.counts.running -= 1
             self.counts.kept += bool(self.keys)
 
@@ -135,8 +133,6 @@ class ConversationBook:
         """The anonymous ones."""
         self._expiry: list[tuple[float, int, Conversation]] = []
         self._numbers = 0
-        self.pinned: dict[Conversation, None] = {}
-        """Those whose `Conversation.pinned` is set."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -184,7 +180,7 @@ class ConversationBook:
         known = self._continued(salt_tag, keys) if name is None else self.find(name).get(salt_tag)
         conversation = known or self._add(name, salt_tag)
         if conversation.turns and not conversation.running:
-            self.returns.returned(conversation.turns, now - conversation.last_used_s)
+            self.returns.returned(conversation.turns)
         conversation.begin()
         conversation.last_used_s = now
         if ttl_s is not None:
@@ -201,7 +197,8 @@ class ConversationBook:
         """
         conversation.end()
         conversation.last_used_s = now
-        self.returns.ended(conversation.turns)
+        if not conversation.running:
+            self.returns.ended(conversation.turns)
         if keys and conversation.name is None:
             self._forget_tail(conversation)
             conversation.tail = keys[-1]
@@ -237,14 +234,6 @@ class ConversationBook:
             if len(self._expiry) > 2 * len(self._known) + _LEAST_WATCHED:
                 self._expiry = [entry for entry in self._expiry if entry[0] == entry[2].watched_s]
                 heapq.heapify(self._expiry)
-
-    def pin(self, conversation: Conversation, wanted: bool) -> None:
-        """Note whether a conversation is pinned."""
-        conversation.pinned = wanted
-        if wanted:
-            self.pinned[conversation] = None
-        else:
-            self.pinned.pop(conversation, None)
 
     def _continued(self, salt_tag: str, keys: Sequence[OffloadKey]) -> Conversation | None:
         """Return the conversation whose last turn the chunks contain; the longest, where there are several."""
@@ -291,7 +280,6 @@ class ConversationBook:
         conversation.known, conversation.watched_s = False, math.inf
         self._pages.remove(conversation.number)
         self._forget_tail(conversation)
-        self.pin(conversation, wanted=False)
         if conversation.name is not None:
             of_name = self._named[conversation.name]
             del of_name[conversation.salt_tag]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config.kv_tier import LEARNED
+from vllm_ext.config.kv_tier import BY_AGE
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
 from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook, Turn
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
@@ -35,9 +35,8 @@ class Keeper:
         manager: Of the host tier, and of the disk behind it if there is one: what is dropped goes from both.
         ttl_s: Seconds after its last use at which a conversation is dropped, unless its client wants it earlier; 0:
             never.
-        pin_share: Most of the tier that pinned conversations may hold.
-        salt_share: Most of it that chunks of one salt may hold, and where it is full those of all new salts together.
-        returns: At which rate conversations are taken to come back (`config_kv.RETURNS`).
+        salt_share: Most of the tier that chunks of one salt may hold, and where it is full all new salts together.
+        returns: At which rate conversations are taken to come back (`config.kv_tier.RETURNS`).
 
     Attributes:
         on_bad_hint: Told the id of a request, and what it may not ask for and does not get. Hints that are malformed by
@@ -49,9 +48,8 @@ class Keeper:
         manager: TierManager | DiskBackedManager,
         *,
         ttl_s: float = 0.0,
-        pin_share: float = 0.25,
         salt_share: float = 1.0,
-        returns: str = LEARNED,
+        returns: str = BY_AGE,
     ) -> None:
         self.book = ConversationBook(ttl_s or math.inf)
         self.expired = self.dropped = 0
@@ -63,7 +61,6 @@ class Keeper:
         self._policy = policy if isinstance(policy, RetentionCachePolicy) else None
         if self._policy is not None:
             self._policy.return_rate = self.book.returns.by(returns)
-            self._policy.owners.most_pinned = int(pin_share * manager.num_chunks)
             self._policy.quotas.most = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
 
     def use(self, clock: Callable[[], float], cost: Callable[[int], float]) -> None:
@@ -97,57 +94,20 @@ class Keeper:
         chunks = 0
         for conversation in self.book.expired(now, _MOST_ENDS):
             chunks += len(conversation.keys)
-            self.unpin(conversation)
             self.expired += 1
             self._forget(conversation, EXPIRED)
             if chunks >= _MOST_DROPPED:
                 return
 
-    def pin(self, conversation: Conversation) -> bool:
-        """Keep a conversation's chunks whatever they are worth, and those to come as far as there is room for pins.
-
-        Only an administrator may ask for it. Cost: that of the conversation's chunks.
-
-        Returns:
-            Whether it is pinned. If not, nothing has changed: there is no room for as many pins, or nobody knows whose
-            chunks are whose.
-        """
-        if self._policy is None or not self._policy.owners.pin(conversation):
-            return False
-        self.book.pin(conversation, wanted=True)
-        return True
-
-    def unpin(self, conversation: Conversation) -> None:
-        """Let a conversation's chunks go again."""
-        if conversation.pinned and self._policy is not None:
-            self._policy.unpin(conversation)
-            self.book.pin(conversation, wanted=False)
-
     def drop(self, conversation: Conversation) -> int:
         """Forget a conversation's chunks, but those in use and those that others own or need; return how many."""
         self.dropped += 1
-        self.unpin(conversation)
         return self._forget(conversation, DROPPED)
 
-    @property
-    def pinned_chunks(self) -> int:
-        """Chunks that pinned conversations keep."""
-        return 0 if self._policy is None else self._policy.owners.pinned
-
-    @property
-    def most_pinned_chunks(self) -> int:
-        """Most chunks that they may keep."""
-        return 0 if self._policy is None else self._policy.owners.most_pinned
-
     def states(self) -> dict[str, int]:
-        """Return how many conversations run, wait with chunks in the tier, and without; and how many are pinned."""
+        """Return how many conversations run, wait with chunks in the tier, and without."""
         running, kept = self.book.counts.running, self.book.counts.kept
-        return {
-            "running": running,
-            "kept": kept,
-            "gone": len(self.book) - running - kept,
-            "pinned": len(self.book.pinned),
-        }
+        return {"running": running, "kept": kept, "gone": len(self.book) - running - kept}
 
     def _forget(self, conversation: Conversation, reason: str) -> int:
         if self._policy is None:

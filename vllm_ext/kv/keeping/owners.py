@@ -1,8 +1,7 @@
-"""Whose a chunk is: the conversations that used it, of which any keeps it, and whether a pin does."""
+"""Whose a chunk is: the conversations that used it, of which any keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -25,25 +24,16 @@ class Owned(Protocol):
     """Whoever used it last; it counts for its salt."""
     others: tuple[Conversation, ...]
     """Its other owners, the one that used it last at the end."""
-    pinned: bool
-    """Whether it stays, whatever it is worth."""
 
 
 class Owners:
-    """Books of owners and pins. Cost of a change: that of the owners of one chunk, but for whole conversations.
+    """Books of owners. Cost of a change: that of the owners of one chunk.
 
     Args:
-        chunks: Those in the tier.
-        quotas: Told how many of them are which salt's.
-
-    Attributes:
-        most_pinned: Most chunks that may be pinned.
-        pinned: Chunks that are.
+        quotas: Told how many chunks are which salt's.
     """
 
-    def __init__(self, chunks: Mapping[OffloadKey, Owned], quotas: SaltQuotas[Any]) -> None:
-        self.most_pinned = self.pinned = 0
-        self._chunks = chunks
+    def __init__(self, quotas: SaltQuotas[Any]) -> None:
         self._quotas = quotas
 
     def enter(self, key: OffloadKey, chunk: Owned) -> None:
@@ -51,7 +41,7 @@ class Owners:
         if chunk.conversation is not None:
             self._quotas.add(chunk.conversation.salt_tag, 1)
         for owner in _all(chunk):
-            self._join(key, chunk, owner)
+            owner.own(key)
 
     def leave(self, key: OffloadKey, chunk: Owned) -> None:
         """Book a chunk out that goes; it keeps its owners, in case that it comes back."""
@@ -59,17 +49,16 @@ class Owners:
             owner.disown(key)
         if chunk.conversation is not None:
             self._quotas.add(chunk.conversation.salt_tag, -1)
-        self._unpin(chunk)
 
     def use(self, key: OffloadKey, chunk: Owned, conversation: Conversation) -> None:
         """Make a conversation that uses a chunk one of its owners."""
         others = [owner for owner in _all(chunk) if owner is not conversation]
         if len(others) == _MOST_OWNERS:
-            first_to_end = min(others, key=lambda c: (c.pinned, c.running > 0, c.expires_s, c.last_used_s))
+            first_to_end = min(others, key=lambda c: (c.running > 0, c.expires_s, c.last_used_s))
             others.remove(first_to_end)
             first_to_end.disown(key)
         self._pass_on(chunk, conversation, others)
-        self._join(key, chunk, conversation)
+        conversation.own(key)
 
     def let_go(self, key: OffloadKey, chunk: Owned, conversation: Conversation) -> bool:
         """Take a conversation out of the owners of a chunk; False, and nothing, if there is no other."""
@@ -80,25 +69,6 @@ class Owners:
         self._pass_on(chunk, others.pop(), others)
         return True
 
-    def pin(self, conversation: Conversation) -> bool:
-        """Pin all chunks of a conversation; False, and none, if there is no room for as many pins."""
-        found = [chunk for key in conversation.keys if not (chunk := self._chunks[key]).pinned]
-        if not self.most_pinned or self.pinned + len(found) > self.most_pinned:
-            return False
-        for chunk in found:
-            self._pin(chunk)
-        return True
-
-    def unpin(self, conversation: Conversation) -> list[OffloadKey]:
-        """Take a conversation's pins away, but where another pinned one owns the chunk; return the chunks let go."""
-        freed = []
-        for key in conversation.keys:
-            chunk = self._chunks[key]
-            if chunk.pinned and not any(c.pinned for c in _all(chunk) if c is not conversation):
-                self._unpin(chunk)
-                freed.append(key)
-        return freed
-
     def _pass_on(self, chunk: Owned, last: Conversation, others: list[Conversation]) -> None:
         before = chunk.conversation
         if before is None or before.salt_tag != last.salt_tag:
@@ -106,20 +76,6 @@ class Owners:
             if before is not None:
                 self._quotas.add(before.salt_tag, -1)
         chunk.conversation, chunk.others = last, tuple(others)
-
-    def _join(self, key: OffloadKey, chunk: Owned, owner: Conversation) -> None:
-        """Give a chunk to an owner; one that is pinned pins it, as far as there is room: what it had stays pinned."""
-        owner.own(key)
-        if owner.pinned and not chunk.pinned and self.pinned < self.most_pinned:
-            self._pin(chunk)
-
-    def _pin(self, chunk: Owned) -> None:
-        chunk.pinned = True
-        self.pinned += 1
-
-    def _unpin(self, chunk: Owned) -> None:
-        self.pinned -= chunk.pinned
-        chunk.pinned = False
 
 
 def _all(chunk: Owned) -> tuple[Conversation, ...]:
