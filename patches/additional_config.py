@@ -7,12 +7,13 @@ option would make it compile the model anew, although no graph depends on it. vL
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_ext.config import KEY, parse
+from vllm_ext.config import KEY, ExtConfig, parse
 
 
 class AdditionalConfig(UserDict[str, Any]):
@@ -39,14 +40,36 @@ def with_options(additional: Mapping[str, Any], options: Mapping[str, Any]) -> d
     return AdditionalConfig(merged) if len(merged) == 1 else merged
 
 
+class _Front:
+    """Our options as a front end needs them for each request."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = options
+        self.config = parse(options)
+
+    @functools.cached_property
+    def takes_turns_by_key(self) -> bool:
+        from vllm_ext import systems
+
+        return getattr(systems.build(self.config).sharing, "by", "") == "key"
+
+
+_fronts: list[_Front] = []
+"""The last one: a front end has one configuration, and asks for each request."""
+
+
+def _front(vllm_config: Any) -> _Front:
+    options = (vllm_config.additional_config or {}).get(KEY) or {}
+    if not _fronts or _fronts[-1].options is not options:
+        _fronts[:] = [_Front(options)]
+    return _fronts[-1]
+
+
+def options_of(vllm_config: Any) -> ExtConfig:
+    """Return our options, as they were resolved; those of no system where none was chosen."""
+    return _front(vllm_config).config
+
+
 def takes_turns_by_key(vllm_config: Any) -> bool:
     """Whether clients take turns by their API keys."""
-    options = (vllm_config.additional_config or {}).get(KEY)
-    by: str = (options or {}).get("sharing", {}).get("by", "")
-    return by == "key"
-
-
-def server_ttl_s(vllm_config: Any) -> float:
-    """Return ``kv_tier.ttl_s``, in seconds; 0: conversations have no end, or none of our options was chosen."""
-    options = (vllm_config.additional_config or {}).get(KEY)
-    return parse(options).kv_tier.ttl_s if options else 0.0
+    return bool((vllm_config.additional_config or {}).get(KEY)) and _front(vllm_config).takes_turns_by_key

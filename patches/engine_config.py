@@ -13,6 +13,7 @@ It does nothing unless a feature is chosen: a scheduler name without dots, or th
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -30,18 +31,19 @@ from vllm_ext.patches.additional_config import with_options
 
 logger = logging.getLogger("vllm.vllm_ext")
 SCHEDULER = "vllm_ext.scheduling.scheduler.SteeredScheduler"
+_ALIKE = 0.85
 _SERVERS = ("OPENAI_API_SERVER", "API_SERVER")
 _HTTP = (*_SERVERS, "OPENAI_BATCH_RUNNER")
 
 
 def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_lookalikes(self.additional_config)
     if not is_chosen(self.scheduler_cls, self.additional_config):
         return original(self, *args, **kwargs)
     registry.verify("base", "scheduler", "engine-core")
     usage = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("usage_context")
     config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
     refuse_oracle(config, usage)
-    refuse_priority(config, self.scheduling_policy)
     if _opens_admin(config, usage):
         envs.admin_key()  # refuses to start without one
     chosen, transfer = self.scheduler_cls, self.kv_transfer_config
@@ -91,13 +93,15 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
     typed = vars(args)
     given, additional = flags.given(typed), typed.get("additional_config") or {}
     scheduler_cls = typed.get("scheduler_cls")
-    if "scheduler_cls" not in typed or not (given or is_chosen(scheduler_cls, additional)):
-        return None  # no engine's arguments, or nothing of ours
+    if "scheduler_cls" not in typed:
+        return None  # no engine's arguments
     try:
+        refuse_lookalikes(additional)
+        if not (given or is_chosen(scheduler_cls, additional)):
+            return None
         config, _ = validate(scheduler_cls, {**additional, KEY: merge_flags(additional.get(KEY, {}), given)})
         if serves:
             refuse_oracle(config, _SERVERS[0])
-        refuse_priority(config, typed.get("scheduling_policy"))
         if config.kv_tier.gib:
             tier_connector(config, typed.get("kv_transfer_config"))
         if serves and config.kv_tier.admin:
@@ -114,6 +118,15 @@ def is_chosen(scheduler_cls: object, additional_config: object) -> bool:
     if isinstance(scheduler_cls, str) and "." not in scheduler_cls:
         return True
     return isinstance(additional_config, Mapping) and KEY in additional_config
+
+
+def refuse_lookalikes(additional_config: object) -> None:
+    """Raise ConfigError for a key that can only be a misspelt ``vllm_ext``: nobody would look at what is in it."""
+    given = additional_config if isinstance(additional_config, Mapping) else {}
+    for key in given:
+        if key != KEY and difflib.SequenceMatcher(None, str(key).lower(), KEY).ratio() >= _ALIKE:
+            allowed = f"unknown key of --additional-config; did you mean {KEY!r}?"
+            raise ConfigError("", given[key], allowed, root=str(key))
 
 
 def validate(scheduler_cls: object, additional_config: Mapping[str, Any]) -> tuple[ExtConfig, object]:
@@ -166,13 +179,6 @@ def refuse_oracle(config: ExtConfig, usage_context: object) -> None:
     oracle = systems.resolve(config.system).oracle or "oracle" in config.prediction.sources
     if oracle and usage_context in _SERVERS:
         raise ConfigError("system", config.system, "true output lengths are for offline benchmarks, never for a server")
-
-
-def refuse_priority(config: ExtConfig, scheduling_policy: str) -> None:
-    """Raise ConfigError if vLLM's own priority policy would choose victims against the system's order."""
-    if scheduling_policy == "priority" and (config.system != "fcfs" or config.policies):
-        allowed = "orders by itself and honours the priority of a request; leave out --scheduling-policy priority"
-        raise ConfigError("system", config.system, allowed)
 
 
 def tier_connector(config: ExtConfig, given: object) -> Any:

@@ -18,10 +18,10 @@ from typing import Any
 from vllm_ext import hints
 from vllm_ext.hooks.patch import Patch
 from vllm_ext.hooks.versions import SUPPORTED
-from vllm_ext.patches.additional_config import server_ttl_s, takes_turns_by_key
+from vllm_ext.patches.additional_config import options_of, takes_turns_by_key
 from vllm_ext.patches.input_hints import refusal
 from vllm_ext.predictor import chat_messages
-from vllm_ext.slo import usage_report
+from vllm_ext.slo import misspelt_hints, usage_report
 
 
 async def _create(
@@ -30,7 +30,8 @@ async def _create(
     try:
         found = await add_hints(request, raw_request)
         if found.kv_ttl_s is not None:
-            hints.check_lifetime(found, request.cache_salt, server_ttl_s(self.engine_client.vllm_config))
+            options = options_of(self.engine_client.vllm_config)
+            hints.check_lifetime(found, request.cache_salt, options.kv_tier.ttl_s)
     except hints.HintError as error:
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
     if raw_request is not None and takes_turns_by_key(self.engine_client.vllm_config):
@@ -54,7 +55,9 @@ async def add_hints(request: Any, raw_request: Any) -> hints.RequestHints:
         HintError: A hint is malformed; the request is not changed.
     """
     found = {} if raw_request is None else hints.from_headers(raw_request.headers)
-    found.update(hints.from_body_extension((request.model_extra or {}).get("nvext")))
+    beside = request.model_extra or {}
+    found.update(hints.from_body_extension(beside.get("nvext")))
+    misspelt_hints.note_outside(beside)
     given = await _as_sent(request.vllm_xargs or {}, raw_request)
     if hints.CLIENT_KEY in given:
         raise hints.HintError(

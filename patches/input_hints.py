@@ -14,7 +14,8 @@ from typing import Any
 
 from vllm_ext import hints
 from vllm_ext.hooks.patch import Patch
-from vllm_ext.patches.additional_config import server_ttl_s
+from vllm_ext.patches.additional_config import options_of
+from vllm_ext.slo import misspelt_hints
 
 
 def refusal(error: hints.HintError) -> Exception:
@@ -36,9 +37,13 @@ def _process_inputs(
     if extra or session_id is not None:
         try:
             found = hints.from_extra_args(extra, session_id)
+            if extra:
+                misspelt_hints.note(extra)
+            options = options_of(self.vllm_config)
+            options.slo.check(found)
             if found.kv_ttl_s is not None:
                 salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-                hints.check_lifetime(found, salt, server_ttl_s(self.vllm_config))
+                hints.check_lifetime(found, salt, options.kv_tier.ttl_s)
         except hints.HintError as error:
             raise refusal(error) from error
     return original(self, request_id, prompt, params, *args, **kwargs)

@@ -107,12 +107,6 @@ def test_a_report_may_be_asked_for_or_declined(value: bool) -> None:
     assert hints.from_extra_args({"slo_report": value}).slo_report is value
 
 
-@pytest.mark.parametrize("value", [True, False, 1, "true"], ids=repr)
-def test_a_client_neither_pins_nor_takes_a_pin_away(value: Any) -> None:
-    with pytest.raises(HintError, match=r"^kv_pin=.*: must be absent, as only an administrator pins"):
-        hints.from_extra_args({"kv_pin": value})
-
-
 @pytest.mark.parametrize("value", [0, -1, True, "60", math.inf, math.nan, 30 * 86400 + 1, [60]], ids=repr)
 def test_a_malformed_time_to_live_is_refused_by_name(value: Any) -> None:
     with pytest.raises(HintError, match=r"^kv_ttl_s=.*: must be a number of seconds greater than 0"):

@@ -173,7 +173,6 @@ REFUSED = {
     "options that are no object": ({"scheduler_cls": "alise", "ext": 3}, "must be an object"),
     "foreign class": ({"scheduler_cls": UPSTREAM, "ext": {"system": "alise"}}, "needs a subclass of vllm_ext"),
     "two systems": ({"scheduler_cls": "alise", "ext": {"system": "fcfs"}}, "contradicts --scheduler-cls alise"),
-    "priority policy": ({"scheduler_cls": "alise", "scheduling_policy": "priority"}, "leave out --scheduling-policy"),
     "oracle without permission": ({"scheduler_cls": "oracle-alise"}, "offline benchmarks"),
     "module that is not there": ({"scheduler_cls": "alise", "ext": {"modules": ["no_such_module"]}}, "no_such_module"),
 }
@@ -192,8 +191,9 @@ def test_a_bad_choice_is_refused_in_the_front_end(model: str, options: dict[str,
     assert args.scheduler_cls == before
 
 
-def test_priority_goes_with_fcfs(model: str) -> None:
-    config = make_config(model, scheduler_cls="fcfs", scheduling_policy="priority")
+@pytest.mark.parametrize("system", ["fcfs", "alise"])
+def test_vllms_priority_goes_with_every_system(model: str, system: str) -> None:
+    config = make_config(model, scheduler_cls=system, scheduling_policy="priority")
     assert config.scheduler_config.policy == "priority"
 
 
@@ -331,6 +331,22 @@ def test_an_offline_life_that_may_not_be_set_is_refused(model: str) -> None:
             processor.process_inputs("a", {**prompt, **({"cache_salt": salt} if salt else {})}, params, ("generate",))
 
 
+def test_an_objective_below_the_operators_bound_is_refused(model: str) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    options = {"vllm_ext": {"slo": {"least_tbt_ms": 20.0}}}
+    processor = InputProcessor(make_config(model, scheduler_cls="sarathi", additional_config=options))
+    prompt = {"type": "token", "prompt_token_ids": [1, 2, 3]}
+    for asked_ms, lawful in ((0.001, False), (20.0, True)):
+        params = SamplingParams(extra_args={"tbt_slo_ms": asked_ms})
+        refused = pytest.raises(
+            ValueError, match=r"^tbt_slo_ms=0.001: must be at least 20, this server's slo.least_tbt_ms"
+        )
+        with contextlib.nullcontext() if lawful else refused:
+            processor.process_inputs("a", prompt, params, ("generate",))
+
+
 FRESH = """
 import sys
 import vllm_ext.plugin
@@ -372,7 +388,7 @@ def test_a_bad_benchmark_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         plugin.register()
 
 
-TIER = {"vllm_ext": {"kv_tier": {"gib": 2, "bits": 8, "policy": "lru", "store": "late"}}}
+TIER = {"vllm_ext": {"kv_tier": {"gib": 2, "bits": 8, "policy": "lru", "store": "early"}}}
 
 
 def test_a_kv_tier_is_vllms_connector_with_our_parts(model: str) -> None:

@@ -7,6 +7,7 @@ never the true output length. Nothing here imports vLLM.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ MAX_TTL_S = 30 * 86400.0
 
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
 REPORT_KEY = "slo_report"
-PIN_KEY = "kv_pin"
 CLIENT_KEY = "client_key"
 """Hash of the API key, which the front end adds where clients take turns by it; nobody may send it."""
-KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", PIN_KEY, REPORT_KEY, CLIENT_KEY)
+KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", REPORT_KEY, CLIENT_KEY)
 """The keys of ``extra_args`` that are ours."""
 
+PRIORITY_HEADER = "x-vllm-priority"
+"""vLLM's own, which it ignores where it is no number."""
 SLO_HEADER = "x-llm-d-slo-ttft-ms"
 OSL_HEADER = "x-dynamo-osl"
 
@@ -40,9 +42,10 @@ _OSL_ALLOWED = f"a whole number of tokens from 1 to {MAX_OSL}"
 _TAG_ALLOWED = f"a string of 1 to {MAX_TAG_CHARS} characters"
 _FLAG_ALLOWED = "true or false"
 _TTL_ALLOWED = f"a number of seconds greater than 0 and at most {MAX_TTL_S:.0f}"
-_PIN_ALLOWED = "absent, as only an administrator pins a conversation, over the admin endpoint"
 _ID_ALLOWED = f"a string of 1 to {MAX_CONVERSATION_ID_CHARS} characters"
 _SHOWN_CHARS = 80
+_CLOSE = 0.8
+"""Likeness from which a key is taken for a misspelt one."""
 
 
 class HintError(ValueError):
@@ -107,13 +110,11 @@ def from_extra_args(extra: Mapping[str, Any] | None, session_id: str | None = No
         session_id: vLLM's own session id, used as conversation where ``conversation_id`` is absent.
 
     Raises:
-        HintError: One of our keys, or the session id, has a value that is not allowed; ``kv_pin`` has none that is.
+        HintError: One of our keys, or the session id, has a value that is not allowed.
     """
     found = {key: extra[key] for key in KEYS if key in extra} if extra else {}
     if not found and session_id is None:
         return NO_HINTS
-    if found.get(PIN_KEY) is not None:
-        raise HintError(PIN_KEY, found[PIN_KEY], _PIN_ALLOWED)
     conversation_id = check_conversation_id("conversation_id", found.get("conversation_id"))
     if conversation_id is None:
         conversation_id = check_conversation_id("session_id", session_id)
@@ -143,6 +144,8 @@ def from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
             hints["ttft_slo_ms"] = _header_slo_ms(text)
         elif lowered == OSL_HEADER:
             hints["osl"] = _header_osl(text)
+        elif lowered == PRIORITY_HEADER:
+            _check_priority(text)
     return hints
 
 
@@ -163,6 +166,16 @@ def from_body_extension(nvext: Any) -> dict[str, Any]:
         raise HintError("nvext.agent_hints", agent_hints, "an object")
     osl = check_osl("nvext.agent_hints.osl", agent_hints.get("osl"))
     return {} if osl is None else {"osl": osl}
+
+
+def misspelt(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that are near to a hint's name but none, with that name; whatever else is there is not ours."""
+    found = {}
+    for key in given.keys() - set(KEYS):
+        close = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1, cutoff=_CLOSE)
+        if close:
+            found[key] = close[0]
+    return found
 
 
 def check_slo_ms(field: str, value: Any) -> float | None:
@@ -267,6 +280,13 @@ def _header_slo_ms(text: str) -> float | None:
     except ValueError as error:
         raise HintError(SLO_HEADER, text, _SLO_ALLOWED) from error
     return _positive_ms(SLO_HEADER, text, number)
+
+
+def _check_priority(text: str) -> None:
+    try:
+        int(text)
+    except ValueError as error:
+        raise HintError(PRIORITY_HEADER, text, "a whole number") from error
 
 
 def _header_osl(text: str) -> int | None:

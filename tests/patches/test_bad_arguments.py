@@ -71,8 +71,11 @@ BAD = {
     "module that is not there": ([*SYSTEM, "--ext-modules", "no_such_module"], ["a module that can be imported"]),
     "policy file": (["--ext-policy", "nowhere.py:Mine"], ["--ext-policy nowhere.py:Mine:", "a file that can be read"]),
     "unknown option": (options(kv_teir={}), ["vllm_ext.kv_teir={}: unknown option", "did you mean 'kv_tier'?"]),
+    "key that is near to ours": (
+        ["--additional-config", '{"vllm-ext": {"system": "alise"}}'],
+        ["vllm-ext={'system': 'alise'}: unknown key", "did you mean 'vllm_ext'?"],
+    ),
     "option of a wrong type": (options(kv_tier=3), ["vllm_ext.kv_tier=3: must be an object"]),
-    "priority": ([*SYSTEM, "--scheduling-policy", "priority"], ["leave out --scheduling-policy priority"]),
     "another connector": (
         [
             *SYSTEM,

@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_ext.hints import HintError
 from vllm_ext.hooks import registry
 from vllm_ext.patches.http_hints import add_hints
+from vllm_ext.slo import misspelt_hints
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "completion": (CompletionRequest, {"model": "m", "prompt": "x"}),
@@ -100,13 +101,12 @@ MALFORMED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "report asked for with a number": ({}, {"vllm_xargs": {"slo_report": 1}}, "slo_report"),
     "report declined with a number": ({}, {"vllm_xargs": {"slo_report": 0}}, "slo_report"),
     "report asked for with a text": ({}, {"vllm_xargs": {"slo_report": "true"}}, "slo_report"),
-    "pin": ({}, {"vllm_xargs": {"kv_pin": True}}, "kv_pin"),
-    "no pin": ({}, {"vllm_xargs": {"kv_pin": False}}, "kv_pin"),
     "long conversation": ({}, {"vllm_xargs": {"conversation_id": "x" * 257}}, "conversation_id"),
     "client key": ({}, {"vllm_xargs": {"client_key": "me"}}, "client_key"),
     "header": ({"x-llm-d-slo-ttft-ms": "soon"}, {}, "x-llm-d-slo-ttft-ms"),
     "length header": ({"x-dynamo-osl": "0"}, {}, "x-dynamo-osl"),
     "header, though the body says better": ({"x-dynamo-osl": "0"}, {"vllm_xargs": {"osl": 3}}, "x-dynamo-osl"),
+    "priority header": ({"X-Vllm-Priority": "abc"}, {}, "x-vllm-priority"),
     "body extension": ({}, {"nvext": {"agent_hints": {"osl": 0}}}, "nvext.agent_hints.osl"),
     "body extension of another kind": ({}, {"nvext": 3}, "nvext"),
 }
@@ -124,6 +124,37 @@ async def test_a_malformed_hint_is_refused_by_its_name_and_changes_nothing(
         await add_hints(request, raw)
     assert caught.value.field == field
     assert request.vllm_xargs == before
+
+
+@kinds
+async def test_hints_that_nobody_would_read_are_counted_and_named_once(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(misspelt_hints, "_known", set())
+    monkeypatch.setattr(misspelt_hints, "_named", set())
+    monkeypatch.setattr(misspelt_hints.logger, "propagate", True)
+    monkeypatch.setattr(misspelt_hints.logger.parent, "propagate", True)
+    before = misspelt_hints._counter()._value.get()
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            request, raw = make_request(kind, {}, ttft_slo_ms=100, vllm_xargs={"other": 1})
+            await add_hints(request, raw)
+            misspelt_hints.note({"ttft_slo": 100, "oslx": 3, "other": 1, "osl": 2})
+    assert misspelt_hints._counter()._value.get() == before + 9
+    said = [record.getMessage() for record in caplog.records if record.name == misspelt_hints.logger.name]
+    assert len(said) == 3
+    assert "'ttft_slo_ms', which is no hint and is ignored: hints belong in 'vllm_xargs'" in said[0]
+    assert any("'ttft_slo'" in line and "did you mean 'ttft_slo_ms'?" in line for line in said)
+    assert any("'oslx'" in line and "did you mean 'osl'?" in line for line in said)
+
+
+def test_a_client_cannot_fill_the_log_or_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misspelt_hints, "_known", set())
+    monkeypatch.setattr(misspelt_hints, "_named", set())
+    for number in range(500):
+        misspelt_hints.note({f"ttft_slo_ms{number}": 1, f"foreign{number}": 2})
+    assert len(misspelt_hints._named) <= 64
+    assert len(misspelt_hints._known) <= 65
 
 
 async def test_the_number_one_is_not_mistaken_for_true() -> None:
@@ -200,7 +231,8 @@ async def test_a_life_that_its_client_may_not_set_is_refused(
         ({"by": "key"}, {"Authorization": "Bearer one"}, True),
         ({"by": "key"}, {"X-Api-Key": "one"}, True),
         ({"by": "key"}, {}, False),
-        ({}, {"Authorization": "Bearer one"}, False),
+        ({}, {"Authorization": "Bearer one"}, True),
+        ({"by": "tag"}, {"Authorization": "Bearer one"}, False),
     ],
     ids=str,
 )

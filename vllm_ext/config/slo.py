@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag, Options, comma_list
-from vllm_ext.hints import MAX_TAG_CHARS
+from vllm_ext.hints import MAX_TAG_CHARS, HintError, RequestHints
 
 BUCKET_TOKENS = 512
 """Width of the prompt buckets of ``ttft_bucket_ms``. Source: AccelGen, section 3.1."""
@@ -68,9 +68,29 @@ class SloConfig(SloClass):
     classes: Annotated[dict[_Tag, SloClass], MaxLen(MAX_CLASSES)] = Field(default_factory=dict)
     """Objectives by the client's ``tag``; what a class leaves out is taken from the defaults beside it."""
 
+    least_ttft_ms: float = Field(default=0.0, ge=0)
+    """Least TTFT objective that a client may ask for, in milliseconds; a request that asks for less is refused."""
+
+    least_tbt_ms: float = Field(default=0.0, ge=0)
+    """The same for gaps between tokens: steps are made small for a small one, and prompts wait, whoever's they are."""
+
+    least_jct_ms: float = Field(default=0.0, ge=0)
+    """The same for the time to the last token."""
+
     shed: Annotated[bool, Flag("--ext-shed")] = False
     """Whether a request whose TTFT objective can't be met, by the forecast, is answered with 503 and Retry-After.
     Otherwise it is queued."""
 
     shed_margin: float = Field(default=1.0, gt=0)
     """A request is refused where the forecast exceeds its objective this many times."""
+
+    def check(self, hints: RequestHints) -> None:
+        """Check what a client asks for against what this server allows.
+
+        Raises:
+            HintError: An objective is below the least one.
+        """
+        for name in ("ttft", "tbt", "jct"):
+            asked, least = getattr(hints, f"{name}_slo_ms"), getattr(self, f"least_{name}_ms")
+            if asked is not None and asked < least:
+                raise HintError(f"{name}_slo_ms", asked, f"at least {least:g}, this server's slo.least_{name}_ms")
