@@ -262,8 +262,6 @@ def test_policy_of_ones_own_needs_no_system(tmp_path: Path) -> None:
     config, scheduler = engine_config.validate(None, {KEY: options})
     assert (config.system, config.policies, scheduler) == ("fcfs", (f"{file}:Mine",), engine_config.SCHEDULER)
     assert type(build(config).ordering).__name__ == "Mine"
-    with pytest.raises(ConfigError, match="leave out --scheduling-policy priority"):
-        engine_config.refuse_priority(config, "priority")
 
 
 @pytest.mark.parametrize(("what", "gamma"), [("normalised", 0.25), ("mean", 0.5), ("tail", 1.0)])

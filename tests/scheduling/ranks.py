@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_ext.contract import Rank
-from vllm_ext.scheduling.ranked_queue import RankedQueue
+from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.simulation.harness import make_request
 
 
@@ -18,7 +19,7 @@ class Ranks:
         self.ranks: dict[str, Rank] = {}
         self.asked: list[str] = []
         self.requests: dict[str, Request] = {}
-        self.queue = RankedQueue(self._rank, self._ties)
+        self.queue = WaitingTable(self._rank, self._ties)
 
     def _rank(self, request: Request) -> Rank:
         self.asked.append(request.request_id)
@@ -28,9 +29,18 @@ class Ranks:
         return (request.arrival_time, list(self.requests).index(request.request_id))
 
     def make(
-        self, name: str, key: float = 0.0, *, until: float = math.inf, level: int = 0, arrival: float = 0.0
+        self,
+        name: str,
+        key: float = 0.0,
+        *,
+        until: float = math.inf,
+        level: int = 0,
+        arrival: float = 0.0,
+        adapter: int = 0,
     ) -> Request:
         self.requests[name] = make_request(name, 3, arrival_time=arrival)
+        if adapter:
+            self.requests[name].lora_request = LoRARequest(f"adapter-{adapter}", adapter, "somewhere")
         self.ranks[name] = Rank((key,), until_s=until, level=level)
         return self.requests[name]
 

@@ -35,7 +35,9 @@ def test_the_policy_is_asked_also_where_nothing_else_is_steered(
     monkeypatch.setattr(KvSwapper, "preempting", preempting)
     data = simulate(
         SimulationSpec(
-            engine=EngineSpec(system=system, num_blocks=220, max_num_seqs=64, options={"kv_tier": {"gib": 1.0}}),
+            engine=EngineSpec(
+                system=system, num_blocks=220, max_model_len=2048, max_num_seqs=64, options={"kv_tier": {"gib": 1.0}}
+            ),
             hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
             workload=WorkloadSpec(
                 source="sharegpt-like", num_requests=40, rate_per_s=50.0, cap_prompt_tokens=300, cap_output_tokens=400
@@ -69,7 +71,10 @@ def swapper_of(rig: Rig) -> KvSwapper:
 def test_a_wait_ends_with_the_requests_own_promotion() -> None:
     """ALISE, equation 7: the promotion of its own queue, not of the lowest one."""
     rig = Rig(
-        PREEMPTING, max_num_seqs=1, options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}}
+        PREEMPTING,
+        scheduling_policy="priority",
+        max_num_seqs=1,
+        options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}},
     )
     swapper, ledger = swapper_of(rig), rig.scheduler.ledger
     rig.add("runs", 10, osl=300, length=300)

@@ -92,7 +92,7 @@ def test_the_first_rank_knows_what_the_host_has() -> None:
     rig.add("short", 30, osl=4)
     view = rig.scheduler.ledger.view(rig.scheduler.ledger["cached"])
     assert view.cached_tokens == 320
-    assert rig.scheduler.ranked.key(rig.scheduler.requests["cached"])[3] == view.predicted_remaining_s
+    assert rig.scheduler.ranked.key(rig.scheduler.requests["cached"])[2] == view.predicted_remaining_s
     assert rig.waiting == ["cached", "short"]
 
 

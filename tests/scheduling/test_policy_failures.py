@@ -114,7 +114,7 @@ def test_a_policy_that_recovers_steers_again() -> None:
     rig.step()
     assert rig.running == ["a"]
     SCRIPT.rank = lambda v, now: Rank((-v.num_prompt_tokens,))
-    rig.scheduler.ranked.rerank_all()
+    rig.scheduler.ranked.prices_changed()
     rig.step(2)
     fallbacks = rig.state["fallbacks"]
     rig.step(3)

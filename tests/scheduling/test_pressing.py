@@ -61,11 +61,10 @@ def test_one_who_presses_takes_the_seat_of_who_computed_least_and_that_one_comes
     [
         ({"ttft_slo_ms": 60_000.0}, {}),
         ({"tbt_slo_ms": 100.0}, {}),
-        ({"priority": -1}, {}),
         ({"ttft_slo_ms": 2000.0}, {"slo": {"jct_ms": 60_000.0}}),
         ({"ttft_slo_ms": 2000.0}, {"admission": {"preempt": False}}),
     ],
-    ids=["does not press yet", "gaps only", "goes first anyway", "others have objectives", "switched off"],
+    ids=["does not press yet", "gaps only", "others have objectives", "switched off"],
 )
 def test_nobody_leaves_without_need(chat: dict[str, float], options: dict[str, object]) -> None:
     rig = crowded(**options)

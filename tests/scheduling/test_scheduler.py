@@ -281,12 +281,12 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
         assert (scheduler.fronts._starts, scheduler.fronts._behind) == ({}, {})
         queue = scheduler.ranked
         assert queue.levels == {}
-        assert max(map(len, (queue._all, queue._expiry, queue._arrivals, queue._stale))) <= 2 * len(ids) + 64
-        assert not queue._blocked
+        assert max(map(len, (*queue._lines.get("", {}).values(), queue._expiry, queue._arrivals))) <= 2 * len(ids) + 64
+        assert not queue.apart()
         # Once it is idle, what is left behind is a constant, whatever the queue's length was.
         rig.add("last", length=2)
         rig.drain()
-        assert max(map(len, (queue._all, queue._expiry, queue._arrivals, queue._stale))) <= 64 + 2
+        assert max(map(len, (*queue._lines.get("", {}).values(), queue._expiry, queue._arrivals))) <= 64 + 2
 
 
 @pytest.mark.parametrize("system", ["fcfs", "alise"])
@@ -324,7 +324,7 @@ def test_a_step_without_requests_plans_and_returns_nothing() -> None:
 
 
 def test_huge_hints_and_priorities_are_served() -> None:
-    rig = Rig(max_num_seqs=1)
+    rig = Rig(max_num_seqs=1, scheduling_policy="priority")
     rig.add("a", osl=1_000_000, priority=2**63 - 1)
     rig.add("b", osl=1, priority=-(2**63))
     rig.add("c", osl=1_000_000, priority=10**30)
@@ -332,13 +332,30 @@ def test_huge_hints_and_priorities_are_served() -> None:
     assert rig.state["fallbacks"] == 0
 
 
-def test_priority_goes_before_remaining_time_and_ties_end_in_arrival() -> None:
-    rig = Rig(max_num_seqs=1, options={"admission": {"preempt": False}})
-    rig.add("running", length=50)
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "system", ["fcfs", "fcfs-tuned", "alise", "auto", "accelgen", "past-future", "fair+alise", "fastserve"]
+)
+def test_priority_counts_where_vllm_was_told_so_and_nowhere_else(system: str, policy: str) -> None:
+    rig = Rig(system, max_num_seqs=1, scheduling_policy=policy)
+    rig.add("running", length=200, osl=200, priority=-9)
     rig.step()
-    for name, priority, osl in (("d", 1, 1), ("a", 0, 9), ("c", 0, 99), ("b", 0, 9)):
-        rig.add(name, priority=priority, osl=osl)
-    assert rig.waiting == ["a", "b", "c", "d"]
+    for name, priority in (("c", 1), ("a", -1), ("b", -1), ("d", 2**63)):
+        rig.add(name, 10, length=9, osl=9, priority=priority)
+        rig.clock.advance(0.01)
+    assert rig.waiting == (["a", "b", "c", "d"] if policy == "priority" else ["c", "a", "b", "d"])
+    rig.drain(seconds=0.01)
+    assert rig.state.get("fallbacks", 0) == 0
+
+
+def test_out_of_memory_who_has_the_least_priority_leaves() -> None:
+    rig = Rig("alise", num_blocks=8, scheduling_policy="priority", enable_prefix_caching=False)
+    rig.add("least", 30, length=80, osl=1, priority=5)
+    rig.add("most", 30, length=80, osl=300, priority=0)
+    while rig.scheduler.vllm_ext_state()["preemptions"].get("memory", 0) == 0:
+        rig.step()
+    assert rig.running == ["most"]
+    rig.drain()
 
 
 def test_malformed_hints_are_left_out_and_counted() -> None:

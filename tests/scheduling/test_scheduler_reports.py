@@ -22,7 +22,7 @@ SYSTEMS = pytest.mark.parametrize("system", ["fcfs", "alise"])
 @SYSTEMS
 def test_a_record_has_the_times_of_the_scheduler_s_clock(system: str) -> None:
     """One seat. a: 2 steps of prefill, 3 tokens. A step takes 1 s on the clock after it was processed."""
-    rig = Rig(system, max_num_seqs=1, max_num_batched_tokens=16)
+    rig = Rig(system, max_num_seqs=1, max_num_batched_tokens=16, scheduling_policy="priority")
     rig.add("a", 20, length=3, max_tokens=50, priority=-3, conversation_id="talk")
     rig.add("b", 5, length=1, max_tokens=7)
     rig.drain(seconds=1.0)
@@ -157,12 +157,6 @@ def test_hybrid_kv_is_refused_with_preemption_and_the_remedy_is_named() -> None:
 )
 def test_hybrid_kv_is_served_without_preemption(options: dict[str, Any]) -> None:
     assert _build(kv=_sliding_window_kv(), **options) is not None
-
-
-def test_vllm_s_priority_policy_is_refused_where_a_system_orders_itself() -> None:
-    with pytest.raises(ValueError, match="scheduling_policy"):
-        Rig("alise", scheduling_policy="priority")
-    Rig("fcfs", scheduling_policy="priority")
 
 
 @pytest.mark.parametrize(

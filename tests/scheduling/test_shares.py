@@ -14,8 +14,8 @@ from vllm.v1.request import RequestStatus
 from vllm_ext.config import ConfigError
 from vllm_ext.contract import Origin, Rank
 from vllm_ext.scheduling import shares as shares_module
-from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.shares import Shares
+from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.simulation.harness import make_request
 from vllm_ext.systems.fair import TakeTurns
 
@@ -133,7 +133,7 @@ def test_an_ordering_decides_among_a_client_s_own_requests_only() -> None:
 
 def test_what_vllm_takes_and_puts_back_is_not_counted() -> None:
     counted = Shares(TakeTurns(), lambda request: request.request_id.split("-")[0], failed, none_cached)
-    queue = RankedQueue(lambda _: Rank((0.0,)), lambda r: (r.arrival_time, hash(r.request_id)), None, counted)
+    queue = WaitingTable(lambda _: Rank((0.0,)), lambda r: (r.arrival_time, hash(r.request_id)), None, counted)
     one, other = make_request("a-1", 30), make_request("b-1", 30)
     for request in (one, other):
         queue.add_request(request)
@@ -161,7 +161,7 @@ def test_the_order_is_that_of_taking_one_after_another(seed: int) -> None:
     rng = random.Random(seed)
     counted = Shares(TakeTurns(), lambda request: request.request_id[0], failed, none_cached)
     ties: dict[str, tuple[float, int]] = {}
-    queue = RankedQueue(lambda r: Rank((float(len(r.prompt_token_ids)),)), lambda r: ties[r.request_id], None, counted)
+    queue = WaitingTable(lambda r: Rank((float(len(r.prompt_token_ids)),)), lambda r: ties[r.request_id], None, counted)
     running: list[Any] = []
     for number in range(60):
         queue.begin_step(float(number))

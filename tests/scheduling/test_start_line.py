@@ -56,6 +56,14 @@ def test_each_system_names_what_its_policies_would_use(system: str, says: tuple[
     assert off(system) == says
 
 
+@pytest.mark.parametrize("by", ["tag", "salt"])
+def test_it_says_that_fairness_by_what_clients_choose_is_none(by: str) -> None:
+    chosen = {"tag": "their tags", "salt": "their cache_salt"}[by]
+    says = (f"fairness towards clients that invent {chosen}: add --ext-share-by key",)
+    assert off("fair", {"sharing": {"by": by}}) == says
+    assert off("fair") == off("fair", {"sharing": {"by": "adapter"}}) == ()
+
+
 @pytest.mark.parametrize("system", systems.known(unserved=True))
 def test_nothing_is_off_where_everything_is_switched_on(system: str) -> None:
     slo = {"slo": {"ttft_ms": 500}}

@@ -53,7 +53,11 @@ def test_free_tokens_are_what_decodes_their_drafts_and_prompts_leave() -> None:
     assert seen(rig).free_tokens < 0, "the rest of a long prompt takes all"
     rig.step(8)
     rig.scheduler.num_spec_tokens = 3
-    assert seen(rig).free_tokens == 64 - 4 * (1 + 3)
+    assert seen(rig).free_tokens == 64 - 4, "nobody drafted"
+    rig.scheduler.running[0].spec_token_ids = [1, 2, 3]
+    assert seen(rig).free_tokens == 64 - 4 - 3
+    rig.scheduler.scheduler_config.long_prefill_token_threshold = 2
+    assert seen(rig).free_tokens == 64 - 4 - 1, "vLLM cuts drafts at its bound on chunks as well"
 
 
 def test_whoever_runs_either_decodes_or_has_a_half_done_prompt() -> None:

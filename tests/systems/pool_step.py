@@ -114,6 +114,9 @@ class PoolStep:
                 name, self._key(request), lambda request=request: request, name in self.aged, name in self.pressing
             )
 
+    def is_waiting(self, req_id: str) -> bool:
+        return any(request.req_id == req_id for request in self.queue)
+
     def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
         for request in self.running[::-1]:
             if self._key(request) <= behind:

@@ -65,24 +65,23 @@ def order(*requests: RequestView, now: float = 100.0) -> list[str]:
 @given(
     prompt=st.integers(1, 4000),
     length=st.integers(1, 2000),
-    priority=st.integers(-2, 2),
     preempted=st.integers(0, 2),
     computed=st.integers(0, 5000),
     now=st.floats(100.0, 3000.0),
 )
 def test_without_objectives_it_ranks_exactly_as_alise(
-    prompt: int, length: int, priority: int, preempted: int, computed: int, now: float
+    prompt: int, length: int, preempted: int, computed: int, now: float
 ) -> None:
     auto, alise = UrgentFirst(), CostOverWait()
     assert auto.ageing == alise.ageing
-    waits = waiting(prompt=prompt, length=length, priority=priority, num_preemptions=preempted)
+    waits = waiting(prompt=prompt, length=length, num_preemptions=preempted)
     ours, theirs = auto.rank(waits, now), alise.rank(waits, now)
     assert (ours.key[1:], ours.cost, ours.presses) == (theirs.key, theirs.cost, False)
-    runs = running(computed=computed, prompt=prompt, priority=priority)
+    runs = running(computed=computed, prompt=prompt)
     ours_running, theirs_running = auto.running_rank(runs, now), alise.running_rank(runs, now)
     assert ours_running.key[1:] == theirs_running.key
     assert ours_running[1:4] == theirs_running[1:4]
-    assert ours_running.key < ours.key, "whatever their priorities: nobody who runs leaves for one who does not press"
+    assert ours_running.key < ours.key, "nobody who runs leaves for one who does not press"
     others = auto.rank(waiting(), now), auto.running_rank(running(), now)
     assert (ours.key[0], ours_running.key[0]) == (others[0].key[0], others[1].key[0])
 
@@ -104,11 +103,9 @@ def test_an_objective_counts_once_it_presses_and_no_more_when_it_is_lost() -> No
     assert order(request, short, now=110.0) == ["short", "slo"]
 
 
-def test_those_who_press_go_by_the_time_left_and_priority_counts_among_them_and_among_the_others() -> None:
+def test_those_who_press_go_by_the_time_left() -> None:
     tight, loose = waiting("tight", slo=Slo(ttft_s=3.0)), waiting("loose", 1, length=1, slo=Slo(ttft_s=4.0))
-    other, first = waiting("other"), waiting("first", 900, priority=-1)
-    assert order(loose, other, tight, first) == ["tight", "loose", "first", "other"]
-    assert order(loose._replace(priority=-1), tight) == ["loose", "tight"]
+    assert order(loose, waiting("other"), tight) == ["tight", "loose", "other"]
 
 
 def test_only_an_objective_that_can_still_be_missed_is_at_stake() -> None:
@@ -180,7 +177,6 @@ def test_for_who_presses_the_least_computed_without_an_objective_leave() -> None
     ("why", "slo", "fields", "now"),
     [
         ("no objective", NO_SLO, {}, 100.0),
-        ("a better priority alone", NO_SLO, {"priority": -5}, 100.0),
         ("does not press yet", Slo(ttft_s=30.0), {}, 100.0),
         ("lost", Slo(ttft_s=1.0), {"prefill_s": 0.5}, 101.0),
         ("missed before", Slo(ttft_s=1.0), {"missed": True}, 100.0),
@@ -194,7 +190,7 @@ def test_nobody_leaves_for_one_whose_objective_does_not_press(
     runs = (running(computed=300, length=400, predicted_remaining_s=9.0),)
     request = waiting("w", 100, length=1, slo=slo, **fields)
     assert select(BypassOrPreempt(), step_of(request, running=runs, free=0, now=now)).admit == [], why
-    pressing = waiting("w", 100, length=1, slo=Slo(ttft_s=1.0), priority=fields.get("priority", 0))
+    pressing = waiting("w", 100, length=1, slo=Slo(ttft_s=1.0))
     assert select(BypassOrPreempt(), step_of(pressing, running=runs, free=0)).preempt == ["r"], "or nothing is shown"
 
 

@@ -70,6 +70,22 @@ def test_one_that_does_not_fit_is_passed_for_two_seconds_and_then_holds_the_othe
     assert select(step, policy) == []
 
 
+def test_clocks_of_who_still_waits_go_on_however_many_were_passed_and_left() -> None:
+    """Of others nobody knows: a queue that turned over in the meantime must not start them anew."""
+    runs = (view("runs", num_computed_tokens=100),)
+    step = PoolStep(queue=(view("large", prompt=16),), running=runs, blocks={"large": 60}, free=50)
+    policy = BoundedBypass()
+    select(step, policy)
+    for turn in range(100):
+        crowd = tuple(view(f"p{turn}-{n}", prompt=16) for n in range(20))
+        blocks = {each.req_id: 60 for each in crowd} | {"large": 60}
+        # The large one is behind so many that none of these steps gets to it.
+        select(PoolStep(queue=(*crowd, *step.queue), running=runs, blocks=blocks, free=50, memo=step.memo), policy)
+    assert len(step.memo["passing.since"]) < 2 * 256
+    step.now, step.queue = 2.1, (*step.queue, view("small", prompt=16))
+    assert select(step, policy) == [], "it was passed for two seconds"
+
+
 def test_no_more_than_so_many_are_passed_in_a_step() -> None:
     waiting = tuple(view(f"r{number}", prompt=16) for number in range(5))
     blocks = {f"r{number}": 60 for number in range(4)} | {"r4": 1}

@@ -1,4 +1,4 @@
-"""Remaining-time levels: the queue of a request by hand, aging, demotion, priority, parameters."""
+"""Remaining-time levels: the queue of a request by hand, aging, demotion, parameters."""
 
 from __future__ import annotations
 
@@ -73,19 +73,13 @@ def test_waits_add_up_over_preemptions_and_promotions_are_kept_while_running() -
     assert POLICY.rank(again, 505.0).level == 0
 
 
-def test_aged_requests_go_first_in_order_of_arrival_whatever_their_length_or_priority() -> None:
+def test_aged_requests_go_first_in_order_of_arrival_whatever_their_length() -> None:
     views = [
         view(0.01, name="short", arrival=95.0, waiting_since=95.0),
-        view(9.0, name="aged2", arrival=20.0, waiting_since=20.0, priority=7),
-        view(0.1, name="aged1", arrival=10.0, waiting_since=10.0, priority=9),
-        view(0.01, name="vip", arrival=99.0, waiting_since=99.0, priority=-9),
+        view(9.0, name="aged2", arrival=20.0, waiting_since=20.0),
+        view(0.1, name="aged1", arrival=10.0, waiting_since=10.0),
     ]
-    assert order(views, 100.0) == ["aged1", "aged2", "vip", "short"]
-
-
-def test_lower_priority_values_go_first_among_those_that_are_not_aged() -> None:
-    views = [view(0.1, name="b", priority=1), view(9.0, name="a", priority=0), view(0.1, name="c", priority=2)]
-    assert order(views, 0.0) == ["a", "b", "c"]
+    assert order(views, 100.0) == ["aged1", "aged2", "short"]
 
 
 @given(
@@ -94,16 +88,15 @@ def test_lower_priority_values_go_first_among_those_that_are_not_aged() -> None:
     levels=st.integers(1, 8),
     age_limit=st.floats(0.01, 100),
     waited=st.floats(0, 50),
-    priority=st.integers(-5, 5),
 )
 def test_past_the_documented_bound_nobody_younger_goes_first(
-    remaining: float, demotions: int, levels: int, age_limit: float, waited: float, priority: int
+    remaining: float, demotions: int, levels: int, age_limit: float, waited: float
 ) -> None:
     policy = RemainingTimeLevels(num_levels=levels, age_limit_s=age_limit)
-    old = view(remaining, name="old", waiting_since=waited, num_demotions=demotions, priority=priority)
+    old = view(remaining, name="old", waiting_since=waited, num_demotions=demotions)
     now = policy.max_wait_behind_younger_s * (1 + 1e-9) + 1e-9
     old = old._replace(waiting_since=now, waited_s=now)
-    young = view(0.0, name="young", arrival=now, waiting_since=now, priority=-9)
+    young = view(0.0, name="young", arrival=now, waiting_since=now)
     assert order([young, old], now, policy) == ["old", "young"]
 
 
@@ -142,7 +135,7 @@ def test_shuffled_requests_get_the_same_order() -> None:
 
 
 def test_arrival_leaves_everything_to_the_ties() -> None:
-    assert Arrival().rank(view(5.0, priority=3), 1.0) == Arrival().rank(view(0.1), 2.0)
+    assert Arrival().rank(view(5.0), 1.0) == Arrival().rank(view(0.1), 2.0)
     assert Arrival().rank(view(), 0.0).until_s == math.inf
 
 
@@ -190,4 +183,4 @@ def test_what_ages_and_what_is_outlived() -> None:
     waits, runs = view(waiting_since=100.0, waited_s=3.0), view(num_output_tokens=5, predicted_output_tokens=8)
     assert (ages_at(waits, 10.0), ages_at(runs, 10.0)) == (107.0, math.inf)
     assert (outlived_at(waits), outlived_at(runs), outlived_at(runs._replace(max_tokens=9))) == (1.0, math.inf, 8.0)
-    assert AGED_RANK.key < POLICY.rank(view(0.0, priority=0), 0.0).key
+    assert AGED_RANK.key < POLICY.rank(view(0.0), 0.0).key

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from vllm_ext.contract import Candidate, Demand, KvDisposition, PreemptionCost, RequestView
@@ -122,20 +120,3 @@ def test_who_joined_in_this_step_is_counted_and_who_leaves_in_it_is_not_named() 
     room = room_of(step)
     Preemptive(priced=False).select(step, room)
     assert (room.preempt, EstimatedWait().leaving_soon(step, room)) == (["r9"], ())
-
-
-@pytest.mark.parametrize(
-    ("stay_s", "recompute_s", "disposition"),
-    [
-        (0.4, 9.0, KvDisposition.DEVICE_INT8),  # against 0.5 s of copies
-        (0.5, 9.0, KvDisposition.SWAP),
-        (0.4, 0.3, KvDisposition.RECOMPUTE),
-        (math.inf, 9.0, KvDisposition.SWAP),  # no room in the arena
-    ],
-)
-def test_kv_stays_on_the_device_in_8_bits_where_that_is_cheapest(
-    stay_s: float, recompute_s: float, disposition: KvDisposition
-) -> None:
-    cost = PreemptionCost(wait_s=2.0, out_s=0.3, back_s=0.2, stay_s=stay_s)
-    assert EstimatedWait().on_preempt(victim(recompute_s), cost) is disposition
-    assert EstimatedWait(choose="swap").on_preempt(victim(recompute_s), cost) is KvDisposition.SWAP, "as published"

@@ -79,16 +79,27 @@ def test_order_is_by_time_left_and_ends_with_those_who_run() -> None:
 
 def test_a_lost_request_goes_last_when_it_is_lost() -> None:
     """1 s less the 0.2 s of its prompt and a mean step of 0.04 s."""
-    order = SloSlack()
+    order = SloSlack(press_steps=0)
     request = waiting(slo=Slo(ttft_s=1.0), prefill_s=0.2)
     rank = order.rank(request, 100.1)
     assert rank.until_s == pytest.approx(100.76, abs=1e-6)
-    assert SloSlack(lost_steps=0).rank(request, 100.1).until_s == pytest.approx(100.8, abs=1e-6)
+    assert SloSlack(lost_steps=0, press_steps=0).rank(request, 100.1).until_s == pytest.approx(100.8, abs=1e-6)
     lost = order.rank(request, rank.until_s)
     assert (lost.level, lost.key > rank.key) == (RELEGATED, True)
     assert order.rank(waiting(arrived=200.0, slo=Slo(ttft_s=60.0)), 200.0).key < lost.key
     kept = SloSlack(relegate=False).rank(request, 105.0)
     assert kept.level != RELEGATED
+
+
+def test_a_request_presses_some_long_steps_before_it_must_run_and_no_more_when_it_is_lost() -> None:
+    order, request = SloSlack(press_steps=4.0), waiting(slo=Slo(ttft_s=1.0), prefill_s=0.2)
+    early = order.rank(request, 100.1)
+    assert not early.presses
+    pressing = order.rank(request, early.until_s)
+    assert pressing.presses
+    assert pressing.key == early.key, "the order is that of the time left all along"
+    assert not order.rank(request, pressing.until_s).presses
+    assert SloSlack(press_steps=8.0).rank(request, 100.1).until_s < early.until_s
 
 
 def test_who_begins_to_answer_is_asked_again_once() -> None:

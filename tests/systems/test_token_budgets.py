@@ -168,7 +168,8 @@ def test_accelgens_budget_is_equation_6() -> None:
     step.objectives_s = ()
     assert SloPivotBudget().split(step).tokens == 1440, "the reading speed, where nobody has an objective"
     step.objectives_s = (1e-4,)
-    assert SloPivotBudget().split(step).tokens == 11, "a token for everybody who decodes, and one more"
+    assert SloPivotBudget().split(step).tokens == 10 + 64, "a token for everybody who decodes, and some for a prompt"
+    assert SloPivotBudget(fitted=False, min_prefill_tokens=1).split(step).tokens == 10 + 1, "as published"
 
 
 def test_as_published_the_tightest_ttft_objective_bounds_accelgens_budget_too() -> None:

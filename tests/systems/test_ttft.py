@@ -62,7 +62,7 @@ def test_who_was_preempted_competes_for_15_s_and_then_goes_before_all_others() -
     rank = order.rank(out, 101.0)
     assert rank.cost > 0
     assert rank.until_s == 115.0
-    assert order.rank(out, 115.0) == Rank((0, RETURNING), level=0)
+    assert order.rank(out, 115.0) == Rank((RETURNING,), level=0)
     assert order.rank(out, 115.0).key < order.rank(view(), 115.0).key
 
 

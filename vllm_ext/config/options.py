@@ -95,7 +95,7 @@ class ExtConfig(Options):
             key="by",
             type=str,
             metavar="WHAT",
-            help="What tells clients apart where they take turns (fair): tag (the default), salt, adapter, or key",
+            help="What tells clients apart where they take turns (fair): key (the default), tag, salt or adapter",
         ),
     ] = Field(default_factory=dict)
     """Parameters of the policy by which clients take turns; checked when the system is built."""

@@ -73,12 +73,23 @@ class Policy:
 
 
 class Ordering(Policy, ABC):
-    """Who first?"""
+    """Who first? Under ``--scheduling-policy priority``, among requests of one priority."""
 
     @property
     def ageing(self) -> Ageing | None:
         """How waiting counts against the cost of a rank; None: it does not, and no rank has a cost."""
         return None
+
+    def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:
+        """Return what ranks are made of that changes for all requests at once; none of it is below 0.
+
+        When one of these numbers has changed by a quarter, waiting requests are ranked again, little by little.
+
+        Args:
+            decode_s: Time in which a typical request decodes 100 tokens.
+            prefill_s: Time in which a prompt of 1,000 tokens is computed.
+        """
+        return (decode_s, prefill_s)
 
     @abstractmethod
     def rank(self, request: RequestView, now: float) -> Rank:
@@ -99,6 +110,11 @@ class Sharing(Policy, ABC):
     def divides(self) -> bool:
         """Whether there are turns at all."""
         return True
+
+    @property
+    def chosen_by_clients(self) -> str:
+        """What tells clients apart, if they choose it themselves, in words: a server says so when it starts."""
+        return ""
 
     @property
     def prices(self) -> tuple[float, float]:

@@ -14,8 +14,6 @@ class KvDisposition(enum.Enum):
     """It stays in its blocks until others need them, and is not copied: its request is expected back before."""
     SWAP = "swap"
     """It is copied to host memory."""
-    DEVICE_INT8 = "device-int8"
-    """It stays on the device in 8 bits: its blocks move into records when others need them."""
     RECOMPUTE = "recompute"
     """It is given up: to copy it takes longer than to compute it again."""
 
@@ -31,5 +29,3 @@ class PreemptionCost(NamedTuple):
     """To copy its KV to host memory; without a tier, for ever."""
     back_s: float = math.inf
     """To copy it back."""
-    stay_s: float = math.inf
-    """For it to stay on the device in 8 bits, moves and slower attention together; without room there, for ever."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from vllm_ext.contract.request import RequestView
 
-SEATS, TOKENS, BLOCKS = "seats", "tokens", "blocks"
+SEATS, TOKENS, BLOCKS, ADAPTERS = "seats", "tokens", "blocks", "adapters"
 """Why somebody does not fit, gates aside."""
 
 
@@ -38,6 +39,8 @@ class Candidate:
     """Whether only older ones go before it: nobody may pass it."""
     presses: bool = False
     """Whether it must run soon to keep an objective: others may leave for it, and it holds nobody up."""
+    adapter: int = 0
+    """Number of its LoRA adapter; 0: none."""
     _seen: RequestView | None = None
 
     @property
@@ -82,6 +85,25 @@ class Gate(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class AdapterPlaces:
+    """The LoRA adapters of a step: vLLM passes over whoever would need one more than it has places for."""
+
+    used: set[int] = field(default_factory=set)
+    """Numbers of those that have a place."""
+    most: float = math.inf
+    """Places (vLLM's ``--max-loras``)."""
+
+    def fits(self, adapter: int) -> bool:
+        """Say whether a request with this adapter could join; 0: it has none."""
+        return not adapter or adapter in self.used or len(self.used) < self.most
+
+    def take(self, adapter: int) -> None:
+        """Note that a request with this adapter joins."""
+        if adapter:
+            self.used.add(adapter)
+
+
 @dataclass(slots=True, kw_only=True)
 class Room:
     """What a step has left. A selector asks `fits` and says `take`, and counts nothing itself."""
@@ -92,6 +114,10 @@ class Room:
     """Of the step's budget, less what runs takes, drafts included, and what has loaded."""
     blocks: int
     """Free KV blocks, less vLLM's watermark."""
+    inputs: float = math.inf
+    """Slots of the model's input that are left, of which each request takes ``draft_slots`` besides its tokens."""
+    draft_slots: int = 0
+    """What some drafters need."""
     chunk: int | None = None
     """Most tokens that one prompt gets in a step (vLLM's ``--long-prefill-token-threshold``); None: no bound."""
     idle: bool
@@ -101,13 +127,16 @@ class Room:
     prefix cache."""
     taken: Callable[[Candidate, int], None]
     """Told who joins and how many tokens it gets: what it caches in this step, others share."""
+    adapters: AdapterPlaces = field(default_factory=AdapterPlaces)
+    """LoRA adapters that have a place."""
     gates: tuple[Gate, ...] = ()
     admit: list[str] = field(default_factory=list)
     """Who joins, by id, in order."""
     preempt: list[str] = field(default_factory=list)
     """Who leaves, by id."""
     why: dict[str, str] = field(default_factory=dict)
-    """Why a request that was looked at does not join: ``seats``, ``tokens``, ``blocks``, or the gate's name."""
+    """Why a request that was looked at does not join: ``seats``, ``tokens``, ``blocks``, ``adapters``, or the gate's
+    name."""
     _priced: dict[str, Demand] = field(default_factory=dict)
     _first: str | None = None
 
@@ -121,7 +150,7 @@ class Room:
         """What nobody could join for, unless somebody leaves: as in `why`; None if there is some of all."""
         if self.idle and not self.admit:
             return None
-        for name, left in ((SEATS, self.seats), (TOKENS, self.tokens), (BLOCKS, self.blocks)):
+        for name, left in ((SEATS, self.seats), (TOKENS, self._most()), (BLOCKS, self.blocks)):
             if left < 1:
                 return name
         return next((gate.name for gate in self.gates if gate.closed), None)
@@ -151,24 +180,30 @@ class Room:
         granted = max(0, min(demand.tokens, self._most()))
         self.seats += len(leaving) - (not demand.loads)
         self.tokens -= granted
+        self.inputs -= 0 if demand.loads else granted + self.draft_slots
         self.blocks += sum(victim.blocks for victim in leaving) - demand.blocks
         for gate in self.gates:
             gate.take(candidate, demand, leaving)
         self.admit.append(candidate.req_id)
         self.preempt += [victim.request.req_id for victim in leaving]
         self.why.pop(candidate.req_id, None)
+        self.adapters.take(candidate.adapter)
         self.taken(candidate, granted)
         self._priced.clear()
 
     def _most(self) -> int:
         """Most tokens that the next one gets."""
+        if self.draft_slots:
+            return int(min(self.tokens, self.inputs - self.draft_slots, self.chunk or math.inf))
         return self.tokens if self.chunk is None else min(self.tokens, self.chunk)
 
     def _short_of(self, candidate: Candidate, leaving: Sequence[Victim]) -> str | None:
         if self.seats + len(leaving) < 1:
             return SEATS
-        if self.tokens < 1:
+        if self._most() < 1:
             return TOKENS  # vLLM looks at nobody in a step without tokens, even to begin a load
+        if not self.adapters.fits(candidate.adapter):
+            return ADAPTERS
         demand = self.demand(candidate)
         if demand.blocks > self.blocks + sum(victim.blocks for victim in leaving):
             return BLOCKS

@@ -118,7 +118,7 @@ class Step(Protocol):
 
     @property
     def decode_tokens(self) -> int:
-        """Tokens that the step takes for those who decode: one each, and drafts to verify if anything speculates."""
+        """Tokens that the step takes for those who decode: one each, and the drafts to verify that there are."""
         ...
 
     @property
@@ -159,6 +159,8 @@ class Step(Protocol):
     def tbt_s(self, default_s: float) -> float:
         """Return the smallest TBT objective of the running requests, in seconds; nobody's loosens another's.
 
+        One that the step's decodes break by themselves is lost, and counts as if it had not been named.
+
         Args:
             default_s: Objective of those that name none; inf if they have none. Cost: a pass over those who do.
         """
@@ -188,6 +190,10 @@ class Step(Protocol):
         """Waiting requests that could join now, best rank first; 32 at most."""
         ...
 
+    def is_waiting(self, req_id: str) -> bool:
+        """Say whether a request waits, for whatever reason."""
+        ...
+
     def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
         """Running requests, worst rank first, asked for their ranks again; nobody while blocks come back.
 
@@ -215,13 +221,19 @@ class Split:
     """Tokens of the whole step; None leaves vLLM's setting, 0 makes an empty step."""
     prefill: bool = True
     """False: no prefill tokens in this step, as long as something decodes."""
+    chunk: int | None = None
+    """Most tokens that each running prompt gets, so that something is left for those who join; None: what there is."""
     apart: bool = False
     """True: whoever decodes sits this step out if anybody prefills or joins in it."""
 
     def __post_init__(self) -> None:
         # vLLM would carry a fraction on to its model runner.
-        if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
-            raise TypeError(f"tokens={self.tokens!r}: must be a whole number of tokens, or None")
+        for name in ("tokens", "chunk"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name}={value!r}: must be a whole number of tokens, or None")
+        if self.chunk is not None and self.chunk < 0:
+            raise ValueError(f"chunk={self.chunk!r}: must be at least 0")
 
     def budget(self, most: int) -> int:
         """Return the tokens of the step, where vLLM is configured for at most so many."""
@@ -237,6 +249,9 @@ class StepPlan:
     """Waiting requests that may join, by id: exactly these, in this order. None leaves it to vLLM's own rule."""
     preempt: tuple[str, ...] = ()
     """Running requests to preempt, by id; a plan that preempts must name who is admitted."""
+    ask: tuple[str, ...] = ()
+    """Waiting requests, by id, of which a connector could not tell yet what KV it has: asked again, each before those
+    admitted who rank behind it, and nobody's room is kept for them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.split, Split):

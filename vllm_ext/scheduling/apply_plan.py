@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling
+from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling, tokens_left
 from vllm_ext.scheduling.step import LOOK_AHEAD
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import StepPlan
-    from vllm_ext.scheduling.ranked_queue import RankedQueue
+    from vllm_ext.scheduling.waiting_table import WaitingTable
 
 
 @contextmanager
 def applied(
     engine: EngineState,
-    queue: RankedQueue,
+    queue: WaitingTable,
     plan: StepPlan,
     preempt: Callable[[Request], None],
     *,
@@ -46,7 +46,8 @@ def applied(
         if request is not None and request in engine.running:
             preempt(request)
     if plan.admit is not None:
-        queue.offer([engine.requests[req_id] for req_id in plan.admit if req_id in engine.requests])
+        admitted, asked = ([engine.requests[i] for i in ids if i in engine.requests] for ids in (plan.admit, plan.ask))
+        queue.offer(admitted, asked)
     prompts_wait = throttled and not engine.prefill_capacity_bound
     if split.apart and not prompts_wait and (plan.admit or prefilling(engine)):
         _sit_out(engine)
@@ -55,12 +56,14 @@ def applied(
         engine.max_num_scheduled_tokens = split.budget(tokens)
         if not split.prefill:
             engine.prefill_capacity_bound = False
+        engine.cap_chunks(split.chunk)
         yield
     finally:
+        engine.cap_chunks(None)
         engine.max_num_scheduled_tokens = tokens
         if not split.prefill:
             engine.prefill_capacity_bound = bound
-        queue.offer(None)
+        queue.end_step()
 
 
 def _sit_out(engine: EngineState) -> None:
@@ -71,7 +74,7 @@ def _sit_out(engine: EngineState) -> None:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, engine.current_step + 2)
 
 
-def stalled(engine: EngineState, queue: RankedQueue, plan: StepPlan, output: SchedulerOutput) -> bool:
+def stalled(engine: EngineState, queue: WaitingTable, plan: StepPlan, output: SchedulerOutput) -> bool:
     """Return whether the step just scheduled is empty although without its plan something might have run.
 
     Steps of async scheduling in which every request merely awaits its last output are empty by nature and don't count,
@@ -82,14 +85,5 @@ def stalled(engine: EngineState, queue: RankedQueue, plan: StepPlan, output: Sch
     if loading(engine):
         return False
     if engine.running:
-        return any(_has_work(request) for request in engine.running)
+        return any(map(tokens_left, engine.running))
     return any(could_join(request) for request in queue.best(LOOK_AHEAD))
-
-
-def _has_work(request: Request) -> bool:
-    """Whether tokens of a running request are left to schedule; vLLM takes no step beyond the client's bound."""
-    in_flight: int = request.num_output_placeholders
-    computed: int = request.num_computed_tokens
-    if in_flight and computed + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
-        return False
-    return bool(request.num_tokens_with_spec + in_flight > computed)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_ext.contract.room import AdapterPlaces
+
 if TYPE_CHECKING:
     from vllm_ext.kv.device.records import Records
     from vllm_ext.scheduling.device_place import DevicePlace
@@ -33,6 +35,7 @@ class EngineState(Protocol):
     adaptive_long_prefill_threshold: bool
     finished_recving_kv_req_ids: set[str]
     scheduler_config: Any
+    vllm_config: Any
     lora_config: Any
     kv_cache_config: Any
     kv_cache_manager: Any
@@ -45,6 +48,10 @@ class EngineState(Protocol):
     @property
     def deferred_frees(self) -> Any:
         """Blocks of preempted requests that are still read by steps under way."""
+        ...
+
+    def cap_chunks(self, tokens: int | None) -> None:
+        """Ours: give no running prompt more than so many tokens in the next steps; None: there is no bound."""
         ...
 
     def _inflight_prefill_reserved_blocks(self) -> int: ...
@@ -62,6 +69,24 @@ def largest_chunk(engine: EngineState) -> int | None:
     return threshold
 
 
+def draft_slots(engine: EngineState) -> int:
+    """Return the slots of the model's input that vLLM keeps for the drafts of each request of a step."""
+    speculative = engine.vllm_config.speculative_config
+    return 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
+
+
+def tokens_left(request: Request) -> int:
+    """Return the tokens of a running request that vLLM would schedule, drafts to verify included.
+
+    It takes no step beyond the client's bound, which those that are under way may have reached.
+    """
+    in_flight: int = request.num_output_placeholders
+    computed: int = request.num_computed_tokens
+    if in_flight and computed + 2 - in_flight >= request.num_prompt_tokens + request.max_tokens:
+        return 0
+    return max(0, int(request.num_tokens_with_spec) + in_flight - computed)
+
+
 def loading(engine: EngineState) -> list[Request]:
     """Return the requests that load KV, or have loaded it and start before all others."""
     return [request for request in engine.kv_holding_waiting if request.status != _STREAMING]
@@ -76,6 +101,19 @@ def loaded(engine: EngineState) -> list[Request]:
 def prefilling(engine: EngineState) -> list[Request]:
     """Return the running requests with a part of their prompt still to compute."""
     return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]
+
+
+def adapter_of(request: Request) -> int:
+    """Return the number of a request's LoRA adapter; 0: it has none."""
+    return 0 if request.lora_request is None else int(request.lora_request.lora_int_id)
+
+
+def adapter_places(engine: EngineState) -> AdapterPlaces | None:
+    """Return the LoRA adapters of who runs, or has loaded and starts before all others; None where there are none."""
+    if not engine.lora_config:
+        return None
+    used = {adapter_of(request) for request in (*engine.running, *loaded(engine))} - {0}
+    return AdapterPlaces(used, int(engine.lora_config.max_loras))
 
 
 def awaits_grammar(request: Request) -> bool:

@@ -45,6 +45,8 @@ class GapScheduler(AsyncScheduler):
     """
 
     clock: Callable[[], float]
+    _has_gaps = False
+    _chunk_cap: int | None = None
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Take vLLM's arguments."""
@@ -96,14 +98,36 @@ class GapScheduler(AsyncScheduler):
         return blocks, num_tokens, boundary, diverged
 
     def _mind_gaps(self, anybody: bool) -> None:
-        """Ask for the size of pieces only while somebody has gaps: vLLM does for each request in each step."""
-        if anybody:
+        self._has_gaps = anybody
+        self._have_the_last_word()
+
+    def cap_chunks(self, tokens: int | None) -> None:
+        """Give no running prompt more than so many tokens in the next steps; None: there is no bound."""
+        if tokens != self._chunk_cap:
+            self._chunk_cap = tokens
+            self._have_the_last_word()
+
+    def _have_the_last_word(self) -> None:
+        """Be asked for the size of pieces only while that matters: vLLM asks for each request in each step."""
+        if self._has_gaps:
             setattr(self, _LAST_WORD, self._up_to_a_gap)
+        elif self._chunk_cap is not None:
+            setattr(self, _LAST_WORD, self._within_the_cap)
         else:
-            delattr(self, _LAST_WORD)
+            self.__dict__.pop(_LAST_WORD, None)
+
+    def _within_the_cap(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        # With Mamba layers vLLM has aligned the piece to blocks already.
+        if (
+            self._chunk_cap is not None
+            and request in self._inflight_prefills
+            and not self.need_mamba_block_aligned_split
+        ):
+            num_new_tokens = min(num_new_tokens, self._chunk_cap)
+        return int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
 
     def _up_to_a_gap(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        num_tokens = self._within_the_cap(request, num_computed_tokens, num_new_tokens)
         if self._in_phases and self.gaps is not None:
             return self.gaps.room(request.request_id, num_computed_tokens, num_tokens)
         if request.status is not RequestStatus.RUNNING and self._rows_left(request.request_id) < 0:

@@ -6,7 +6,6 @@ came of the estimates is kept for the metrics.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from vllm_ext.contract import KvDisposition, PreemptionCost, RequestView, Room, Victim
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from vllm_ext.scheduling.engine_state import EngineState
     from vllm_ext.scheduling.ledger import Job, Ledger
     from vllm_ext.scheduling.observer import Observer
-    from vllm_ext.scheduling.ranked_queue import RankedQueue
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.step import EngineStep
+    from vllm_ext.scheduling.waiting_table import WaitingTable
 
 
 class KvSwapper:
@@ -37,7 +36,7 @@ class KvSwapper:
         rank: Asks for the rank of a request; likewise.
     """
 
-    queue: RankedQueue | None = None
+    queue: WaitingTable | None = None
     order: RunningOrder | None = None
     rank: Callable[[RequestView], Rank] | None = None
 
@@ -79,10 +78,7 @@ class KvSwapper:
         self._observer.parted(disposition.value)
         job.expected_wait_s = cost.wait_s
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        if disposition is KvDisposition.DEVICE_INT8:
-            job.kept_tokens = computed
-        else:
-            job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(disposition) else 0
+        job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(disposition) else 0
 
     def priced(self, victim: RequestView, blocks: int) -> Victim:
         """Return what the preemption of a running request would cost it, and everybody else.
@@ -119,7 +115,6 @@ class KvSwapper:
             reuse_s=self._reuse_s(),
             out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
             back_s=prices.load_s(computed),
-            stay_s=math.inf if (place := self._engine.place) is None else place.stay_s(view),
         )
 
     def _wait_s(self, job: Job, view: RequestView) -> float:

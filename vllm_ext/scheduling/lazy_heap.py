@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-COMPACT_ABOVE = 64
+_LEFT_ALONE = 64
 """Superseded entries that are left alone, however few others there are."""
-_SEEN, _KEPT = 64, 64
-"""Superseded entries that looks may meet before they are dropped, and live ones among which that is done."""
+_KEPT = 64
+"""Live entries among which superseded ones are dropped that looks met often."""
 
 T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class LazyHeap(Generic[T]):
-    """Entries in ascending order, looked at without changing the heap."""
+    """Entries in ascending order, looked at without changing the heap. It grows to twice its live entries at most."""
 
     def __init__(self, live: Callable[[T], bool]) -> None:
         """Start empty.
@@ -25,14 +25,19 @@ class LazyHeap(Generic[T]):
         """
         self._live = live
         self._heap: list[T] = []
-        self._met = 0
+        self._most = self._met = 0
 
     def __len__(self) -> int:
+        """Entries held, superseded ones included."""
         return len(self._heap)
 
     def push(self, entry: T) -> None:
         """Add an entry."""
         heapq.heappush(self._heap, entry)
+        if len(self._heap) > self._most + _LEFT_ALONE:
+            self._heap = list(filter(self._live, self._heap))
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap)
 
     def first(self) -> T | None:
         """Return the least entry that counts; those before it are dropped."""
@@ -43,11 +48,17 @@ class LazyHeap(Generic[T]):
             heapq.heappop(heap)
         return None
 
+    def pop_until(self, most: float) -> Iterator[T]:
+        """Take out, one by one, the entries that count and begin with ``most`` or less."""
+        while (first := self.first()) is not None and first[0] <= most:
+            yield heapq.heappop(self._heap)
+
     def ascending(self) -> Iterator[T]:
-        """Yield the entries that count in order, without changing the heap.
+        """Yield the entries that count in order; the heap must not change meanwhile.
 
         A child never goes before its parent, so the next one is always a child of one that was already yielded.
         """
+        self._tidy()
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []
         while frontier:
@@ -60,24 +71,20 @@ class LazyHeap(Generic[T]):
                 if child < len(heap):
                     heapq.heappush(frontier, (heap[child], child))
 
-    def tidy(self) -> None:
+    def _tidy(self) -> None:
         """Drop superseded entries among the first, if looks have met many."""
-        if self._met <= _SEEN:
+        if self._met <= _LEFT_ALONE:
             return
         self._met = 0
+        heap = self._heap.copy()  # another look at what is here may not be over
         kept: list[T] = []
-        while self._heap and len(kept) < _KEPT:
-            entry = heapq.heappop(self._heap)
+        while heap and len(kept) < _KEPT:
+            entry = heapq.heappop(heap)
             if self._live(entry):
                 kept.append(entry)
         for entry in kept:
-            heapq.heappush(self._heap, entry)
-
-    def compact(self, most: int, entries: Callable[[], Iterable[T]]) -> None:
-        """Start again from ``entries`` if there are more than twice as many as the ``most`` that can count."""
-        if len(self._heap) > 2 * most + COMPACT_ABOVE:
-            self._heap = list(entries())
-            heapq.heapify(self._heap)
+            heapq.heappush(heap, entry)
+        self._heap = heap
 
     def clear(self) -> None:
         """Drop all."""

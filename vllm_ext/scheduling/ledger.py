@@ -130,6 +130,7 @@ class Ledger:
         problem = None
         try:
             hints = from_extra_args(extra_args, request.session_id)
+            self._slo.check(hints)
         except HintError as error:
             hints, problem = NO_HINTS, error
         self._count += 1

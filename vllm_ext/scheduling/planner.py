@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
 from vllm_ext.scheduling.demand import Fronts, Prices
-from vllm_ext.scheduling.engine_state import EngineState, largest_chunk, loaded, loading
+from vllm_ext.scheduling.engine_state import EngineState, draft_slots, largest_chunk, loaded, loading
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
 
-    from vllm_ext.contract import Admission, Budget, GatePolicy
+    from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering
     from vllm_ext.scheduling.kv_swapper import KvSwapper
     from vllm_ext.scheduling.ledger import Ledger
-    from vllm_ext.scheduling.ranked_queue import RankedQueue
     from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.scheduling.waiting_table import WaitingTable
 
 _LOOKED_AFTER_STEPS = 64
 _TYPICAL_TOKENS = 512
 """Length of the sequences of a full batch, where it only matters of which order its step is."""
+_ASKED_BESIDE = 4
+"""Requests of a step that a connector is asked for although nothing is left for them."""
 _CHANGED = 1.25
 """Times by which the price of a step must have changed since ranks were made of it."""
 
@@ -42,11 +45,12 @@ class Planner:
         engine: EngineState,
         system: str,
         *,
+        ordering: Ordering,
         admission: Admission,
         gates: Sequence[GatePolicy],
         budget: Budget,
         ledger: Ledger,
-        queue: RankedQueue,
+        queue: WaitingTable,
         order: RunningOrder,
         fronts: Fronts,
         rng: np.random.Generator,
@@ -56,17 +60,12 @@ class Planner:
         Raises:
             ValueError: the system can't work with this engine.
         """
-        if engine.scheduler_config.policy != "fcfs":
-            raise ValueError(
-                f"scheduling_policy={engine.scheduler_config.policy!r}: {system} chooses order and victims itself and "
-                "honours priority; leave --scheduling-policy out"
-            )
         if admission.preempts and not fronts.probe.full_attention:
             raise ValueError(
                 f"{system} with preemption counts KV blocks, which is exact for full attention only; this model has "
                 "sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
             )
-        self._engine, self._ledger = engine, ledger
+        self._engine, self._ledger, self._ordering = engine, ledger, ordering
         self._admission, self._gates, self._budget = admission, gates, budget
         self._queue, self._order, self._fronts, self._rng = queue, order, fronts, rng
         self.memo: dict[str, Any] = {}
@@ -75,6 +74,7 @@ class Planner:
         self._free_to_vllm = admission.is_vllms and not gates and queue.shares is None
         self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
+        self._ranked_at = ordering.prices(*self._priced_at)
         self._measure_server()
 
     def plan(self, now: float) -> StepPlan:
@@ -114,11 +114,38 @@ class Planner:
         if not self._free_to_vllm or split.apart:
             room.gates = tuple(policy.gate(step) for policy in self._gates)
             self._admission.select(step, room)
-            plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt))
+            ask = self._ask_again(step, room)
+            plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
             self.why = room.why or self._head_lacks(room)
         if self.swapper is not None:
             self.swapper.look_ahead(step, room)
         return plan
+
+    def _ask_again(self, step: EngineStep, room: Room) -> tuple[str, ...]:
+        """Take those that vLLM passed over into what the others left, and return who is asked for beside that.
+
+        A connector may tell by now what KV it has of them, so that they join, or not: room that was kept for them would
+        be lost to the others. They pass nobody who was refused. Of those for whom nothing is left a few are asked all
+        the same, if they rank before somebody who joins: or they would wait as long as there are others.
+        """
+        candidates = list(step.undecided())
+        if not candidates:
+            return ()
+        refused = min(self._keys(room.why), default=(math.inf,))
+        last = max(self._keys(room.admit), default=())
+        ask: list[str] = []
+        for candidate in candidates:
+            if candidate.key > refused:
+                continue
+            if room.fits(candidate):
+                room.take(candidate)
+            elif len(ask) < _ASKED_BESIDE and candidate.key < last:
+                ask.append(candidate.req_id)
+        return tuple(ask)
+
+    def _keys(self, req_ids: Iterable[str]) -> Iterator[tuple[float, ...]]:
+        known = (self._engine.requests.get(req_id) for req_id in req_ids)
+        return (self._queue.key(request) for request in known if request is not None and request in self._queue)
 
     def _head_lacks(self, room: Room) -> dict[str, str]:
         """Return what the head of the queue waits for where nobody needed to be looked at."""
@@ -132,12 +159,18 @@ class Planner:
         prices = Prices(engine, self._fronts, step.pool)
         under_way = loading(engine)
         # As upstream has it, a load between steps takes its seat when its KV has come.
+        drafts = draft_slots(engine)
         seated = step.num_running + len(engine.kv_holding_waiting) - len(under_way) + len(loaded(engine))
         return Room(
             seats=engine.max_num_active_reqs - seated,
             tokens=step.free_tokens,
             chunk=largest_chunk(engine),
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
+            inputs=engine.scheduler_config.max_num_batched_tokens
+            - (step.token_budget - step.free_tokens)
+            - drafts * (step.num_running + len(loaded(engine))),
+            draft_slots=drafts,
+            adapters=self._queue.adapters,
             idle=not step.num_running and not under_way,
             price=prices.price,
             taken=prices.joins,
@@ -152,17 +185,19 @@ class Planner:
         return victim if place is None else place.priced(victim)
 
     def _follow_prices(self) -> None:
-        """Ask for all ranks again once steps have turned out to take much longer than thought, or less."""
+        """Have requests ranked again once steps take much longer than when that was done, or less, if it matters."""
         if self._engine.current_step % _LOOKED_AFTER_STEPS:
             return
-        price = self._step_price()
-        for now, then in zip(price, self._priced_at, strict=True):
-            if not then / _CHANGED <= now <= then * _CHANGED:
-                self._priced_at = price
-                self._measure_server()
-                self._queue.rerank_all()
-                self._order.rerank_all()
-                return
+        prices = self._step_price()
+        if not _differ(prices, self._priced_at):
+            return
+        self._priced_at = prices
+        self._measure_server()
+        ranked_at = self._ordering.prices(*prices)
+        if _differ(ranked_at, self._ranked_at):
+            self._ranked_at = ranked_at
+            self._queue.prices_changed()
+            self._order.rerank_all()
 
     def _measure_server(self) -> None:
         """Tell the ledger what requests take their share of: seats, KV, and steps of a batch that fills both."""
@@ -176,3 +211,7 @@ class Planner:
     def _step_price(self) -> tuple[float, float]:
         runtime = self._ledger.runtime
         return runtime.decode_s(100, 1000), runtime.prefill_s(1000)
+
+
+def _differ(prices: Sequence[float], others: Sequence[float]) -> bool:
+    return any(not then / _CHANGED <= now <= then * _CHANGED for now, then in zip(prices, others, strict=True))

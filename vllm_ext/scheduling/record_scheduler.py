@@ -53,8 +53,6 @@ class RecordScheduler(GapScheduler):
         self._manager = manager
         self.records = manager.records = Records(self.kv_cache_manager.block_pool, geometry)
         self.records.spare_blocks = self._spare_blocks
-        if (tier := getattr(self.connector, "tier", None)) is not None:
-            tier.copy_records(self.records)
         self._geometry, spec = geometry, kv_cache_config.kv_cache_groups[0].kv_cache_spec
         on_cpu, unpacks = current_platform.is_cpu(), self._unpacks
         self.price_records(measured(geometry, spec.block_size, spec.dtype, on_cpu=on_cpu, unpacks=unpacks))
@@ -124,11 +122,12 @@ class RecordScheduler(GapScheduler):
         super()._preempt_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset vLLM's prefix cache, and forget what was kept for preempted requests."""
-        result = bool(super().reset_prefix_cache(*args, **kwargs))
-        if self.records is not None:
-            self.records.forget_all()
-        return result
+        """Reset vLLM's prefix cache, and forget what was kept for preempted requests, also where vLLM's reset fails."""
+        try:
+            return bool(super().reset_prefix_cache(*args, **kwargs))
+        finally:
+            if self.records is not None:
+                self.records.forget_all()
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.records is not None:

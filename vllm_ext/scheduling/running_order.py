@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ext.scheduling.deadlines import Deadlines
+from vllm_ext.scheduling.lazy_heap import LazyHeap
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -68,8 +68,8 @@ class RunningOrder:
         self.keys: dict[Request, Key] = {}
         self._ranked: dict[Request, _Ranked] = {}
         self._counter = 0
-        self._by_time = Deadlines(self._in_force)
-        self._by_step = Deadlines(self._in_force)
+        self._by_time: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._in_force)
+        self._by_step: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._in_force)
         self._stale: deque[Request] = deque()
         self._tbt_s: dict[Request, float] = {}  # TBT objectives of those who have one
 
@@ -83,10 +83,18 @@ class RunningOrder:
             for structure in (self._by_time, self._by_step, self._stale):
                 structure.clear()
 
-    def tbt_s(self, default_s: float) -> float:
-        """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
-        named = self._tbt_s.values()
-        return min(named) if len(named) == len(self.keys) > 0 else min((default_s, *named))
+    def tbt_s(self, default_s: float, least_s: Callable[[], float]) -> float:
+        """Return the smallest TBT objective of the running requests.
+
+        Args:
+            default_s: Of one that names none, in seconds.
+            least_s: What decodes take by themselves. An objective below that is lost, and counts as none.
+        """
+        if not self._tbt_s:
+            return default_s
+        least = least_s()
+        named = [objective_s for objective_s in self._tbt_s.values() if objective_s >= least]
+        return min(named) if len(named) == len(self.keys) else min((default_s, *named))
 
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a running request again; one that does not run is passed over."""
@@ -97,7 +105,8 @@ class RunningOrder:
         self.keys[request], rank = self._rank(request)
         self._counter += 1
         self._ranked[request] = _Ranked(self._counter, self._engine.current_step, rank.until_tokens)
-        self._by_time.add(rank.until_s, self._counter, request, requests=len(self._ranked))
+        if rank.until_s != math.inf:
+            self._by_time.push((rank.until_s, self._counter, request))
         if rank.until_tokens != math.inf:
             self._await_tokens(request)
 
@@ -119,15 +128,17 @@ class RunningOrder:
             self._sort()
 
     def _due(self, now: float) -> list[Request]:
-        due = list(islice(self._by_time.due(now), _MAX_DUE))
-        due += islice(filter(self._got_there, self._by_step.due(self._engine.current_step)), _MAX_DUE - len(due))
+        due = [request for _, _, request in islice(self._by_time.pop_until(now), _MAX_DUE)]
+        by_step = (request for _, _, request in self._by_step.pop_until(self._engine.current_step))
+        due += islice(filter(self._got_there, by_step), _MAX_DUE - len(due))
         while self._stale and len(due) < _MAX_DUE:
             request = self._stale.popleft()
             if request in self.keys:
                 due.append(request)
         return due
 
-    def _in_force(self, request: Request, number: int) -> bool:
+    def _in_force(self, item: tuple[float, int, Request]) -> bool:
+        _, number, request = item
         ranked = self._ranked.get(request)
         return ranked is not None and ranked.number == number
 
@@ -135,7 +146,7 @@ class RunningOrder:
         """Look at a request again when it may have generated as many tokens as its rank holds for."""
         number, _, until_tokens = self._ranked[request]
         steps = max(1.0, (until_tokens - request.num_output_tokens) // (1 + self._engine.num_spec_tokens))
-        self._by_step.add(self._engine.current_step + steps, number, request, requests=len(self._ranked))
+        self._by_step.push((self._engine.current_step + steps, number, request))
 
     def _got_there(self, request: Request) -> bool:
         """Whether a request has generated as many; if it was slower than it might have been, look again later."""
@@ -189,4 +200,5 @@ class RunningOrder:
         running = self._engine.running
         if not running or not self._engine._inflight_prefills:
             return running[0] if running else None
-        return min(running, key=self.keys.__getitem__)
+        known = filter(self.keys.__contains__, running)  # vLLM may ask while some of this step have joined
+        return min(known, key=self.keys.__getitem__, default=None)

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -19,20 +20,22 @@ from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.hooks import registry
 from vllm_ext.kv.loads.steps import Engine
+from vllm_ext.kv.resets import discard_loads, forget_blocks
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
+from vllm_ext.scheduling.engine_state import adapter_places
 from vllm_ext.scheduling.failed_loads import take_back
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
-from vllm_ext.scheduling.ranked_queue import RankedQueue
 from vllm_ext.scheduling.record_scheduler import LOAD, MEMORY, RESET, RecordScheduler
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.start_line import log_start
 from vllm_ext.scheduling.state import queue_state
+from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.systems import build
 from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
@@ -57,6 +60,8 @@ class SteeredScheduler(RecordScheduler):
     Attributes:
         clock: Returns the time in seconds; replaced by simulations and tests.
     """
+
+    policy: SchedulingPolicy
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take vLLM's arguments.
@@ -135,6 +140,8 @@ class SteeredScheduler(RecordScheduler):
         self.ledger.load_s, self.ledger.resumed = self.swapper.load_s, self.swapper.resumed
 
     def _steer(self) -> None:
+        self._by_priority = self.policy is SchedulingPolicy.PRIORITY
+        self.policy = SchedulingPolicy.FCFS  # out of memory the last one of `running` leaves, which is in our order
         ordering = self.policies.ordering
         self._orders_by_arrival = isinstance(ordering, Arrival)
         self._running_alike = self._orders_by_arrival and type(ordering).running_rank is Ordering.running_rank
@@ -144,7 +151,7 @@ class SteeredScheduler(RecordScheduler):
             of = lambda request: self.ledger[request.request_id].client  # noqa: E731
             shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.fronts.of(r).ready_tokens)
             self.ledger.client = shares.name
-        self.ranked = self.waiting = RankedQueue(self._rank, self._ties, ordering.ageing, shares)
+        self.ranked = self.waiting = WaitingTable(self._rank, self._ties, ordering.ageing, shares)
         self.running_order = RunningOrder(
             self,
             self._running_rank,
@@ -155,6 +162,7 @@ class SteeredScheduler(RecordScheduler):
         self.planner = Planner(
             self,
             self.policies.system.name,
+            ordering=ordering,
             admission=self.policies.admission,
             gates=self.policies.gates,
             budget=self.policies.budget,
@@ -167,7 +175,7 @@ class SteeredScheduler(RecordScheduler):
         if self.swapper is not None:
             self.planner.swapper = self.swapper
             self.swapper.queue, self.swapper.order = self.ranked, self.running_order
-            self.swapper.rank = lambda view: self.policies.ordering.rank(view, self._now)
+            self.swapper.rank = lambda view: self._placed(self.policies.ordering.rank(view, self._now), view.priority)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +203,7 @@ class SteeredScheduler(RecordScheduler):
     def _plan(self, now: float) -> StepPlan:
         started, plan = time.perf_counter(), NO_PLAN
         try:
-            self.ranked.begin_step(now)
+            self.ranked.begin_step(now, adapter_places(self))
             self.running_order.update(now)
             if not self._stalled:
                 plan = self.planner.plan(now)
@@ -315,11 +323,23 @@ class SteeredScheduler(RecordScheduler):
             self.ledger.start_wait(job, self._now)
             self.observer.waits.entered(request.request_id, request.num_tokens)
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Reset vLLM's prefix cache; requests it preempts for that count under the reason ``reset``.
+
+        Raises:
+            RuntimeError: blocks are held although nobody runs, by steps under way or by a session that waits for its
+                client; nothing is found in the cache any more, nor in the tier if that was to be reset.
+        """
         self._now, self._preempt_reason = self.clock(), RESET
+        if reset_running_requests and self.tier is not None:
+            discard_loads(self, self.tier)
         try:
-            return bool(super().reset_prefix_cache(*args, **kwargs))
+            return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+        except RuntimeError:
+            forget_blocks(self)
+            if reset_connector:
+                self.reset_connector_cache()
+            raise
         finally:
             self._preempt_reason = MEMORY
             if self.tier is not None:
@@ -347,12 +367,18 @@ class SteeredScheduler(RecordScheduler):
     def _rank(self, request: Request) -> Rank:
         job = self.ledger[request.request_id]
         self.ledger.start_wait(job, self._now)
-        return self._ask_rank(job, self.policies.ordering.rank, by_arrival=self._orders_by_arrival)
+        rank = self._ask_rank(job, self.policies.ordering.rank, by_arrival=self._orders_by_arrival)
+        return self._placed(rank, request.priority)
 
     def _running_rank(self, request: Request) -> tuple[tuple[float, ...], Rank]:
         job = self.ledger[request.request_id]
         rank = self._ask_rank(job, self.policies.ordering.running_rank, by_arrival=self._running_alike)
+        rank = self._placed(rank, request.priority)
         return (*rank.key, *job.ties), rank
+
+    def _placed(self, rank: Rank, priority: int) -> Rank:
+        """Return a rank as it counts: under ``--scheduling-policy priority`` that goes before all else, as in vLLM."""
+        return rank._replace(key=(priority, *rank.key)) if self._by_priority else rank
 
     def _ask_rank(self, job: Job, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool) -> Rank:
         self.observer.counters.demotions += self.ledger.outlived(job)

@@ -191,7 +191,6 @@ class Shares:
         if known is None or counter > known[0]:
             self._bounds[client] = (counter, client)
             self._turns.push(self._bounds[client])
-            self._turns.compact(len(self._bounds), self._bounds.values)
         return counter
 
     def _drop(self, client: str, request: Request) -> None:

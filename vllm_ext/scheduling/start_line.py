@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_ext.config import RETRIEVAL, ExtConfig
 from vllm_ext.config.slo import SloConfig
-from vllm_ext.contract import Need, Policy
+from vllm_ext.contract import Need, Policy, Sharing
 
 logger = init_logger("vllm.vllm_ext.scheduler")
 
@@ -49,6 +49,7 @@ def switched_off(
         "" if has_connector else _kv(needs),
         "" if profiled else _step_times(needs, config),
         _objectives(needs, config.slo),
+        *map(_clients, policies),
     )
     return tuple(filter(None, lines))
 
@@ -84,6 +85,11 @@ def _step_times(needs: frozenset[Need], config: ExtConfig) -> str:
         return ""
     then = "" if config.profile else ", then add --ext-profile auto"
     return f"step times are learned online: run `vllm-ext profile`{then}"
+
+
+def _clients(policy: Policy) -> str:
+    chosen = policy.chosen_by_clients if isinstance(policy, Sharing) else ""
+    return f"fairness towards clients that invent {chosen}: add --ext-share-by key" if chosen else ""
 
 
 def _objectives(needs: frozenset[Need], slo: SloConfig) -> str:

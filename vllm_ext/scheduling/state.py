@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     from vllm_ext.scheduling.engine_state import EngineState
     from vllm_ext.scheduling.ledger import Ledger
-    from vllm_ext.scheduling.ranked_queue import RankedQueue
+    from vllm_ext.scheduling.waiting_table import WaitingTable
 
 
 def queue_state(
-    engine: EngineState, queue: RankedQueue | None, ledger: Ledger, now: float, why: Mapping[str, str]
+    engine: EngineState, queue: WaitingTable | None, ledger: Ledger, now: float, why: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return who runs and waits, fit for JSON.
 
@@ -35,7 +35,7 @@ def queue_state(
         "oldest_wait_s": 0.0 if oldest is None else _wait_s(ledger, oldest, now),
         "longest_wait_by_level": {} if queue is None else queue.longest_waits.state(now),
         "sharing": {"clients": 0, "spread": 0.0} if queue is None or queue.shares is None else queue.shares.state(),
-        "waiting_for": dict(Counter(why.values())),
+        "waiting_for": dict(Counter(why.values()) + Counter({} if queue is None else queue.apart())),
         "why_waiting": dict(why),
     }
 

@@ -12,7 +12,17 @@ import numpy as np
 
 from vllm_ext.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
 from vllm_ext.contract.step import Lengths
-from vllm_ext.scheduling.engine_state import EngineState, could_join, largest_chunk, loaded, loading, prefilling
+from vllm_ext.scheduling.engine_state import (
+    EngineState,
+    adapter_of,
+    could_join,
+    largest_chunk,
+    loaded,
+    loading,
+    prefilling,
+    tokens_left,
+)
+from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,15 +30,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.scheduling.ledger import Ledger
-    from vllm_ext.scheduling.ranked_queue import RankedQueue
     from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.scheduling.waiting_table import WaitingTable
     from vllm_ext.step_time.runtime import RuntimeModel
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
-_LOOKED_AT = 8 * LOOK_AHEAD
-"""Requests looked at for them at most, among them those that vLLM would pass over, as whose adapter has no place."""
-
 _computed_tokens = attrgetter("num_computed_tokens")
 _LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
@@ -43,7 +50,7 @@ class EngineStep:
         *,
         pool: Pool,
         ledger: Ledger,
-        queue: RankedQueue,
+        queue: WaitingTable,
         order: RunningOrder,
         rng: np.random.Generator,
         memo: dict[str, Any],
@@ -73,20 +80,28 @@ class EngineStep:
         self._prefilling = prefilling(engine)
         self.num_prefilling = len(self._prefilling)
         self.num_decoding = self.num_running - self.num_prefilling
-        self.decode_tokens = self.num_decoding * (1 + int(engine.num_spec_tokens))
         self.token_budget = engine.max_num_scheduled_tokens
+        self.decode_tokens = self._count_decodes()
         self.runtime: RuntimeModel = ledger.runtime
         self.pace: Pace = ledger.pace.pace
         self.changes: int = order.changes + queue.changes
         self._apart = False
+        self._chunk: int | None = None
         self._free_tokens: int | None = None
+
+    def _count_decodes(self) -> int:
+        engine = self._engine
+        if not engine.num_spec_tokens:
+            return self.num_decoding
+        half_done, cap = engine._inflight_prefills, largest_chunk(engine) or self.token_budget
+        return sum([min(cap, tokens_left(request)) for request in engine.running if request not in half_done])
 
     def split_by(self, split: Split) -> None:
         """Take the budget policy's answer: from here on the step has what that leaves."""
         self.token_budget = split.budget(self.token_budget)
         if not split.prefill and self.num_decoding:  # else vLLM has nothing to wait for, and prefills
             self.token_budget = min(self.token_budget, self.decode_tokens)
-        self._apart = split.apart
+        self._apart, self._chunk = split.apart, split.chunk
         self._free_tokens = None
 
     @property
@@ -96,6 +111,7 @@ class EngineStep:
             engine = self._engine
             free = self.token_budget - (0 if self._apart else self.decode_tokens)
             cap = largest_chunk(engine) or self.token_budget
+            cap = cap if self._chunk is None else min(cap, self._chunk)
             for request in self._prefilling:
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
             # Those whose KV has come start before all others.
@@ -108,8 +124,12 @@ class EngineStep:
         return sum(map(_computed_tokens, self._engine.running))
 
     def tbt_s(self, default_s: float) -> float:
-        """Return the smallest TBT objective of the running requests, where one that names none has ``default_s``."""
-        return self._order.tbt_s(default_s)
+        """Return the smallest TBT objective of the running requests that can be kept."""
+        return self._order.tbt_s(default_s, self._decodes_s)
+
+    def _decodes_s(self) -> float:
+        """Return how long the step takes if nothing but its decodes is computed, in seconds."""
+        return self.runtime.step_time_s(StepFeatures(self.num_decoding, 0, self.context_tokens))
 
     def finished_lengths(self) -> Lengths:
         """Output lengths of the requests that finished last, ascending."""
@@ -153,25 +173,21 @@ class EngineStep:
         return islice(self._candidates(), LOOK_AHEAD)
 
     def _candidates(self) -> Iterator[Candidate]:
-        fits_adapter = self._adapters()
-        for request in self._queue.best(_LOOKED_AT):
-            if could_join(request) and (fits_adapter is None or fits_adapter(request)):
-                rank, view = self._queue.rank(request), partial(self._view, request)
-                aged = rank.older_only_s <= self.now
-                yield Candidate(request.request_id, self._queue.key(request), view, aged, rank.presses)
+        return map(self._candidate, filter(could_join, self._queue.best(len(self._queue))))
 
-    def _adapters(self) -> Callable[[Request], bool] | None:
-        """Return who could join beside the adapters in use: vLLM passes over one more than it has room for."""
-        config = self._engine.lora_config
-        if not config:
-            return None
-        used = {r.lora_request.lora_int_id for r in self._engine.running if r.lora_request is not None}
+    def undecided(self) -> Iterator[Candidate]:
+        """Waiting requests that vLLM passed over when they were offered last, as many, in turn."""
+        return map(self._candidate, filter(could_join, self._queue.undecided(LOOK_AHEAD)))
 
-        def fits(request: Request) -> bool:
-            adapter = request.lora_request
-            return adapter is None or len(used) < config.max_loras or adapter.lora_int_id in used
+    def _candidate(self, request: Request) -> Candidate:
+        rank, view = self._queue.rank(request), partial(self._view, request)
+        aged = rank.older_only_s <= self.now
+        key, adapter = self._queue.key(request), adapter_of(request)
+        return Candidate(request.request_id, key, view, aged, rank.presses, adapter)
 
-        return fits
+    def is_waiting(self, req_id: str) -> bool:
+        """Say whether a request waits, for whatever reason."""
+        return self._engine.requests.get(req_id) in self._queue
 
     def victims(self, behind: tuple[float, ...] = ()) -> Iterator[Victim]:
         """Running requests that rank after ``behind``, worst rank first, ranked afresh when looked at.

@@ -11,7 +11,7 @@ from vllm_ext.contract import Admission, Budget, Candidate, Need, Ordering, Rank
 from vllm_ext.contract.aging import AGED_RANK, ages_at
 from vllm_ext.contract.checks import require
 from vllm_ext.contract.slack import READING_TBT_S, given_up_at, job_step_s, slack, ttft_s
-from vllm_ext.systems.sarathi import TbtBudget, fitting_prompt_tokens
+from vllm_ext.systems.sarathi import TbtBudget, beside_pressing, fitting_prompt_tokens
 from vllm_ext.systems.system import System
 
 IN_TIME, RELEGATED = 0, 1
@@ -37,6 +37,8 @@ class SloSlack(Ordering):
     """Whether requests that can't meet their objective any more go last."""
     lost_steps: float = 1.0
     """Mean steps before it is certain that an objective can't be met, from which on it counts as lost."""
+    press_steps: float = 4.0
+    """Long steps before a request must run from which on running prompts leave it what it needs."""
     age_limit_s: float = 120.0
     """Waiting time after which only older requests go before this one, in seconds."""
 
@@ -44,7 +46,8 @@ class SloSlack(Ordering):
     needs: ClassVar[frozenset[Need]] = frozenset({Need.STEP_TIMES, Need.OBJECTIVES})
 
     def __post_init__(self) -> None:
-        require(self.lost_steps >= 0, "ordering.lost_steps", self.lost_steps, "a number of at least 0")
+        for name in ("lost_steps", "press_steps"):
+            require(getattr(self, name) >= 0, f"ordering.{name}", getattr(self, name), "a number of at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
     @property
@@ -65,9 +68,15 @@ class SloSlack(Ordering):
             begins = math.inf if request.num_output_tokens else 1.0
             return Rank((float(level), _RUNS, left.start_by - now), until_s=loses, until_tokens=begins, level=level)
         ages_s = ages_at(request, self.age_limit_s)
-        # Of those that are lost whatever happens, the shortest leaves most room for the others.
-        place = float(request.num_tokens) if lost else left.start_by
-        return Rank((float(level), _WAITS, place), until_s=min(ages_s, loses), older_only_s=ages_s, level=level)
+        if lost:  # of those that are lost whatever happens, the shortest leaves most room for the others
+            return Rank(
+                (RELEGATED, _WAITS, float(request.num_tokens)), until_s=ages_s, older_only_s=ages_s, level=level
+            )
+        presses_at = left.start_by - self.press_steps * request.pace.longest_step_s
+        presses = presses_at <= now
+        until = min(ages_s, loses, math.inf if presses else presses_at)
+        key = (float(level), _WAITS, left.start_by)
+        return Rank(key, until_s=until, older_only_s=ages_s, level=level, presses=presses)
 
 
 class _Hopeful(NamedTuple):
@@ -297,9 +306,15 @@ class SloPivotBudget(Budget):
     every_objective: bool = False
     """Whether SLO_min covers TTFT objectives too, of prompts that run unfinished and of the first one that waits, and
     those of whole jobs that run, spread evenly over their steps. Cost: a look at everybody who runs."""
+    min_prefill_tokens: int = 64
+    """Prompt tokens granted to a step at least: or one tight objective stops everybody's prompts."""
     within_kv: bool = False
     """Whether a step gets no more prompt tokens than there are free KV slots, so that prompts, those that start
     included, are cut to these too."""
+
+    def __post_init__(self) -> None:
+        least = self.min_prefill_tokens
+        require(least >= 1, "budget.min_prefill_tokens", least, "an integer of at least 1")
 
     @property
     def starts_partly(self) -> bool:
@@ -307,16 +322,17 @@ class SloPivotBudget(Budget):
         return self.within_kv
 
     def split(self, step: Step) -> Split:
-        """Return S_b, and at least a token for everybody who decodes and one for a prompt."""
+        """Return S_b, and at least a token for everybody who decodes and some for a prompt."""
         objective_s = self.objective_s(step)
         tokens = pivot_tokens(step, objective_s)
         if self.fitted and step.num_decoding:
             fitting = fitting_prompt_tokens(step, _RULE.safety * objective_s)
-            tokens = min(tokens, step.decode_tokens + max(fitting, _RULE.min_prefill_tokens))
+            tokens = min(tokens, step.decode_tokens + fitting)
+        tokens = max(tokens, step.decode_tokens + self.min_prefill_tokens)
         if self.within_kv:
             blocks_per_token = sum(1 / size for size in step.pool.block_sizes)
             tokens = min(tokens, step.decode_tokens + int(step.pool.unused / blocks_per_token))
-        return Split(tokens=max(tokens, step.decode_tokens + 1))
+        return beside_pressing(step, Split(tokens=max(tokens, step.decode_tokens + 1)))
 
     def objective_s(self, step: Step) -> float:
         """Return SLO_min, in seconds."""
@@ -366,7 +382,7 @@ ROWS = (
         admission=SloMatch,
         budget=SloPivotBudget,
         parameters={
-            "ordering": {"relegate": False, "lost_steps": 0.0, "age_limit_s": _NEVER_S},
+            "ordering": {"relegate": False, "lost_steps": 0.0, "press_steps": 1.0, "age_limit_s": _NEVER_S},
             "admission": {
                 "gamma_s": 0.75,
                 "gamma_steps": 0.0,
@@ -381,7 +397,7 @@ ROWS = (
                 "spare": False,
                 "max_victims": _ALL,
             },
-            "budget": {"fitted": False, "every_objective": True, "within_kv": True},
+            "budget": {"fitted": False, "every_objective": True, "min_prefill_tokens": 1, "within_kv": True},
         },
         paper=_PAPER,
         summary="accelgen as published: lost objectives stay urgent, answers are preempted, equation 6 decides alone",

@@ -57,7 +57,7 @@ class CostOverWait(LeastComputedLeaves):
 
     score = cost / (now - arrival + ``grace_s``) ** ``gamma``, the least goes first. A request of cost c yields to
     newcomers of cost d only until it has waited about ``grace_s`` * (c / d) ** (1 / ``gamma``). Who was preempted comes
-    back before all others, by arrival. vLLM's ``priority`` (lower first) is honoured before both.
+    back before all others, by arrival.
 
     Ours: the order of weighted shortest expected processing time (Smith, 1956), with KV memory as part of the time and
     a wait that counts; ALISE's is by remaining time, preemptive. See docs/systems/alise.md.
@@ -82,12 +82,16 @@ class CostOverWait(LeastComputedLeaves):
         """How waiting counts against cost."""
         return Ageing(self.gamma, self.grace_s)
 
+    def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:
+        """Return how prompts compare with outputs: costs are in decode steps."""
+        return (prefill_s / decode_s if decode_s else 0.0,)
+
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``; it holds while the request waits."""
         if request.num_preemptions:
-            return Rank((request.priority, RETURNING), level=0)
+            return Rank((RETURNING,), level=0)
         steps = cost(request, self.theta)
-        return Rank((request.priority, FRESH), cost=steps, level=cost_class(steps))
+        return Rank((FRESH,), cost=steps, level=cost_class(steps))
 
 
 def cost_class(steps: float) -> int:
@@ -132,16 +136,16 @@ class GittinsOverWait(CostOverWait):
         if request.num_preemptions and request.waiting_since is not None:
             until = request.waiting_since + self.back_after_s
             if now >= until:
-                return Rank((request.priority, RETURNING), level=0)
+                return Rank((RETURNING,), level=0)
         steps = gittins_cost(request, self.theta)
-        return Rank((request.priority, FRESH), until_s=until, cost=steps, level=cost_class(steps))
+        return Rank((FRESH,), until_s=until, cost=steps, level=cost_class(steps))
 
     def running_rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of a running request, comparable with those of waiting ones."""
         waited, generated = now - request.arrival_time, request.num_output_tokens
         score = self.ageing.score(gittins_cost(request, self.theta), waited) / self.hysteresis
         return Rank(
-            (request.priority, FRESH, score),
+            (FRESH, score),
             until_s=now + (waited + self.grace_s) / _RATHER_OFTEN,
             until_tokens=generated + max(1, generated // _RATHER_OFTEN),
         )
@@ -162,11 +166,11 @@ class RemainingTimeLevels(Ordering):
     Queue 0 takes requests with less than ``base_level_s`` left, queue k those with less than ``base_level_s * 2**k``,
     the last one all the rest; inside a queue the shorter remaining time goes first. A request that outlived its
     estimate k times is never above queue k. Each ``age_limit_s`` of waiting promotes by one queue, and one promoted
-    past queue 0 goes before everybody that is not, oldest first, whatever its priority; so no request waits longer than
+    past queue 0 goes before everybody that is not, oldest first; so no request waits longer than
     ``num_levels * age_limit_s`` behind younger ones. Promotions are kept while it runs and when it is preempted.
 
     Source: ALISE, section 3.1 (preemptive scheduling, virtual aging, demotion). The paper leaves the number of queues,
-    their widths and the unit of the age threshold K open. ``priority`` of vLLM's API is honoured before the queues.
+    their widths and the unit of the age threshold K open.
     """
 
     num_levels: int = 6
@@ -202,7 +206,7 @@ class RemainingTimeLevels(Ordering):
             return Rank((0.0,), older_only_s=-math.inf, level=AGED)
         queue = level - promotions
         return Rank(
-            (1.0, request.priority, queue, request.predicted_remaining_s),
+            (1.0, queue, request.predicted_remaining_s),
             until_s=ages_at(request, (promotions + 1) * self.age_limit_s),
             until_tokens=self.rises_at(request),
             older_only_s=ages_at(request, (level + 1) * self.age_limit_s),
@@ -223,8 +227,9 @@ class RemainingTimeLevels(Ordering):
         return min(outlived_at(request), request.num_output_tokens + max(1.0, left * share))
 
 
-_NOTE = "passing.since"
+_NOTE, _MOST_NOTED = "passing.since", "passing.most"
 _NOTED = 256
+"""Requests that are noted before those who are gone are looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +263,7 @@ class BoundedBypass(Admission):
     def select(self, step: Step, room: Room) -> None:
         """Take those who fit."""
         since: dict[str, float] = step.memo.setdefault(_NOTE, {})
-        passed: list[str] = []
+        passed = 0
         for candidate in step.waiting() if room.open else ():
             if room.fits(candidate):
                 room.take(candidate)
@@ -266,15 +271,16 @@ class BoundedBypass(Admission):
                 if not room.open:
                     break
                 continue
-            passed.append(candidate.req_id)
+            passed += 1
             holds = candidate.aged or (
                 not candidate.presses and step.now - since.setdefault(candidate.req_id, step.now) > self.passed_s
             )
-            if holds or len(passed) > self.max_passed:
+            if holds or passed > self.max_passed:
                 break
-        if len(since) > _NOTED:  # those who are gone
-            for req_id in since.keys() - set(passed):
+        if len(since) > step.memo.get(_MOST_NOTED, _NOTED):
+            for req_id in [req_id for req_id in since if not step.is_waiting(req_id)]:
                 del since[req_id]
+            step.memo[_MOST_NOTED] = 2 * len(since) + _NOTED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,8 +502,6 @@ class EstimatedWait(Residency):
         if self.choose == SWAPPED:
             return KvDisposition.SWAP
         swap_s = self.exposed * cost.out_s + cost.back_s
-        if cost.stay_s < min(swap_s, request.recompute_s):
-            return KvDisposition.DEVICE_INT8
         return KvDisposition.SWAP if swap_s < request.recompute_s else KvDisposition.RECOMPUTE
 
     @property

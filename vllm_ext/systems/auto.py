@@ -30,8 +30,7 @@ class UrgentFirst(CostOverWait):
 
     Of those who run, the ones without an objective that can still be kept are preempted first, least computed first;
     then the others, most time left first. One that has waited ``age_limit_s`` goes before everybody that has not,
-    oldest first: objectives of others do not hold it up for ever. vLLM's ``priority`` (lower first) is honoured among
-    those who press, and among the others.
+    oldest first: objectives of others do not hold it up for ever.
 
     Ours, from measurements of the single systems: see docs/systems/auto.md.
     """
@@ -48,6 +47,10 @@ class UrgentFirst(CostOverWait):
         require(self.horizon_s >= 0, "ordering.horizon_s", self.horizon_s, "seconds, at least 0")
         require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
+    def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:
+        """Return both: when one must run depends on how long it takes."""
+        return (decode_s, prefill_s)
+
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of ``request``; it must be asked for again when it presses, is lost, or aged."""
         if request.total_wait_s(now) >= self.age_limit_s:
@@ -58,7 +61,7 @@ class UrgentFirst(CostOverWait):
             until = min(until, math.nextafter(left.lost_at, math.inf))
             presses_at = left.start_by - self.horizon_s
             if presses_at <= now:
-                key = (PRESSING, request.priority, left.start_by)
+                key = (PRESSING, left.start_by)
                 return Rank(key, until_s=until, older_only_s=ages_s, presses=True)
             until = min(until, presses_at)
         rank = super().rank(request, now)
@@ -73,7 +76,7 @@ class UrgentFirst(CostOverWait):
         if left is None:
             return rank._replace(key=(GIVES_WAY, *rank.key))
         # It has tokens to deliver: nobody who waits goes before it.
-        key = (PRESSING, request.priority, -math.inf, left.start_by - now)
+        key = (PRESSING, -math.inf, left.start_by - now)
         return Rank(key, until_s=math.nextafter(left.lost_at, math.inf), until_tokens=outlived_at(request))
 
 

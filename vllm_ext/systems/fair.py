@@ -28,8 +28,9 @@ class TakeTurns(Sharing):
 
     uses_predictions: ClassVar[bool] = False
 
-    by: str = "tag"
-    """What tells clients apart: ``tag``, ``salt`` (vLLM's ``cache_salt``), ``adapter`` (LoRA), or ``key`` (API key)."""
+    by: str = "key"
+    """What tells clients apart: ``key`` (API key; requests without one by their tag), ``tag``, ``salt`` (vLLM's
+    ``cache_salt``), or ``adapter`` (LoRA). Tags and salts are the client's own choice."""
     weights: Mapping[str, Any] = field(default_factory=dict)
     """Shares of clients, by name, above 0; ``*`` stands for those that are not named, 1 by default."""
     prompt_weight: float = 1.0
@@ -57,7 +58,12 @@ class TakeTurns(Sharing):
 
     def client(self, origin: Origin) -> str:
         """Return what tells this client apart; requests that say nothing are one client together."""
-        return str(getattr(origin, self.by))
+        return str(getattr(origin, self.by)) or (origin.tag if self.by == "key" else "")
+
+    @property
+    def chosen_by_clients(self) -> str:
+        """Tags and salts."""
+        return {"tag": "their tags", "salt": "their cache_salt"}.get(self.by, "")
 
     def weight(self, client: str) -> float:
         """Return the client's share."""

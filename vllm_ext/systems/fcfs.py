@@ -24,7 +24,7 @@ class LeastComputedLeaves(Ordering):
         until = 1.0
         if request.num_output_tokens:
             until = request.num_output_tokens + max(1.0, 2 ** ((size + 1) / _STEPS_PER_OCTAVE) - tokens)
-        return Rank((request.priority, -float(size)), until_tokens=until)
+        return Rank((-float(size),), until_tokens=until)
 
 
 @dataclass(frozen=True, kw_only=True)

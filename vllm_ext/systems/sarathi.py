@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from vllm_ext.contract import Budget, Need, Split, Step
@@ -69,7 +70,10 @@ class TbtBudget(Budget):
         require(fixed, "budget.tokens", self.tokens, "0 with a dynamic budget; set budget.dynamic to false")
 
     def split(self, step: Step) -> Split:
-        """Return the step's token budget."""
+        """Return the step's token budget; where the ordering has requests press, they get their share of it."""
+        return beside_pressing(step, self._of_the_objective(step))
+
+    def _of_the_objective(self, step: Step) -> Split:
         if not step.num_decoding or not (step.num_prefilling or step.num_waiting) or not self.objective_s(step):
             return _NO_CHANGE
         if self.dynamic:
@@ -97,6 +101,26 @@ class TbtBudget(Budget):
         context = decodes * self.reference_context
         fitting = runtime.largest_prefill(self.safety * objective_s, decodes, context, computed=0)
         return decodes + fitting
+
+
+_KEPT = 8
+"""Running prompts keep an eighth of a step however many press, so that they come to an end."""
+
+
+def beside_pressing(step: Step, split: Split) -> Split:
+    """Return a split in which running prompts leave what those need who must join now to keep an objective.
+
+    Source: AccelGen, Algorithm 1: urgent requests go before chunks of prompts that run.
+    """
+    if not step.num_prefilling or not step.num_waiting:
+        return split
+    front = itertools.takewhile(lambda candidate: candidate.presses or candidate.aged, step.waiting())
+    wanted = sum(candidate.request.missing_tokens for candidate in front if candidate.presses)
+    if not wanted:
+        return split
+    free = split.budget(step.token_budget) - step.decode_tokens
+    left = max(free - wanted, free // _KEPT, 0)
+    return replace(split, chunk=left // step.num_prefilling)
 
 
 def fitting_prompt_tokens(step: Step, step_s: float) -> int:

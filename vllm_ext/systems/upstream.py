@@ -34,6 +34,10 @@ class Arrival(Ordering):
 
     uses_predictions: ClassVar[bool] = False
 
+    def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:
+        """Return nothing: no price changes the order of arrival."""
+        return ()
+
     def rank(self, request: RequestView, now: float) -> Rank:
         """Return a rank that never expires and leaves the order to the arrival time."""
         return BY_ARRIVAL

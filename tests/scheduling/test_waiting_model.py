@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_ext.contract import Rank
+from vllm_ext.contract.room import AdapterPlaces
+from vllm_ext.scheduling.engine_state import adapter_of
 
 from .ranks import Ranks
 
@@ -23,7 +25,9 @@ class AgainstASortedList(RuleBasedStateMachine):
         self.offered: list[str] | None = None
         self.outside: list[str] = []
         self.now = 0.0
-        self.changes: dict[str, Rank] = {}
+        self.taken: set[str] = set()
+        self.apart: set[str] = set()
+        self.adapters = AdapterPlaces()
 
     def _order(self, names: Callable[[str], bool] = lambda name: True) -> list[str]:
         number = list(self.r.requests).index
@@ -33,10 +37,18 @@ class AgainstASortedList(RuleBasedStateMachine):
     def _visible(self) -> list[str]:
         return self._order() if self.offered is None else self.offered
 
-    @rule(key=st.integers(0, 3), until=st.sampled_from([1.0, 3.0, math.inf]), arrival=st.integers(0, 2))
-    def add(self, key: int, until: float, arrival: int) -> None:
+    def _could_join(self) -> list[str]:
+        return self._order(lambda n: n not in self.apart and self.adapters.fits(adapter_of(self.r.requests[n])))
+
+    @rule(
+        key=st.integers(0, 3),
+        until=st.sampled_from([1.0, 3.0, math.inf]),
+        arrival=st.integers(0, 2),
+        adapter=st.integers(0, 3),
+    )
+    def add(self, key: int, until: float, arrival: int, adapter: int) -> None:
         name = f"r{len(self.r.requests)}"
-        self.r.add(name, key, until=self.now + until, arrival=arrival, level=key)
+        self.r.add(name, key, until=self.now + until, arrival=arrival, level=key, adapter=adapter)
         self.model[name] = self.r.ranks[name]
 
     @precondition(lambda self: self.outside)
@@ -44,6 +56,8 @@ class AgainstASortedList(RuleBasedStateMachine):
     def put_back(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.outside))
         self.outside.remove(name)
+        if name in self.taken:
+            self.apart.add(name)
         self.r.queue.prepend_requests([self.r.requests[name]])
         self.model[name] = self.r.ranks[name]
 
@@ -53,6 +67,7 @@ class AgainstASortedList(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.model)))
         self.r.queue.remove_requests([self.r.requests[name]])
         del self.model[name]
+        self.apart.discard(name)
         if self.offered is not None:
             self.offered = [other for other in self.offered if other != name]
         self.outside.append(name)
@@ -64,6 +79,8 @@ class AgainstASortedList(RuleBasedStateMachine):
             return
         assert self.r.queue.pop_request().request_id == visible[0]
         del self.model[visible[0]]
+        self.apart.discard(visible[0])
+        self.taken.add(visible[0])
         if self.offered is not None:
             self.offered = visible[1:]
         self.outside.append(visible[0])
@@ -87,16 +104,24 @@ class AgainstASortedList(RuleBasedStateMachine):
         self.offered = data.draw(st.permutations(sorted(self.model)))[: data.draw(st.integers(0, 5))]
         self.r.queue.offer([self.r.requests[name] for name in self.offered])
 
-    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
-    def begin_step(self, passed: float) -> None:
+    @rule()
+    def end_step(self) -> None:
+        self.r.queue.end_step()
+        self.offered = None
+        self.taken.clear()
+
+    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 5.0]), used=st.sets(st.integers(1, 3)), most=st.integers(1, 3))
+    def begin_step(self, passed: float, used: set[int], most: int) -> None:
         self.now += passed
         self.offered = None
+        self.taken.clear()
+        self.adapters = AdapterPlaces(used, most)
         due = {name for name, rank in self.model.items() if rank.until_s <= self.now}
         for name, rank in self.r.ranks.items():
             if rank.until_s <= self.now:
                 self.r.ranks[name] = rank._replace(until_s=self.now + 1.0)
         self.r.asked.clear()
-        self.r.queue.begin_step(self.now)
+        self.r.queue.begin_step(self.now, self.adapters)
         assert set(self.r.asked) <= due
         assert len(self.r.asked) >= min(len(due), 16)
         for name in self.r.asked:
@@ -111,7 +136,8 @@ class AgainstASortedList(RuleBasedStateMachine):
         assert bool(queue) == bool(visible)
         if visible:
             assert queue.peek_request().request_id == visible[0]
-        assert [x.request_id for x in queue.best(1000)] == self._order()
+        assert [x.request_id for x in queue.best(1000)] == self._could_join()
+        assert {x.request_id for x in queue.undecided(1000)} == self.apart
         levels: dict[int, int] = {}
         for rank in self.model.values():
             levels[rank.level] = levels.get(rank.level, 0) + 1

@@ -9,7 +9,9 @@ import pytest
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.contract import Rank
-from vllm_ext.scheduling.ranked_queue import RankedQueue
+from vllm_ext.contract.room import AdapterPlaces
+from vllm_ext.scheduling.engine_state import adapter_of
+from vllm_ext.scheduling.waiting_table import WaitingTable
 
 from .ranks import Ranks
 
@@ -177,6 +179,71 @@ def test_a_grammar_that_failed_is_shown_to_vllm_first() -> None:
     assert r.queue.peek_request() is b
 
 
+def test_whom_vllm_passed_over_stands_apart_and_is_asked_for_in_turn() -> None:
+    r = Ranks()
+    for i in range(5):
+        r.add(f"u{i}", i)
+    r.add("b", 9)
+    r.queue.begin_step(0.0)
+    r.queue.offer([r.requests[f"u{i}"] for i in range(4)])
+    r.queue.prepend_requests([r.queue.pop_request() for _ in range(4)])
+    assert [x.request_id for x in r.queue.best(9)] == ["u4", "b"]
+    assert r.queue.apart() == {"undecided": 4}
+    assert len(r.queue) == 6
+    r.queue.end_step()
+    first, second = r.queue.undecided(3), r.queue.undecided(3)
+    assert len({*first, *second}) == 4
+    assert r.drain() == ["u0", "u1", "u2", "u3", "u4", "b"], "where vLLM decides itself, it is shown all"
+    assert sum(_sizes(r.queue)) == 0
+
+
+def test_who_is_asked_about_comes_before_those_that_rank_behind_it() -> None:
+    r = Ranks()
+    for name, key in (("a", 1), ("u", 2), ("b", 3)):
+        r.add(name, key)
+    r.queue.offer([r.requests["a"], r.requests["b"]], [r.requests["u"], r.make("gone")])
+    assert r.drain() == ["a", "u", "b"]
+
+
+def test_who_is_preempted_after_the_step_it_joined_in_was_not_passed_over() -> None:
+    r = Ranks()
+    r.add("a")
+    r.queue.begin_step(0.0)
+    a = r.queue.pop_request()
+    r.queue.end_step()
+    r.queue.prepend_request(a)
+    assert [x.request_id for x in r.queue.best(1)] == ["a"]
+    assert r.queue.apart() == {}
+
+
+def test_an_adapter_without_a_place_hides_nobody() -> None:
+    r = Ranks()
+    for i in range(300):
+        r.add(f"two-{i}", 0, adapter=2)
+    r.add("base", 1)
+    r.add("one", 2, adapter=1)
+    r.queue.begin_step(0.0, AdapterPlaces({1}, 1))
+    assert [x.request_id for x in r.queue.best(9)] == ["base", "one"]
+    assert r.queue.peek_request().request_id == "two-0", "where vLLM decides itself, it is shown all"
+    r.queue.begin_step(0.0, AdapterPlaces(set(), 1))
+    look = r.queue.best(400)
+    assert next(look).request_id == "two-0"
+    r.queue.adapters.take(2)
+    assert [x.request_id for x in look] == [*(f"two-{i}" for i in range(1, 300)), "base"]
+
+
+def test_a_look_leaves_out_an_adapter_whose_place_was_given_away_meanwhile() -> None:
+    r = Ranks()
+    for name, key, adapter in (("one", 0, 1), ("two", 1, 2), ("base", 2, 0), ("one-too", 3, 1)):
+        r.add(name, key, adapter=adapter)
+    r.queue.begin_step(0.0, AdapterPlaces(set(), 1))
+    seen = []
+    for request in r.queue.best(9):
+        seen.append(request.request_id)
+        r.queue.adapters.take(adapter_of(request))
+    assert seen == ["one", "base", "one-too"]
+
+
 def test_rank_is_asked_again_when_it_expires_and_not_before() -> None:
     r = Ranks()
     r.add("old", 5, until=10.0)
@@ -230,17 +297,36 @@ def test_a_rank_that_is_expired_at_once_does_not_take_the_turns_of_others() -> N
     assert "due" in r.asked
 
 
-def test_all_ranks_are_asked_for_again_some_in_each_step() -> None:
+def test_of_outdated_ranks_those_of_who_competes_are_asked_for_again_and_one_more_in_each_step() -> None:
     r = Ranks()
-    for i in range(40):
-        r.add(f"r{i}")
+    for i in reversed(range(40)):
+        r.add(f"r{i}", i)
     r.asked.clear()
-    r.queue.rerank_all()
-    for _ in range(4):
-        before = len(r.asked)
+    r.queue.prices_changed()
+    r.queue.begin_step(0.0)
+    assert r.asked == ["r0", "r1", "r39"], "the best two, and the one that was ranked longest ago"
+    r.ranks["r0"] = Rank((100.0,))
+    r.queue.rerank(r.requests["r0"])
+    r.queue.begin_step(0.0)
+    assert r.asked[4:] == ["r2", "r38"], "another one competes now"
+    for _ in range(35):
         r.queue.begin_step(0.0)
-        assert len(r.asked) - before <= 16
-    assert sorted(r.asked) == sorted(f"r{i}" for i in range(40))
+    assert sorted(r.asked[4:]) == sorted(f"r{i}" for i in range(2, 39))
+    r.queue.begin_step(0.0)
+    assert len(r.asked) == 41, "all are up to date"
+
+
+def test_prices_that_swing_leave_nobody_out() -> None:
+    """A round goes on where it was, however often it is started again."""
+    r = Ranks()
+    for i in range(100):
+        r.add(f"r{i}", i)
+    r.asked.clear()
+    for _ in range(200):
+        r.queue.prices_changed()
+        r.queue.begin_step(0.0)
+    assert set(r.asked) == set(r.requests)
+    assert len(r.asked) <= 3 * 200
 
 
 def test_ranks_do_not_move_within_a_step() -> None:
@@ -333,8 +419,10 @@ def test_keys_of_different_length_and_size_can_be_compared() -> None:
     assert r.drain()[-1] == "worst"
 
 
-def _sizes(queue: RankedQueue) -> list[int]:
-    return [len(x) for x in (queue._all, queue._expiry, queue._arrivals, queue._blocked, queue._stale)]
+def _sizes(queue: WaitingTable) -> list[int]:
+    lines = [line for of_client in queue._lines.values() for line in of_client.values()]
+    apart = queue._apart.values()
+    return [len(x) for x in (*lines, queue._undecided, queue._expiry, queue._arrivals, queue._entries, *apart)]
 
 
 @pytest.mark.parametrize("offer", [False, True], ids=["by-rank", "offered"])
@@ -351,6 +439,7 @@ def test_memory_follows_the_length_of_the_queue_under_churn(offer: bool) -> None
         r.queue.rerank(request)
         r.queue.begin_step(float(number))
         assert max(_sizes(r.queue)) <= 2 * 20 + 64 + 20
+        assert len(r.queue._lines) <= 1
     r.queue.offer(None)
     assert sorted(r.drain()) == sorted(x.request_id for x in requests)
     assert r.queue.levels == {}

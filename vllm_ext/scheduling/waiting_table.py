@@ -1,0 +1,422 @@
+"""Who waits: vLLM's waiting queue in the order of a policy, at a cost that does not depend on its length."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request
+
+from vllm_ext.contract import Ageing, Rank
+from vllm_ext.contract.room import ADAPTERS, AdapterPlaces
+from vllm_ext.scheduling.engine_state import adapter_of, awaits_grammar, grammar_failed
+from vllm_ext.scheduling.lazy_heap import LazyHeap
+from vllm_ext.scheduling.load import LongestWaits
+from vllm_ext.scheduling.shares import Shares
+from vllm_ext.scheduling.waiting_line import Entry, WaitingLine
+
+if TYPE_CHECKING:
+    from vllm_ext.scheduling.waiting_line import Keyed
+
+_MAX_DUE = 16
+"""Bound on ranks that are asked for again in a step because they expired; the rest follows in the next ones."""
+_OLDEST_KEPT_FRESH = 4
+"""Requests that arrived first and are ranked again as soon as their rank expires, whatever else is due: aged requests
+are served in this order, so that the aging bound holds however long the queue is."""
+_BEST_KEPT_CURRENT = 2
+"""Requests of best rank that are ranked again before they compete, if prices changed since."""
+_BLOCKED_ASKED = 64
+"""Requests whose grammar is being compiled that are looked at in a step, in turn."""
+
+
+class Apart(enum.Enum):
+    """Why a request that waits could not join now, however much room there is."""
+
+    GRAMMAR = "grammar"
+    """Its grammar is being compiled."""
+    FAILED = "failed grammar"
+    """vLLM has yet to tell its client."""
+    UNDECIDED = "undecided"
+    """vLLM passed over it when it was offered last, as a connector can't tell yet what KV it has of it."""
+
+
+class WaitingTable(RequestQueue):
+    """Waiting requests by rank, with lazy ageing, offers, and an arrival-ordered fallback.
+
+    They stand in `WaitingLine`, one for each client and LoRA adapter; a heap knows when ranks expire, so that ageing
+    touches only what is due. peek and pop agree within a step: ranks change in `begin_step` only, and by requests that
+    join. However many there are who could not join now, they hide nobody: they stand apart, and those whose adapter has
+    no place in lines of their own.
+    """
+
+    def __init__(
+        self,
+        rank: Callable[[Request], Rank],
+        ties: Callable[[Request], tuple[float, int]],
+        ageing: Ageing | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        """Create an empty table.
+
+        Args:
+            rank: Asks the policy; called when a request joins and when its rank expires.
+            ties: Arrival time and a unique number of a request; they end every comparison.
+            ageing: How waiting counts against costs; None: no rank has one.
+            shares: Whose turn it is; None: everybody's.
+        """
+        self._rank, self._ties, self._ageing, self.shares = rank, ties, ageing, shares
+        self._entries: OrderedDict[Request, Entry] = OrderedDict()
+        """In the order in which they were ranked last."""
+        self._lines: dict[str, dict[int, WaitingLine]] = {}
+        self._apart: dict[Apart, OrderedDict[Request, None]] = {state: OrderedDict() for state in Apart}
+        self._undecided = WaitingLine(ageing, self._in_force)
+        self._expiry: LazyHeap[tuple[float, int, Entry]] = LazyHeap(lambda item: self._in_force(item[2]))
+        self._arrivals: LazyHeap[tuple[tuple[float, int], int, Request]] = LazyHeap(
+            lambda item: item[2] in self._entries and self._entries[item[2]].joined == item[1]
+        )
+        self._ranks = 0
+        """Counts ranks."""
+        self._epoch = 0
+        """Of prices."""
+        self._taken: set[Request] = set()
+        """Whom vLLM took in this step: whoever comes back was passed over."""
+        self._offered: deque[Request] | None = None
+        self._known_first: tuple[object, Request | None] = (None, None)
+        """The request of the best rank, and for which state of the table it is."""
+        self._now = 0.0
+        self.adapters = AdapterPlaces()
+        """LoRA adapters that have a place in this step."""
+        self.by_arrival = False
+        """Serve in order of arrival, whatever the ranks: what a step falls back to when a policy fails."""
+        self.changes = 0
+        """Counts who joined or left."""
+        self.levels: dict[int, int] = {}
+        """Number of requests per level."""
+        self.longest_waits = LongestWaits()
+
+    # --- vLLM's interface -------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Add a request at the place its rank gives it; one that vLLM took in this step and gives back stands apart."""
+        if request in self._entries:
+            return
+        self.changes += 1
+        if awaits_grammar(request):
+            self._apart[Apart.GRAMMAR][request] = None
+        elif grammar_failed(request):
+            self._apart[Apart.FAILED][request] = None
+        elif request in self._taken:
+            self._apart[Apart.UNDECIDED][request] = None
+        self._push(request)
+        self._arrivals.push((self._ties(request), self._entries[request].joined, request))
+
+    def prepend_request(self, request: Request) -> None:
+        """Add a request: its rank decides, there is no front to put it at."""
+        self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Add requests: their ranks decide."""
+        for request in requests:
+            self.add_request(request)
+
+    def peek_request(self) -> Request:
+        """Return the next request that is offered, or the one of best rank where nobody in particular is.
+
+        Raises:
+            IndexError: there is none.
+        """
+        request = self._first()
+        if request is None:
+            raise IndexError("peek from an empty queue")
+        return request
+
+    def pop_request(self) -> Request:
+        """Remove and return the request that peek_request returns."""
+        request = self.peek_request()
+        self._taken.add(request)
+        self._remove(request, admitted=True)
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Remove a request.
+
+        Raises:
+            ValueError: the request is not in the queue.
+        """
+        if request not in self._entries:
+            raise ValueError(f"request {request.request_id} is not in the queue")
+        self._remove(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Remove the requests that are here; vLLM also names some that are not."""
+        for request in requests:
+            if request in self._entries:
+                self._remove(request)
+
+    def __bool__(self) -> bool:
+        return self._first() is not None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._entries, key=self.key))
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entries
+
+    # --- what steering adds -----------------------------------------------------------------------------------------
+
+    def begin_step(self, now: float, adapters: AdapterPlaces | None = None) -> None:
+        """Rank again what is due at clock time ``now`` (s), and let those in whose grammar has come.
+
+        Args:
+            now: Clock time.
+            adapters: LoRA adapters in use, and how many there may be; None: any number.
+        """
+        self.offer(None)
+        self.by_arrival = False
+        self._taken.clear()
+        self._now = now
+        self.adapters = adapters or AdapterPlaces()
+        self._unblock()
+        self._arrivals.first()  # drops what is gone from the front
+        due = [entry.request for _, _, entry in islice(self._expiry.pop_until(now), _MAX_DUE)]
+        oldest = (request for _, _, request in islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH))
+        due += [request for request in oldest if self._entries[request].rank.until_s <= now]
+        due += self._outdated()
+        for request in dict.fromkeys(due):  # after all were found: one that expires at once must not come twice
+            self._push(request)
+
+    def end_step(self) -> None:
+        """Note that vLLM has scheduled the step: whoever comes back from now on was not passed over, but preempted."""
+        self.offer(None)
+        self._taken.clear()
+
+    def offer(self, requests: Sequence[Request] | None, ask: Sequence[Request] = ()) -> None:
+        """Show vLLM exactly these, in their order, until the next step or offer; None: everybody, by rank.
+
+        Whoever is taken out and put back is not offered again. Those whose grammar failed are offered first: vLLM does
+        not admit them, but tells their clients.
+
+        Args:
+            requests: Who may join.
+            ask: Of whom to ask again what KV there is, each before those who rank behind it.
+        """
+        if requests is None:
+            self._offered = None
+            return
+        named = [request for request in requests if request in self._entries]
+        for request in ask:
+            if request in self._entries:
+                key = self.key(request)
+                named.insert(next((n for n, other in enumerate(named) if self.key(other) > key), len(named)), request)
+        self._offered = deque(dict.fromkeys((*self._apart[Apart.FAILED], *named)))  # whoever is named twice comes once
+
+    def rerank(self, request: Request) -> None:
+        """Ask for the rank of a waiting request again, because something about it changed."""
+        if request in self._entries:
+            self._push(request)
+
+    def prices_changed(self) -> None:
+        """Hold all ranks for outdated: of those who compete they are asked for again, and one more in each step."""
+        self._epoch += 1
+
+    def finished(self, request: Request) -> None:
+        """Note that a request ended, wherever it was."""
+        if self.shares is not None:
+            self.shares.finished(request, waits=request in self._entries)
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        """Return the key of a request in the queue, ties included, as it is in this step."""
+        return self._entries[request].key(self._ageing, self._now)
+
+    def rank(self, request: Request) -> Rank:
+        """Return the rank of a request in the queue."""
+        return self._entries[request].rank
+
+    def best(self, count: int) -> Iterator[Request]:
+        """Yield up to ``count`` requests that wait for nothing but room, best rank first; the queue stays as it is.
+
+        Those whose adapter has no place are not among them, also if it was given away since the look began.
+        """
+        return islice(self._by_rank(), count)
+
+    def undecided(self, count: int) -> list[Request]:
+        """Return up to ``count`` of those whom vLLM passed over when they were offered last, in turn."""
+        return _next_in_turn(self._apart[Apart.UNDECIDED], count)
+
+    def apart(self) -> dict[str, int]:
+        """Return how many could not join now, however much room there is, by reason."""
+        lines = (line for of_client in self._lines.values() for line in of_client.items())
+        placeless = sum(line.members for adapter, line in lines if not self.adapters.fits(adapter))
+        found = {state.value: len(requests) for state, requests in self._apart.items()} | {ADAPTERS: placeless}
+        return {reason: count for reason, count in found.items() if count}
+
+    def oldest(self) -> Request | None:
+        """Return the request that arrived first."""
+        first = self._arrivals.first()
+        return None if first is None else first[2]
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _by_rank(self) -> Iterator[Request]:
+        if self.shares is not None:
+            return self.shares.in_turn(self._requests_of)
+        return self._requests_of("")
+
+    def _requests_of(self, client: str) -> Iterator[Request]:
+        return (entry.request for _, entry in self._line_up(client))
+
+    def _line_up(self, client: str) -> Iterator[Keyed]:
+        """Yield those of a client whose adapters have a place, by rank."""
+        lines, fits = self._lines.get(client, {}), self.adapters.fits
+        if len(lines) == 1:
+            ((adapter, line),) = lines.items()
+            for keyed in line.ascending(self._now):
+                if not fits(adapter):
+                    return
+                yield keyed
+            return
+        heads = []
+        for adapter, line in list(lines.items()):
+            if fits(adapter):
+                look = line.ascending(self._now)
+                if (first := next(look, None)) is None:
+                    del lines[adapter]
+                else:
+                    heads.append((*first, adapter, look))
+        heapq.heapify(heads)  # no two keys are the same
+        while heads:
+            key, entry, adapter, look = heads[0]
+            behind = None
+            if fits(adapter):
+                yield key, entry
+                behind = next(look, None)
+            if behind is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (*behind, adapter, look))
+
+    def _push(self, request: Request) -> None:
+        old, rank = self._entries.get(request), self._rank(request)
+        self._ranks += 1
+        joined = self._ranks if old is None else old.joined
+        entry = Entry(request, rank, self._ties(request), self._ranks, joined, self._epoch)
+        if old is not None:
+            self._left(old)
+        elif self.shares is not None:
+            self.shares.joined(request)
+        self._count(entry, 1)
+        self._entries[request] = entry
+        self._entries.move_to_end(request)
+        self._enter(entry)
+        if rank.until_s < float("inf"):
+            self._expiry.push((rank.until_s, self._ranks, entry))
+
+    def _enter(self, entry: Entry) -> None:
+        request = entry.request
+        if request in self._apart[Apart.GRAMMAR]:
+            return
+        if request in self._apart[Apart.UNDECIDED]:
+            entry.line = self._undecided
+            entry.line.enter(entry)
+            return
+        lines = self._lines.setdefault("" if self.shares is None else self.shares.client(request), {})
+        adapter = adapter_of(request)
+        entry.line = lines.get(adapter)
+        if entry.line is None:
+            entry.line = lines[adapter] = WaitingLine(self._ageing, self._in_force)
+        entry.line.enter(entry)
+
+    def _in_force(self, entry: Entry) -> bool:
+        return self._entries.get(entry.request) is entry
+
+    def _outdated(self) -> list[Request]:
+        """Return those of who competes whose ranks are of older prices, and the one that was ranked longest ago."""
+        entries = self._entries
+        longest_ago = next(iter(entries), None)
+        if longest_ago is None or entries[longest_ago].epoch == self._epoch:
+            return []
+        best = [request for request in self.best(_BEST_KEPT_CURRENT) if entries[request].epoch != self._epoch]
+        return [*best, longest_ago]
+
+    def _unblock(self) -> None:
+        """Look at some of those whose grammar is being compiled, in turn; whose grammar has come waits like others."""
+        blocked = self._apart[Apart.GRAMMAR]
+        for request in _next_in_turn(blocked, _BLOCKED_ASKED):
+            if awaits_grammar(request):
+                continue
+            del blocked[request]
+            self.changes += 1
+            self._enter(self._entries[request])
+            if grammar_failed(request):
+                self._apart[Apart.FAILED][request] = None
+
+    def _remove(self, request: Request, *, admitted: bool = False) -> None:
+        entry = self._entries.pop(request)
+        if admitted and not request.num_preemptions:
+            self.longest_waits.admitted(entry.rank.level, self._now - entry.ties[0], self._now)
+        if self.shares is not None:
+            client = self.shares.client(request)
+            self.shares.left(request, admitted=admitted)
+            if not self.shares.waiting(client):
+                self._lines.pop(client, None)
+        if self._offered and request in self._offered:
+            self._offered.remove(request)
+        for requests in self._apart.values():
+            requests.pop(request, None)
+        self.changes += 1
+        self._left(entry)
+        if not self._entries:  # nothing to keep alive finished requests for
+            self._known_first = (None, None)
+            for structure in (self._lines, self._expiry, self._arrivals):
+                structure.clear()
+
+    def _left(self, entry: Entry) -> None:
+        """Note that an entry is superseded, or its request gone."""
+        self._count(entry, -1)
+        if entry.line is not None:
+            entry.line.left()
+
+    def _first(self) -> Request | None:
+        if self.by_arrival:
+            return self.oldest()
+        if self._offered is not None:
+            return self._offered[0] if self._offered else None
+        asked = (self.changes, self._ranks, self._now)
+        if self._known_first[0] != asked:  # several ask in a step, and each would look at every line
+            self._known_first = (asked, self._first_of_all())
+        return self._known_first[1]
+
+    def _first_of_all(self) -> Request | None:
+        """Return the best one that vLLM may be shown where it decides itself: it passes over whom it can't take."""
+        adapters, self.adapters = self.adapters, AdapterPlaces()
+        try:
+            first = next(self._by_rank(), None)
+        finally:
+            self.adapters = adapters
+        undecided = next(self._undecided.ascending(self._now), None)
+        if undecided is None or (first is not None and self.key(first) < undecided[0]):
+            return first
+        return undecided[1].request
+
+    def _count(self, entry: Entry, change: int) -> None:
+        level = entry.rank.level
+        left = self.levels.get(level, 0) + change
+        if left:
+            self.levels[level] = left
+        else:
+            self.levels.pop(level, None)
+
+
+def _next_in_turn(requests: OrderedDict[Request, None], count: int) -> list[Request]:
+    found = list(islice(requests, count))
+    for request in found:
+        requests.move_to_end(request)
+    return found
