@@ -23,7 +23,7 @@ from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig, flags, merge_flags
 from vllm_ext.config.attention import STOCK
-from vllm_ext.config.kv_tier import FUSED, LEADING, OFF, PHASED
+from vllm_ext.config.kv_tier import BETWEEN, FUSED, IN_STEP, LEADING, OFF, PHASED, RETENTION
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import HookError
 from vllm_ext.hooks.patch import Patch
@@ -44,6 +44,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     usage = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("usage_context")
     config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
     refuse_oracle(config, usage)
+    config = load_between_steps(config)
     if _opens_admin(config, usage):
         envs.admin_key()  # refuses to start without one
     chosen, transfer = self.scheduler_cls, self.kv_transfer_config
@@ -194,6 +195,33 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
     from vllm_ext.kv.options import transfer_config
 
     return transfer_config(systems.build(config).tier(config.kv_tier))
+
+
+def load_between_steps(config: ExtConfig) -> ExtConfig:
+    """Have KV loaded between steps where loads within a step hold all of it up, unless those were asked for.
+
+    On CUDA the host waits for them before the forward pass, and a step can't be a graph. Without them nothing can be
+    loaded behind a missing block, so conversations are looked up from their front.
+
+    Returns:
+        The configuration with what will be done.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext import systems
+
+    if not config.kv_tier.gib or current_platform.is_cpu() or config.kv_tier.load == IN_STEP:
+        return config
+    tier = systems.build(config).tier(config.kv_tier)
+    if tier.load == BETWEEN:
+        return config
+    logger.warning(
+        "KV is loaded between steps%s: on this device loads within a step would hold the whole step up; "
+        "kv_tier.load=in-step has them all the same",
+        "" if tier.gaps == OFF else ", and conversations are computed again from their first missing block on",
+    )
+    policy = RETENTION if tier.policy == LEADING else tier.policy
+    return config.changed(kv_tier=config.kv_tier.changed(load=BETWEEN, gaps=OFF, policy=policy))
 
 
 def keep_records(config: ExtConfig, vllm_config: Any) -> None:

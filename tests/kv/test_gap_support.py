@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from vllm_ext.config import KEY, ConfigError, parse, to_dict
@@ -201,3 +202,30 @@ def test_models_that_forget_tokens_are_refused() -> None:
         assert not can_have_gaps(hybrid)
         with pytest.raises(ValueError, match="one group of full attention"):
             with_gap_manager(hybrid)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "asked", "done"),
+    [
+        (True, {}, (None, None, None)),
+        (False, {}, ("between", "off", "retention")),
+        (False, {"load": "auto", "gaps": "fused", "policy": "leading"}, ("between", "off", "retention")),
+        (False, {"load": "in-step"}, ("in-step", None, None)),
+        (False, {"load": "between", "gaps": "off", "policy": "tail"}, ("between", "off", "tail")),
+    ],
+    ids=str,
+)
+def test_on_cuda_loads_within_a_step_are_for_who_asks_for_them(
+    on_cpu: bool,
+    asked: dict[str, str],
+    done: tuple[str | None, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    told: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
+    tier = engine_config.load_between_steps(config(gib=1, **asked)).kv_tier
+    assert (tier.load, tier.gaps, tier.policy) == done
+    said = "conversations are computed again from their first missing block on" in told.text
+    assert said == (not on_cpu and done[0] == "between" and asked.get("load") != "between")
+    without_tier = config(**{name: value for name, value in asked.items() if name != "load"})
+    assert engine_config.load_between_steps(without_tier) is without_tier, "gaps on the device need no loads"
