@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +15,13 @@ import pytest
 
 from vllm_ext.config import PredictorConfig
 from vllm_ext.predictor import process as process_module
-from vllm_ext.predictor.process import CANNOT_START, PredictorProcess, WorkerOptions, socket_path
+from vllm_ext.predictor.process import (
+    CANNOT_START,
+    PredictorProcess,
+    WorkerOptions,
+    remove_dead_sockets,
+    socket_path,
+)
 
 from .parts import alive, make_config, until
 
@@ -195,3 +202,28 @@ def test_its_options_arrive_as_they_were_set(tmp_path: Path) -> None:
 def test_the_path_of_a_socket_is_short_wherever_files_are_kept(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(process_module.tempfile, "gettempdir", lambda: place)
     assert len(str(socket_path("0123456789abcdef"))) < 107
+
+
+def test_sockets_of_killed_predictors_are_removed_and_no_others(tmp_path: Path) -> None:
+    def listening(name: str) -> tuple[Path, socket.socket]:
+        folder = tmp_path / f"vllm-ext-{name}"
+        folder.mkdir()
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(str(folder / "predictor"))
+        bound.listen()
+        return folder, bound
+
+    (dead, gone), (served, kept), (young, also_gone) = listening("dead"), listening("alive"), listening("young")
+    foreign = tmp_path / "vllm-ext-other"
+    foreign.mkdir()
+    (foreign / "predictor").write_text("no socket")
+    for closed in (gone, also_gone):
+        closed.close()
+    for folder in (dead, served, foreign):
+        os.utime(folder / "predictor", (1.0, 1.0))
+    remove_dead_sockets(tmp_path)
+    assert not dead.exists()
+    assert (served / "predictor").exists()
+    assert (foreign / "predictor").exists()
+    assert (young / "predictor").exists(), "somebody may be about to listen there"
+    kept.close()

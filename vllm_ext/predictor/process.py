@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +27,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _GRACE_S = 60.0
 """Time to learn what ended last, longer than the process gives itself."""
 _LONGEST_PLACE = 64
+_STARTING_S = 60.0
+"""Age of a socket below which somebody may be about to listen there."""
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
@@ -40,8 +45,8 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 class PredictorProcess:
     """One process, and how often it was started. Time is handed in, in seconds of a monotonic clock."""
 
-    def __init__(self, config: PredictorConfig, folder: Path, socket: Path) -> None:
-        self._config, self._folder, self._socket = config, folder, socket
+    def __init__(self, config: PredictorConfig, folder: Path, path: Path) -> None:
+        self._config, self._folder, self._socket = config, folder, path
         self._process: subprocess.Popen[bytes] | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._not_before = 0.0
@@ -128,8 +133,29 @@ def socket_path(name: str) -> Path:
     return Path(place if len(os.fsencode(place)) < _LONGEST_PLACE else "/tmp") / f"vllm-ext-{name}" / "predictor"
 
 
-def remove_socket(socket: Path) -> None:
+def remove_dead_sockets(place: Path) -> None:
+    """Remove the sockets of this user to which nobody listens: vLLM may kill a server with all that it started.
+
+    Args:
+        place: The folder of temporary files.
+    """
+    for path in place.glob("vllm-ext-*/predictor"):
+        try:
+            status = path.lstat()
+            ours = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.getuid()
+            if not ours or time.time() - status.st_mtime < _STARTING_S:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(path))
+        except ConnectionRefusedError:
+            remove_socket(path)
+        except OSError:
+            continue
+
+
+def remove_socket(path: Path) -> None:
     """Remove a socket and its folder, if nothing else is in it."""
     with contextlib.suppress(OSError):
-        socket.unlink(missing_ok=True)
-        socket.parent.rmdir()
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()

@@ -25,7 +25,7 @@ from vllm_ext.config.prediction import PredictorConfig
 from vllm_ext.prediction.predictor import PromptPredictor
 from vllm_ext.predictor.learner import Learner
 from vllm_ext.predictor.messages import Answer, Ask, BadMessage, Finished, Ping, Status, pack, unpack
-from vllm_ext.predictor.process import CANNOT_START, WorkerOptions, remove_socket
+from vllm_ext.predictor.process import CANNOT_START, WorkerOptions, remove_dead_sockets, remove_socket
 from vllm_ext.predictor.quality import Quality
 from vllm_ext.predictor.request_batcher import Errors, RequestBatcher, answers
 
@@ -62,6 +62,7 @@ class Worker:
     def run(self) -> int:
         """Serve; returns the exit status."""
         path = Path(self._options.socket)
+        remove_dead_sockets(path.parent.parent)
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             self._socket.bind(f"ipc://{path}")
