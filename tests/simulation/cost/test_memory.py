@@ -38,6 +38,21 @@ def test_blocks_by_hand() -> None:
     assert num_kv_blocks(spec, 16) == int(free // (16 * 819_200))
 
 
+def test_blocks_of_a_mixture_are_what_all_its_experts_leave() -> None:
+    """Qwen3-30B-A3B on an H200: 61.06 GB of weights, though a token uses a ninth of them."""
+    spec = hardware("qwen3-30b-a3b", "h200")
+    weights = 2 * (48 * (2048 * 128 * 72 + 2048 * 128 + 128 * 3 * 2048 * 768) + 2 * 151_936 * 2048)
+    reserve = (512 << 20) + 2048 * (3 * 2048 + 8 * (3 * 768 + 2048)) * 2 + 8 * 256 * 151_936
+    free = 0.9 * 143_771 * 2**20 - weights - reserve
+    assert num_kv_blocks(spec, 16) == int(free // (16 * 98_304))
+
+
+def test_blocks_of_latent_attention_hold_compressed_vectors_on_every_device() -> None:
+    spec = hardware("deepseek-v3", "h200", 8, kv_memory_bytes=10**10)
+    assert spec.kv_bytes_per_block(64) == 64 * 61 * (512 + 64) * 2
+    assert num_kv_blocks(spec, 64) == 10**10 // (64 * 70_272)
+
+
 def test_kv_memory_that_is_given_counts_alone() -> None:
     """AccelGen gives OPT-13B 12 GB of KV."""
     assert num_kv_blocks(hardware(kv_memory_bytes=12 * 10**9), 16) == 12 * 10**9 // (16 * 819_200)
@@ -50,9 +65,10 @@ def test_kv_memory_that_is_given_counts_alone() -> None:
         (hardware("opt-66b"), "opt-66b does not fit on a100-40 .* GiB per device are missing .* that fits is 4"),
         # Five devices would hold it, but 96 heads in 5 parts are not allowed.
         (hardware("opt-175b", "a100-80", 4), "the smallest tensor_parallel that fits is 6"),
+        (hardware("mixtral-8x7b", "h100"), r"weights \(87.0 GiB\).* the smallest tensor_parallel that fits is 2"),
         (hardware("opt-13b", gpu_memory_utilization=0.01), "no tensor_parallel is enough"),
     ],
-    ids=["kv memory", "smallest split", "allowed split", "no split"],
+    ids=["kv memory", "smallest split", "allowed split", "experts", "no split"],
 )
 def test_what_does_not_fit_says_what_is_missing_and_what_would_help(spec: HardwareSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):

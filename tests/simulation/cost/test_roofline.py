@@ -136,6 +136,74 @@ def test_a_short_chunk_after_a_long_context_pays_for_reading_it() -> None:
     assert extra == pytest.approx(100_002 * 819_200 / 2039e9)
 
 
+IDEAL = replace(
+    DEVICES["a100-80"], memory_efficiency=1.0, gemm_efficiency=1.0, attention_efficiency=1.0, unhidden=0.0,
+    layer_gap_s=0.0, layer_launch_s=0.0, step_launch_s=0.0, peak_flops=1e14, memory_bytes_per_s=1e12,
+)  # fmt: skip
+"""All peaks are reached, and nothing is launched."""
+FAST_MEMORY, FAST_COMPUTE = replace(IDEAL, memory_bytes_per_s=1e30), replace(IDEAL, peak_flops=1e30)
+MIXTRAL_LINEAR = 32 * (4096 * 128 * 80 + 4096 * 8)
+MIXTRAL_EXPERT = 32 * 3 * 4096 * 14_336
+
+
+def test_a_decode_step_reads_the_experts_that_it_reaches() -> None:
+    """Mixtral, two requests with 1000 tokens of context: each token chooses 2 of 8, together 3.5 are expected."""
+    weights = 2 * (MIXTRAL_LINEAR + 8 * (1 - 0.75**2) * MIXTRAL_EXPERT + 32_000 * 4096)
+    assert 8 * (1 - 0.75**2) == 3.5
+    activation = 3 * 2 * 14_336 + 3 * 4096  # of two experts, and the sum of their outputs
+    elements = 32 * (8 * 4096 + 2 * 40 * 128 + activation)
+    traffic = weights + 2 * (1001 * 131_072 + 2 * elements + 10 * 32_000)
+    assert roofline("mixtral-8x7b", FAST_COMPUTE).device_s(decode(2, 1000)) == pytest.approx(traffic / 1e12)
+
+
+def test_a_long_prompt_reads_every_expert_once() -> None:
+    device = replace(FAST_COMPUTE, memory_bytes_per_s=1e12)
+    none = replace(MODELS["mixtral-8x7b"], experts=replace(MODELS["mixtral-8x7b"].experts, routed=2))  # type: ignore[type-var]
+    shape = prefill(2048)
+    extra = roofline("mixtral-8x7b", device).device_s(shape) - Roofline(none, device).device_s(shape)
+    assert extra == pytest.approx(2 * (6 * MIXTRAL_EXPERT + 32 * 4096 * 6) / 1e12)  # and six columns of the router
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [
+        (8192, 2 * 8192),  # 2048 rows for each of the eight experts: whole tiles
+        (60, 8 * 16),  # 15 for each, padded to 16 by itself
+        (1, 2 * 16),
+    ],
+)
+def test_compute_is_that_of_the_active_experts_with_their_own_tiles(tokens: int, rows: int) -> None:
+    model = MODELS["mixtral-8x7b"]
+    tile = -(-tokens // 16) * 16
+    head = 32_000 * 4096 * 16
+    flops = 2 * (MIXTRAL_LINEAR * tile + MIXTRAL_EXPERT * rows + head)
+    flops += model.attention_flops_per_pair * tokens * (tokens + 1) / 2
+    assert roofline(model.name, FAST_MEMORY).device_s(prefill(tokens)) == pytest.approx(flops / 1e14, rel=1e-5)
+
+
+def test_without_tiles_just_the_rows_of_the_active_experts_are_computed() -> None:
+    device = replace(FAST_MEMORY, tile_tokens=1)
+    shape = decode(3, 1)._replace(num_sampled=0, decode_context_tokens=0)
+    flops = 2 * 3 * (MIXTRAL_LINEAR + 2 * MIXTRAL_EXPERT)
+    assert roofline("mixtral-8x7b", device).device_s(shape) == pytest.approx(flops / 1e14)
+
+
+def test_a_large_batch_of_a_mixture_costs_more_than_its_active_parameters_say() -> None:
+    """Qwen3-30B-A3B: one token reads 8 of 128 experts, and 64 tokens nearly all of them."""
+    cost = roofline("qwen3-30b-a3b", "h100")
+    assert 5 < cost.device_s(decode(64, 100)) / cost.device_s(decode(1, 100)) < 12
+
+
+def test_decode_of_latent_attention_reads_the_compressed_vectors_and_computes_on_them() -> None:
+    model, shape = MODELS["deepseek-v3"], StepShape(0, 0, 0, 0, 1000, 0, 0.0)
+    assert roofline(model.name, FAST_COMPUTE, 8).device_s(shape) - roofline(model.name, FAST_COMPUTE, 8).device_s(
+        shape._replace(decode_context_tokens=0)
+    ) == pytest.approx(1000 * 61 * 576 * 2 / 1e12)  # all of it on each of the eight devices
+    compute = roofline(model.name, FAST_MEMORY, 8)
+    extra = compute.device_s(shape) - compute.device_s(shape._replace(decode_context_tokens=0))
+    assert extra == pytest.approx(1000 * 2 * 61 * 128 * (576 + 512) / 8e14)
+
+
 def test_host_time_grows_with_the_requests() -> None:
     cost = Roofline(MODELS["opt-13b"], DEVICES["v100"], host_base_s=1e-3, host_per_request_s=1e-5)
     assert cost.host_s(decode(100, 5)) == pytest.approx(2e-3)
@@ -165,6 +233,9 @@ COSTS = st.sampled_from(
         roofline("llama-3.1-8b", "h200"),
         roofline("yi-34b", "a100-80", 2),
         roofline("opt-2.7b", "cpu"),
+        roofline("mixtral-8x7b", "l40s", 4),
+        roofline("qwen3-30b-a3b", "cpu"),
+        roofline("deepseek-v3", "mi300x", 8),
     ]
 )
 
@@ -188,7 +259,20 @@ def test_more_work_never_makes_a_step_cheaper(shape: StepShape, cost: Roofline, 
     assert cost.device_s(shape.plus(more)) >= cost.device_s(shape)
 
 
-@given(shapes(), st.sampled_from([("a100-40", "a100-80"), ("a100-80", "h100"), ("h100", "h200"), ("v100", "a100-40")]))
+@given(
+    shapes(),
+    st.sampled_from(
+        [
+            ("a100-40", "a100-80"),
+            ("a100-80", "h100"),
+            ("h100", "h200"),
+            ("v100", "a100-40"),
+            ("h200", "b200"),
+            ("l4", "a10"),
+            ("a10", "l40s"),
+        ]
+    ),
+)
 def test_a_bigger_device_is_never_slower(shape: StepShape, pair: tuple[str, str]) -> None:
     small, big = pair
     assert roofline("opt-13b", big).device_s(shape) <= roofline("opt-13b", small).device_s(shape)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from pydantic import ValidationError
 
+from vllm_ext.cli import simulate
 from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.roofline import Roofline
@@ -21,8 +24,9 @@ SHAPE = StepShape.of_decodes(7, 1000).plus(StepShape.of_chunk(513))
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "gpt-5"}, r"model='gpt-5': .*known: opt-2.7b, .*pythia-12b"),
+        ({"model": "gpt-5"}, r"model='gpt-5': .*the known: opt-2.7b, .*pythia-12b"),
         ({"device": "abacus"}, r"device='abacus'.*known: v100, .*cpu"),
+        ({"device": "memory=80"}, r"device='memory=80': bandwidth, flops, link missing"),
     ],
 )
 def test_unknown_hardware_is_refused_with_the_known_ones(values: dict[str, Any], message: str) -> None:
@@ -95,6 +99,39 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
     hardware = HardwareSpec(model=str(tmp_path), device="cpu", weight_dtype_bytes=4, kv_dtype_bytes=4)
     assert hardware.resolve_model().weight_bytes() == 4 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + (500 + 130) * 64)
     assert build(hardware, CostSpec()).device_s(SHAPE) > 0
+
+
+def test_a_config_that_is_not_understood_is_refused_with_the_description(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    with pytest.raises(ValidationError, match=r"config\.json: field 'model_type': must be one of llama"):
+        HardwareSpec(model=str(tmp_path))
+
+
+def test_a_device_by_its_numbers_costs_what_the_tables_row_with_these_does() -> None:
+    row = replace(HardwareSpec(device="l40s").resolve_device(), link_latency_s=10e-6, gemm_efficiency=0.7)
+    same = HardwareSpec(device="memory=44.98828125,bandwidth=864,flops=362.05,link=31.5").resolve_device()
+    assert replace(same, name=row.name, source=row.source) == row
+    described = HardwareSpec(model="llama-3.1-8b", device=same.name)
+    assert build(described, CostSpec()).device_s(SHAPE) > 0
+    assert HardwareSpec.model_validate_json(described.model_dump_json()) == described
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "some-lab/other"], "--model: hardware.model='some-lab/other': model='some-lab/other': not in the"),
+        (["--device", "memory=80"], "--device: hardware.device='memory=80': device='memory=80': bandwidth, flops"),
+    ],
+    ids=["model", "device"],
+)
+def test_a_wrong_flag_is_one_line_and_status_2(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert simulate.main([*flags, "--print-spec"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("vllm-ext simulate: " + message)
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
 
 
 def test_a_split_the_heads_do_not_allow_is_refused_when_built() -> None:

@@ -1,7 +1,7 @@
 """Device table: what datasheets promise, and which share of it is reached.
 
-Peaks are NVIDIA's datasheet values (dense, no sparsity). What programs reach of them is kept apart, in the fields named
-``*_efficiency``: defaults for large, well-tuned kernels, to be overridden by `CostSpec` where somebody measured.
+Peaks are the makers' datasheet values (dense, no sparsity). What programs reach of them is kept apart, in the fields
+named ``*_efficiency``: defaults for large, well-tuned kernels, to be overridden by `CostSpec` where somebody measured.
 """
 
 from __future__ import annotations
@@ -105,6 +105,23 @@ def _hopper(name: str, source: str, memory_mib: int, memory_bytes_per_s: float) 
     )
 
 
+def _pcie_card(
+    name: str, memory_mib: int, memory_bytes_per_s: float, peak_flops: float, gemm_efficiency: float
+) -> Device:
+    """A card whose only link is PCIe 4.0 x16, to the host and to other cards."""
+    return Device(
+        name=name,
+        source=f"NVIDIA {name.upper()} datasheet",
+        peak_flops=peak_flops,
+        memory_bytes=memory_mib * _MIB,  # as nvidia-smi shows it, with ECC
+        memory_bytes_per_s=memory_bytes_per_s,
+        pcie_bytes_per_s=25e9,  # PCIe 4.0 x16, as of the A100
+        link_bytes_per_s=31.5e9,  # datasheets: 64 GB/s, both directions together; no NVLink
+        link_latency_s=20e-6,  # assumed: through the host bridge
+        gemm_efficiency=gemm_efficiency,
+    )
+
+
 _ROWS = (
     _v100("v100", 32_510),
     _v100("v100-16", 16_160),
@@ -119,11 +136,39 @@ _ROWS = (
         link_latency_s=20e-6,  # assumed: through the host bridge
         gemm_efficiency=0.65,  # assumed: 300 W hold the clock below boost
     ),
+    # Datasheets: 125, 121 and 362.05 TFLOPS bf16 tensor, dense; 600, 300 and 864 GB/s GDDR6. The shares are assumed:
+    # 150 W and 72 W hold the clocks of A10 and L4 far below boost.
+    _pcie_card("a10", 23_028, 600e9, 125e12, 0.55),
+    _pcie_card("l4", 23_034, 300e9, 121e12, 0.5),
+    _pcie_card("l40s", 46_068, 864e9, 362.05e12, 0.65),
     _a100("a100-40", 40_536, 1555e9),  # datasheet: 1555 GB/s HBM2
     _a100("a100-80", 81_251, 2039e9),  # datasheet: 2039 GB/s HBM2e (SXM4; 1935 for PCIe)
     # Datasheets: 3.35 TB/s HBM3 and 4.8 TB/s HBM3e.
     _hopper("h100", "NVIDIA H100 Tensor Core GPU datasheet, SXM5", 81_559, 3.35e12),
     _hopper("h200", "NVIDIA H200 Tensor Core GPU datasheet, SXM5", 143_771, 4.8e12),
+    Device(
+        name="b200",
+        source="NVIDIA HGX B200 datasheet",
+        peak_flops=2.25e15,  # datasheet: 36 PFLOPS bf16 tensor of eight with sparsity, half of it dense
+        memory_bytes=183_359 * _MIB,  # as nvidia-smi shows it
+        memory_bytes_per_s=8e12,  # datasheet: 8 TB/s HBM3e at most
+        pcie_bytes_per_s=50e9,  # PCIe 5.0 x16, as of the H100
+        link_bytes_per_s=900e9,  # datasheet: NVLink 1.8 TB/s, both directions together
+        gemm_efficiency=0.65,  # assumed: as of the H100
+        layer_launch_s=100e-6,  # assumed: newer hosts
+    ),
+    Device(
+        name="mi300x",
+        source="AMD Instinct MI300X datasheet",
+        peak_flops=1307.4e12,  # datasheet: 1307.4 TFLOPS bf16 matrix, dense
+        memory_bytes=196_592 * _MIB,  # as rocm-smi shows it
+        memory_bytes_per_s=5.3e12,  # datasheet: 5.3 TB/s HBM3
+        pcie_bytes_per_s=50e9,  # PCIe 5.0 x16, as of the H100
+        link_bytes_per_s=448e9,  # datasheet: seven Infinity Fabric links of 128 GB/s, both directions together
+        gemm_efficiency=0.45,  # assumed: power limits hold the clock far below boost
+        attention_efficiency=0.35,  # assumed
+        layer_launch_s=100e-6,  # assumed: newer hosts
+    ),
     Device(
         name="cpu",
         source="measured with PyTorch and NumPy on 2 cores of an AMD EPYC with AVX-512 (a cloud machine)",
@@ -149,13 +194,71 @@ DEVICES: dict[str, Device] = {device.name: device for device in _ROWS}
 """The table, by name."""
 
 
+_HOST_LINK = 25.0
+"""GB/s of a device given by numbers, unless told: PCIe 4.0 x16."""
+_UNITS = {
+    "memory": ("memory_bytes", "GiB", float(_GIB)),
+    "bandwidth": ("memory_bytes_per_s", "GB/s", 1e9),
+    "flops": ("peak_flops", "TFLOP/s", 1e12),
+    "link": ("link_bytes_per_s", "GB/s", 1e9),
+    "host_link": ("pcie_bytes_per_s", "GB/s", 1e9),
+}
+"""Numbers that describe a device: the field each sets, its unit, and what one of it is."""
+_LARGEST = 100_000.0
+"""Above this a number of `_UNITS` was given in bytes, or in FLOP/s."""
+_FORM = "memory=GiB,bandwidth=GB/s,flops=TFLOP/s,link=GB/s[,host_link=GB/s]"
+
+
 def find_device(name: str) -> Device:
-    """Return a device of the table.
+    """Return a device of the table, or one that is described by its numbers.
+
+    Args:
+        name: Of the table; or ``memory=GiB,bandwidth=GB/s,flops=TFLOP/s,link=GB/s``, as the table's documentation has
+            them, optionally with ``host_link=GB/s``.
 
     Raises:
-        ValueError: there is none of this name; the message lists those there are.
+        ValueError: there is none of this name; the message lists those there are. Or a number is missing, not known or
+            out of its range.
     """
+    if "=" in name:
+        return _by_numbers(name)
     try:
         return DEVICES[name]
     except KeyError:
-        raise ValueError(f"device={name!r}: not in the device table; known: {', '.join(DEVICES)}") from None
+        known = ", ".join(DEVICES)
+        raise ValueError(f"device={name!r}: not in the device table; known: {known}; or give {_FORM}") from None
+
+
+def _by_numbers(text: str) -> Device:
+    """Return a device with these peaks, of which the default shares are reached."""
+    numbers = {"host_link": _HOST_LINK}
+    given: set[str] = set()
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _UNITS or key in given:
+            raise ValueError(f"device={text!r}: {key!r} must be one of {', '.join(_UNITS)}, each once")
+        given.add(key)
+        numbers[key] = _number(text, key, value)
+    if missing := [key for key in _UNITS if key not in numbers]:
+        raise ValueError(f"device={text!r}: {', '.join(missing)} missing; must be {_FORM}")
+    peaks = {field: numbers[key] * unit for key, (field, _, unit) in _UNITS.items()}
+    return Device(
+        name=text,
+        source="given by its numbers",
+        peak_flops=peaks["peak_flops"],
+        memory_bytes=int(peaks["memory_bytes"]),
+        memory_bytes_per_s=peaks["memory_bytes_per_s"],
+        pcie_bytes_per_s=peaks["pcie_bytes_per_s"],
+        link_bytes_per_s=peaks["link_bytes_per_s"],
+    )
+
+
+def _number(text: str, key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < _LARGEST:
+        allowed = f"must be a number of {_UNITS[key][1]} above 0 and below {_LARGEST:.0f}"
+        raise ValueError(f"device={text!r}: {key}={value}: {allowed}")
+    return number

@@ -1,104 +1,11 @@
-"""Shapes of models, which costs and memory follow from: a table, and Hugging Face's ``config.json`` for the others."""
+"""The table of models, and the one way to find a model by name."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from vllm_ext.simulation.problem import first_problem
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A dense decoder-only transformer. Biases and norms, below 0.2 % of the parameters, are left out."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    """Inner width of the feed-forward block."""
-    gated: bool
-    """Whether the feed-forward block has a gate: three matrices instead of two."""
-    vocab: int
-    """Rows of the embedding table as stored, padding included."""
-    tied_embeddings: bool
-    """Whether the output layer shares the embedding table."""
-    max_positions: int
-    """Longest context the model was made for, in tokens."""
-    learned_positions: int = 0
-    """Rows of a learned position table; 0: positions are computed."""
-    parallel_attention: bool = False
-    """Whether attention and feed-forward read the same input, so that one all-reduce per layer does."""
-    weight_bytes_per_parameter: float = 2.0
-    source: str = ""
-    """Publication or repository whose configuration this is."""
-    published_parameters: float = 0.0
-    """Parameters its authors state, to check ours against; 0: unknown."""
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads={self.kv_heads!r}: must divide heads={self.heads}")
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
-
-    @property
-    def linear_parameters(self) -> int:
-        """Parameters every token is multiplied with: all layers' matrices, without the output layer."""
-        return self.layers * self.layer_parameters
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the output layer."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """All parameters that are stored."""
-        tables = (1 if self.tied_embeddings else 2) * self.head_parameters + self.learned_positions * self.hidden
-        return self.linear_parameters + tables
-
-    @property
-    def attention_flops_per_pair(self) -> float:
-        """Multiplications and additions for one (query, key) pair, over all layers and heads: scores and values."""
-        return 4.0 * self.layers * self.heads * self.head_dim
-
-    def weight_bytes(self, tensor_parallel: int = 1) -> float:
-        """Return the bytes of weights on each device of a group."""
-        return self.parameters * self.weight_bytes_per_parameter / tensor_parallel
-
-    def kv_bytes_per_token(self, kv_dtype_bytes: int = 2, tensor_parallel: int = 1) -> int:
-        """Return the bytes of KV each device holds per token; heads are copied where there are fewer than devices."""
-        return 2 * self.layers * -(-self.kv_heads // tensor_parallel) * self.head_dim * kv_dtype_bytes
-
-    def check_tensor_parallel(self, tensor_parallel: int) -> None:
-        """Refuse a group size the heads can't be divided by, as vLLM does.
-
-        Raises:
-            ValueError: naming the heads that do not divide.
-        """
-        if not self.allows_tensor_parallel(tensor_parallel):
-            raise ValueError(
-                f"tensor_parallel={tensor_parallel!r}: must divide the {self.heads} heads of {self.name}, and divide "
-                f"or be a multiple of its {self.kv_heads} KV heads"
-            )
-
-    def allows_tensor_parallel(self, tensor_parallel: int) -> bool:
-        """Return whether heads and KV heads can be split over so many devices."""
-        if self.heads % tensor_parallel:
-            return False
-        return self.kv_heads % tensor_parallel == 0 or tensor_parallel % self.kv_heads == 0
+from vllm_ext.simulation.cost.hf_config import config_path, from_config
+from vllm_ext.simulation.cost.model_shape import Experts, LatentAttention, ModelShape
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int, published: float) -> ModelShape:
@@ -152,6 +59,26 @@ _ROWS = (
         vocab=50_688, tied_embeddings=False, max_positions=2048, parallel_attention=True,
         source="Biderman et al. 2023, Pythia, table 1", published_parameters=11.85e9,
     ),
+    ModelShape(
+        name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14_336, gated=True,
+        vocab=32_000, tied_embeddings=False, max_positions=32_768,
+        experts=Experts(layers=32, routed=8, per_token=2, ffn=14_336),
+        source="Jiang et al. 2024, Mixtral of Experts, table 1", published_parameters=46.7e9,
+    ),
+    ModelShape(
+        name="qwen3-30b-a3b", layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, gated=True,
+        vocab=151_936, tied_embeddings=False, max_positions=40_960,
+        experts=Experts(layers=48, routed=128, per_token=8, ffn=768),
+        source="Qwen3-30B-A3B model card and configuration", published_parameters=30.5e9,
+    ),
+    ModelShape(
+        name="deepseek-v3", layers=61, hidden=7168, heads=128, kv_heads=128, head_dim=192, ffn=18_432, gated=True,
+        vocab=129_280, tied_embeddings=False, max_positions=163_840,
+        experts=Experts(layers=58, routed=256, per_token=8, ffn=2048, shared_ffn=2048),
+        latent=LatentAttention(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, query_rank=1536),
+        weight_bytes_per_parameter=1.0,  # published in fp8
+        source="DeepSeek-AI 2024, DeepSeek-V3, section 4.2", published_parameters=671e9,
+    ),
 )  # fmt: skip
 
 MODELS: dict[str, ModelShape] = {model.name: model for model in _ROWS}
@@ -159,133 +86,21 @@ MODELS: dict[str, ModelShape] = {model.name: model for model in _ROWS}
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model of the table, or the one whose ``config.json`` lies at a path.
+    """Return a model of the table, or the one whose ``config.json`` is on this machine.
+
+    Args:
+        name: Of the table; or a folder with a ``config.json``, that file, or an id in the Hugging Face cache.
 
     Raises:
         OSError: the configuration can't be read.
-        ValueError: neither is there; the message lists the table's names.
+        ValueError: there is none, or it is not understood; the first message lists the table's names.
     """
     if name in MODELS:
         return MODELS[name]
-    if is_config_path(name):
-        return from_config(name)
-    known = ", ".join(MODELS)
-    raise ValueError(f"model={name!r}: not in the model table, nor a folder with a config.json; known: {known}")
-
-
-def is_config_path(name: str) -> bool:
-    """Return whether a config.json, or a folder with one, lies at this path."""
-    path = Path(name)
-    return (path.is_file() and path.suffix == ".json") or (path / "config.json").is_file()
-
-
-def from_config(path: str | Path) -> ModelShape:
-    """Read the shape of a model from a Hugging Face configuration.
-
-    Args:
-        path: A ``config.json``, or the folder that holds one.
-
-    Raises:
-        OSError: there is no such file, or it can't be read.
-        ValueError: it is no such configuration; the message names the field that is missing or not allowed.
-    """
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    try:
-        raw: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not a JSON file ({error})") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file}: holds no JSON object")
-    try:
-        config = _Config.model_validate({name: value for name, value in raw.items() if value not in (None, {})})
-        return config.shape(str(raw.get("_name_or_path") or file.parent.name or config.model_type))
-    except ValueError as error:
-        problem = first_problem(error) if isinstance(error, ValidationError) else error
-        raise ValueError(f"{file}: {problem}") from error
-
-
-_Whole = Annotated[int, Field(ge=1)]
-
-
-class _Quantisation(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    quant_method: Literal["fp8", "gptq", "awq"]
-    bits: Literal[2, 3, 4, 8] = 8
-
-    @model_validator(mode="after")
-    def _bits_are_known(self) -> _Quantisation:
-        if self.quant_method != "fp8" and "bits" not in self.model_fields_set:
-            raise ValueError(f"quant_method={self.quant_method!r}: needs its bits")
-        return self
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        return 1.0 if self.quant_method == "fp8" else self.bits / 8
-
-
-class _Config(BaseModel):
-    """What a configuration says of a shape, by the names it has there; the model types it is understood of."""
-
-    model_config = ConfigDict(strict=True)
-
-    model_type: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "gpt_neox", "falcon"]
-    num_hidden_layers: _Whole = Field(validation_alias=AliasChoices("num_hidden_layers", "n_layer"))
-    hidden_size: _Whole
-    num_attention_heads: _Whole = Field(validation_alias=AliasChoices("num_attention_heads", "n_head"))
-    vocab_size: _Whole
-    max_position_embeddings: _Whole | None = None
-    num_key_value_heads: _Whole | None = None
-    num_kv_heads: _Whole | None = Field(default=None, validation_alias=AliasChoices("num_kv_heads", "n_head_kv"))
-    head_dim: _Whole | None = None
-    intermediate_size: _Whole | None = None
-    ffn_dim: _Whole | None = None
-    ffn_hidden_size: _Whole | None = None
-    tie_word_embeddings: bool | None = None
-    new_decoder_architecture: bool = False
-    multi_query: bool = True
-    parallel_attn: bool = True
-    use_parallel_residual: bool = True
-    quantization_config: _Quantisation | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_dense(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if raw.get(name):
-                raise ValueError(f"{name}={raw[name]!r}: mixtures of experts are not modelled")
-        return raw
-
-    def shape(self, name: str) -> ModelShape:
-        kind, heads, hidden = self.model_type, self.num_attention_heads, self.hidden_size
-        kv_heads, parallel = self.num_key_value_heads or heads, kind == "gpt_neox" and self.use_parallel_residual
-        ffn, positions = self.intermediate_size, self.max_position_embeddings
-        if kind == "opt":
-            ffn = self.ffn_dim
-        if kind == "falcon":
-            ffn, positions = self.ffn_hidden_size or 4 * hidden, positions or 2048
-            parallel = self.new_decoder_architecture or self.parallel_attn
-            kv_heads = 1 if self.multi_query else heads
-            if self.new_decoder_architecture:
-                kv_heads = self.num_kv_heads or heads
-        if ffn is None or positions is None:
-            missing = "max_position_embeddings" if ffn else "ffn_dim" if kind == "opt" else "intermediate_size"
-            raise ValueError(f"the field {missing} is missing")
-        return ModelShape(
-            name=name,
-            layers=self.num_hidden_layers,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=self.head_dim or max(1, hidden // heads),
-            ffn=ffn,
-            gated=kind in ("llama", "mistral", "qwen2", "qwen3"),
-            vocab=self.vocab_size,
-            tied_embeddings=kind in ("opt", "falcon") if self.tie_word_embeddings is None else self.tie_word_embeddings,
-            max_positions=positions,
-            learned_positions=positions + 2 if kind == "opt" else 0,  # OPT's table starts with two unused rows
-            parallel_attention=parallel,
-            weight_bytes_per_parameter=2.0 if (q := self.quantization_config) is None else q.bytes_per_parameter,
-            source=f"config.json, model type {kind}",
+    path = config_path(name)
+    if path is None:
+        raise ValueError(
+            f"model={name!r}: not in the model table, no folder with a config.json, and not in the local Hugging Face "
+            f"cache; give the folder of its config.json, or one of the known: {', '.join(MODELS)}"
         )
+    return from_config(path, "" if Path(name).exists() else name)

@@ -2,6 +2,7 @@
 
     linear    compute C = flops * padded tokens / (peak * efficiency), weights M = bytes / bandwidth:
               max(C, M) + unhidden * min(C, M)
+    experts   the same for the routed experts: compute of each token's k, weights of those that the step reaches
     head      the same for the output layer, on the rows that are sampled, and the traffic of their logits
     attention decode: max(KV bytes / bandwidth, flops / peak) of the held contexts;
               prefill: max(flops of the causal pairs, KV bytes of the contexts)
@@ -10,12 +11,19 @@
 
 What the shorter of compute and weight traffic is not hidden by makes the efficiency ramp: n tokens reach
 n / (n + unhidden * n0) of the peak, where n0 is the balance point. Tokens are padded to the tiles of matrix products.
+
+Experts are computed as one grouped matrix product per projection. T tokens that each choose k of E experts, uniformly
+and independently, reach R = E (1 - (1 - k / E)^T) of them. The weights of those are read once. Their T k rows are
+spread evenly, and each expert's share is padded to a tile by itself, so that R * padded(T k / R) rows are computed.
+Uneven routing, which reaches fewer experts and fills some more than others, is not modelled.
 """
 
 from __future__ import annotations
 
+import math
+
 from vllm_ext.simulation.cost.devices import Device
-from vllm_ext.simulation.cost.models import ModelShape
+from vllm_ext.simulation.cost.model_shape import Experts, ModelShape
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 
 _LOGIT_BYTES = 10
@@ -57,6 +65,9 @@ class Roofline:
         width = model.weight_bytes_per_parameter
         self._linear_s = 2.0 * model.linear_parameters / flops
         self._weights_s = model.linear_parameters * width / tensor_parallel / bandwidth
+        self._experts = model.experts
+        self._expert_row_s = 2.0 * model.expert_parameters / flops
+        self._expert_weights_s = model.expert_parameters * width / tensor_parallel / bandwidth
         self._head_s = 2.0 * model.head_parameters / flops
         self._head_weights_s = model.head_parameters * width / tensor_parallel / bandwidth
         self._logits_s = model.vocab / tensor_parallel * _LOGIT_BYTES / bandwidth
@@ -64,10 +75,9 @@ class Roofline:
 
         kv_bytes = model.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel)
         self._kv_s = kv_bytes / bandwidth
-        self._pair_s = model.attention_flops_per_pair / (
-            device.peak_flops * device.attention_efficiency * tensor_parallel
-        )
-        self._decode_context_s = max(self._kv_s, self._pair_s)
+        attention_flops = device.peak_flops * device.attention_efficiency * tensor_parallel
+        self._pair_s = model.attention_flops_per_pair / attention_flops
+        self._decode_context_s = max(self._kv_s, model.decode_flops_per_pair / attention_flops)
 
         elements = _element_wise_traffic(model, tensor_parallel) * max(2.0, width)
         reduces = 0 if tensor_parallel == 1 else model.layers * (1 if model.parallel_attention else 2)
@@ -92,6 +102,8 @@ class Roofline:
         compute = self._linear_s * self._padded(tokens)
         weights = self._weights_s
         time += compute + self._unhidden * weights if compute > weights else weights + self._unhidden * compute
+        if self._experts is not None:
+            time += self._experts_s(self._experts, tokens)
         if sampled:
             compute = self._head_s * self._padded(sampled)
             weights = self._head_weights_s
@@ -112,6 +124,17 @@ class Roofline:
         """Return the engine core's own time per step, in seconds."""
         return self._host_base_s + self._host_per_request_s * shape[0]
 
+    def _experts_s(self, experts: Experts, tokens: int) -> float:
+        """Return the time of the routed experts, in seconds: one grouped matrix product per projection."""
+        if not tokens:
+            return 0.0
+        reached, rows = experts.reached(tokens), float(tokens * experts.per_token)
+        if self._tiles[-1] > 1:
+            share = rows / reached
+            rows = reached * self._padded(math.ceil(share - 1e-9))  # not a tile more for an error of rounding
+        compute, weights = self._expert_row_s * rows, self._expert_weights_s * reached
+        return max(compute, weights) + self._unhidden * min(compute, weights)
+
     def _padded(self, rows: int) -> int:
         """Return the rows that are computed: small products have small tiles, so that the padding stays in bounds."""
         small, middle, large = self._tiles
@@ -125,12 +148,18 @@ def _element_wise_traffic(model: ModelShape, tensor_parallel: int) -> float:
     """Return the elements read and written per token by what is not fused into matrix products, over all layers.
 
     Two norms with the residual (one, where attention is parallel) of 4 * hidden, on every device; rotary embedding or
-    the like of 2 * (query + key), and the activation of 3 * ffn (2 without gate), split over the devices.
+    the like of 2 * (query + key), and the activation of 3 * ffn (2 without gate), split over the devices. With experts
+    the activation of those that a token goes through, and the sum of their outputs of (k + 1) * hidden, not split.
     """
     norms = (4 if model.parallel_attention else 8) * model.hidden
     rotary = 2 * (model.heads + model.kv_heads) * model.head_dim
-    activation = (3 if model.gated else 2) * model.ffn
-    return model.layers * (norms + (rotary + activation) / tensor_parallel)
+    factor, experts = 3 if model.gated else 2, model.experts
+    dense = model.dense_layers * (norms + (rotary + factor * model.ffn) / tensor_parallel)
+    if experts is None:
+        return dense
+    activation = factor * (experts.per_token * experts.ffn + experts.shared_ffn)
+    outputs = (experts.per_token + 1) * model.hidden
+    return dense + experts.layers * (norms + (rotary + activation) / tensor_parallel + outputs)
 
 
 def pivot_tokens(cost: CostModel) -> int:

@@ -12,7 +12,8 @@ from vllm_ext.config.model import Flag
 from vllm_ext.simulation.cost.devices import Device, find_device
 from vllm_ext.simulation.cost.fitted import Fitted
 from vllm_ext.simulation.cost.link import TransferLink
-from vllm_ext.simulation.cost.models import MODELS, ModelShape, find_model, is_config_path
+from vllm_ext.simulation.cost.model_shape import ModelShape
+from vllm_ext.simulation.cost.models import find_model
 from vllm_ext.simulation.cost.roofline import Roofline
 from vllm_ext.simulation.step_shape import CostModel
 
@@ -27,10 +28,11 @@ class HardwareSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    model: Annotated[str, Flag()] = "opt-13b"
-    """A name of the model table, or the folder of a Hugging Face ``config.json``."""
-    device: Annotated[str, Flag()] = "a100-40"
-    """A name of the device table."""
+    model: Annotated[str, Flag(metavar="NAME|PATH|ID")] = "opt-13b"
+    """A name of the model table, a folder with a Hugging Face ``config.json``, or an id whose configuration is in the
+    local Hugging Face cache."""
+    device: Annotated[str, Flag(metavar="NAME|NUMBERS")] = "a100-40"
+    """A name of the device table, or memory=GiB,bandwidth=GB/s,flops=TFLOP/s,link=GB/s[,host_link=GB/s]."""
     tensor_parallel: Annotated[int, Flag("--tensor-parallel-size -tp")] = Field(default=1, ge=1)
     """Devices that share the model."""
     gpu_memory_utilization: Annotated[float, Flag()] = Field(default=0.9, gt=0, le=1)
@@ -44,8 +46,7 @@ class HardwareSpec(BaseModel):
     @field_validator("model")
     @classmethod
     def _model_is_known(cls, name: str) -> str:
-        if name not in MODELS and not is_config_path(name):
-            find_model(name)  # raises with the list of known names
+        find_model(name)
         return name
 
     @field_validator("device")
@@ -67,7 +68,7 @@ class HardwareSpec(BaseModel):
         return model
 
     def resolve_device(self) -> Device:
-        """Return the device's row."""
+        """Return the device's row, or the one its numbers describe."""
         return find_device(self.device)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
@@ -212,10 +213,9 @@ def activation_bytes(
     """Return the bytes a device needs beside weights and KV.
 
     The largest step's hidden states (residual, input, output: 3 * hidden) with the widest of the projections (query,
-    key and value, or the feed-forward block's, in and out) in 2 bytes; logits of all sampled rows twice in fp32; and a
-    fixed part of 0.5 GiB.
+    key and value, the feed-forward block's, or the experts', in and out) in 2 bytes; logits of all sampled rows twice
+    in fp32; and a fixed part of 0.5 GiB.
     """
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim + model.heads * model.head_dim
-    widest = max(attention, (3 if model.gated else 2) * model.ffn) / tensor_parallel
+    widest = model.widest_activation(tensor_parallel)
     hidden = max_num_batched_tokens * (3 * model.hidden + widest) * 2
     return _RUNTIME_BYTES + hidden + 8 * max_num_seqs * model.vocab
