@@ -160,6 +160,7 @@ def test_every_flag_sets_its_field(capsys: pytest.CaptureFixture[str]) -> None:
         "hardware.model": "opt-6.7b",
         "hardware.device": "a40",
         "cost.kind": "constant",
+        "engine.scheduling_policy": "priority",
         "cost.file": "profile.json",
         "workload.source": "alpaca-like",
         "workload.format": "jsonl",

@@ -285,7 +285,7 @@ def test_a_store_waits_for_the_loads_before_it() -> None:
     assert sorted(_order(Tier(device))) == ["load 1", "store 0", "store 2"]
 
 
-def test_a_store_does_not_wait_for_loads_where_that_is_switched_off() -> None:
+def test_a_store_does_not_wait_for_copies_where_that_is_switched_off() -> None:
     device = FakeDevice(None)
     assert _order(Tier(device, loads_first=False)) == ["store 0", "store 2"]
 

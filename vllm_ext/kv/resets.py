@@ -28,8 +28,8 @@ class Engine(Protocol):
 class Tier(Protocol):
     """The scheduler's side of the connector."""
 
-    def wait_for_loads(self, req_ids: Iterable[str]) -> None:
-        """Have the next step wait for the loads of some requests before it writes anything."""
+    def wait_for_copies(self, req_ids: Iterable[str]) -> None:
+        """Have the next step wait for the copies of some requests, either way, before it writes anything."""
         ...
 
 
@@ -41,12 +41,12 @@ def discard_loads(engine: Engine, tier: Tier) -> None:
 
     Args:
         engine: vLLM's scheduler, between two steps; changed.
-        tier: Its KV tier; the next step waits for the loads, since their blocks may be given to others in it.
+        tier: Its KV tier; the next step waits for the copies, since their blocks may be given to others in it.
     """
     waiting = [request for request in engine.kv_holding_waiting if request.status != _STREAMING]
-    # Who was aborted meanwhile is kept until the load is through, and sits in no queue.
+    # Who was aborted meanwhile is kept until its loads and stores are through, and sits in no queue.
     holders = [*waiting, *(request for request in engine.requests.values() if request.is_finished())]
-    tier.wait_for_loads(request.request_id for request in holders)
+    tier.wait_for_copies(request.request_id for request in holders)
     for request in holders:
         engine.kv_cache_manager.free(request)
         engine._inflight_prefills.discard(request)

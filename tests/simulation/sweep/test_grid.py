@@ -44,7 +44,7 @@ def test_sweep_survives_json_with_the_same_points() -> None:
 @pytest.mark.parametrize(
     ("axes", "rest", "says"),
     [
-        ({"engine.sytem": ("fcfs",)}, {}, ["engine.sytem", "the fields here are system, options, max_num_seqs"]),
+        ({"engine.sytem": ("fcfs",)}, {}, ["engine.sytem", "fields here are system, options, scheduling_policy"]),
         ({"motor.system": ("fcfs",)}, {}, ["motor=", "the fields here are engine, hardware, cost, workload"]),
         ({"engine.system.x": ("fcfs",)}, {}, ["engine.system={'x': 'fcfs'}", "must be a string"]),
         ({SYSTEM: ("fcfs", "allise")}, {}, ["engine.system='allise'", "must be one of upstream-fcfs", "alise"]),
