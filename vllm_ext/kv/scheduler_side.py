@@ -66,6 +66,8 @@ class TierScheduler(IdleStoringScheduler):
         super().__init__(*args, load=load, prices=prices)
         self.keeper = keeper
         self.leaving: frozenset[str] = frozenset()
+        self.discarded: dict[str, frozenset[int]] = {}
+        """See `vllm_ext.kv.loads.resets`."""
         self.free_fraction = free_fraction
         self.copies_all = copies == ALL
         self.store = self._resolved(store)
@@ -319,10 +321,11 @@ class TierScheduler(IdleStoringScheduler):
 
     # --- resets -----------------------------------------------------------------------------------------------------
 
-    def wait_for_copies(self, req_ids: Iterable[str]) -> None:
-        """Have the next step wait for the copies of some requests, either way, before it writes anything."""
+    def wait_for_loads(self, req_ids: Iterable[str]) -> None:
+        """Have the next step wait for the loads of some requests before it writes anything."""
         wanted = set(req_ids)
-        self._current_batch_jobs_to_flush.update(job_id for job_id, job in self._jobs.items() if job.req_id in wanted)
+        loads = (job_id for job_id, job in self._jobs.items() if not job.is_store and job.req_id in wanted)
+        self._current_batch_jobs_to_flush.update(loads)
 
     def forget_device(self) -> None:
         """Forget idle chunks: what is in the device's prefix cache must not be used any more."""

@@ -19,8 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.hooks import registry
+from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
 from vllm_ext.kv.loads.steps import Engine
-from vllm_ext.kv.resets import discard_loads, forget_blocks
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
@@ -238,6 +238,7 @@ class SteeredScheduler(RecordScheduler):
         now = self._now = self.clock()
         self.observer.finished_step(scheduler_output, now)
         if self.tier is not None:
+            overlook_discarded(self, self.tier, model_runner_output.kv_connector_output)
             take_back(
                 self,
                 self.tier,

@@ -183,6 +183,11 @@ class StepLoadingScheduler(OffloadingConnectorScheduler):
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
+    @property
+    def blocks_of_step_loads(self) -> frozenset[int]:
+        """Blocks that loads within steps fill which were not reported yet."""
+        return frozenset().union(*(load.blocks for load in self._step_loads.values()))
+
     def failed_step_loads(self, report: KVConnectorOutput) -> FailedLoads | None:
         """Close the books of the loads within a step, and let nothing be kept that was stored since one failed.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -28,8 +29,16 @@ class Engine(Protocol):
 class Tier(Protocol):
     """The scheduler's side of the connector."""
 
-    def wait_for_copies(self, req_ids: Iterable[str]) -> None:
-        """Have the next step wait for the copies of some requests, either way, before it writes anything."""
+    discarded: dict[str, frozenset[int]]
+    """By request: blocks that were given back while its load was under way, until that is reported."""
+
+    @property
+    def blocks_of_step_loads(self) -> frozenset[int]:
+        """Blocks that loads within steps fill which were not reported yet."""
+        ...
+
+    def wait_for_loads(self, req_ids: Iterable[str]) -> None:
+        """Have the next step wait for the loads of some requests before it writes anything."""
         ...
 
 
@@ -41,19 +50,45 @@ def discard_loads(engine: Engine, tier: Tier) -> None:
 
     Args:
         engine: vLLM's scheduler, between two steps; changed.
-        tier: Its KV tier; the next step waits for the copies, since their blocks may be given to others in it.
+        tier: Its KV tier; the next step waits for the loads, since their blocks may be given to others in it.
     """
     waiting = [request for request in engine.kv_holding_waiting if request.status != _STREAMING]
-    # Who was aborted meanwhile is kept until its loads and stores are through, and sits in no queue.
+    # Who was aborted meanwhile is kept until the load is through, and sits in no queue.
     holders = [*waiting, *(request for request in engine.requests.values() if request.is_finished())]
-    tier.wait_for_copies(request.request_id for request in holders)
+    tier.wait_for_loads(request.request_id for request in holders)
     for request in holders:
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished():
+            tier.discarded[request.request_id] = _blocks_of(engine, request)
         engine.kv_cache_manager.free(request)
         engine._inflight_prefills.discard(request)
     for request in waiting:
         request.num_computed_tokens = 0
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             engine.failed_recving_kv_req_ids.add(request.request_id)
+
+
+def overlook_discarded(engine: Engine, tier: Tier, report: KVConnectorOutput | None) -> None:
+    """Take out of a report what discarded loads failed to fill: the blocks may be others', who computed them.
+
+    Blocks that other loads fill by now stay in it: which of the two failed can't be told.
+
+    Args:
+        engine: vLLM's scheduler, before it takes the report.
+        tier: Its KV tier.
+        report: Of a step's workers; changed.
+    """
+    if report is None or not tier.discarded:
+        return
+    filled = tier.blocks_of_step_loads.union(*(_blocks_of(engine, request) for request in engine.kv_holding_waiting))
+    if report.invalid_block_ids:
+        report.invalid_block_ids = report.invalid_block_ids - (frozenset().union(*tier.discarded.values()) - filled)
+    for req_id in [*tier.discarded]:
+        if req_id in (report.finished_recving or ()) or req_id not in engine.requests:
+            del tier.discarded[req_id]
+
+
+def _blocks_of(engine: Engine, request: Request) -> frozenset[int]:
+    return frozenset(block for group in engine.kv_cache_manager.get_block_ids(request.request_id) for block in group)
 
 
 def forget_blocks(engine: Engine) -> None:
