@@ -54,12 +54,13 @@ class _Front:
         return getattr(systems.build(self.config).sharing, "by", "") == "key"
 
 
+_NO_OPTIONS: Mapping[str, Any] = {}
 _fronts: list[_Front] = []
 """The last one: a front end has one configuration, and asks for each request."""
 
 
 def _front(vllm_config: Any) -> _Front:
-    options = (vllm_config.additional_config or {}).get(KEY) or {}
+    options = (vllm_config.additional_config or {}).get(KEY) or _NO_OPTIONS
     if not _fronts or _fronts[-1].options is not options:
         _fronts[:] = [_Front(options)]
     return _fronts[-1]
@@ -72,4 +73,4 @@ def options_of(vllm_config: Any) -> ExtConfig:
 
 def takes_turns_by_key(vllm_config: Any) -> bool:
     """Whether clients take turns by their API keys."""
-    return bool((vllm_config.additional_config or {}).get(KEY)) and _front(vllm_config).takes_turns_by_key
+    return _front(vllm_config).takes_turns_by_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,10 +168,10 @@ def from_body_extension(nvext: Any) -> dict[str, Any]:
     return {} if osl is None else {"osl": osl}
 
 
-def misspelt(given: Mapping[str, Any]) -> dict[str, str]:
+def misspelt(given: Iterable[str]) -> dict[str, str]:
     """Return the keys that are near to a hint's name but none, with that name; whatever else is there is not ours."""
     found = {}
-    for key in given.keys() - set(KEYS):
+    for key in set(given) - set(KEYS):
         close = difflib.get_close_matches(key.lower().replace("-", "_"), KEYS, n=1, cutoff=_CLOSE)
         if close:
             found[key] = close[0]

@@ -16,7 +16,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from tests.scheduling.loads import Loads
-from tests.scheduling.steering import Rig
+from tests.scheduling.steering import Loras, Rig, unwatched
+from vllm_ext.contract import Origin
 from vllm_ext.simulation.harness import make_request
 
 SYSTEMS = (
@@ -64,16 +65,8 @@ TRICKS: dict[str, Trick] = {
 @functools.cache
 def _mean_wait(system: str, trick: Trick | None, *, undecided: bool = False) -> float:
     """Return the mean number of steps from arrival to first token of the honest clients' requests."""
-    rig = Rig(
-        system,
-        num_blocks=400,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        max_model_len=1024,
-        enable_prefix_caching=False,
-    )
-    rig.runner.ledger = None
-    rig.scheduler.lora_config = _Loras()
+    rig = unwatched(system, max_num_batched_tokens=256, max_model_len=1024)
+    rig.scheduler.lora_config = Loras(1)
     loads = Loads(rig, {}) if undecided else None
     asked: dict[str, int] = {}
 
@@ -108,10 +101,6 @@ def _mean_wait(system: str, trick: Trick | None, *, undecided: bool = False) -> 
     return sum(waits) / len(waits)
 
 
-class _Loras:
-    max_loras = 1
-
-
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS.keys())
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_trick_costs_others_no_more_than_its_client_costs_them_anyway(system: str, trick: Trick) -> None:
@@ -128,10 +117,5 @@ def test_requests_that_a_connector_never_tells_about_cost_others_little(system: 
 def test_a_tag_of_its_own_for_each_request_gains_nothing_where_clients_have_keys(system: str) -> None:
     """Turns are taken by API key; without keys a tag is all there is, and the server says so when it starts."""
     rig = Rig(system)
-    origins = [rig.scheduler.policies.sharing.client(_Origin(f"tag-{number}", "key")) for number in range(3)]
-    assert origins == ["key"] * 3
-
-
-class _Origin:
-    def __init__(self, tag: str, key: str) -> None:
-        self.tag, self.key = tag, key
+    sharing = rig.scheduler.policies.sharing
+    assert [sharing.client(Origin(tag=f"tag-{number}", key="key")) for number in range(3)] == ["key"] * 3

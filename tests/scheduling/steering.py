@@ -168,6 +168,24 @@ class Rig:
         return found
 
 
+class Loras:
+    """vLLM's LoRA options, as far as its scheduler asks."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.max_loras = max_loras
+
+
+def unwatched(system: str | None, **limits: Any) -> Rig:
+    """A rig without a prefix cache whose runner does not follow KV, since a test loads or changes it beside the runner.
+
+    Unless told otherwise it has 8 seats, 512 tokens a step and 400 blocks.
+    """
+    found = {"num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **limits}
+    rig = Rig(system, enable_prefix_caching=False, **found)
+    rig.runner.ledger = None
+    return rig
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     step: int

@@ -8,21 +8,13 @@ import pytest
 
 from vllm_ext.simulation.harness import make_request
 
-from .steering import Rig
+from .steering import Rig, unwatched
 
 BUDGETED = ("sarathi", "sarathi-static", "accelgen", "auto")
 
 
 def _steps_until_all_prompts_are_computed(system: str, slo: dict[str, Any], most: int = 400) -> int:
-    rig = Rig(
-        system,
-        num_blocks=4000,
-        max_num_seqs=32,
-        max_num_batched_tokens=8192,
-        max_model_len=4096,
-        enable_prefix_caching=False,
-    )
-    rig.runner.ledger = None
+    rig = unwatched(system, num_blocks=4000, max_num_seqs=32, max_num_batched_tokens=8192, max_model_len=4096)
 
     def add(name: str, prompt: int, length: int, **hints: Any) -> None:
         rig.lengths[name] = length

@@ -6,13 +6,12 @@ import pytest
 
 from vllm_ext.step_time.runtime import Coefficients
 
-from .steering import Rig
+from .steering import unwatched
 
 
 def _asked(system: str, *, prefill: float, decode: float, waiting: int = 50, steps: int = 70) -> int:
     """Return how many ranks were asked for in some steps, before which prices changed by these factors."""
-    rig = Rig(system, num_blocks=400, max_num_seqs=2, max_num_batched_tokens=64, enable_prefix_caching=False)
-    rig.runner.ledger = None
+    rig = unwatched(system, max_num_seqs=2, max_num_batched_tokens=64)
     for i in range(2 + waiting):
         rig.add(f"r{i}", 16, length=400, osl=400)
     rig.step(3)

@@ -11,7 +11,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm_ext.simulation.harness import make_request
 
 from .loads import Loads
-from .steering import Rig
+from .steering import Loras, Rig, unwatched
 
 SYSTEMS = ("fcfs", "alise", "auto", "accelgen", "sarathi", "past-future", "fair+alise", "pensieve")
 
@@ -28,15 +28,7 @@ def _steps_until(rig: Rig, req_id: str, most: int) -> int | None:
 @pytest.mark.parametrize("drafts", [0, 3, 5])
 @pytest.mark.parametrize("system", [None, "fcfs", "alise", "auto", "accelgen", "sarathi"])
 def test_a_proposer_that_finds_nothing_costs_no_tokens(system: str | None, drafts: int) -> None:
-    rig = Rig(
-        system,
-        num_blocks=2000,
-        max_num_seqs=128,
-        max_num_batched_tokens=256,
-        max_model_len=512,
-        enable_prefix_caching=False,
-    )
-    rig.runner.ledger = None
+    rig = unwatched(system, num_blocks=2000, max_num_seqs=128, max_num_batched_tokens=256)
 
     def step() -> None:
         rig.loop.step()
@@ -59,7 +51,7 @@ def test_a_proposer_that_finds_nothing_costs_no_tokens(system: str | None, draft
 
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
 def test_an_adapter_without_a_place_keeps_no_base_request_out(system: str | None) -> None:
-    rig = _served(system)
+    rig = unwatched(system)
     rig.scheduler.lora_config = Loras(1)
 
     def add(name: str, adapter: int, osl: int) -> None:
@@ -79,7 +71,7 @@ def test_an_adapter_without_a_place_keeps_no_base_request_out(system: str | None
 
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
 def test_two_new_adapters_are_not_given_the_same_place(system: str | None) -> None:
-    rig = _served(system)
+    rig = unwatched(system)
     rig.scheduler.lora_config = Loras(1)
     for name, adapter in (("one", 1), ("two", 2), ("one-too", 1)):
         rig.lengths[name] = 30
@@ -96,7 +88,7 @@ def test_two_new_adapters_are_not_given_the_same_place(system: str | None) -> No
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
 def test_whom_a_connector_cannot_tell_about_yet_keeps_nobody_out(system: str | None, count: int) -> None:
     """Each is found out once, some in each step: stock vLLM looks at all of them in one."""
-    rig = _served(system)
+    rig = unwatched(system)
     loads = _undecided(rig, system, count)
     rig.add("other", 16, length=100, osl=100)
     found = _steps_until(rig, "other", 60)
@@ -108,7 +100,7 @@ def test_whom_a_connector_cannot_tell_about_yet_keeps_nobody_out(system: str | N
 
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
 def test_who_was_undecided_joins_once_the_connector_can_tell(system: str | None) -> None:
-    rig = _served(system)
+    rig = unwatched(system)
     loads = _undecided(rig, system, 40)
     for _ in range(15):
         rig.step(seconds=0.02)
@@ -123,7 +115,7 @@ def test_who_was_undecided_joins_once_the_connector_can_tell(system: str | None)
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_an_undecided_request_is_not_passed_for_ever_while_others_fill_the_engine(system: str) -> None:
-    rig = _served(system)
+    rig = unwatched(system)
     loads = _undecided(rig, system, 1)
     for i in range(60):
         rig.add(f"other-{i}", 16, length=20, osl=20)
@@ -141,7 +133,7 @@ def test_an_undecided_request_is_not_passed_for_ever_while_others_fill_the_engin
 @pytest.mark.parametrize("system", ["past-future"])
 def test_a_gate_holds_for_who_was_undecided_as_well(system: str) -> None:
     """Twenty of whom the connector tells at once join one by one, as the forecast lets them."""
-    rig = _served(system)
+    rig = unwatched(system)
     loads = _undecided(rig, system, 20)
     rig.step(10, seconds=0.02)
     loads.undecided.clear()
@@ -164,26 +156,6 @@ class Closed:
 
     def take(self, *_: object) -> None:
         raise AssertionError("nobody fits")
-
-
-class Loras:
-    """vLLM's LoRA options, as far as its scheduler asks."""
-
-    def __init__(self, max_loras: int) -> None:
-        self.max_loras = max_loras
-
-
-def _served(system: str | None) -> Rig:
-    rig = Rig(
-        system,
-        num_blocks=400,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_model_len=512,
-        enable_prefix_caching=False,
-    )
-    rig.runner.ledger = None
-    return rig
 
 
 def _undecided(rig: Rig, system: str | None, count: int) -> Loads:

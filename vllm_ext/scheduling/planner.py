@@ -157,10 +157,10 @@ class Planner:
     def _room(self, step: EngineStep) -> Room:
         engine = self._engine
         prices = Prices(engine, self._fronts, step.pool)
-        under_way = loading(engine)
+        under_way, ready = loading(engine), len(loaded(engine))
         # As upstream has it, a load between steps takes its seat when its KV has come.
         drafts = draft_slots(engine)
-        seated = step.num_running + len(engine.kv_holding_waiting) - len(under_way) + len(loaded(engine))
+        seated = step.num_running + len(engine.kv_holding_waiting) - len(under_way) + ready
         return Room(
             seats=engine.max_num_active_reqs - seated,
             tokens=step.free_tokens,
@@ -168,7 +168,7 @@ class Planner:
             blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
             inputs=engine.scheduler_config.max_num_batched_tokens
             - (step.token_budget - step.free_tokens)
-            - drafts * (step.num_running + len(loaded(engine))),
+            - drafts * (step.num_running + ready),
             draft_slots=drafts,
             adapters=self._queue.adapters,
             idle=not step.num_running and not under_way,

@@ -44,10 +44,15 @@ class Entry:
     line: WaitingLine | None = None
     """Where it stands; None: apart."""
 
+    @property
+    def lasting_key(self) -> tuple[float, ...]:
+        """The key of a rank without a cost, ties included: it is the same at any time."""
+        return (*self.rank.key, *self.ties)
+
     def key(self, ageing: Ageing | None, now: float) -> tuple[float, ...]:
         """Return the key by which it competes at clock time ``now`` (s), ties included."""
         if ageing is None or not self.rank.cost:
-            return (*self.rank.key, *self.ties)
+            return self.lasting_key
         return (*self.rank.key, ageing.score(self.rank.cost, now - self.ties[0]), *self.ties)
 
 
@@ -82,10 +87,10 @@ class WaitingLine:
     def enter(self, entry: Entry) -> None:
         """Add a request."""
         self.members += 1
-        key = entry.rank.key
         if self._ageing is None or not entry.rank.cost:
-            self._by_key.push(((*key, *entry.ties), entry.number, entry))
+            self._by_key.push((entry.lasting_key, entry.number, entry))
             return
+        key = entry.rank.key
         buckets = self._costly.get(key)
         if buckets is not None:
             buckets.enter(entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -179,9 +180,8 @@ class WaitingTable(RequestQueue):
             now: Clock time.
             adapters: LoRA adapters in use, and how many there may be; None: any number.
         """
-        self.offer(None)
+        self.end_step()
         self.by_arrival = False
-        self._taken.clear()
         self._now = now
         self.adapters = adapters or AdapterPlaces()
         self._unblock()
@@ -276,13 +276,6 @@ class WaitingTable(RequestQueue):
     def _line_up(self, client: str) -> Iterator[Keyed]:
         """Yield those of a client whose adapters have a place, by rank."""
         lines, fits = self._lines.get(client, {}), self.adapters.fits
-        if len(lines) == 1:
-            ((adapter, line),) = lines.items()
-            for keyed in line.ascending(self._now):
-                if not fits(adapter):
-                    return
-                yield keyed
-            return
         heads = []
         for adapter, line in list(lines.items()):
             if fits(adapter):
@@ -316,7 +309,7 @@ class WaitingTable(RequestQueue):
         self._entries[request] = entry
         self._entries.move_to_end(request)
         self._enter(entry)
-        if rank.until_s < float("inf"):
+        if rank.until_s < math.inf:
             self._expiry.push((rank.until_s, self._ranks, entry))
 
     def _enter(self, entry: Entry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from prometheus_client import Counter
@@ -15,25 +16,29 @@ logger = init_logger("vllm.vllm_ext.hints")
 
 _MOST_NAMED = 64
 """Names that are logged: a client must not fill a log."""
-_known: set[str] = set()
+_MOST_COMPARED = 16
+"""Keys of a request that are compared with the names of hints: it may bring thousands."""
+_known: set[str] = set(hints.KEYS)
+"""Keys that need no look: ours, and those of other people that came first."""
 _named: set[str] = set()
 
 
 def note(given: Mapping[str, Any]) -> None:
     """Look for misspelt hints among a request's ``vllm_xargs``."""
-    new = given.keys() - _known - set(hints.KEYS)
+    new = given.keys() - _known
     if not new:
         return
-    found = hints.misspelt({key: given[key] for key in new})
+    looked_at = set(islice(new, _MOST_COMPARED))
+    found = hints.misspelt(looked_at)
     if len(_known) < _MOST_NAMED:
-        _known.update(new - found.keys())  # other people's; they come with every request
+        _known.update(looked_at - found.keys())  # other people's; they come with every request
     for key, meant in found.items():
         _count(key, f"did you mean {meant!r}?")
 
 
 def note_outside(body: Mapping[str, Any]) -> None:
     """Look for hints that stand in a request's body itself, where nobody reads them."""
-    for key in body.keys() & set(hints.KEYS):
+    for key in filter(body.__contains__, hints.KEYS):
         _count(key, "hints belong in 'vllm_xargs'")
 
 
