@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import sys
@@ -16,6 +17,22 @@ from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore, StoreErro
 
 SPEC = SimulationSpec()
 DONE = {"latency_ms": 1.5}
+TRACES = ("{}", "another")
+MODELS = tuple(
+    json.dumps(
+        {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "vocab_size": 512,
+            "max_position_embeddings": 256,
+            "torch_dtype": "bfloat16",
+        }
+    )
+    for layers in (2, 3)
+)
 
 
 def key(spec: SimulationSpec, folder: Path) -> str:
@@ -60,20 +77,20 @@ def test_key_depends_on_every_field_and_on_versions_and_sources(
 
 
 @pytest.mark.parametrize(
-    ("field", "file", "named"),
+    ("field", "file", "named", "texts"),
     [
-        ("workload.source", "trace.jsonl", "trace.jsonl"),
-        ("hardware.model", "config.json", "config.json"),
-        ("hardware.model", "config.json", "."),
+        ("workload.source", "trace.jsonl", "trace.jsonl", TRACES),
+        ("hardware.model", "config.json", "config.json", MODELS),
+        ("hardware.model", "config.json", ".", MODELS),
     ],
     ids=["trace", "model's config.json", "model's folder"],
 )
 def test_key_depends_on_the_content_of_the_files_that_are_named(
-    tmp_path: Path, field: str, file: str, named: str
+    tmp_path: Path, field: str, file: str, named: str, texts: tuple[str, ...]
 ) -> None:
     data = tmp_path / file
     keys = []
-    for text in ("{}", "another", "{}"):
+    for text in (*texts, texts[0]):
         data.write_text(text)
         keys.append(key(with_values(SPEC, {field: str(tmp_path / named)}), tmp_path / "store"))
     assert keys[0] == keys[2] != keys[1]
