@@ -34,7 +34,7 @@ async def _create(
             hints.check_lifetime(found, request.cache_salt, options.kv_tier.ttl_s)
     except hints.HintError as error:
         return await self._with_kv_transfer_rejection_cleanup(_raise(refusal(error)), request, raw_request)
-    if raw_request is not None and takes_turns_by_key(self.engine_client.vllm_config):
+    if raw_request is not None and (_announces(request) or takes_turns_by_key(self.engine_client.vllm_config)):
         name_client(request, raw_request)
     # What the user said is told apart from the system prompt by roles, which the rendered prompt has no more.
     chat_messages.during(request)
@@ -67,6 +67,11 @@ async def add_hints(request: Any, raw_request: Any) -> hints.RequestHints:
     if found or hints.REPORT_KEY in given:
         request.vllm_xargs = {**found, **given}
     return said_in_body
+
+
+def _announces(request: Any) -> bool:
+    """Whether a request has a hint that is weighed by how right its client was before."""
+    return "osl" in (request.vllm_xargs or {})
 
 
 def name_client(request: Any, raw_request: Any) -> None:

@@ -28,7 +28,7 @@ MAX_TTL_S = 30 * 86400.0
 SLO_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "jct_slo_ms")
 REPORT_KEY = "slo_report"
 CLIENT_KEY = "client_key"
-"""Hash of the API key, which the front end adds where clients take turns by it; nobody may send it."""
+"""Hash of the API key, which the front end adds where it tells clients apart; nobody may send it."""
 KEYS = ("conversation_id", *SLO_KEYS, "osl", "tag", "kv_ttl_s", REPORT_KEY, CLIENT_KEY)
 """The keys of ``extra_args`` that are ours."""
 

@@ -249,6 +249,17 @@ async def test_clients_are_named_by_a_hash_of_their_key_where_they_take_turns_by
     assert "one" not in key
 
 
+@pytest.mark.parametrize("osl", [None, 30])
+async def test_clients_are_named_where_their_word_is_weighed(handler: OpenAIServingCompletion, osl: int | None) -> None:
+    handler.engine_client.vllm_config = SimpleNamespace(additional_config={})  # type: ignore[misc]
+    request, raw = make_request(
+        "completion", {"Authorization": "Bearer one", **({} if osl is None else {"x-dynamo-osl": str(osl)})}
+    )
+    with contextlib.suppress(AttributeError):  # there is no engine behind it
+        await handler.create_completion(request, raw)
+    assert bool((request.vllm_xargs or {}).get("client_key")) == (osl is not None)
+
+
 async def test_a_refusal_releases_the_remote_kv_of_the_request(handler: OpenAIServingCompletion) -> None:
     request, raw = make_request(
         "completion", vllm_xargs={"osl": 0}, kv_transfer_params={"do_remote_prefill": True}, request_id="r"

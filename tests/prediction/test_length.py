@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.config import PredictionConfig
-from vllm_ext.contract.length_distribution import LengthDistribution
+from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
+from vllm_ext.prediction.hint_weights import Client
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.query import LengthQuery
@@ -20,7 +21,11 @@ def predictor(**options: object) -> LengthPredictor:
 
 
 def query(prompt: int = 10, max_tokens: int = 1000, osl: int | None = None, tag: str | None = None) -> LengthQuery:
-    return LengthQuery(prompt, max_tokens, osl, tag)
+    return LengthQuery(prompt, max_tokens, osl, tag, Client(tag or ""))
+
+
+def resting_on(source: str) -> Prediction:
+    return Prediction(LengthDistribution.point(1), source)
 
 
 def said(predictor: LengthPredictor, asked: LengthQuery) -> tuple[int, str]:
@@ -35,7 +40,7 @@ def distribution(history: LengthHistory, asked: LengthQuery) -> LengthDistributi
 
 
 def test_the_hint_comes_first_then_history_then_the_prior() -> None:
-    p = predictor(prior_tokens=77)
+    p = predictor(prior_tokens=77, hints="believed")
     assert said(p, query()) == (pytest.approx(77, abs=1), "prior")
     p.observe(query(), 7)
     assert said(p, query()) == (7, "history")
@@ -43,7 +48,7 @@ def test_the_hint_comes_first_then_history_then_the_prior() -> None:
 
 
 def test_the_order_of_sources_is_the_configured_one() -> None:
-    p = predictor(sources=("history", "hint"))
+    p = predictor(sources=("history", "hint"), hints="believed")
     assert said(p, query(osl=12)) == (12, "hint"), "the history has nothing to say yet"
     p.observe(query(), 7)
     assert said(p, query(osl=12)) == (7, "history")
@@ -55,10 +60,38 @@ def test_the_order_of_sources_is_the_configured_one() -> None:
 
 def test_nothing_is_preferred_to_the_oracle() -> None:
     p = predictor(sources=("retrieval", "history"))
-    assert p.prefers("retrieval", "history")
-    assert p.prefers("retrieval", "prior")
-    assert not p.prefers("retrieval", "oracle")
-    assert not p.prefers("hint", "history"), "it is no source here"
+    assert p.prefers("retrieval", resting_on("history"))
+    assert p.prefers("retrieval", resting_on("prior"))
+    assert not p.prefers("retrieval", resting_on("oracle"))
+    assert not p.prefers("hint", resting_on("history")), "it is no source here"
+
+
+def test_a_hint_is_believed_by_half_before_anybody_was_right() -> None:
+    p = predictor(sources=("hint", "history"))
+    for _ in range(50):
+        p.observe(query(), 100)
+    found = p.predict(query(osl=800, max_tokens=1000)).distribution
+    assert found.survival(150) == pytest.approx(0.5)
+
+
+def test_what_is_weighed_with_a_hint_may_come_later() -> None:
+    p = predictor()
+    early = p.predict(query(osl=800))
+    assert p.prefers("retrieval", early)
+    late = p.with_hint(query(osl=800), LengthDistribution.point(20), "retrieval")
+    assert late.source == "hint"
+    assert late.distribution.survival(30) == pytest.approx(0.5)
+    assert not p.prefers("retrieval", late)
+    assert not predictor(hints="believed").prefers("retrieval", predictor(hints="believed").predict(query(osl=8)))
+
+
+def test_a_hint_beyond_the_bound_is_one_of_the_bound() -> None:
+    p = predictor(sources=("hint", "history"))
+    for _ in range(300):
+        p.observe(query(osl=5000, max_tokens=40, tag="long"), 40)
+    assert p.predict(query(osl=5000, max_tokens=40, tag="long")).tokens == 40
+    assert p.hints is not None
+    assert p.hints.weight(Client("long")) > 0.9
 
 
 @given(

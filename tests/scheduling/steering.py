@@ -81,6 +81,11 @@ def save_profile(path: Path, *, step_s: float = 0.01, prefill_token_s: float = 1
     return str(path)
 
 
+def _believing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A test that says how long an output becomes wants it predicted so, unless it says otherwise."""
+    return {**options, "prediction": {"hints": "believed", **options.get("prediction", {})}}
+
+
 class Rig:
     """One scheduler with runner and loop. Time stands still unless the test lets it pass."""
 
@@ -99,7 +104,7 @@ class Rig:
         self.scheduler: Any = make_scheduler(
             STEERED if system else None,
             async_scheduling=depth == 2,
-            additional_config={"vllm_ext": {"system": system, **(options or {})}} if system else {},
+            additional_config={"vllm_ext": {"system": system, **_believing(options or {})}} if system else {},
             **kwargs,
         )
         if system:

@@ -30,6 +30,10 @@ class PredictionConfig(Options):
     """Where length predictions come from, in order of preference: hint, retrieval, history. ``oracle`` only with
     ``allow_oracle``. The prior comes after all of them."""
 
+    hints: Annotated[Literal["weighed", "believed"], Flag("--ext-hints")] = "weighed"
+    """How far a client's ``osl`` is believed: ``weighed`` with what is known otherwise, by how right this client was
+    before, or ``believed``: taken at its word, where all clients are the operator's own."""
+
     window: int = Field(default=1000, ge=1)
     """Finished requests that the length history remembers."""
 

@@ -273,6 +273,8 @@ class Prediction(NamedTuple):
     """Finished requests that were looked at."""
     similarity: float = math.nan
     """Cosine similarity of the nearest of them; NaN where there is none."""
+    beside: str = ""
+    """Of a client's hint that was weighed: the source it was weighed with."""
 
     @property
     def tokens(self) -> int:

@@ -1,37 +1,30 @@
-"""Output-length prediction at arrival: the sources that answer at once, tried in order."""
+"""Output-length prediction at arrival: the sources that answer at once, tried in order, and what clients announce."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm_ext.config import PredictionConfig
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
+from vllm_ext.prediction.hint_weights import HintWeights
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.query import LengthQuery, LengthSource
 
+HINT = "hint"
 _PRIOR_SPREAD = 1.0
 """Standard deviation of the log length that nothing is known of, in nats: that of chats is 0.9 to 1.2."""
 
 
-class HintSource:
-    """The client's own expectation (``osl``), taken at its word."""
-
-    name = "hint"
-
-    def predict(self, query: LengthQuery) -> LengthDistribution | None:
-        """Return the client's expected output length, if it gave one."""
-        return None if query.osl is None else LengthDistribution.point(query.osl)
-
-    def observe(self, query: LengthQuery, output_tokens: int) -> None:
-        """Nothing to learn: a client that errs is caught by demotion."""
-
-
 class LengthPredictor:
-    """Asks the sources in order of preference; where none answers, a prior does."""
+    """Asks the sources in order of preference; where none answers, a prior does. What clients say is weighed in."""
 
     def __init__(
-        self, sources: Sequence[LengthSource], prior_tokens: int, preference: Sequence[str] | None = None
+        self,
+        sources: Sequence[LengthSource],
+        prior_tokens: int,
+        preference: Sequence[str] | None = None,
+        hints: HintWeights | None = None,
     ) -> None:
         """Take the sources, best first.
 
@@ -39,8 +32,10 @@ class LengthPredictor:
             sources: Those that answer at once.
             prior_tokens: Median output length assumed where none answers.
             preference: Names of all sources, best first, those included that answer later; None for ``sources`` alone.
+            hints: How far clients are believed; None: at their word.
         """
         self.sources = tuple(sources)
+        self.hints = hints
         self._prior = LengthDistribution.lognormal(math.log(prior_tokens), _PRIOR_SPREAD)
         self._preference = tuple(s.name for s in sources) if preference is None else tuple(preference)
 
@@ -50,27 +45,40 @@ class LengthPredictor:
 
         Neither is ``retrieval``: its predictions come later, from another process.
         """
-        makers: dict[str, Callable[[], LengthSource]] = {
-            "hint": HintSource,
-            "history": lambda: LengthHistory(config.window),
-        }
-        at_once = [makers[name]() for name in config.sources if name in makers]
-        return cls(at_once, config.prior_tokens, config.sources)
+        at_once = [LengthHistory(config.window)] if LengthHistory.name in config.sources else []
+        weights = HintWeights() if config.hints == "weighed" else None
+        return cls(at_once, config.prior_tokens, config.sources, weights)
 
     def predict(self, query: LengthQuery) -> Prediction:
         """Return the distribution of a length of at most ``query.max_tokens`` tokens."""
         for source in self.sources:
             distribution = source.predict(query)
             if distribution is not None:
-                return Prediction(distribution.capped(query.max_tokens), source.name)
-        return Prediction(self._prior.capped(query.max_tokens), "prior")
+                return self.with_hint(query, distribution, source.name)
+        return self.with_hint(query, self._prior, "prior")
+
+    def with_hint(self, query: LengthQuery, distribution: LengthDistribution, source: str) -> Prediction:
+        """Return what ``source`` says of a length, weighed with what the client announced where hints are preferred."""
+        if query.osl is None or not self._goes_before(HINT, source):
+            return Prediction(distribution.capped(query.max_tokens), source)
+        announced = LengthDistribution.point(min(query.osl, query.max_tokens))
+        if self.hints is None:
+            return Prediction(announced, HINT)
+        mixed = distribution.mixed(announced, self.hints.weight(query.client))
+        return Prediction(mixed.capped(query.max_tokens), HINT, beside=source)
 
     def observe(self, query: LengthQuery, output_tokens: int) -> None:
         """Tell every source how long a finished request became."""
+        if query.osl is not None and self.hints is not None:
+            self.hints.observe(query.client, min(query.osl, query.max_tokens), output_tokens)
         for source in self.sources:
             source.observe(query, output_tokens)
 
-    def prefers(self, name: str, to: str) -> bool:
-        """Whether a source is preferred to the one a prediction came from; to the prior always, to the oracle never."""
+    def prefers(self, name: str, to: Prediction) -> bool:
+        """Whether a source is preferred to what a prediction rests on; to the prior always, to the oracle never."""
+        basis = to.beside or to.source
+        return basis != "oracle" and self._goes_before(name, basis)
+
+    def _goes_before(self, name: str, other: str) -> bool:
         order = self._preference
-        return to != "oracle" and name in order and (to not in order or order.index(name) < order.index(to))
+        return name in order and (other not in order or order.index(name) < order.index(other))

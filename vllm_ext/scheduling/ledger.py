@@ -11,6 +11,7 @@ from vllm_ext.contract import NO_SERVER, Origin, RequestView
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.contract.objective import NO_SLO, Slo, resolve
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
+from vllm_ext.prediction.hint_weights import Client
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
@@ -65,8 +66,9 @@ class Job:
 
     def ask_again(self) -> None:
         """Renew what lengths are predicted from: a streaming session's prompt grows, and its bound moves."""
-        request = self.request
-        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, self.hints.osl, self.hints.tag)
+        request, hints = self.request, self.hints
+        client = Client(hints.tag or "", request.cache_salt or "", hints.client_key or "")
+        self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag, client)
 
     @property
     def origin(self) -> Origin:
@@ -208,13 +210,14 @@ class Ledger:
         corrected = []
         for req_id, quantiles, source in rows:
             job = self.jobs.get(req_id)
-            if job is None or not self.predictor.prefers(RETRIEVAL, job.prediction.source):
+            if job is None or not self.predictor.prefers(RETRIEVAL, job.prediction):
                 continue
             try:
                 distribution = LengthDistribution.through(quantiles)
             except (TypeError, ValueError):
                 continue
-            self._follow(job, Prediction(distribution.capped(job.query.max_tokens), source))
+            prediction = self.predictor.with_hint(job.query, distribution, RETRIEVAL)
+            self._follow(job, prediction._replace(source=source) if prediction.source == RETRIEVAL else prediction)
             corrected.append(job)
         return corrected
 

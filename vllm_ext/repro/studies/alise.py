@@ -73,6 +73,10 @@ ORACLE_ALISE = _oracle("ALISE, true lengths", LATE_AGING)
 ORACLE = _oracle("Oracle", NOT_AGED)
 
 
+PREDICTED: dict[str, Any] = {"prediction": {"hints": "believed"}}
+"""Options for `announced` lengths, which stand for what the paper's predictor says."""
+
+
 def announced(error: float) -> dict[str, Any]:
     """Fields of a workload whose clients announce lengths with a mean relative error."""
     return {"announce": "hint", "announce_error": error}
@@ -80,14 +84,14 @@ def announced(error: float) -> dict[str, Any]:
 
 def alise(error: float, *, ordering: Mapping[str, Any] | None = None, suffix: str = "") -> Contender:
     """ALISE as published, with lengths perturbed by a stated mean relative error."""
-    options = {"kv_tier": TIER} if ordering is None else {"kv_tier": TIER, "ordering": dict(ordering)}
+    options = {"kv_tier": TIER, **PREDICTED} | ({} if ordering is None else {"ordering": dict(ordering)})
     name = f"ALISE, lengths +-{100 * error:.3g} %{suffix}"
     return Contender(name=name, system=PAPER.row, options=options, workload=announced(error), start=1.5)
 
 
 def ours(error: float) -> Contender:
     """Our row, with as much host memory."""
-    options = {"kv_tier": TIER}
+    options = {"kv_tier": TIER, **PREDICTED}
     name = f"alise, ours, lengths +-{100 * error:.3g} %"
     return Contender(name=name, system="alise", options=options, workload=announced(error), start=1.5)
 

@@ -31,7 +31,7 @@ def _strategy(name: str, *, block_size: int = 16, **options: Mapping[str, Any]) 
     return Contender(
         name=name,
         system=base.PAPER.row,
-        options={"ordering": base.LATE_AGING, **options},
+        options={"ordering": base.LATE_AGING, **base.PREDICTED, **options},
         engine={"max_num_seqs": SEATS, "block_size": block_size},
         workload=base.announced(base.PAPER_ERROR["alpaca"]),
     )
