@@ -15,9 +15,7 @@ AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
 _MANY, _FEW, _LEAST = quick(25, full=50), quick(6, full=12), quick(3, full=12)
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
-_COST_AGING, _NOT_AGED = {"gamma": 2.0, "grace_s": 0.2}, {"gamma": 1e-6}
-COST_BOUND_S = 2.5
-"""The long request of a flood costs some (48 / 2) ** 1.5 = 118 short ones: 0.2 s * 118 ** (1 / 2), and lanes."""
+_COST_AGING = {"age_limit_s": AGE_LIMIT_S}
 _TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
 _SMALL_MATCH = {"long_prompt_tokens": 40, "min_progress_tokens": 2, "gamma_s": 0.2}
 _MIXED_SLOS = {"ttft_ms": 300.0, "tbt_ms": 30.0}
@@ -36,7 +34,8 @@ class Row:
     reads_truth: bool = False
     """An oracle: true output lengths may change its decisions."""
     aging_bound_s: float | None = None
-    """Waiting time after which only older requests go first; None where the order is arrival, which needs no aging."""
+    """Waiting time after which only older requests go first, or three others for each of these; None where the order
+    is arrival, which needs no aging."""
 
     unaged: Mapping[str, Any] = field(default_factory=lambda: {"age_limit_s": 1e9})
     """Parameters of the ordering that switch aging off."""
@@ -57,28 +56,24 @@ SYSTEMS = (
         name="alise",
         examples=_MANY,
         options={"system": "alise", "ordering": _COST_AGING},
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
     ),
     Row(
         name="alise-ttft",
         options={"system": "alise-ttft", "ordering": {**_COST_AGING, "back_after_s": 0.5}},
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
     ),
     Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
     Row(
         name="fair",
         options={"system": "fair+alise", "ordering": _COST_AGING},
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
     ),
     Row(
         name="oracle-alise",
         options={"system": "oracle-alise", "allow_oracle": True, "ordering": _COST_AGING},
         reads_truth=True,
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
     ),
     Row(
@@ -190,8 +185,7 @@ SYSTEMS = (
     Row(
         name="alise+pensieve",
         options={"system": "alise+pensieve", "ordering": _COST_AGING},
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
     ),
     Row(
@@ -206,8 +200,7 @@ SYSTEMS = (
             "ordering": _COST_AGING,
             "admission": {"cold_requests": 4, "window": 32},
         },
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
     ),
     Row(
@@ -217,8 +210,7 @@ SYSTEMS = (
             "ordering": _COST_AGING,
             "budget": _TIGHT_BUDGET,
         },
-        aging_bound_s=COST_BOUND_S,
-        unaged=_NOT_AGED,
+        aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
     ),
 )

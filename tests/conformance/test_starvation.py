@@ -49,6 +49,15 @@ def test_invariant_3_wait_behind_younger_requests_ends_at_the_aging_bound(row: R
     assert ended <= row.aging_bound_s + 2 * service_s + 2 * _SLACK_S
 
 
+@pytest.mark.parametrize("name", ["alise", "alise-ttft", "auto", "accelgen", "fair+alise", "alise+sarathi"])
+def test_invariant_3_it_ends_there_with_the_parameters_that_ship(name: str) -> None:
+    row = Row(name=name, options={"system": name})
+    policy = Rig(row, RigConfig()).scheduler.policies.ordering
+    started, _ = flood(row, 1, until_s=1.2 * policy.age_limit_s)
+    assert started is not None
+    assert started <= policy.age_limit_s + _SLACK_S
+
+
 @pytest.mark.parametrize("row", [row for row in _AGED if row.flood_starves], ids=str)
 def test_invariant_3_the_flood_would_starve_without_aging(row: Row) -> None:
     """The bound above is due to aging, not to a flood too weak to hold anyone back."""

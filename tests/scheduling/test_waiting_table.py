@@ -438,7 +438,7 @@ def test_memory_follows_the_length_of_the_queue_under_churn(offer: bool) -> None
         r.queue.add_request(request)
         r.queue.rerank(request)
         r.queue.begin_step(float(number))
-        assert max(_sizes(r.queue)) <= 2 * 20 + 64 + 20
+        assert max(_sizes(r.queue)) <= 2 * (2 * 20 + 64) + 20, "a line holds each twice, by rank and by arrival"
         assert len(r.queue._lines) <= 1
     r.queue.offer(None)
     assert sorted(r.drain()) == sorted(x.request_id for x in requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.contract import AGED, Pace, Rank, RequestView, Server
+from vllm_ext.contract import AgeLimit, Pace, RequestView, Server
+from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.contract.objective import NO_SLO, Slo
 from vllm_ext.contract.slack import at_stake
@@ -148,15 +148,10 @@ def test_a_running_rank_is_asked_for_again_at_the_first_token_and_after_a_quarte
     assert decodes.until_tokens == pytest.approx(29 + octave - 128, abs=1)
 
 
-def test_one_that_waited_too_long_goes_before_everybody_and_is_not_passed() -> None:
-    policy = UrgentFirst(age_limit_s=20.0)
-    request = waiting("old", 400)
-    assert (policy.rank(request, 110.0).until_s, policy.rank(request, 110.0).older_only_s) == (120.0, 120.0)
-    assert policy.rank(request, 120.0) == Rank((float(AGED),), older_only_s=-math.inf, level=AGED)
-    presses = waiting("presses", 10, slo=Slo(ttft_s=20.5))
-    assert policy.rank(presses, 119.0).key > policy.rank(request, 120.0).key
-    runs = running("r", waited_s=20.0), running("chat", slo=CHAT)
-    assert policy.running_rank(runs[0], 110.0).key < policy.running_rank(runs[1], 110.0).key
+def test_one_that_waits_for_its_turn_as_the_oldest_is_not_passed() -> None:
+    assert UrgentFirst(age_limit_s=20.0, aged_share=0.5).age_limit == AgeLimit(20.0, 0.5)
+    request, presses = waiting("old", 400), waiting("presses", 10, slo=Slo(ttft_s=20.5))
+    assert UrgentFirst().rank(presses, 119.0).key > AGED_RANK.key
     step = step_of(presses, request, running=(running(),), free=20)
     assert select(BypassOrPreempt(preempt=False), step).admit == ["presses"]
     aged = replace(step, queue=(request, presses), aged=frozenset({"old"}))

@@ -20,7 +20,11 @@ from vllm_ext.systems.sarathi import TbtBudget
 BAD: list[tuple[type[Policy], str, dict[str, tuple[Any, ...]]]] = [
     (RemainingTimeLevels, "ordering", {"num_levels": (0, -1), "base_level_s": (0.0, math.nan)}),
     (RemainingTimeLevels, "ordering", {"age_limit_s": (0.0, -1.0, math.nan)}),
-    (UrgentFirst, "ordering", {"horizon_s": (-1.0,), "age_limit_s": (0.0,), "gamma": (0.0, 4.5), "theta": (1.5,)}),
+    (
+        UrgentFirst,
+        "ordering",
+        {"horizon_s": (-1.0,), "age_limit_s": (0.0,), "aged_share": (0.0, 1.1), "gamma": (0.0, 4.5), "theta": (1.5,)},
+    ),
     (SloSlack, "ordering", {"age_limit_s": (0.0,), "lost_steps": (-1.0,)}),
     (SkipJoin, "ordering", {"num_levels": (0,), "base_quantum_s": (0.0,), "starve_limit_s": (-1.0,)}),
     (Preemptive, "admission", {"gain_ratio": (0.0, math.nan), "min_progress_tokens": (0,)}),

@@ -57,7 +57,8 @@ class ExtConfig(Options):
             key="age_limit_s",
             type=float,
             metavar="S",
-            help="Seconds of waiting after which a request goes first, whatever its length and others' objectives",
+            help="Seconds of waiting from which the oldest requests go first, whatever lengths and objectives: under "
+            "accelgen all of them, under alise and auto with one admission in four",
         ),
         Flag(
             "--ext-optimise --ext-optimize",

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_ext.contract.preemption import KvDisposition, PreemptionCost
-from vllm_ext.contract.request import Ageing, Origin, Rank, RequestView
+from vllm_ext.contract.request import Ageing, AgeLimit, Origin, Rank, RequestView
 from vllm_ext.contract.room import Gate, Room
 from vllm_ext.contract.step import Split, Step
 
@@ -78,6 +78,11 @@ class Ordering(Policy, ABC):
     @property
     def ageing(self) -> Ageing | None:
         """How waiting counts against the cost of a rank; None: it does not, and no rank has a cost."""
+        return None
+
+    @property
+    def age_limit(self) -> AgeLimit | None:
+        """When the oldest requests have a share of all admissions, whatever their ranks; None: never."""
         return None
 
     def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:

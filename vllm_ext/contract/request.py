@@ -88,6 +88,19 @@ class Ageing(NamedTuple):
         return float(cost / (max(waited_s, 0.0) + self.grace_s) ** self.power)
 
 
+class AgeLimit(NamedTuple):
+    """Until when others may go before a request by their rank: the bound on what the worst ranked waits for.
+
+    Where ``share`` of a client's admissions go to the oldest of its requests that have waited ``limit_s``, each of
+    these waits at most as long as it takes to admit, for every older one and for itself, 1 / ``share`` requests.
+    """
+
+    limit_s: float
+    """In seconds since arrival, at least 0."""
+    share: float
+    """Above 0, at most 1: then they go before all others."""
+
+
 class Pace(NamedTuple):
     """How fast the engine went lately: what estimates of a request's progress among others rest on."""
 

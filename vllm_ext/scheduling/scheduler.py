@@ -18,10 +18,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
+from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
 from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
 from vllm_ext.kv.loads.steps import Engine
 from vllm_ext.prediction.length import LengthPredictor
+from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.demand import Fronts
 from vllm_ext.scheduling.engine_state import adapter_places
@@ -151,7 +153,9 @@ class SteeredScheduler(RecordScheduler):
             of = lambda request: self.ledger[request.request_id].client  # noqa: E731
             shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.fronts.of(r).ready_tokens)
             self.ledger.client = shares.name
-        self.ranked = self.waiting = WaitingTable(self._rank, self._ties, ordering.ageing, shares)
+        limit = ordering.age_limit
+        turns = None if limit is None else AgedTurns(limit, lambda request: self._placed(AGED_RANK, request.priority))
+        self.ranked = self.waiting = WaitingTable(self._rank, self._ties, ordering.ageing, shares, turns)
         self.running_order = RunningOrder(
             self,
             self._running_rank,

@@ -75,6 +75,7 @@ class WaitingLine:
         """
         self._ageing, self._live = ageing, live
         self._by_key: LazyHeap[tuple[tuple[float, ...], int, Entry]] = LazyHeap(lambda item: live(item[2]))
+        self._by_arrival: LazyHeap[tuple[tuple[float, int], int, Entry]] = LazyHeap(lambda item: live(item[2]))
         self._costly: dict[tuple[float, ...], _Buckets] = {}
         self._costly_keys: LazyHeap[tuple[tuple[float, ...], int, _Buckets]] = LazyHeap(self._is_used)
         self._count = count()
@@ -82,11 +83,13 @@ class WaitingLine:
 
     def __len__(self) -> int:
         """Entries held, superseded ones included."""
-        return len(self._by_key) + len(self._costly_keys) + sum(map(len, self._costly.values()))
+        by_rank = len(self._by_key) + len(self._costly_keys) + sum(map(len, self._costly.values()))
+        return by_rank + len(self._by_arrival)
 
     def enter(self, entry: Entry) -> None:
         """Add a request."""
         self.members += 1
+        self._by_arrival.push((entry.ties, entry.number, entry))
         if self._ageing is None or not entry.rank.cost:
             self._by_key.push((entry.lasting_key, entry.number, entry))
             return
@@ -104,6 +107,7 @@ class WaitingLine:
         self.members -= 1
         if not self.members:
             self._by_key.clear()
+            self._by_arrival.clear()
             self._costly.clear()
             self._costly_keys.clear()
 
@@ -114,6 +118,10 @@ class WaitingLine:
         """
         plain = ((key, entry) for key, _, entry in self._by_key.ascending())
         return heapq.merge(plain, self._by_score(now)) if self._costly else plain
+
+    def by_arrival(self) -> Iterator[Entry]:
+        """Yield requests, the oldest first; the line must not change meanwhile."""
+        return (entry for _, _, entry in self._by_arrival.ascending())
 
     def _by_score(self, now: float) -> Iterator[Keyed]:
         for _, _, buckets in self._costly_keys.ascending():

@@ -6,8 +6,9 @@ import enum
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -15,6 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_ext.contract import Ageing, Rank
 from vllm_ext.contract.room import ADAPTERS, AdapterPlaces
+from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.engine_state import adapter_of, awaits_grammar, grammar_failed
 from vllm_ext.scheduling.lazy_heap import LazyHeap
 from vllm_ext.scheduling.load import LongestWaits
@@ -31,6 +33,8 @@ _OLDEST_KEPT_FRESH = 4
 are served in this order, so that the aging bound holds however long the queue is."""
 _BEST_KEPT_CURRENT = 2
 """Requests of best rank that are ranked again before they compete, if prices changed since."""
+_OLDEST_LOOKED_AT = 64
+"""Requests that arrived first and are looked at for whose turn it is as they have waited longest."""
 _BLOCKED_ASKED = 64
 """Requests whose grammar is being compiled that are looked at in a step, in turn."""
 
@@ -61,6 +65,7 @@ class WaitingTable(RequestQueue):
         ties: Callable[[Request], tuple[float, int]],
         ageing: Ageing | None = None,
         shares: Shares | None = None,
+        turns: AgedTurns | None = None,
     ) -> None:
         """Create an empty table.
 
@@ -69,8 +74,11 @@ class WaitingTable(RequestQueue):
             ties: Arrival time and a unique number of a request; they end every comparison.
             ageing: How waiting counts against costs; None: no rank has one.
             shares: Whose turn it is; None: everybody's.
+            turns: What those are owed who have waited longest; None: nothing.
         """
-        self._rank, self._ties, self._ageing, self.shares = rank, ties, ageing, shares
+        self._rank, self._ties, self._ageing, self.shares, self._turns = rank, ties, ageing, shares, turns
+        self._due: dict[Request, None] = {}
+        """Those who go before all others in this step, as they have waited longest."""
         self._entries: OrderedDict[Request, Entry] = OrderedDict()
         """In the order in which they were ranked last."""
         self._lines: dict[str, dict[int, WaitingLine]] = {}
@@ -192,6 +200,8 @@ class WaitingTable(RequestQueue):
         due += self._outdated()
         for request in dict.fromkeys(due):  # after all were found: one that expires at once must not come twice
             self._push(request)
+        if self._turns is not None:
+            self._give_turns(self._turns.due())
 
     def end_step(self) -> None:
         """Note that vLLM has scheduled the step: whoever comes back from now on was not passed over, but preempted."""
@@ -296,8 +306,47 @@ class WaitingTable(RequestQueue):
             else:
                 heapq.heapreplace(heads, (*behind, adapter, look))
 
+    def _give_turns(self, due: Mapping[str, int]) -> None:
+        """Let the oldest ones go before all others that have a turn now, and those that had one as they were ranked."""
+        found = [r for client, count in due.items() for r in islice(self._aged(client), count)]
+        if found or self._due:
+            changed = [request for request in (*self._due, *found) if (request in found) != (request in self._due)]
+            self._due = dict.fromkeys(found)
+            for request in changed:
+                self._push(request)
+
+    def _aged(self, client: str) -> Iterator[Request]:
+        """Yield those of a client's requests that have waited beyond the limit, and for whom a turn is worth something.
+
+        Oldest first, and not those who would have to stand behind others all the same, as their priority is low.
+        """
+        first = next(self._line_up(client), None)
+        if self._turns is None or first is None:
+            return
+        oldest = heapq.merge(*(line.by_arrival() for line in self._fitting(client)), key=attrgetter("ties"))
+        for entry in islice(oldest, _OLDEST_LOOKED_AT):
+            if self._now - entry.ties[0] <= self._turns.limit.limit_s:
+                return
+            if (*self._turns.rank(entry.request).key, *entry.ties) <= first[0]:
+                yield entry.request
+
+    def _fitting(self, client: str) -> list[WaitingLine]:
+        """Return the lines of a client whose adapters have a place."""
+        return [line for adapter, line in self._lines.get(client, {}).items() if self.adapters.fits(adapter)]
+
+    def _note_admission(self, request: Request, client: str) -> None:
+        """Count who joined towards the turns of those who have waited longest."""
+        if self._turns is None:
+            return
+        firsts = (next(line.by_arrival(), None) for line in self._fitting(client))
+        since = self._now - self._turns.limit.limit_s
+        aged = any(first is not None and first.ties[0] < since for first in firsts)
+        self._turns.admitted(client, aged=aged, by_turn=request in self._due)
+
     def _push(self, request: Request) -> None:
         old, rank = self._entries.get(request), self._rank(request)
+        if self._turns is not None and request in self._due:
+            rank = self._turns.rank(request)
         self._ranks += 1
         joined = self._ranks if old is None else old.joined
         entry = Entry(request, rank, self._ties(request), self._ranks, joined, self._epoch)
@@ -355,11 +404,16 @@ class WaitingTable(RequestQueue):
         entry = self._entries.pop(request)
         if admitted and not request.num_preemptions:
             self.longest_waits.admitted(entry.rank.level, self._now - entry.ties[0], self._now)
+        client = "" if self.shares is None else self.shares.client(request)
+        if admitted:
+            self._note_admission(request, client)
+        self._due.pop(request, None)
         if self.shares is not None:
-            client = self.shares.client(request)
             self.shares.left(request, admitted=admitted)
             if not self.shares.waiting(client):
                 self._lines.pop(client, None)
+                if self._turns is not None:
+                    self._turns.forget(client)
         if self._offered and request in self._offered:
             self._offered.remove(request)
         for requests in self._apart.values():
@@ -368,7 +422,7 @@ class WaitingTable(RequestQueue):
         self._left(entry)
         if not self._entries:  # nothing to keep alive finished requests for
             self._known_first = (None, None)
-            for structure in (self._lines, self._expiry, self._arrivals):
+            for structure in (self._lines, self._expiry, self._arrivals, self._due):
                 structure.clear()
 
     def _left(self, entry: Entry) -> None:

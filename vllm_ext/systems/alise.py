@@ -12,6 +12,7 @@ from vllm_ext.contract import (
     AGED,
     Admission,
     Ageing,
+    AgeLimit,
     Candidate,
     KvDisposition,
     Need,
@@ -71,11 +72,22 @@ class CostOverWait(LeastComputedLeaves):
     """Power of the output length by which ends are worth less, from 0 (mean latency) to 1 (normalised latency)."""
     grace_s: float = 1.0
     """Waiting that everybody is taken to have behind it, in seconds."""
+    age_limit_s: float = 60.0
+    """Waiting from which the oldest requests have a share of all admissions, in seconds."""
+    aged_share: float = 0.25
+    """That share, above 0: of one admission in four."""
 
     def __post_init__(self) -> None:
         require(0 < self.gamma <= 4, "ordering.gamma", self.gamma, "greater than 0 and at most 4")
         require(0 <= self.theta <= 1, "ordering.theta", self.theta, "from 0 to 1")
         require(self.grace_s > 0, "ordering.grace_s", self.grace_s, "seconds, greater than 0")
+        require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
+        require(0 < self.aged_share <= 1, "ordering.aged_share", self.aged_share, "greater than 0, at most 1")
+
+    @property
+    def age_limit(self) -> AgeLimit:
+        """From when on the oldest have a share."""
+        return AgeLimit(self.age_limit_s, self.aged_share)
 
     @property
     def ageing(self) -> Ageing:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from vllm_ext.contract import AGED, Candidate, Need, Rank, RequestView, Step
-from vllm_ext.contract.aging import AGED_RANK, ages_at, outlived_at
+from vllm_ext.contract import Candidate, Need, Rank, RequestView, Step
+from vllm_ext.contract.aging import outlived_at
 from vllm_ext.contract.checks import require
 from vllm_ext.contract.slack import at_stake
 from vllm_ext.systems.alise import BypassThenPreempt, CostOverWait, EstimatedWait
@@ -29,49 +29,41 @@ class UrgentFirst(CostOverWait):
     one is lost. Before and after that, and without objectives, cost over a power of waiting decides.
 
     Of those who run, the ones without an objective that can still be kept are preempted first, least computed first;
-    then the others, most time left first. One that has waited ``age_limit_s`` goes before everybody that has not,
-    oldest first: objectives of others do not hold it up for ever.
+    then the others, most time left first. Objectives of others hold nobody up for ever: of those that have waited
+    longer than ``age_limit_s`` the oldest have their share of admissions before those that press.
 
     Ours, from measurements of the single systems: see docs/systems/auto.md.
     """
 
     horizon_s: float = 5.0
     """How long before it must run a request begins to press, in seconds."""
-    age_limit_s: float = 3600.0
-    """Waiting time after which only older requests go before this one, in seconds."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.OBJECTIVES})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.horizon_s >= 0, "ordering.horizon_s", self.horizon_s, "seconds, at least 0")
-        require(self.age_limit_s > 0, "ordering.age_limit_s", self.age_limit_s, "seconds, greater than 0")
 
     def prices(self, decode_s: float, prefill_s: float) -> tuple[float, ...]:
         """Return both: when one must run depends on how long it takes."""
         return (decode_s, prefill_s)
 
     def rank(self, request: RequestView, now: float) -> Rank:
-        """Return the place of ``request``; it must be asked for again when it presses, is lost, or aged."""
-        if request.total_wait_s(now) >= self.age_limit_s:
-            return AGED_RANK
-        ages_s = until = ages_at(request, self.age_limit_s)
+        """Return the place of ``request``; it must be asked for again when it presses or is lost."""
+        until = math.inf
         left = at_stake(request, now)
         if left is not None:
-            until = min(until, math.nextafter(left.lost_at, math.inf))
+            until = math.nextafter(left.lost_at, math.inf)
             presses_at = left.start_by - self.horizon_s
             if presses_at <= now:
-                key = (PRESSING, left.start_by)
-                return Rank(key, until_s=until, older_only_s=ages_s, presses=True)
+                return Rank((PRESSING, left.start_by), until_s=until, presses=True)
             until = min(until, presses_at)
         rank = super().rank(request, now)
-        return rank._replace(key=(OTHERS, *rank.key), until_s=until, older_only_s=ages_s, level=1 + rank.level)
+        return rank._replace(key=(OTHERS, *rank.key), until_s=until, level=1 + rank.level)
 
     def running_rank(self, request: RequestView, now: float) -> Rank:
         """Return the place of a running request; it holds for some tokens, or until its objective is lost."""
         rank = super().running_rank(request, now)
-        if request.total_wait_s(now) >= self.age_limit_s:
-            return rank._replace(key=(float(AGED), *rank.key))
         left = at_stake(request, now)
         if left is None:
             return rank._replace(key=(GIVES_WAY, *rank.key))

@@ -1,0 +1,103 @@
+"""What a client gains by what it says, and what others lose by it, where more is asked for than can be served.
+
+Two clients of one length law ask for 1.15 times what eight seats serve; one tells the truth, the other what a test
+says. All parameters are those that ship but the age limit, which is shortened as the overload is: it lasts 100 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.scheduling.steering import unwatched
+from vllm_ext.simulation.harness import make_request
+
+SECONDS, STEP_S, SEATS, LOAD = 100.0, 0.05, 8, 1.15
+AGE_LIMIT_S = 10.0
+MEAN_TOKENS = 22.0
+"""Of exp(N(2.7, 0.9)), cut at 150."""
+
+Said = Callable[[int], dict[str, Any]]
+"""What a client says of a request whose output will have so many tokens."""
+
+
+class Waits(NamedTuple):
+    """Mean seconds from arrival to admission."""
+
+    other: float
+    """Of the client that says what a test says."""
+    honest: float
+
+
+def truth(length: int) -> dict[str, Any]:
+    return {"osl": length}
+
+
+def nothing(length: int) -> dict[str, Any]:
+    return {}
+
+
+LIES: dict[str, Said] = {
+    "nothing": nothing,
+    "one token": lambda _: {"osl": 1},
+    "half": lambda length: {"osl": max(1, length // 2)},
+    "a priority": lambda _: {"priority": -1},
+    "a gap": lambda _: {"tbt_slo_ms": 100.0},
+    "a first token": lambda _: {"ttft_slo_ms": 4000.0},
+    "an end": lambda _: {"jct_slo_ms": 6000.0},
+}
+
+
+@functools.cache
+def waits(system: str, said: Said, *, new_names: bool = False) -> Waits:
+    rig = unwatched(
+        system,
+        options={"ordering": {"age_limit_s": AGE_LIMIT_S}, "prediction": {"hints": "weighed"}},
+        num_blocks=2000,
+        max_num_seqs=SEATS,
+    )
+    rng, ends = random.Random(1), rig.clock() + SECONDS
+    arrives, arrived = rig.clock(), {}
+    while rig.clock() < ends:
+        while arrives <= rig.clock():
+            length = max(1, min(150, int(rng.lognormvariate(2.7, 0.9))))
+            honest, number = rng.random() < 0.5, len(arrived)
+            name = f"{'honest' if honest else 'other'}-{number}"
+            hints = truth(length) if honest else said(length)
+            tag = "honest" if honest else f"other-{number if new_names else ''}"
+            rig.lengths[name], arrived[name] = length, arrives
+            priority = hints.get("priority", 0)
+            extra = {"tag": tag, **{key: value for key, value in hints.items() if key != "priority"}}
+            rig.loop.add(
+                make_request(name, 32, max_tokens=150, arrival_time=rig.clock(), priority=priority, extra_args=extra)
+            )
+            arrives += rng.expovariate(LOAD * SEATS / (MEAN_TOKENS * STEP_S))
+        rig.loop.step()
+        rig.clock.advance(STEP_S)
+    waited = {record["req_id"]: record["queue_s"] for record in rig.state["records"]}
+    for name, at in arrived.items():
+        if name not in waited:
+            started = rig.scheduler.ledger[name].first_scheduled
+            waited[name] = (rig.clock() if started is None else started) - at
+    return Waits(*(fmean(s for name, s in waited.items() if name.startswith(who)) for who in ("other", "honest")))
+
+
+@pytest.mark.parametrize("said", LIES.values(), ids=LIES.keys())
+@pytest.mark.parametrize("system", ["alise", "auto"])
+def test_no_lie_doubles_the_wait_of_who_tells_the_truth(system: str, said: Said) -> None:
+    assert waits(system, said).honest <= 2 * waits(system, truth).honest
+
+
+@pytest.mark.parametrize("system", ["alise", "auto"])
+def test_a_new_name_for_each_lie_does_not_either(system: str) -> None:
+    assert waits(system, LIES["one token"], new_names=True).honest <= 2 * waits(system, truth).honest
+
+
+@pytest.mark.parametrize("system", ["alise", "auto"])
+def test_the_truth_is_better_than_silence(system: str) -> None:
+    assert waits(system, truth).other < waits(system, nothing).other
