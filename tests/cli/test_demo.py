@@ -183,7 +183,7 @@ def test_server_that_does_not_start_shows_its_log_and_fails(
 ) -> None:
     (tmp_path / "no-model").mkdir()
     demo = start("--scheduler-cls", "", "--model", str(tmp_path / "no-model"), server=server)
-    assert demo.end() == 1
+    assert demo.end() == 3
     message = demo.err.read_text()
     assert "before it answered" in message
     assert "no-model" in message.partition("server.log:\n")[2], "the tail of the log says what is wrong"

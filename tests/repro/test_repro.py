@@ -178,7 +178,7 @@ def test_page_is_made_in_a_checkout_and_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main(["--document"]) == 1
+    assert command.main(["--document"]) == 3
     assert "run it in a checkout" in capsys.readouterr().err
     for folder in (command.RESULTS, command.DOCUMENT.parent):
         folder.mkdir(parents=True)
@@ -257,7 +257,7 @@ def test_sources_that_are_not_committed_refuse_the_result_before_and_after_the_r
     clean = iter([True, False])  # when the option is read; before the run
     monkeypatch.setattr(provenance, "uncommitted", lambda root: [] if next(clean, False) else ["kernels/x.py"])
     out = tmp_path / provenance.RESULTS / "repro"
-    assert run_one("--out-dir", str(out)) == 1
+    assert run_one("--out-dir", str(out)) == 3
     assert "kernels/x.py. Commit them first" in capsys.readouterr().err
     assert not out.exists()
     assert not (tmp_path / "cache").exists()

@@ -107,7 +107,7 @@ def test_bad_argument_is_named_and_nothing_is_written(style: str, seed: int, fie
 
 def test_command_reports_a_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert command.main(["--dir", str(tmp_path / "file")]) == 1
+    assert command.main(["--dir", str(tmp_path / "file")]) == 3
     out, err = capsys.readouterr()
     assert out == ""
     assert "file" in err

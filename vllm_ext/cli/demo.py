@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.demo.server import ServerError, ServerProcess
 
 if TYPE_CHECKING:  # imported where they are used: the openai client takes a second to load
@@ -35,14 +36,14 @@ RECORDS_WAIT_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; 0 if every request finished, 1 if not, 128 + signal if it was interrupted."""
+    """Run the demo; 0 if every request finished, 3 if not, 128 + signal if it was interrupted."""
     args = _parser().parse_args(argv)
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return _run(args)
     except (ServerError, ValueError, OSError) as error:
         print(f"vllm-ext demo: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except Interrupted as interruption:
         print("interrupted; the server is stopped", file=sys.stderr)
         return 128 + interruption.number
@@ -85,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
         all_finished = _ask_and_report(server, requests, request_log if args.scheduler_cls else None)
         if all_finished and args.keep_serving:
             return _keep_serving(server)
-        return 0 if all_finished else 1
+        return 0 if all_finished else FAILED
 
 
 def server_args(scheduler_cls: str, request_log: Path) -> list[str]:

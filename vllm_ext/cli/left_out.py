@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from vllm_ext.simulation.spec import SimulationSpec, limits_of
 from vllm_ext.simulation.workloads.build import GeneratedWorkload
 
-INCOMPLETE = 3
-"""Exit status of a command that failed, or left something out."""
 _TOLERATED = 0.001
 """Share that may be left out of a result that is complete."""
 _ARRIVED = ("requests", "aborted_requests", "unfinished_requests", "rejected_requests")

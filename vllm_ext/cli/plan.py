@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_ext.cli import kept_runs, left_out, spec_flags
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.report import json_output, results
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.provenance import result_path
@@ -70,7 +71,7 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     verdict = decide(rows, objective)
     if verdict is None:
         print(f"{PROG}: {BASELINE} failed at every load, there is nothing to compare with", file=sys.stderr)
-        return left_out.INCOMPLETE
+        return FAILED
     made = _result(argv, base, own_rate, rows, verdict, workload)
     if args.plot is not None:
         _draw(rows, objective, base, args.plot)
@@ -83,7 +84,7 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
             " What is done is kept, the same command tries the rest again",
             file=sys.stderr,
         )
-    return left_out.INCOMPLETE if failed or incomplete else 0
+    return FAILED if failed or incomplete else 0
 
 
 def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:

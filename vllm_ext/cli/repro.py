@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ext.cli import kept_runs
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.report import json_output, provenance, results
 from vllm_ext.report.provenance import check_committed, result_path
 
@@ -77,7 +78,7 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
                 plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
     except (RunFailed, OSError, ValueError) as error:
         print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     return 0
 
 
@@ -92,7 +93,7 @@ def _document(root: Path) -> int:
             f"after `vllm-ext repro ID --out-dir {RESULTS}`",
             file=sys.stderr,
         )
-        return 1
+        return FAILED
     (root / DOCUMENT).write_text(documentation(files, catalogue.studies()), encoding="utf-8")
     print(f"{DOCUMENT}: {len(files)} reproductions")
     return 0

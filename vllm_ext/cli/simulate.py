@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_ext.cli import left_out, spec_flags
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.report import json_output, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.provenance import result_path
@@ -87,7 +88,7 @@ def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
     incomplete = left_out.lines(found.values(), specs[0], workload)
     tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
     results.emit(_result(argv, specs, found, workload), [*tables, *incomplete], args.out, as_json=args.json)
-    return left_out.INCOMPLETE if incomplete else 0
+    return FAILED if incomplete else 0
 
 
 def _specs(args: argparse.Namespace) -> list[SimulationSpec]:

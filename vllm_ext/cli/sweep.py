@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.cli import left_out, spec_flags
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.config import flagged, flags
 from vllm_ext.files import replaced
@@ -93,7 +94,7 @@ def _main(args: argparse.Namespace) -> int:
         print(f"{PROG}: failed: {dict(one.point.values)}: {error}", file=sys.stderr)
     if failed:
         print(f"{PROG}: {len(failed)} failed; {_again(args.dir)}", file=sys.stderr)
-    return left_out.INCOMPLETE if failed or incomplete else 0
+    return FAILED if failed or incomplete else 0
 
 
 def _left_out(ran: Sequence[grid.Ran], workload: GeneratedWorkload) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ext.cli.exit_status import FAILED
 from vllm_ext.tiny_model import Style, build
 
 
@@ -17,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
         path = build(args.style, args.seed, args.dir)
     except (ValueError, OSError) as error:
         print(f"vllm-ext tiny-model: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     print(path)
     return 0
 
