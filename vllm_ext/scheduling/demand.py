@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -14,7 +13,7 @@ from vllm_ext.contract import Candidate, Demand, Pool
 from vllm_ext.scheduling.engine_state import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from vllm.v1.request import Request
 
@@ -165,6 +164,7 @@ class Fronts:
         host: The KV tier's books; None without a tier.
         gaps: Finds what is kept behind gaps; None where lookups end at the first.
         partials: Finds partly filled blocks; None where none are kept.
+        seen: Fronts that were looked up since caches may have changed; None: they may change any time.
     """
 
     def __init__(self, engine: EngineState) -> None:
@@ -175,22 +175,13 @@ class Fronts:
         self.partials: PartialLookup | None = engine.records
         self._engine = engine
         self._starts: dict[str, int] = {}
-        self._seen: dict[str, Front] | None = None
+        self.seen: dict[str, Front] | None = None
         self._behind: dict[str, tuple[int, int, int, int]] = {}
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
         self._starts.pop(req_id, None)
         self._behind.pop(req_id, None)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Look each front up once inside the context, in which nothing must change of the caches."""
-        self._seen = {}
-        try:
-            yield
-        finally:
-            self._seen = None
 
     def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
         """Return the front of a request that holds no KV; none of one that does.
@@ -203,11 +194,11 @@ class Fronts:
             return _NO_FRONT
         if joined and request.block_hashes and request.block_hashes[0] in joined:
             return self._look_up(request, joined)
-        if self._seen is None:
+        if self.seen is None:
             return self._look_up(request, _NOTHING)
-        found = self._seen.get(request.request_id)
+        found = self.seen.get(request.request_id)
         if found is None:
-            found = self._seen[request.request_id] = self._look_up(request, _NOTHING)
+            found = self.seen[request.request_id] = self._look_up(request, _NOTHING)
         return found
 
     def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> Front:

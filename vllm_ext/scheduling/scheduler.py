@@ -203,7 +203,7 @@ class SteeredScheduler(AsyncScheduler):
             self,
             self._running_rank,
             free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks,
-            tbt_s=lambda request: self.ledger[request.request_id].slo.tbt_s,
+            objective=lambda request: self.ledger[request.request_id].slo.tbt_s,
             stall_free=self.policies.budget.stall_free,
         )
         self.planner = Planner(
@@ -239,8 +239,10 @@ class SteeredScheduler(AsyncScheduler):
             else:
                 with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
                     output = super().schedule(throttle_prefills or not plan.split.prefill)
-                self._stalled = stalled(self, self.ranked, plan, output)
-                self.observer.counters.stalls += self._stalled
+                if not output.num_scheduled_tokens and stalled(self, self.ranked, plan):
+                    self._stalled = True
+                    self.observer.counters.stalls += 1
+        anybody_waits = len(self.waiting) > 0
         if self.crossing is not None:
             self.crossing.step(output)
         if self.holding is not None:
@@ -248,16 +250,17 @@ class SteeredScheduler(AsyncScheduler):
         if self.tier_account is not None:
             self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)
-        self.observer.load.stepped(now, waiting=len(self.waiting) > 0, kv_used=self.kv_cache_manager.usage)
+        self.observer.load.stepped(now, waiting=anybody_waits, kv_used=self.kv_cache_manager.usage)
         return output
 
     def _plan(self, now: float) -> StepPlan:
         started, plan = time.perf_counter(), NO_PLAN
         try:
-            self.ranked.begin_step(now, adapter_places(self))
+            self.ranked.begin_step(now, adapter_places(self) if self.lora_config else None)
+            num_waiting = len(self.ranked)
             self.running_order.update(now)
             if not self._stalled:
-                plan = self.planner.plan(now)
+                plan = self.planner.plan(now, num_waiting)
                 self.observer.refused(self.planner.why)
         except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
