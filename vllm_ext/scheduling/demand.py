@@ -50,6 +50,10 @@ class HostLookup(Protocol):
         """Return how many tokens it would supply behind so many on the device, and whether between steps."""
         ...
 
+    def can_tell(self, request: Request, local_tokens: int) -> bool:
+        """Say whether it knows that by now, or would have vLLM ask again later."""
+        ...
+
 
 class GapLookup(Protocol):
     """Finds what is kept behind gaps, and holds nothing of it."""
@@ -175,12 +179,15 @@ class Fronts:
         self.partials: PartialLookup | None = engine.records
         self._engine = engine
         self._starts: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        """By request that could be told about: how often it was preempted before."""
         self.seen: dict[str, Front] | None = None
         self._behind: dict[str, tuple[int, int, int, int]] = {}
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
         self._starts.pop(req_id, None)
+        self._told.pop(req_id, None)
         self._behind.pop(req_id, None)
 
     def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
@@ -200,6 +207,25 @@ class Fronts:
         if found is None:
             found = self.seen[request.request_id] = self._look_up(request, _NOTHING)
         return found
+
+    def can_tell(self, request: Request) -> bool:
+        """Say whether the KV connector can tell by now what KV it has of a waiting request.
+
+        Until then vLLM would pass over it. Cost: a look-up of the connector's, for each request until it can tell, and
+        again if that was preempted; vLLM asks again when it admits the request.
+        """
+        connector, req_id = self._engine.connector, request.request_id
+        if connector is None or request.num_computed_tokens or self._told.get(req_id) == request.num_preemptions:
+            return True
+        size = self.probe.block_size
+        local_tokens = self.of(request).tokens // size * size  # vLLM shows a connector whole blocks
+        if self.host is not None:
+            told = self.host.can_tell(request, local_tokens)
+        else:
+            told = connector.get_num_new_matched_tokens(request, local_tokens)[0] is not None
+        if told:
+            self._told[req_id] = request.num_preemptions
+        return told
 
     def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> Front:
         req_id = request.request_id

@@ -40,6 +40,8 @@ class EngineState(Protocol):
     lora_config: Any
     kv_cache_config: Any
     kv_cache_manager: Any
+    connector: Any
+    """To KV elsewhere; None: there is none."""
     _inflight_prefills: set[Request]
     records: Records | None
     """Ours, as the next: KV in 8 bits on the device; None: there is none."""

@@ -105,6 +105,7 @@ class Planner:
             rng=self._rng,
             memo=self.memo,
             victim=self._victim,
+            can_tell=self._fronts.can_tell,
         )
         split = self._budget.split(step)
         self.why = {}
@@ -120,17 +121,19 @@ class Planner:
             self._admission.select(step, room)
             ask = self._ask_again(step, room) if self._queue.passed_over else ()
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
+            for request in step.untold:
+                self._queue.part(request)
             self.why = room.why or self._head_lacks(step, room)
         if self.swapper is not None:
             self.swapper.look_ahead(step, room)
         return plan
 
     def _ask_again(self, step: EngineStep, room: Room) -> tuple[str, ...]:
-        """Take those that vLLM passed over into what the others left, and return who is asked for beside that.
+        """Take those that stood apart as undecided into what the others left; return who is asked for beside that.
 
-        A connector may tell by now what KV it has of them, so that they join, or not: room that was kept for them would
-        be lost to the others. They pass nobody who was refused. Of those for whom nothing is left a few are asked all
-        the same, if they rank before somebody who joins: or they would wait as long as there are others.
+        vLLM may pass over them again: room that was kept for them would be lost to the others. They pass nobody who
+        was refused. Of those for whom nothing is left a few are offered all the same, if they rank before somebody who
+        joins: or they would wait as long as there are others.
         """
         refused = min(self._keys(room.why), default=(math.inf,))
         last = max(self._keys(room.admit), default=())

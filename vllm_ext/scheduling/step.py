@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
+_ASKED_IN_VAIN = 64
+"""Requests of which a connector can't tell yet what KV it has that a look comes across at most."""
 _computed_tokens = attrgetter("num_computed_tokens")
 _LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
@@ -57,6 +59,7 @@ class EngineStep:
         rng: np.random.Generator,
         memo: dict[str, Any],
         victim: Callable[[RequestView, int], Victim],
+        can_tell: Callable[[Request], bool],
     ) -> None:
         """Take the scheduler and what is known beside it.
 
@@ -70,7 +73,9 @@ class EngineStep:
             rng: For policies that draw.
             memo: What policies noted in earlier steps.
             victim: Prices the preemption of a running request that frees so many blocks.
+            can_tell: Says whether a connector can tell by now what KV it has of a waiting request.
         """
+        self._can_tell = can_tell
         self._engine, self._ledger, self._queue, self._order, self._victim = engine, ledger, queue, order, victim
         self._lists = lists = read(engine, num_waiting)
         self.now = now
@@ -93,6 +98,8 @@ class EngineStep:
         self._shown: list[Candidate] = []
         """Who of those who wait was looked at already; behind them come the others."""
         self._hidden = self._all_waiting()
+        self.untold: list[Request] = []
+        """Those that were left out as a connector can't tell yet what KV it has of them: vLLM would pass over them."""
 
     def _count_decodes(self) -> int:
         engine = self._engine
@@ -221,13 +228,19 @@ class EngineStep:
 
     def _all_waiting(self) -> Iterator[Candidate]:
         for key, entry in self._queue.ranked():
-            if could_join(entry.request):
+            if not could_join(entry.request):
+                continue
+            if self._can_tell(entry.request):
                 yield self._candidate(entry.request, entry.rank, key)
+            else:
+                self.untold.append(entry.request)
+                if len(self.untold) >= _ASKED_IN_VAIN:
+                    return
 
     def undecided(self) -> list[Candidate]:
-        """Waiting requests that vLLM passed over when they were offered last, as many, in turn."""
+        """Of those who stand apart as undecided, as many are asked about, in turn: the ones that could join now."""
         queue = self._queue
-        requests = filter(could_join, queue.undecided(LOOK_AHEAD))
+        requests = filter(self._can_tell, filter(could_join, queue.undecided(LOOK_AHEAD)))
         return [self._candidate(request, queue.rank(request), queue.key(request)) for request in requests]
 
     def _candidate(self, request: Request, rank: Rank, key: tuple[float, ...]) -> Candidate:

@@ -43,7 +43,7 @@ class Apart(enum.Enum):
     FAILED = "failed grammar"
     """vLLM has yet to tell its client."""
     UNDECIDED = "undecided"
-    """vLLM passed over it when it was offered last, as a connector can't tell yet what KV it has of it."""
+    """A connector could not tell what KV it has of it when it was asked last, or vLLM passed over it."""
 
 
 class WaitingTable(RequestQueue):
@@ -80,7 +80,7 @@ class WaitingTable(RequestQueue):
         self._stays: set[int] = set()
         """Numbers of the first ranks of those who wait."""
         self.passed_over = self._apart[Apart.UNDECIDED]
-        """Those whom vLLM passed over when they were offered last."""
+        """Those whom vLLM passed over when they were offered last, or would have."""
         self._undecided = WaitingLine(ageing, self._numbers.__contains__)
         self._expiry: LazyHeap[tuple[float, int, Entry]] = LazyHeap(self._numbers.__contains__)
         self._arrivals: LazyHeap[tuple[tuple[float, int], int, Request]] = LazyHeap(self._stays.__contains__)
@@ -224,6 +224,11 @@ class WaitingTable(RequestQueue):
                 named.insert(next((n for n, other in enumerate(named) if self.key(other) > key), len(named)), request)
         self._offered = deque(dict.fromkeys((*self._apart[Apart.FAILED], *named)))  # whoever is named twice comes once
 
+    def part(self, request: Request) -> None:
+        """Have a waiting request stand apart that vLLM would pass over if it were offered."""
+        self.passed_over[request] = None
+        self._push(request)
+
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a waiting request again, because something about it changed."""
         if request in self._entries:
@@ -258,7 +263,7 @@ class WaitingTable(RequestQueue):
         return self._line_up("") if self.shares is None else self.shares.in_turn(self._line_up)
 
     def undecided(self, count: int) -> list[Request]:
-        """Return up to ``count`` of those whom vLLM passed over when they were offered last, in turn."""
+        """Return up to ``count`` of those whom vLLM passed over when they were offered last, or would have, in turn."""
         return _next_in_turn(self.passed_over, count)
 
     def apart(self) -> dict[str, int]:
