@@ -33,8 +33,8 @@ def go_by_steps(scheduler: Any) -> None:
     from vllm_ext.simulation.virtual_clock import VirtualClock
 
     clock = VirtualClock(_START_S)
-    if scheduler.place is not None:
-        scheduler.price_records(1e10)
+    if scheduler.holding is not None:
+        scheduler.holding.price(1e10)
     finish_step = scheduler.update_from_output
 
     def timed(step: Any, output: Any) -> Any:

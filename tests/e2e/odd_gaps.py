@@ -138,7 +138,7 @@ def _whole_rows(core: Any) -> Callable[[], None]:
 
 
 def _virtual_counts(core: Any) -> Callable[[], None]:
-    import vllm_ext.scheduling.gap_scheduler as module
+    import vllm_ext.kv.gaps.crossing as module
 
     module.send_positions = lambda *_: None
     return lambda: None

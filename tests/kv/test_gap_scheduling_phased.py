@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.fake_runner import RunnerError
+from vllm_ext.kv.gaps import crossing
 from vllm_ext.kv.gaps.phases import send_positions
-from vllm_ext.scheduling import gap_scheduler
 
 from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, RUNNERS, Talks, words
 
@@ -72,12 +72,12 @@ def test_runners_that_are_not_told_where_a_piece_stands_are_found_out(monkeypatc
         talks.talk("a", words(2, 40))
 
     with monkeypatch.context() as patch:
-        patch.setattr(gap_scheduler, "send_positions", lambda *_: None)
+        patch.setattr(crossing, "send_positions", lambda *_: None)
         with pytest.raises(RunnerError, match="is not that of its own prefix"):
             talk(v2=False)
     with monkeypatch.context() as patch:
         patch.setattr(
-            gap_scheduler, "send_positions", lambda output, placements, _: send_positions(output, placements, None)
+            crossing, "send_positions", lambda output, placements, _: send_positions(output, placements, None)
         )
         with pytest.raises(RunnerError, match="this runner counts by itself: 80"):
             talk(v2=True)

@@ -41,6 +41,9 @@ class Loads:
         hit = self.hits.get(request.request_id, 0)
         return hit, hit > 0
 
+    def can_tell(self, request: Request, local_tokens: int) -> bool:
+        return request.request_id not in self.undecided
+
     def get_num_new_matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         if request.request_id in self.undecided:
             return None, False

@@ -21,7 +21,7 @@ def seen(rig: Rig) -> Step:
 
     SCRIPT.split = look
     rig.scheduler.running_order.update(rig.clock())
-    rig.scheduler.planner.plan(rig.clock())
+    rig.scheduler.planner.plan(rig.clock(), len(rig.scheduler.waiting))
     SCRIPT.split = lambda step: Split()
     return steps[0]
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
 
 from vllm_ext.simulation.harness import make_request
 
@@ -84,18 +85,56 @@ def test_two_new_adapters_are_not_given_the_same_place(system: str | None) -> No
     assert rig.scheduler.requests == {}
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["tier", "connector"])
 @pytest.mark.parametrize("count", [3, 8, 40])
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
-def test_whom_a_connector_cannot_tell_about_yet_keeps_nobody_out(system: str | None, count: int) -> None:
-    """Each is found out once, some in each step: stock vLLM looks at all of them in one."""
+def test_whom_a_connector_cannot_tell_about_yet_keeps_nobody_out(system: str | None, count: int, own: bool) -> None:
+    """The other one starts in the first step, as with stock vLLM: whoever can't join is found out before the plan."""
     rig = unwatched(system)
     loads = _undecided(rig, system, count)
+    if not own:
+        rig.scheduler.fronts.host = None
     rig.add("other", 16, length=100, osl=100)
-    found = _steps_until(rig, "other", 60)
-    assert found is not None
-    assert found <= (1 if system is None else 1 + count // 3)
+    assert _steps_until(rig, "other", 60) == 1
     for name in loads.undecided:
         assert name in {request.request_id for request in rig.scheduler.waiting}
+
+
+@pytest.mark.parametrize("system", ["alise", "auto", "accelgen", "past-future"])
+def test_a_step_asks_a_connector_about_so_many_however_many_it_cannot_tell_about(system: str) -> None:
+    rig = unwatched(system)
+    loads = _undecided(rig, system, 300)
+    asked: list[str] = []
+
+    def can_tell(request: Request, _: int) -> bool:
+        asked.append(request.request_id)
+        return request.request_id not in loads.undecided
+
+    loads.can_tell = can_tell  # type: ignore[method-assign]
+    rig.add("other", 16, length=100, osl=100)
+    rig.step(seconds=0.02)
+    assert 0 < len(asked) <= 64 + 32
+    assert _steps_until(rig, "other", 300 // 64 + 1) is not None
+    assert len(set(asked)) == 301
+
+
+@pytest.mark.parametrize("system", ["alise", "auto", "accelgen", "past-future"])
+def test_a_connector_that_told_is_asked_again_only_after_a_preemption(system: str) -> None:
+    rig = unwatched(system, max_num_seqs=1)
+    asked: list[str] = []
+    loads = _undecided(rig, system, 0)
+
+    def can_tell(request: Request, _: int) -> bool:
+        asked.append(request.request_id)
+        return True
+
+    loads.can_tell = can_tell  # type: ignore[method-assign]
+    rig.add("other", 16, length=5, osl=5)
+    rig.step(10, seconds=0.02)
+    rig.scheduler.preempt_now(rig.scheduler.requests["run"], "memory", drop_output=True)
+    rig.step(20, seconds=0.02)
+    assert rig.running == ["run"]
+    assert sorted(asked) == ["other", "run"]
 
 
 @pytest.mark.parametrize("system", [None, *SYSTEMS])

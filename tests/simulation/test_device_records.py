@@ -51,7 +51,7 @@ def test_a_run_is_the_same_each_time_and_told_of_every_request() -> None:
 def test_moves_and_reads_take_their_time() -> None:
     slow = serve(conversation(), system="fcfs", options=SHARE, num_blocks=24, run=False)
     scheduler: Any = slow.scheduler
-    scheduler.price_records(1e7)  # bytes per second
+    scheduler.holding.price(1e7)  # bytes per second
     busy: list[float] = []
     launch = slow.engine._cost.device_s
     schedule = scheduler.schedule

@@ -33,7 +33,7 @@ def chunk_key(status: RequestOffloadState, number: int) -> OffloadKey | None:
 
 def prefix_tokens(
     side: OffloadingConnectorScheduler, status: RequestOffloadState, local_tokens: int, max_num_new_tokens: int | None
-) -> int:
+) -> int | None:
     """Return how many tokens beyond the local ones vLLM would load now, of a model with one group of full attention.
 
     Cost: one look-up in a dictionary per chunk that would be loaded, and one more. What the device holds already and
@@ -47,7 +47,7 @@ def prefix_tokens(
         max_num_new_tokens: Most tokens to load; None: no bound.
 
     Returns:
-        0, too, if a chunk is still being written, or being loaded for somebody else: vLLM asks again later.
+        None if a chunk is still being written, or being loaded for somebody else: vLLM asks again later.
     """
     size, request, most_loaded = status.config.kv_group_configs[0].tokens_per_chunk, status.req, status.max_load_tokens
     most: int = request.num_tokens
@@ -65,7 +65,7 @@ def prefix_tokens(
         if chunk is None or (chunk.ref_cnt < 0 and books.peek(key) is LookupResult.MISS):
             break
         if chunk.ref_cnt < 0 or key in loading:
-            return 0
+            return None
         found += 1
     num_tokens = min(most, (first + found) * size) - local_tokens
     return num_tokens if num_tokens >= size else 0

@@ -129,6 +129,21 @@ class TierScheduler(IdleStoringScheduler):
         found = prefix_tokens(self, status, local_tokens, max_num_new_tokens)
         return self._when(request, local_tokens, found) if found else (0, False)
 
+    def can_tell(self, request: Request, local_tokens: int) -> bool:
+        """Say whether `get_num_new_matched_tokens` could tell by now, or would have vLLM ask again; changes nothing.
+
+        Cost: as `peek`. True also where that is not to be asked, or does not look: of what is on disk, which only
+        vLLM's question brings.
+        """
+        status = self._req_status.get(request.request_id)
+        if status is None:
+            return True
+        if status.transfer_jobs:
+            return False
+        if self.gaps is not None or request.skip_reading_prefix_cache or not self._is_simple():
+            return True
+        return prefix_tokens(self, status, local_tokens, None) is not None
+
     def report_bad_hints(self, told: Callable[[str, HintError], None]) -> None:
         """Say who is told the id of a request, and what of its hints it may not ask for."""
         if self.keeper is not None:

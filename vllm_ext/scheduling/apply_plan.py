@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_ext.scheduling.engine_state import EngineState, could_join, loading, prefilling, tokens_left
-from vllm_ext.scheduling.step import LOOK_AHEAD
+from vllm_ext.scheduling.engine_state import EngineState, loading, prefilling, tokens_left
+from vllm_ext.scheduling.step import LOOK_AHEAD, could_join
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from vllm_ext.contract import StepPlan
@@ -53,13 +52,16 @@ def applied(
         _sit_out(engine)
     tokens, bound = engine.max_num_scheduled_tokens, engine.prefill_capacity_bound
     try:
-        engine.max_num_scheduled_tokens = split.budget(tokens)
+        if split.tokens is not None:
+            engine.max_num_scheduled_tokens = split.budget(tokens)
         if not split.prefill:
             engine.prefill_capacity_bound = False
-        engine.cap_chunks(split.chunk)
+        if split.chunk is not None:
+            engine.cap_chunks(split.chunk)
         yield
     finally:
-        engine.cap_chunks(None)
+        if split.chunk is not None:
+            engine.cap_chunks(None)
         engine.max_num_scheduled_tokens = tokens
         if not split.prefill:
             engine.prefill_capacity_bound = bound
@@ -74,15 +76,13 @@ def _sit_out(engine: EngineState) -> None:
             request.next_decode_eligible_step = max(request.next_decode_eligible_step, engine.current_step + 2)
 
 
-def stalled(engine: EngineState, queue: WaitingTable, plan: StepPlan, output: SchedulerOutput) -> bool:
-    """Return whether the step just scheduled is empty although without its plan something might have run.
+def stalled(engine: EngineState, queue: WaitingTable, plan: StepPlan) -> bool:
+    """Return whether a step that was scheduled empty might have had something to run without its plan.
 
     Steps of async scheduling in which every request merely awaits its last output are empty by nature and don't count,
     nor do those in which KV is being loaded.
     """
-    if output.num_scheduled_tokens or not plan.restricts:
-        return False
-    if loading(engine):
+    if not plan.restricts or loading(engine):
         return False
     if engine.running:
         return any(map(tokens_left, engine.running))

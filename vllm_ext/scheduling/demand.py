@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -14,7 +13,7 @@ from vllm_ext.contract import Candidate, Demand, Pool
 from vllm_ext.scheduling.engine_state import EngineState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from vllm.v1.request import Request
 
@@ -49,6 +48,10 @@ class HostLookup(Protocol):
 
     def peek(self, request: Request, local_tokens: int) -> tuple[int, bool]:
         """Return how many tokens it would supply behind so many on the device, and whether between steps."""
+        ...
+
+    def can_tell(self, request: Request, local_tokens: int) -> bool:
+        """Say whether it knows that by now, or would have vLLM ask again later."""
         ...
 
 
@@ -165,6 +168,7 @@ class Fronts:
         host: The KV tier's books; None without a tier.
         gaps: Finds what is kept behind gaps; None where lookups end at the first.
         partials: Finds partly filled blocks; None where none are kept.
+        seen: Fronts that were looked up since caches may have changed; None: they may change any time.
     """
 
     def __init__(self, engine: EngineState) -> None:
@@ -175,22 +179,16 @@ class Fronts:
         self.partials: PartialLookup | None = engine.records
         self._engine = engine
         self._starts: dict[str, int] = {}
-        self._seen: dict[str, Front] | None = None
+        self._told: dict[str, int] = {}
+        """By request that could be told about: how often it was preempted before."""
+        self.seen: dict[str, Front] | None = None
         self._behind: dict[str, tuple[int, int, int, int]] = {}
 
     def forget(self, req_id: str) -> None:
         """Forget a request that ended."""
         self._starts.pop(req_id, None)
+        self._told.pop(req_id, None)
         self._behind.pop(req_id, None)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Look each front up once inside the context, in which nothing must change of the caches."""
-        self._seen = {}
-        try:
-            yield
-        finally:
-            self._seen = None
 
     def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
         """Return the front of a request that holds no KV; none of one that does.
@@ -203,12 +201,31 @@ class Fronts:
             return _NO_FRONT
         if joined and request.block_hashes and request.block_hashes[0] in joined:
             return self._look_up(request, joined)
-        if self._seen is None:
+        if self.seen is None:
             return self._look_up(request, _NOTHING)
-        found = self._seen.get(request.request_id)
+        found = self.seen.get(request.request_id)
         if found is None:
-            found = self._seen[request.request_id] = self._look_up(request, _NOTHING)
+            found = self.seen[request.request_id] = self._look_up(request, _NOTHING)
         return found
+
+    def can_tell(self, request: Request) -> bool:
+        """Say whether the KV connector can tell by now what KV it has of a waiting request.
+
+        Until then vLLM would pass over it. Cost: a look-up of the connector's, for each request until it can tell, and
+        again if that was preempted; vLLM asks again when it admits the request.
+        """
+        connector, req_id = self._engine.connector, request.request_id
+        if connector is None or request.num_computed_tokens or self._told.get(req_id) == request.num_preemptions:
+            return True
+        size = self.probe.block_size
+        local_tokens = self.of(request).tokens // size * size  # vLLM shows a connector whole blocks
+        if self.host is not None:
+            told = self.host.can_tell(request, local_tokens)
+        else:
+            told = connector.get_num_new_matched_tokens(request, local_tokens)[0] is not None
+        if told:
+            self._told[req_id] = request.num_preemptions
+        return told
 
     def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> Front:
         req_id = request.request_id

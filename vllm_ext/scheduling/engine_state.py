@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.contract.room import AdapterPlaces
 
 if TYPE_CHECKING:
+    from vllm_ext.kv.device.place import DevicePlace
     from vllm_ext.kv.device.records import Records
-    from vllm_ext.scheduling.device_place import DevicePlace
 
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
+_NOBODY: list[Request] = []
 
 
 class EngineState(Protocol):
@@ -39,6 +40,8 @@ class EngineState(Protocol):
     lora_config: Any
     kv_cache_config: Any
     kv_cache_manager: Any
+    connector: Any
+    """To KV elsewhere; None: there is none."""
     _inflight_prefills: set[Request]
     records: Records | None
     """Ours, as the next: KV in 8 bits on the device; None: there is none."""
@@ -57,24 +60,6 @@ class EngineState(Protocol):
     def _inflight_prefill_reserved_blocks(self) -> int: ...
 
 
-def largest_chunk(engine: EngineState) -> int | None:
-    """Return the most tokens that vLLM gives a prompt in a step while there are others; None: no bound."""
-    config = engine.scheduler_config
-    threshold: int = config.long_prefill_token_threshold
-    others = len(engine.running) + len(engine.waiting) + len(engine.kv_holding_waiting) - 1
-    if not threshold or others < 1:
-        return None
-    if engine.adaptive_long_prefill_threshold:
-        return max(threshold, int(config.max_num_batched_tokens) // (others + 1))
-    return threshold
-
-
-def draft_slots(engine: EngineState) -> int:
-    """Return the slots of the model's input that vLLM keeps for the drafts of each request of a step."""
-    speculative = engine.vllm_config.speculative_config
-    return 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
-
-
 def tokens_left(request: Request) -> int:
     """Return the tokens of a running request that vLLM would schedule, drafts to verify included.
 
@@ -87,6 +72,42 @@ def tokens_left(request: Request) -> int:
     return max(0, int(request.num_tokens_with_spec) + in_flight - computed)
 
 
+class Lists(NamedTuple):
+    """Who is in the engine, as vLLM's lists say before a step."""
+
+    running: list[Request]
+    prefilling: list[Request]
+    """Of these: those with a part of their prompt still to compute."""
+    parked: list[Request]
+    """Those that hold KV but do not run."""
+    loading: list[Request]
+    """Of these: those that load it, or have loaded it and start before all others."""
+    loaded: list[Request]
+    """Of these: those whose KV has come."""
+    largest_chunk: int | None
+    """Most tokens that vLLM gives a prompt in a step while there are others; None: no bound."""
+
+
+def read(engine: EngineState, num_waiting: int) -> Lists:
+    """Read vLLM's lists, while so many wait. Cost: a look at each request that holds KV and does not decode."""
+    parked = loads = ready = _NOBODY
+    if engine.kv_holding_waiting:
+        parked = list(engine.kv_holding_waiting)
+        loads, ready = loading(engine), loaded(engine)
+    others = len(engine.running) + num_waiting + len(parked) - 1
+    chunk: int | None = engine.scheduler_config.long_prefill_token_threshold or None
+    if others < 1:
+        chunk = None
+    elif chunk and engine.adaptive_long_prefill_threshold:
+        chunk = max(chunk, int(engine.scheduler_config.max_num_batched_tokens) // (others + 1))
+    return Lists(engine.running, prefilling(engine), parked, loads, ready, chunk)
+
+
+def prefilling(engine: EngineState) -> list[Request]:
+    """Return the running requests with a part of their prompt still to compute."""
+    return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]
+
+
 def loading(engine: EngineState) -> list[Request]:
     """Return the requests that load KV, or have loaded it and start before all others."""
     return [request for request in engine.kv_holding_waiting if request.status != _STREAMING]
@@ -96,11 +117,6 @@ def loaded(engine: EngineState) -> list[Request]:
     """Return those of them whose KV has come."""
     ready, under_way = engine.finished_recving_kv_req_ids, RequestStatus.WAITING_FOR_REMOTE_KVS
     return [r for r in loading(engine) if r.status != under_way or r.request_id in ready]
-
-
-def prefilling(engine: EngineState) -> list[Request]:
-    """Return the running requests with a part of their prompt still to compute."""
-    return [request for request in engine._inflight_prefills if request.status == RequestStatus.RUNNING]
 
 
 def adapter_of(request: Request) -> int:
@@ -130,13 +146,3 @@ def grammar_failed(request: Request) -> bool:
         return False
     structured = request.structured_output_request
     return structured is not None and isinstance(structured.grammar, Exception)
-
-
-def could_join(request: Request) -> bool:
-    """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
-    if request.num_stale_output_tokens and not request.drop_stale_output:
-        return False
-    if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-        # vLLM looks whether the grammar is there only when a seat is free, which may be what we are to see to.
-        return not awaits_grammar(request) and not grammar_failed(request)
-    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)

@@ -17,11 +17,12 @@ T = TypeVar("T", bound=tuple[Any, ...])
 class LazyHeap(Generic[T]):
     """Entries in ascending order, looked at without changing the heap. It grows to twice its live entries at most."""
 
-    def __init__(self, live: Callable[[T], bool]) -> None:
+    def __init__(self, live: Callable[[Any], bool]) -> None:
         """Start empty.
 
         Args:
-            live: Says whether an entry still counts.
+            live: Says of an entry's second item, its number, whether the entry still counts: as it is asked for each,
+                best a set's or dictionary's ``__contains__``.
         """
         self._live = live
         self._heap: list[T] = []
@@ -35,7 +36,8 @@ class LazyHeap(Generic[T]):
         """Add an entry."""
         heapq.heappush(self._heap, entry)
         if len(self._heap) > self._most + _LEFT_ALONE:
-            self._heap = list(filter(self._live, self._heap))
+            live = self._live
+            self._heap = [entry for entry in self._heap if live(entry[1])]
             heapq.heapify(self._heap)
             self._most = 2 * len(self._heap)
 
@@ -43,15 +45,17 @@ class LazyHeap(Generic[T]):
         """Return the least entry that counts; those before it are dropped."""
         heap = self._heap
         while heap:
-            if self._live(heap[0]):
+            if self._live(heap[0][1]):
                 return heap[0]
             heapq.heappop(heap)
         return None
 
-    def pop_until(self, most: float) -> Iterator[T]:
-        """Take out, one by one, the entries that count and begin with ``most`` or less."""
-        while (first := self.first()) is not None and first[0] <= most:
-            yield heapq.heappop(self._heap)
+    def pop_until(self, most: float, count: int) -> list[T]:
+        """Take out up to ``count`` entries that count and begin with ``most`` or less, least first."""
+        found: list[T] = []
+        while len(found) < count and (first := self.first()) is not None and first[0] <= most:
+            found.append(heapq.heappop(self._heap))
+        return found
 
     def ascending(self) -> Iterator[T]:
         """Yield the entries that count in order; the heap must not change meanwhile.
@@ -63,7 +67,7 @@ class LazyHeap(Generic[T]):
         frontier = [(heap[0], 0)] if heap else []
         while frontier:
             entry, place = heapq.heappop(frontier)
-            if self._live(entry):
+            if self._live(entry[1]):
                 yield entry
             else:
                 self._met += 1
@@ -80,7 +84,7 @@ class LazyHeap(Generic[T]):
         kept: list[T] = []
         while heap and len(kept) < _KEPT:
             entry = heapq.heappop(heap)
-            if self._live(entry):
+            if self._live(entry[1]):
                 kept.append(entry)
         for entry in kept:
             heapq.heappush(heap, entry)

@@ -253,7 +253,6 @@ class Ledger:
         generated: int = request.num_output_tokens
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)
-        remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens)
         recompute_s = prefill_s = 0.0
         ready = 0
         if computed < tokens - 1:
@@ -266,7 +265,7 @@ class Ledger:
             prefill_s = runtime.prefill_s(tokens - base, base)
             if ready > there:
                 prefill_s += self.load_s(ready - there)
-            remaining_s += prefill_s
+        remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens) + prefill_s
         if computed:
             recompute_s = runtime.prefill_s(computed)
         return RequestView(

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
-from vllm_ext.scheduling.demand import Fronts, Prices
-from vllm_ext.scheduling.engine_state import EngineState, draft_slots, largest_chunk, loaded, loading
+from vllm_ext.scheduling.demand import Fronts
+from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
 
@@ -77,64 +77,68 @@ class Planner:
         self._ranked_at = ordering.prices(*self._priced_at)
         self._measure_server()
 
-    def plan(self, now: float) -> StepPlan:
-        """Return the plan for a step at clock time ``now`` (s).
+    def plan(self, now: float, num_waiting: int) -> StepPlan:
+        """Return the plan for a step at clock time ``now`` (s), while so many wait.
 
         Raises:
             Exception: whatever a policy raises; nothing has been changed then.
         """
         self._follow_prices()
-        if not self._asks_always and not len(self._engine.waiting):
+        if not self._asks_always and not num_waiting:
             self.why = {}
             return NO_PLAN
-        with self._fronts.unchanged():
-            return self._plan(now)
+        self._fronts.seen = {}
+        try:
+            return self._plan(now, num_waiting)
+        finally:
+            self._fronts.seen = None
 
-    def _plan(self, now: float) -> StepPlan:
+    def _plan(self, now: float, num_waiting: int) -> StepPlan:
         engine = self._engine
-        pool = pool_of(engine)
         step = EngineStep(
             engine,
             now,
-            pool=pool,
+            num_waiting,
             ledger=self._ledger,
             queue=self._queue,
             order=self._order,
             rng=self._rng,
             memo=self.memo,
             victim=self._victim,
+            can_tell=self._fronts.can_tell,
         )
         split = self._budget.split(step)
-        plan = StepPlan(split=split)
         self.why = {}
-        if not step.num_waiting:
-            return plan
+        if not num_waiting:
+            return StepPlan(split=split)
         step.split_by(split)
-        room = self._room(step)
-        if not self._free_to_vllm or split.apart:
-            room.gates = tuple(policy.gate(step) for policy in self._gates)
+        room = step.room(self._fronts)
+        if self._free_to_vllm and not split.apart:
+            plan = StepPlan(split=split)
+        else:
+            if self._gates:
+                room.gates = tuple([policy.gate(step) for policy in self._gates])
             self._admission.select(step, room)
-            ask = self._ask_again(step, room)
+            ask = self._ask_again(step, room) if self._queue.passed_over else ()
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
-            self.why = room.why or self._head_lacks(room)
+            for request in step.untold:
+                self._queue.part(request)
+            self.why = room.why or self._head_lacks(step, room)
         if self.swapper is not None:
             self.swapper.look_ahead(step, room)
         return plan
 
     def _ask_again(self, step: EngineStep, room: Room) -> tuple[str, ...]:
-        """Take those that vLLM passed over into what the others left, and return who is asked for beside that.
+        """Take those that stood apart as undecided into what the others left; return who is asked for beside that.
 
-        A connector may tell by now what KV it has of them, so that they join, or not: room that was kept for them would
-        be lost to the others. They pass nobody who was refused. Of those for whom nothing is left a few are asked all
-        the same, if they rank before somebody who joins: or they would wait as long as there are others.
+        vLLM may pass over them again: room that was kept for them would be lost to the others. They pass nobody who
+        was refused. Of those for whom nothing is left a few are offered all the same, if they rank before somebody who
+        joins: or they would wait as long as there are others.
         """
-        candidates = list(step.undecided())
-        if not candidates:
-            return ()
         refused = min(self._keys(room.why), default=(math.inf,))
         last = max(self._keys(room.admit), default=())
         ask: list[str] = []
-        for candidate in candidates:
+        for candidate in step.undecided():
             if candidate.key > refused:
                 continue
             if room.fits(candidate):
@@ -147,34 +151,11 @@ class Planner:
         known = (self._engine.requests.get(req_id) for req_id in req_ids)
         return (self._queue.key(request) for request in known if request is not None and request in self._queue)
 
-    def _head_lacks(self, room: Room) -> dict[str, str]:
+    def _head_lacks(self, step: EngineStep, room: Room) -> dict[str, str]:
         """Return what the head of the queue waits for where nobody needed to be looked at."""
-        lacks = room.lacks
-        if room.admit or lacks is None:
-            return {}
-        return {head.request_id: lacks for head in self._queue.best(1)}
-
-    def _room(self, step: EngineStep) -> Room:
-        engine = self._engine
-        prices = Prices(engine, self._fronts, step.pool)
-        under_way, ready = loading(engine), len(loaded(engine))
-        # As upstream has it, a load between steps takes its seat when its KV has come.
-        drafts = draft_slots(engine)
-        seated = step.num_running + len(engine.kv_holding_waiting) - len(under_way) + ready
-        return Room(
-            seats=engine.max_num_active_reqs - seated,
-            tokens=step.free_tokens,
-            chunk=largest_chunk(engine),
-            blocks=step.pool.unused - engine.kv_cache_manager.watermark_blocks,
-            inputs=engine.scheduler_config.max_num_batched_tokens
-            - (step.token_budget - step.free_tokens)
-            - drafts * (step.num_running + ready),
-            draft_slots=drafts,
-            adapters=self._queue.adapters,
-            idle=not step.num_running and not under_way,
-            price=prices.price,
-            taken=prices.joins,
-        )
+        lacks = None if room.admit else room.lacks
+        head = None if lacks is None else next(step.waiting(), None)
+        return {} if head is None or lacks is None else {head.req_id: lacks}
 
     def _victim(self, request: RequestView, blocks: int) -> Victim:
         if self.swapper is not None:

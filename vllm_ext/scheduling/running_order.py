@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ext.scheduling.lazy_heap import LazyHeap
@@ -45,7 +44,7 @@ class RunningOrder:
         rank: Callable[[Request], tuple[Key, Rank]],
         *,
         free_blocks: Callable[[], int],
-        tbt_s: Callable[[Request], float | None],
+        objective: Callable[[Request], float | None],
         stall_free: bool = False,
     ) -> None:
         """Start empty.
@@ -54,47 +53,37 @@ class RunningOrder:
             engine: Whose list is ordered.
             rank: Asks for the rank of a running request; its key with ties included, and the rank.
             free_blocks: KV blocks that are free now.
-            tbt_s: The TBT objective of a request, in seconds; None if it has none.
+            objective: The TBT objective of a request, in seconds; None if it has none.
             stall_free: Serve decodes before prefill chunks even when KV memory is about to run out, so that a
                 prefilling request is the first to leave, whatever its rank.
         """
         self._engine = engine
         self._rank = rank
         self._free_blocks = free_blocks
-        self._objective = tbt_s
+        self._objective = objective
         self._stall_free = stall_free
         self.changes = 0
         """Counts who joined or left."""
         self.keys: dict[Request, Key] = {}
         self._ranked: dict[Request, _Ranked] = {}
         self._counter = 0
-        self._by_time: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._in_force)
-        self._by_step: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._in_force)
+        self._numbers: set[int] = set()
+        """Of ranks that hold."""
+        self._by_time: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._numbers.__contains__)
+        self._by_step: LazyHeap[tuple[float, int, Request]] = LazyHeap(self._numbers.__contains__)
         self._stale: deque[Request] = deque()
-        self._tbt_s: dict[Request, float] = {}  # TBT objectives of those who have one
+        self.tbt_s: dict[Request, float] = {}
+        """TBT objectives of those who have one, in seconds."""
 
     def forget(self, request: Request) -> None:
         """Drop a request that left the running list."""
         if self.keys.pop(request, None) is not None:
             self.changes += 1
-            del self._ranked[request]
-        self._tbt_s.pop(request, None)
+            self._numbers.discard(self._ranked.pop(request).number)
+        self.tbt_s.pop(request, None)
         if not self.keys:  # nothing to keep alive finished requests for
             for structure in (self._by_time, self._by_step, self._stale):
                 structure.clear()
-
-    def tbt_s(self, default_s: float, least_s: Callable[[], float]) -> float:
-        """Return the smallest TBT objective of the running requests.
-
-        Args:
-            default_s: Of one that names none, in seconds.
-            least_s: What decodes take by themselves. An objective below that is lost, and counts as none.
-        """
-        if not self._tbt_s:
-            return default_s
-        least = least_s()
-        named = [objective_s for objective_s in self._tbt_s.values() if objective_s >= least]
-        return min(named) if len(named) == len(self.keys) else min((default_s, *named))
 
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a running request again; one that does not run is passed over."""
@@ -104,11 +93,14 @@ class RunningOrder:
     def _push(self, request: Request) -> None:
         self.keys[request], rank = self._rank(request)
         self._counter += 1
+        self._numbers.add(self._counter)
+        if (old := self._ranked.get(request)) is not None:
+            self._numbers.discard(old.number)
         self._ranked[request] = _Ranked(self._counter, self._engine.current_step, rank.until_tokens)
         if rank.until_s != math.inf:
             self._by_time.push((rank.until_s, self._counter, request))
         if rank.until_tokens != math.inf:
-            self._await_tokens(request)
+            self._by_step.push(self._awaited(request))
 
     def rerank_all(self) -> None:
         """Ask for all ranks again, some in each of the next steps: what they were made of changed."""
@@ -128,32 +120,27 @@ class RunningOrder:
             self._sort()
 
     def _due(self, now: float) -> list[Request]:
-        due = [request for _, _, request in islice(self._by_time.pop_until(now), _MAX_DUE)]
-        by_step = (request for _, _, request in self._by_step.pop_until(self._engine.current_step))
-        due += islice(filter(self._got_there, by_step), _MAX_DUE - len(due))
-        while self._stale and len(due) < _MAX_DUE:
+        due, ranked = self._by_time.pop_until(now, _MAX_DUE), self._ranked
+        while (most := _MAX_DUE - len(due)) > 0:
+            looked_at = self._by_step.pop_until(self._engine.current_step, most)
+            early = [item for item in looked_at if item[2].num_output_tokens < ranked[item[2]].until_tokens]
+            for item in [self._awaited(request) for _, _, request in early]:
+                self._by_step.push(item)  # it was slower than it might have been
+            due += [item for item in looked_at if item not in early]
+            if len(looked_at) < most:
+                break
+        requests = [request for _, _, request in due]
+        while self._stale and len(requests) < _MAX_DUE:
             request = self._stale.popleft()
             if request in self.keys:
-                due.append(request)
-        return due
+                requests.append(request)
+        return requests
 
-    def _in_force(self, item: tuple[float, int, Request]) -> bool:
-        _, number, request = item
-        ranked = self._ranked.get(request)
-        return ranked is not None and ranked.number == number
-
-    def _await_tokens(self, request: Request) -> None:
-        """Look at a request again when it may have generated as many tokens as its rank holds for."""
+    def _awaited(self, request: Request) -> tuple[float, int, Request]:
+        """Return when to look at a request again: it may have generated as many tokens as its rank holds for."""
         number, _, until_tokens = self._ranked[request]
         steps = max(1.0, (until_tokens - request.num_output_tokens) // (1 + self._engine.num_spec_tokens))
-        self._by_step.push((self._engine.current_step + steps, number, request))
-
-    def _got_there(self, request: Request) -> bool:
-        """Whether a request has generated as many; if it was slower than it might have been, look again later."""
-        if request.num_output_tokens >= self._ranked[request].until_tokens:
-            return True
-        self._await_tokens(request)
-        return False
+        return (self._engine.current_step + steps, number, request)
 
     def _sort(self) -> None:
         keys, engine = self.keys, self._engine
@@ -175,7 +162,7 @@ class RunningOrder:
                 self.changes += 1
                 tbt_s = self._objective(request)
                 if tbt_s is not None:
-                    self._tbt_s[request] = tbt_s
+                    self.tbt_s[request] = tbt_s
 
     def worst_first(self) -> Iterator[tuple[Request, Key]]:
         """Yield running requests with their keys, worst rank first.

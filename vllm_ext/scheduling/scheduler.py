@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -17,9 +18,15 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
+from vllm_ext.config.kv_tier import OFF
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
+from vllm_ext.kv.device.geometry import ArenaGeometry
+from vllm_ext.kv.device.holding import RecordHolding
+from vllm_ext.kv.device.manager import with_record_manager
+from vllm_ext.kv.gaps.crossing import GapCrossing, possible_mode
+from vllm_ext.kv.gaps.manager import with_gap_manager
 from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
 from vllm_ext.kv.loads.steps import Engine
 from vllm_ext.prediction.length import LengthPredictor
@@ -32,7 +39,6 @@ from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
-from vllm_ext.scheduling.record_scheduler import LOAD, MEMORY, RESET, RecordScheduler
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.start_line import log_start
@@ -43,15 +49,26 @@ from vllm_ext.systems import build
 from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
     from vllm_ext.kv.admin import TierAdmin
+    from vllm_ext.kv.device.place import DevicePlace
+    from vllm_ext.kv.device.records import Records
+    from vllm_ext.kv.gaps.search import GapSearch
 
 logger = init_logger("vllm.vllm_ext.scheduler")
 
+MEMORY, RESET, LOAD = "memory", "reset", "load"
+"""Why a request is preempted: vLLM is short of blocks; its cache was reset; its KV did not come."""
+_LAST_WORD = "_reserve_prefill_lookahead"
+"""Of vLLM's methods the one that has the last word about the size of a chunk."""
 _UNRANKED = Rank((float("inf"),))
 """Place of a request whose policy failed: last, until its rank is asked for again."""
 
 
-class SteeredScheduler(RecordScheduler):
+class SteeredScheduler(AsyncScheduler):
     """vLLM's scheduler, steered by the policies of a system.
 
     Before each step the policies decide completely; then the plan is applied by moving knobs vLLM has anyway (order of
@@ -61,11 +78,23 @@ class SteeredScheduler(RecordScheduler):
 
     Attributes:
         clock: Returns the time in seconds; replaced by simulations and tests.
+        crossing: Computes across gaps in kept KV; None where lookups end at the first one.
+        gaps: Its lookups; likewise.
+        holding: Keeps KV on the device in 8 bits; None without an arena.
+        records: Where it is kept; likewise.
+        place: What that costs; likewise.
     """
 
     policy: SchedulingPolicy
+    crossing: GapCrossing | None = None
+    gaps: GapSearch | None = None
+    holding: RecordHolding | None = None
+    records: Records | None = None
+    place: DevicePlace | None = None
+    _preempt_reason: str = MEMORY
+    _chunk_cap: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         """Take vLLM's arguments.
 
         Raises:
@@ -73,7 +102,13 @@ class SteeredScheduler(RecordScheduler):
             ConfigError: the options under ``additional_config["vllm_ext"]`` are not valid.
             ValueError: the system can't work with this model.
         """
-        super().__init__(*args, **kwargs)
+        mode, geometry = possible_mode(vllm_config, kv_cache_config), ArenaGeometry.of(kv_cache_config)
+        if geometry is not None:
+            kv_cache_config = with_record_manager(kv_cache_config)
+        elif mode != OFF:
+            kv_cache_config = with_gap_manager(kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self._keep_kv(mode, geometry)
         registry.verify("scheduler")  # also where a class name brought us here and no front end checked
         registry.install("engine-core")
         config = parse((self.vllm_config.additional_config or {}).get(KEY) or {})
@@ -116,6 +151,18 @@ class SteeredScheduler(RecordScheduler):
             profiled=runtime.given is not None,
             has_connector=self.connector is not None,
         )
+
+    def _keep_kv(self, mode: str, geometry: ArenaGeometry | None) -> None:
+        """Have KV on the device kept as the engine was told; vLLM's lookups are ours only where more is kept."""
+        if mode != OFF:
+            clock = lambda: self.clock()  # noqa: E731, PLW0108 - simulations replace it
+            self.crossing = GapCrossing(self, mode, clock=clock, told=self._mind_chunks)
+            self.gaps = self.crossing.search
+        if geometry is not None:
+            self.holding = RecordHolding(self, geometry, self.gaps)
+            self.records, self.place = self.holding.records, self.holding.place
+        if self.crossing is not None or self.holding is not None:
+            setattr(self, "_get_local_prefix_cache_hit", self._kept_hit)  # noqa: B010 - mypy: a method
 
     def _join_tier(self) -> None:
         # The runtime model may be replaced, and simulations replace the clock.
@@ -160,7 +207,7 @@ class SteeredScheduler(RecordScheduler):
             self,
             self._running_rank,
             free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks,
-            tbt_s=lambda request: self.ledger[request.request_id].slo.tbt_s,
+            objective=lambda request: self.ledger[request.request_id].slo.tbt_s,
             stall_free=self.policies.budget.stall_free,
         )
         self.planner = Planner(
@@ -196,21 +243,28 @@ class SteeredScheduler(RecordScheduler):
             else:
                 with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
                     output = super().schedule(throttle_prefills or not plan.split.prefill)
-                self._stalled = stalled(self, self.ranked, plan, output)
-                self.observer.counters.stalls += self._stalled
+                if not output.num_scheduled_tokens and stalled(self, self.ranked, plan):
+                    self._stalled = True
+                    self.observer.counters.stalls += 1
+        anybody_waits = len(self.waiting) > 0
+        if self.crossing is not None:
+            self.crossing.step(output)
+        if self.holding is not None:
+            self.holding.step(output)
         if self.tier_account is not None:
             self.tier_account.scheduled(output.total_num_scheduled_tokens, now)
         self.observer.scheduled(output, self.running, now)
-        self.observer.load.stepped(now, waiting=len(self.waiting) > 0, kv_used=self.kv_cache_manager.usage)
+        self.observer.load.stepped(now, waiting=anybody_waits, kv_used=self.kv_cache_manager.usage)
         return output
 
     def _plan(self, now: float) -> StepPlan:
         started, plan = time.perf_counter(), NO_PLAN
         try:
-            self.ranked.begin_step(now, adapter_places(self))
+            self.ranked.begin_step(now, adapter_places(self) if self.lora_config else None)
+            num_waiting = len(self.ranked)
             self.running_order.update(now)
             if not self._stalled:
-                plan = self.planner.plan(now)
+                plan = self.planner.plan(now, num_waiting)
                 self.observer.refused(self.planner.why)
         except Exception:  # noqa: BLE001 - whatever a policy raises costs its step the plan, not the server its life
             self._policy_failed()
@@ -323,6 +377,8 @@ class SteeredScheduler(RecordScheduler):
         if self._steers:
             self.running_order.forget(request)
         self.observer.preempted(self._preempt_reason)
+        if self.holding is not None and self._preempt_reason not in (RESET, LOAD):
+            self.holding.leaves(request)
         super()._preempt_request(request, *args, **kwargs)
         if (job := self.ledger.get(request.request_id)) is not None:
             self.ledger.start_wait(job, self._now)
@@ -347,6 +403,8 @@ class SteeredScheduler(RecordScheduler):
             raise
         finally:
             self._preempt_reason = MEMORY
+            if self.records is not None:
+                self.records.forget_all()
             if self.tier is not None:
                 self.tier.forget_device()
 
@@ -356,6 +414,10 @@ class SteeredScheduler(RecordScheduler):
         return super().finish_requests(*args, **kwargs)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.records is not None:
+            self.records.forget(request.request_id)
+        if self.crossing is not None:
+            self.crossing.ends(request)
         result = super()._free_request(request, *args, **kwargs)
         if self._steers:
             self.running_order.forget(request)
@@ -363,6 +425,40 @@ class SteeredScheduler(RecordScheduler):
         self.fronts.forget(request.request_id)
         self.observer.closed(request, self._now)
         return result
+
+    # --- kept KV ----------------------------------------------------------------------------------------------------
+
+    def _kept_hit(self, request: Request, *limit: int | None) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Stand for vLLM's look-up of a prefix, and find what is kept behind it as well."""
+        blocks, num_tokens, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limit)
+        if self.gaps is not None and limit in ((), (None,)):  # from 0.33 on; what is behind it is wanted computed
+            num_tokens = self.gaps.kept_tokens(request, num_tokens)
+        if self.holding is not None:
+            blocks, num_tokens = self.holding.hit(request, blocks, num_tokens)
+        return blocks, num_tokens, boundary, diverged
+
+    def cap_chunks(self, tokens: int | None) -> None:
+        """Give no running prompt more than so many tokens in the next steps; None: there is no bound."""
+        if tokens != self._chunk_cap:
+            self._chunk_cap = tokens
+            self._mind_chunks()
+
+    def _mind_chunks(self) -> None:
+        """Have the last word about the size of chunks only while that matters: vLLM asks for each of each step."""
+        if self._chunk_cap is not None or (self.crossing is not None and self.crossing.anybody):
+            setattr(self, _LAST_WORD, self._chunk)
+        else:
+            self.__dict__.pop(_LAST_WORD, None)
+
+    def _chunk(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        # With Mamba layers vLLM has aligned the chunk to blocks already.
+        cap = None if self.need_mamba_block_aligned_split else self._chunk_cap
+        if cap is not None and request in self._inflight_prefills:
+            num_new_tokens = min(num_new_tokens, cap)
+        tokens = int(super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens))
+        if self.crossing is None or not self.crossing.anybody:
+            return tokens
+        return self.crossing.chunk(request, num_computed_tokens, tokens)
 
     # --- ranks ------------------------------------------------------------------------------------------------------
 
@@ -407,7 +503,11 @@ class SteeredScheduler(RecordScheduler):
         state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
         if self.tier_account is not None:
             state["kv_tier"] = self.tier_account.state()
-        return state | self.device_state()
+        if self.gaps is not None:
+            state["kv_gaps"] = self.gaps.counts.state()
+        if self.records is not None:
+            state["kv_device"] = self.records.state()
+        return state
 
     @functools.cached_property
     def tier_admin(self) -> TierAdmin:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING
 
 from vllm_ext.scheduling.lazy_heap import LazyHeap
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Origin, Sharing
+    from vllm_ext.scheduling.waiting_line import Keyed
 
 MOST_REMEMBERED = 16_384
 """Clients without a request whose counters are remembered."""
-_Turn = tuple[float, str]
-"""Counter, at least, and client."""
+_Turn = tuple[float, tuple[str, int]]
+"""Counter, at least, and client, with a number of its own."""
 
 
 class Shares:
@@ -56,7 +58,9 @@ class Shares:
         """By client: requests that were admitted, and the price of their prompts."""
         self._waiting: dict[str, int] = {}
         self._bounds: dict[str, _Turn] = {}
-        self._turns: LazyHeap[_Turn] = LazyHeap(lambda turn: self._bounds.get(turn[1]) is turn)
+        self._current: set[tuple[str, int]] = set()
+        self._numbers = count()
+        self._turns: LazyHeap[_Turn] = LazyHeap(self._current.__contains__)
         self._last = 0.0
 
     def name(self, origin: Origin) -> str:
@@ -99,7 +103,8 @@ class Shares:
             del self._of[request]
         self._waiting[client] -= 1
         if not self._waiting[client]:
-            del self._waiting[client], self._bounds[client]
+            del self._waiting[client]
+            self._current.discard(self._bounds.pop(client)[1])
             self._last = self.counter(client)
 
     def waiting(self, client: str) -> int:
@@ -138,7 +143,7 @@ class Shares:
         output = self._output_price * generated / self._weights.get(client, 1.0)
         return self._settled.get(client, 0.0) + sum(served.values()) + output
 
-    def in_turn(self, requests: Callable[[str], Iterator[Request]]) -> Iterator[Request]:
+    def in_turn(self, requests: Callable[[str], Iterator[Keyed]]) -> Iterator[Keyed]:
         """Yield waiting requests in the order in which they join if all that went before did.
 
         Args:
@@ -147,18 +152,19 @@ class Shares:
         self._least()
         others = self._turns.ascending()
         following = next(others, None)
-        ready: list[tuple[float, str, Iterator[Request]]] = []
+        ready: list[tuple[float, str, Iterator[Keyed]]] = []
         while ready or following is not None:
             while following is not None and (not ready or following[0] <= ready[0][0]):
-                client = following[1]
+                client, _ = following[1]
                 heapq.heappush(ready, (self.counter(client), client, requests(client)))
                 following = next(others, None)
             counter, client, theirs = ready[0]
-            request = next(theirs, None)
-            if request is None:
+            keyed = next(theirs, None)
+            if keyed is None:
                 heapq.heappop(ready)
                 continue
-            yield request
+            yield keyed
+            request = keyed[1].request
             again = request in self._served.get(client, ())  # it was preempted: what it was served is counted
             price = 0.0 if again else self._entry_price(client, request)
             heapq.heapreplace(ready, (counter + price, client, theirs))
@@ -180,7 +186,7 @@ class Shares:
     def _least(self) -> float | None:
         """Return the least counter of those who wait, None if nobody does; the heap's first bound is exact then."""
         while (first := self._turns.first()) is not None:
-            if self._bound(first[1]) <= first[0]:
+            if self._bound(first[1][0]) <= first[0]:
                 return first[0]
         return None
 
@@ -189,8 +195,11 @@ class Shares:
         counter = self.counter(client)
         known = self._bounds.get(client)
         if known is None or counter > known[0]:
-            self._bounds[client] = (counter, client)
-            self._turns.push(self._bounds[client])
+            if known is not None:
+                self._current.discard(known[1])
+            turn = self._bounds[client] = (counter, (client, next(self._numbers)))
+            self._current.add(turn[1])
+            self._turns.push(turn)
         return counter
 
     def _drop(self, client: str, request: Request) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
-from vllm_ext.contract import Batch, Candidate, Pace, Pool, RequestView, Split, Victim
+from vllm_ext.contract import Batch, Candidate, Pace, Pool, RequestView, Room, Split, Victim
 from vllm_ext.contract.step import Lengths
+from vllm_ext.scheduling.demand import Prices
 from vllm_ext.scheduling.engine_state import (
     EngineState,
     adapter_of,
-    could_join,
-    largest_chunk,
-    loaded,
-    loading,
-    prefilling,
+    awaits_grammar,
+    grammar_failed,
+    read,
     tokens_left,
 )
 from vllm_ext.step_time.runtime import StepFeatures
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
+    from vllm_ext.contract import Rank
+    from vllm_ext.scheduling.demand import Fronts
     from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.waiting_table import WaitingTable
@@ -36,49 +38,54 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 32
 """Waiting requests shown to a policy at most: a step must not cost more because the queue is longer."""
+_ASKED_IN_VAIN = 64
+"""Requests of which a connector can't tell yet what KV it has that a look comes across at most."""
 _computed_tokens = attrgetter("num_computed_tokens")
 _LENGTHS = (_computed_tokens, attrgetter("num_prompt_tokens"), attrgetter("max_tokens"))
 
 
 class EngineStep:
-    """The `Step` of one moment; makes the views of requests only when they are asked for."""
+    """The `Step` of one moment, for which vLLM's lists were read once; views of requests are made when asked for."""
 
     def __init__(
         self,
         engine: EngineState,
         now: float,
+        num_waiting: int,
         *,
-        pool: Pool,
         ledger: Ledger,
         queue: WaitingTable,
         order: RunningOrder,
         rng: np.random.Generator,
         memo: dict[str, Any],
         victim: Callable[[RequestView, int], Victim],
+        can_tell: Callable[[Request], bool],
     ) -> None:
         """Take the scheduler and what is known beside it.
 
         Args:
             engine: vLLM's scheduler.
             now: Clock time, s.
-            pool: Its KV blocks.
+            num_waiting: How many wait.
             ledger: Makes views.
             queue: Who waits.
             order: Who runs.
             rng: For policies that draw.
             memo: What policies noted in earlier steps.
             victim: Prices the preemption of a running request that frees so many blocks.
+            can_tell: Says whether a connector can tell by now what KV it has of a waiting request.
         """
+        self._can_tell = can_tell
         self._engine, self._ledger, self._queue, self._order, self._victim = engine, ledger, queue, order, victim
+        self._lists = lists = read(engine, num_waiting)
         self.now = now
-        self.pool = pool
+        self.pool = pool_of(engine)
         self.rng = rng
         self.memo = memo
         self.number: int = engine.current_step
-        self.num_running = len(engine.running)
-        self.num_waiting = len(engine.waiting)
-        self._prefilling = prefilling(engine)
-        self.num_prefilling = len(self._prefilling)
+        self.num_running = len(lists.running)
+        self.num_waiting = num_waiting
+        self.num_prefilling = len(lists.prefilling)
         self.num_decoding = self.num_running - self.num_prefilling
         self.token_budget = engine.max_num_scheduled_tokens
         self.decode_tokens = self._count_decodes()
@@ -88,17 +95,23 @@ class EngineStep:
         self._apart = False
         self._chunk: int | None = None
         self._free_tokens: int | None = None
+        self._shown: list[Candidate] = []
+        """Who of those who wait was looked at already; behind them come the others."""
+        self._hidden = self._all_waiting()
+        self.untold: list[Request] = []
+        """Those that were left out as a connector can't tell yet what KV it has of them: vLLM would pass over them."""
 
     def _count_decodes(self) -> int:
         engine = self._engine
         if not engine.num_spec_tokens:
             return self.num_decoding
-        half_done, cap = engine._inflight_prefills, largest_chunk(engine) or self.token_budget
-        return sum([min(cap, tokens_left(request)) for request in engine.running if request not in half_done])
+        half_done, cap = engine._inflight_prefills, self._lists.largest_chunk or self.token_budget
+        return sum([min(cap, tokens_left(request)) for request in self._lists.running if request not in half_done])
 
     def split_by(self, split: Split) -> None:
         """Take the budget policy's answer: from here on the step has what that leaves."""
-        self.token_budget = split.budget(self.token_budget)
+        if split.tokens is not None:
+            self.token_budget = split.budget(self.token_budget)
         if not split.prefill and self.num_decoding:  # else vLLM has nothing to wait for, and prefills
             self.token_budget = min(self.token_budget, self.decode_tokens)
         self._apart, self._chunk = split.apart, split.chunk
@@ -108,28 +121,55 @@ class EngineStep:
     def free_tokens(self) -> int:
         """Tokens of the budget that running requests, and those that have loaded, leave; may be negative."""
         if self._free_tokens is None:
-            engine = self._engine
+            lists = self._lists
             free = self.token_budget - (0 if self._apart else self.decode_tokens)
-            cap = largest_chunk(engine) or self.token_budget
+            cap = lists.largest_chunk or self.token_budget
             cap = cap if self._chunk is None else min(cap, self._chunk)
-            for request in self._prefilling:
+            for request in lists.prefilling:
                 free -= min(cap, request.num_tokens - request.num_computed_tokens)
             # Those whose KV has come start before all others.
-            self._free_tokens = free - sum([max(1, r.num_tokens - r.num_computed_tokens) for r in loaded(engine)])
+            self._free_tokens = free - sum([max(1, r.num_tokens - r.num_computed_tokens) for r in lists.loaded])
         return self._free_tokens
+
+    def room(self, fronts: Fronts) -> Room:
+        """Return what the step has left for those who join; ``fronts`` say what of them needs no computing."""
+        engine, lists, free_tokens = self._engine, self._lists, self.free_tokens
+        # As upstream has it, a load between steps takes its seat when its KV has come.
+        ready = len(lists.loaded)
+        seated = self.num_running + len(lists.parked) - len(lists.loading) + ready
+        speculative = engine.vllm_config.speculative_config
+        drafts = 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
+        inputs = engine.scheduler_config.max_num_batched_tokens - (self.token_budget - free_tokens)
+        prices = Prices(engine, fronts, self.pool)
+        return Room(
+            seats=engine.max_num_active_reqs - seated,
+            tokens=free_tokens,
+            chunk=lists.largest_chunk,
+            blocks=self.pool.unused - engine.kv_cache_manager.watermark_blocks,
+            inputs=inputs - drafts * (self.num_running + ready),
+            draft_slots=drafts,
+            adapters=self._queue.adapters,
+            idle=not self.num_running and not lists.loading,
+            price=prices.price,
+            taken=prices.joins,
+        )
 
     @property
     def context_tokens(self) -> int:
         """Sum of the KV tokens held by running requests."""
-        return sum(map(_computed_tokens, self._engine.running))
+        return sum(map(_computed_tokens, self._lists.running))
 
     def tbt_s(self, default_s: float) -> float:
-        """Return the smallest TBT objective of the running requests that can be kept."""
-        return self._order.tbt_s(default_s, self._decodes_s)
+        """Return the smallest TBT objective of the running requests that can be kept.
 
-    def _decodes_s(self) -> float:
-        """Return how long the step takes if nothing but its decodes is computed, in seconds."""
-        return self.runtime.step_time_s(StepFeatures(self.num_decoding, 0, self.context_tokens))
+        One below what the step's decodes take by themselves is lost, and counts as none.
+        """
+        objectives = self._order.tbt_s
+        if not objectives:
+            return default_s
+        least = self.runtime.step_time_s(StepFeatures(self.num_decoding, 0, self.context_tokens))
+        named = [objective_s for objective_s in objectives.values() if objective_s >= least]
+        return min(named) if len(named) == len(self._order.keys) else min((default_s, *named))
 
     def finished_lengths(self) -> Lengths:
         """Output lengths of the requests that finished last, ascending."""
@@ -137,7 +177,7 @@ class EngineStep:
 
     def _holders(self, without: Sequence[Victim]) -> list[Request]:
         leaving = {victim.request.req_id for victim in without}
-        return [r for r in (*self._engine.running, *loading(self._engine)) if r.request_id not in leaving]
+        return [r for r in (*self._lists.running, *self._lists.loading) if r.request_id not in leaving]
 
     def batch(self, without: Sequence[Victim] = ()) -> Batch:
         """Those who run or load KV, as columns."""
@@ -161,28 +201,52 @@ class EngineStep:
 
     def prefilling(self) -> Sequence[RequestView]:
         """Running requests with a part of their prompt still to compute, best rank first."""
-        return [self._view(request) for request in sorted(self._prefilling, key=self._order.keys.__getitem__)]
+        return [self._view(request) for request in sorted(self._lists.prefilling, key=self._order.keys.__getitem__)]
 
     def decoding(self) -> Iterator[RequestView]:
         """Running requests whose prompt is computed, in no particular order."""
         half_done = self._engine._inflight_prefills
-        return (self._view(request) for request in self._engine.running if request not in half_done)
+        return (self._view(request) for request in self._lists.running if request not in half_done)
 
     def waiting(self) -> Iterator[Candidate]:
-        """Waiting requests that could join now, best rank first."""
+        """Waiting requests that could join now, best rank first; who was looked at once in a step is kept."""
         return islice(self._candidates(), LOOK_AHEAD)
 
     def _candidates(self) -> Iterator[Candidate]:
-        return map(self._candidate, filter(could_join, self._queue.best(len(self._queue))))
+        fits, hidden = self._queue.adapters.fits, self._hidden
+        for place in count():
+            if place == len(self._shown):
+                candidate = next(hidden, None)
+                if candidate is None:
+                    return
+                self._shown.append(candidate)
+            else:
+                candidate = self._shown[place]
+                if candidate.adapter and not fits(candidate.adapter):
+                    continue
+            yield candidate
 
-    def undecided(self) -> Iterator[Candidate]:
-        """Waiting requests that vLLM passed over when they were offered last, as many, in turn."""
-        return map(self._candidate, filter(could_join, self._queue.undecided(LOOK_AHEAD)))
+    def _all_waiting(self) -> Iterator[Candidate]:
+        for key, entry in self._queue.ranked():
+            if not could_join(entry.request):
+                continue
+            if self._can_tell(entry.request):
+                yield self._candidate(entry.request, entry.rank, key)
+            else:
+                self.untold.append(entry.request)
+                if len(self.untold) >= _ASKED_IN_VAIN:
+                    return
 
-    def _candidate(self, request: Request) -> Candidate:
-        rank, view = self._queue.rank(request), partial(self._view, request)
+    def undecided(self) -> list[Candidate]:
+        """Of those who stand apart as undecided, as many are asked about, in turn: the ones that could join now."""
+        queue = self._queue
+        requests = filter(self._can_tell, filter(could_join, queue.undecided(LOOK_AHEAD)))
+        return [self._candidate(request, queue.rank(request), queue.key(request)) for request in requests]
+
+    def _candidate(self, request: Request, rank: Rank, key: tuple[float, ...]) -> Candidate:
+        adapter = 0 if request.lora_request is None else adapter_of(request)
         aged = rank.older_only_s <= self.now
-        key, adapter = self._queue.key(request), adapter_of(request)
+        view = partial(self._ledger.view, self._ledger.jobs[request.request_id])
         return Candidate(request.request_id, key, view, aged, rank.presses, adapter)
 
     def is_waiting(self, req_id: str) -> bool:
@@ -218,6 +282,17 @@ class EngineStep:
         manager = self._engine.kv_cache_manager
         held, end = manager.get_blocks(request.request_id).blocks, manager.block_pool.num_gpu_blocks
         return sum([b.ref_cnt <= 1 and not b.is_null and b.block_id < end for group in held for b in group])
+
+
+def could_join(request: Request) -> bool:
+    """Whether vLLM will take the request if it fits, or pass over it: its output, grammar or KV is still on its way."""
+    if request.num_stale_output_tokens and not request.drop_stale_output:
+        return False
+    status = request.status
+    if status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        # vLLM looks whether the grammar is there only when a seat is free, which may be what we are to see to.
+        return not awaits_grammar(request) and not grammar_failed(request)
+    return status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def pool_of(engine: EngineState) -> Pool:

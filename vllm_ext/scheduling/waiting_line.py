@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from vllm_ext.scheduling.lazy_heap import LazyHeap
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     """Key by which a request competes in this step, ties included."""
 
 _PER_OCTAVE = 8
+_KEYED = itemgetter(0, 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +58,7 @@ class Entry:
         return (*self.rank.key, ageing.score(self.rank.cost, now - self.ties[0]), *self.ties)
 
 
-Live = Callable[[Entry], bool]
+Live = Callable[[int], bool]
 
 
 class WaitingLine:
@@ -71,13 +73,14 @@ class WaitingLine:
 
         Args:
             ageing: How waiting counts against costs; None: no rank has one.
-            live: Says whether an entry is its request's last one.
+            live: Says of an entry's number whether it is its request's last one.
         """
         self._ageing, self._live = ageing, live
-        self._by_key: LazyHeap[tuple[tuple[float, ...], int, Entry]] = LazyHeap(lambda item: live(item[2]))
-        self._by_arrival: LazyHeap[tuple[tuple[float, int], int, Entry]] = LazyHeap(lambda item: live(item[2]))
+        self._by_key: LazyHeap[tuple[tuple[float, ...], int, Entry]] = LazyHeap(live)
+        self._by_arrival: LazyHeap[tuple[tuple[float, int], int, Entry]] = LazyHeap(live)
         self._costly: dict[tuple[float, ...], _Buckets] = {}
         self._costly_keys: LazyHeap[tuple[tuple[float, ...], int, _Buckets]] = LazyHeap(self._is_used)
+        self._numbered: dict[int, tuple[float, ...]] = {}
         self._count = count()
         self.members = 0
 
@@ -100,7 +103,9 @@ class WaitingLine:
             return
         buckets = self._costly[key] = _Buckets(self._ageing, self._live)
         buckets.enter(entry)
-        self._costly_keys.push((key, next(self._count), buckets))
+        number = next(self._count)
+        self._numbered[number] = key
+        self._costly_keys.push((key, number, buckets))
 
     def left(self) -> None:
         """Note that somebody left, or was ranked again; with the last one goes all that was kept."""
@@ -109,6 +114,7 @@ class WaitingLine:
             self._by_key.clear()
             self._by_arrival.clear()
             self._costly.clear()
+            self._numbered.clear()
             self._costly_keys.clear()
 
     def ascending(self, now: float) -> Iterator[Keyed]:
@@ -116,7 +122,7 @@ class WaitingLine:
 
         Of ranks that have a cost, only those of keys that are reached are looked at.
         """
-        plain = ((key, entry) for key, _, entry in self._by_key.ascending())
+        plain: Iterator[Keyed] = map(_KEYED, self._by_key.ascending())
         return heapq.merge(plain, self._by_score(now)) if self._costly else plain
 
     def by_arrival(self) -> Iterator[Entry]:
@@ -127,14 +133,14 @@ class WaitingLine:
         for _, _, buckets in self._costly_keys.ascending():
             yield from buckets.ascending(now)
 
-    def _is_used(self, item: tuple[tuple[float, ...], int, _Buckets]) -> bool:
+    def _is_used(self, number: int) -> bool:
         """Say whether anybody is in these buckets; of those of a key that nobody has any more nothing is kept."""
-        key, _, buckets = item
-        if self._costly.get(key) is not buckets:
+        key = self._numbered.get(number)
+        if key is None:
             return False
-        if not buckets.is_empty:
+        if not self._costly[key].is_empty:
             return True
-        del self._costly[key]
+        del self._numbered[number], self._costly[key]
         return False
 
 
@@ -156,7 +162,7 @@ class _Buckets:
         number = math.floor(_PER_OCTAVE * math.log2(entry.rank.cost))
         heap = self._buckets.get(number)
         if heap is None:
-            heap = self._buckets[number] = LazyHeap(lambda item: self._live(item[2]))
+            heap = self._buckets[number] = LazyHeap(self._live)
         heap.push((entry.ties, entry.number, entry))
 
     def ascending(self, now: float) -> Iterator[Keyed]:

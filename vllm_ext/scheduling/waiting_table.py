@@ -47,7 +47,7 @@ class Apart(enum.Enum):
     FAILED = "failed grammar"
     """vLLM has yet to tell its client."""
     UNDECIDED = "undecided"
-    """vLLM passed over it when it was offered last, as a connector can't tell yet what KV it has of it."""
+    """A connector could not tell what KV it has of it when it was asked last, or vLLM passed over it."""
 
 
 class WaitingTable(RequestQueue):
@@ -83,11 +83,15 @@ class WaitingTable(RequestQueue):
         """In the order in which they were ranked last."""
         self._lines: dict[str, dict[int, WaitingLine]] = {}
         self._apart: dict[Apart, OrderedDict[Request, None]] = {state: OrderedDict() for state in Apart}
-        self._undecided = WaitingLine(ageing, self._in_force)
-        self._expiry: LazyHeap[tuple[float, int, Entry]] = LazyHeap(lambda item: self._in_force(item[2]))
-        self._arrivals: LazyHeap[tuple[tuple[float, int], int, Request]] = LazyHeap(
-            lambda item: item[2] in self._entries and self._entries[item[2]].joined == item[1]
-        )
+        self._numbers: set[int] = set()
+        """Of ranks that hold."""
+        self._stays: set[int] = set()
+        """Numbers of the first ranks of those who wait."""
+        self.passed_over = self._apart[Apart.UNDECIDED]
+        """Those whom vLLM passed over when they were offered last, or would have."""
+        self._undecided = WaitingLine(ageing, self._numbers.__contains__)
+        self._expiry: LazyHeap[tuple[float, int, Entry]] = LazyHeap(self._numbers.__contains__)
+        self._arrivals: LazyHeap[tuple[tuple[float, int], int, Request]] = LazyHeap(self._stays.__contains__)
         self._ranks = 0
         """Counts ranks."""
         self._epoch = 0
@@ -194,9 +198,11 @@ class WaitingTable(RequestQueue):
         self.adapters = adapters or AdapterPlaces()
         self._unblock()
         self._arrivals.first()  # drops what is gone from the front
-        due = [entry.request for _, _, entry in islice(self._expiry.pop_until(now), _MAX_DUE)]
-        oldest = (request for _, _, request in islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH))
-        due += [request for request in oldest if self._entries[request].rank.until_s <= now]
+        entries = self._entries
+        expired = self._expiry.pop_until(now, _MAX_DUE)
+        oldest = [*islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH)]
+        due = [request for _, _, request in oldest if entries[request].rank.until_s <= now]
+        due = [*(entry.request for _, _, entry in expired), *due]
         due += self._outdated()
         for request in dict.fromkeys(due):  # after all were found: one that expires at once must not come twice
             self._push(request)
@@ -228,6 +234,11 @@ class WaitingTable(RequestQueue):
                 named.insert(next((n for n, other in enumerate(named) if self.key(other) > key), len(named)), request)
         self._offered = deque(dict.fromkeys((*self._apart[Apart.FAILED], *named)))  # whoever is named twice comes once
 
+    def part(self, request: Request) -> None:
+        """Have a waiting request stand apart that vLLM would pass over if it were offered."""
+        self.passed_over[request] = None
+        self._push(request)
+
     def rerank(self, request: Request) -> None:
         """Ask for the rank of a waiting request again, because something about it changed."""
         if request in self._entries:
@@ -255,11 +266,15 @@ class WaitingTable(RequestQueue):
 
         Those whose adapter has no place are not among them, also if it was given away since the look began.
         """
-        return islice(self._by_rank(), count)
+        return (entry.request for _, entry in islice(self.ranked(), count))
+
+    def ranked(self) -> Iterator[Keyed]:
+        """Yield all of those, with the keys by which they compete in this step."""
+        return self._line_up("") if self.shares is None else self.shares.in_turn(self._line_up)
 
     def undecided(self, count: int) -> list[Request]:
-        """Return up to ``count`` of those whom vLLM passed over when they were offered last, in turn."""
-        return _next_in_turn(self._apart[Apart.UNDECIDED], count)
+        """Return up to ``count`` of those whom vLLM passed over when they were offered last, or would have, in turn."""
+        return _next_in_turn(self.passed_over, count)
 
     def apart(self) -> dict[str, int]:
         """Return how many could not join now, however much room there is, by reason."""
@@ -275,20 +290,12 @@ class WaitingTable(RequestQueue):
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _by_rank(self) -> Iterator[Request]:
-        if self.shares is not None:
-            return self.shares.in_turn(self._requests_of)
-        return self._requests_of("")
-
-    def _requests_of(self, client: str) -> Iterator[Request]:
-        return (entry.request for _, entry in self._line_up(client))
-
     def _line_up(self, client: str) -> Iterator[Keyed]:
         """Yield those of a client whose adapters have a place, by rank."""
         lines, fits = self._lines.get(client, {}), self.adapters.fits
         heads = []
         for adapter, line in list(lines.items()):
-            if fits(adapter):
+            if not adapter or fits(adapter):
                 look = line.ascending(self._now)
                 if (first := next(look, None)) is None:
                     del lines[adapter]
@@ -298,7 +305,7 @@ class WaitingTable(RequestQueue):
         while heads:
             key, entry, adapter, look = heads[0]
             behind = None
-            if fits(adapter):
+            if not adapter or fits(adapter):
                 yield key, entry
                 behind = next(look, None)
             if behind is None:
@@ -350,6 +357,8 @@ class WaitingTable(RequestQueue):
         self._ranks += 1
         joined = self._ranks if old is None else old.joined
         entry = Entry(request, rank, self._ties(request), self._ranks, joined, self._epoch)
+        self._numbers.add(entry.number)
+        self._stays.add(entry.joined)
         if old is not None:
             self._left(old)
         elif self.shares is not None:
@@ -373,11 +382,8 @@ class WaitingTable(RequestQueue):
         adapter = adapter_of(request)
         entry.line = lines.get(adapter)
         if entry.line is None:
-            entry.line = lines[adapter] = WaitingLine(self._ageing, self._in_force)
+            entry.line = lines[adapter] = WaitingLine(self._ageing, self._numbers.__contains__)
         entry.line.enter(entry)
-
-    def _in_force(self, entry: Entry) -> bool:
-        return self._entries.get(entry.request) is entry
 
     def _outdated(self) -> list[Request]:
         """Return those of who competes whose ranks are of older prices, and the one that was ranked longest ago."""
@@ -402,6 +408,7 @@ class WaitingTable(RequestQueue):
 
     def _remove(self, request: Request, *, admitted: bool = False) -> None:
         entry = self._entries.pop(request)
+        self._stays.discard(entry.joined)
         if admitted and not request.num_preemptions:
             self.longest_waits.admitted(entry.rank.level, self._now - entry.ties[0], self._now)
         client = "" if self.shares is None else self.shares.client(request)
@@ -428,6 +435,7 @@ class WaitingTable(RequestQueue):
     def _left(self, entry: Entry) -> None:
         """Note that an entry is superseded, or its request gone."""
         self._count(entry, -1)
+        self._numbers.discard(entry.number)
         if entry.line is not None:
             entry.line.left()
 
@@ -445,13 +453,13 @@ class WaitingTable(RequestQueue):
         """Return the best one that vLLM may be shown where it decides itself: it passes over whom it can't take."""
         adapters, self.adapters = self.adapters, AdapterPlaces()
         try:
-            first = next(self._by_rank(), None)
+            first = next(self.ranked(), None)
         finally:
             self.adapters = adapters
         undecided = next(self._undecided.ascending(self._now), None)
-        if undecided is None or (first is not None and self.key(first) < undecided[0]):
-            return first
-        return undecided[1].request
+        if first is None or (undecided is not None and undecided[0] <= first[0]):
+            first = undecided
+        return None if first is None else first[1].request
 
     def _count(self, entry: Entry, change: int) -> None:
         level = entry.rank.level

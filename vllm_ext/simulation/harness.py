@@ -40,7 +40,6 @@ from vllm_ext.config import KEY, parse
 from vllm_ext.config.attention import OWN
 from vllm_ext.config.kv_tier import FUSED
 from vllm_ext.kv.gaps.support import WORKERS
-from vllm_ext.scheduling.record_scheduler import RecordScheduler
 from vllm_ext.simulation.arena import simulated_arena
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build
@@ -242,8 +241,9 @@ def make_scheduler(
         log_stats=log_stats,
     )
     scheduler.use_v2_model_runner = v2_model_runner
-    if isinstance(scheduler, RecordScheduler) and scheduler.place is not None:
-        scheduler.price_records(_MEMORY_BYTES_PER_S)
+    holding = getattr(scheduler, "holding", None)
+    if holding is not None:
+        holding.price(_MEMORY_BYTES_PER_S)
     return scheduler
 
 

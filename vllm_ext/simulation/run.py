@@ -126,9 +126,9 @@ def make_engine(
         can_hide=isinstance(scheduler, Cohort),
     )
     ours = steered(scheduler)
-    if ours is not None and ours.place is not None:
+    if ours is not None and ours.holding is not None:
         device = spec.hardware.resolve_device()
-        ours.price_records(device.memory_bytes_per_s * device.memory_efficiency)
+        ours.holding.price(device.memory_bytes_per_s * device.memory_efficiency)
     made = SimulatedEngine(
         scheduler, workload, cost, collector, make_request=factory, on_progress=progress, tier=collector.tier
     )

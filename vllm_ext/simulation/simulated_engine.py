@@ -190,7 +190,7 @@ class SimulatedEngine:
     def _records_s(self, output: SchedulerOutput) -> float:
         """Return by how much a step takes longer for KV that is in 8 bits, or comes to be."""
         step, ours = step_of(output), self._ours
-        return 0.0 if step is None or ours is None or ours.place is None else ours.place.prices.step_s(step)
+        return 0.0 if step is None or ours is None or ours.holding is None else ours.holding.place.prices.step_s(step)
 
     def _process_oldest(self) -> None:
         oldest = self._in_flight.popleft()

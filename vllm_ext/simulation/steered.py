@@ -17,12 +17,8 @@ class Steered(Protocol):
     """Replaced by virtual time."""
     ledger: Any
     observer: Any
-    place: Any
-    """Where KV may stay on the device in 8 bits, and what that costs; None: nowhere."""
-
-    def price_records(self, prices: float) -> None:
-        """Told how many bytes per second the device's memory moves."""
-        ...
+    holding: Any
+    """Keeps KV on the device in 8 bits, and is told how fast its memory is; None: nothing does."""
 
     def update_predictions(self, rows: Sequence[Sequence[Any]]) -> int:
         """Told what a predictor said."""

@@ -11,9 +11,9 @@ import torch
 
 from vllm_ext.contract import Pace, RequestView, Victim
 from vllm_ext.kv.device.geometry import ArenaGeometry
+from vllm_ext.kv.device.place import DevicePlace
 from vllm_ext.kv.device.prices import RecordPrices, measured
 from vllm_ext.kv.device.step import Direction, RecordMove, RecordStep
-from vllm_ext.scheduling.device_place import DevicePlace
 
 PRICES = RecordPrices(block_tokens=16, to_record_s=2.0, to_block_s=1.0, read_s=0.25)
 GEOMETRY = ArenaGeometry(
