@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
-from vllm_ext.scheduling.demand import Fronts
+from vllm_ext.kv.fronts import Fronts
 from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures

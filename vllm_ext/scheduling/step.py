@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank
-    from vllm_ext.scheduling.demand import Fronts
+    from vllm_ext.kv.fronts import Fronts
     from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.waiting_table import WaitingTable
