@@ -184,14 +184,20 @@ class Fronts:
             found = self.seen[request.request_id] = self._look_up(request, _NOTHING)
         return found
 
-    def can_tell(self, request: Request) -> bool:
+    def can_tell(self, request: Request, *, anew: bool = False) -> bool:
         """Say whether the KV connector can tell by now what KV it has of a waiting request.
 
         Until then vLLM would pass over it. Cost: a look-up of the connector's, for each request until it can tell, and
         again if that was preempted; vLLM asks again when it admits the request.
+
+        Args:
+            request: One that could join.
+            anew: Whether to ask although it could tell before.
         """
         connector, req_id = self._engine.connector, request.request_id
-        if connector is None or request.num_computed_tokens or self._told.get(req_id) == request.num_preemptions:
+        if connector is None or request.num_computed_tokens:
+            return True
+        if not anew and self._told.get(req_id) == request.num_preemptions:
             return True
         size = self.probe.block_size
         local_tokens = self.of(request).tokens // size * size  # vLLM shows a connector whole blocks

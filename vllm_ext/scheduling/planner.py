@@ -105,14 +105,14 @@ class Planner:
             rng=self._rng,
             memo=self.memo,
             victim=self._victim,
-            can_tell=self._fronts.can_tell,
+            fronts=self._fronts,
         )
         split = self._budget.split(step)
         self.why = {}
         if not num_waiting:
             return StepPlan(split=split)
         step.split_by(split)
-        room = step.room(self._fronts)
+        room = step.room()
         if self._free_to_vllm and not split.apart:
             plan = StepPlan(split=split)
         else:
