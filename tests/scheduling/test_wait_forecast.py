@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.scheduling.wait_forecast import QueueState, WaitForecast
+from vllm_ext.scheduling.wait_forecast import WaitForecast
+from vllm_ext.slo.queue_state import QueueState
 
 
 def queue(**changes: Any) -> QueueState:

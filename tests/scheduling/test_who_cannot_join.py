@@ -137,6 +137,19 @@ def test_a_connector_that_told_is_asked_again_only_after_a_preemption(system: st
     assert sorted(asked) == ["other", "run"]
 
 
+@pytest.mark.parametrize("system", ["alise", "auto", "accelgen", "past-future"])
+def test_a_connector_that_told_and_then_cannot_is_believed(system: str) -> None:
+    """vLLM passes over the request once; from then on nobody's room is kept for it."""
+    rig = unwatched(system, max_num_seqs=2)
+    loads = _undecided(rig, system, 0)
+    rig.add("changed", 16, length=5, osl=5)
+    rig.scheduler.fronts.can_tell(rig.scheduler.requests["changed"])
+    loads.undecided.add("changed")
+    rig.step(2, seconds=0.02)
+    rig.add("other", 16, length=100, osl=100)
+    assert _steps_until(rig, "other", 5) == 1
+
+
 @pytest.mark.parametrize("system", [None, *SYSTEMS])
 def test_who_was_undecided_joins_once_the_connector_can_tell(system: str | None) -> None:
     rig = unwatched(system)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank, Residency
+    from vllm_ext.kv.fronts import Fronts
     from vllm_ext.kv.scheduler_side import TierScheduler
-    from vllm_ext.scheduling.demand import Fronts
     from vllm_ext.scheduling.engine_state import EngineState
     from vllm_ext.scheduling.ledger import Job, Ledger
     from vllm_ext.scheduling.observer import Observer

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ext.scheduling.demand import Front
+    from vllm_ext.kv.fronts import Front
 
 
 _NO_DEFAULTS = SloConfig()

@@ -11,8 +11,8 @@ from vllm_ext.hints import HintError
 from vllm_ext.scheduling.finished import OWN_ENDS, Counters, RecordBook, RequestRecord
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.load import Load
-from vllm_ext.scheduling.step_timer import StepTimer
 from vllm_ext.scheduling.wait_forecast import WaitForecast
+from vllm_ext.step_time.timer import StepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
-from vllm_ext.scheduling.demand import Fronts
+from vllm_ext.kv.fronts import Fronts
 from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
@@ -105,14 +105,14 @@ class Planner:
             rng=self._rng,
             memo=self.memo,
             victim=self._victim,
-            can_tell=self._fronts.can_tell,
+            fronts=self._fronts,
         )
         split = self._budget.split(step)
         self.why = {}
         if not num_waiting:
             return StepPlan(split=split)
         step.split_by(split)
-        room = step.room(self._fronts)
+        room = step.room()
         if self._free_to_vllm and not split.apart:
             plan = StepPlan(split=split)
         else:

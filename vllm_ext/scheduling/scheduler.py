@@ -25,27 +25,27 @@ from vllm_ext.hooks import registry
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.holding import RecordHolding
 from vllm_ext.kv.device.manager import with_record_manager
+from vllm_ext.kv.fronts import Fronts
 from vllm_ext.kv.gaps.crossing import GapCrossing, possible_mode
 from vllm_ext.kv.gaps.manager import with_gap_manager
+from vllm_ext.kv.loads.failed import take_back
 from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
 from vllm_ext.kv.loads.steps import Engine
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
-from vllm_ext.scheduling.demand import Fronts
 from vllm_ext.scheduling.engine_state import adapter_places
-from vllm_ext.scheduling.failed_loads import take_back
 from vllm_ext.scheduling.kv_swapper import KvSwapper
 from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
-from vllm_ext.scheduling.start_line import log_start
 from vllm_ext.scheduling.state import queue_state
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.systems import build
+from vllm_ext.systems.needs import can_predict_from_prompts, switched_off
 from vllm_ext.systems.upstream import BY_ARRIVAL, Arrival
 
 if TYPE_CHECKING:
@@ -128,12 +128,12 @@ class SteeredScheduler(AsyncScheduler):
             window=self.policies.history or config.prediction.window,
         )
         self.observer = Observer(self.ledger, config.record_capacity)
-        self.fronts = Fronts(self)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
+        self.fronts = Fronts(self, host=self.tier, gaps=self.gaps, partials=self.records)
         self.swapper: KvSwapper | None = None
         self._join_tier()
         manager = self.kv_cache_manager
@@ -143,14 +143,21 @@ class SteeredScheduler(AsyncScheduler):
         self.scheduler_reserve_full_isl &= not self.policies.budget.starts_partly
         if self._steers:
             self._steer()
-        log_start(
-            self.policies.describe(),
+        self._log_start(profiled=runtime.given is not None)
+
+    def _log_start(self, *, profiled: bool) -> None:
+        """Say which system is active, and what of it is off."""
+        logger.info("vllm-ext is active: %s", self.policies.describe())
+        off = switched_off(
             self.policies.all,
-            config,
+            self.config,
             predicts=self.policies.use_predictions and not self.ledger.use_oracle,
-            profiled=runtime.given is not None,
+            predictor_installed=can_predict_from_prompts(self.config.predictor.encoder),
+            profiled=profiled,
             has_connector=self.connector is not None,
         )
+        if off:
+            logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
     def _keep_kv(self, mode: str, geometry: ArenaGeometry | None) -> None:
         """Have KV on the device kept as the engine was told; vLLM's lookups are ours only where more is kept."""
@@ -168,7 +175,6 @@ class SteeredScheduler(AsyncScheduler):
         # The runtime model may be replaced, and simulations replace the clock.
         if self.gaps is not None:
             self.gaps.compute_s = lambda *tokens: self.ledger.runtime.prefill_s(*tokens)  # noqa: PLW0108
-            self.fronts.gaps = self.gaps
         if self.tier is None:
             return
         self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
@@ -176,7 +182,6 @@ class SteeredScheduler(AsyncScheduler):
         self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: self.get_request_counts()[0]))
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
-        self.fronts.host = self.tier
         self.swapper = KvSwapper(
             self,
             self.tier,

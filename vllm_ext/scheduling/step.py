@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank
-    from vllm_ext.scheduling.demand import Fronts
+    from vllm_ext.kv.fronts import Fronts
     from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.waiting_table import WaitingTable
@@ -59,7 +59,7 @@ class EngineStep:
         rng: np.random.Generator,
         memo: dict[str, Any],
         victim: Callable[[RequestView, int], Victim],
-        can_tell: Callable[[Request], bool],
+        fronts: Fronts,
     ) -> None:
         """Take the scheduler and what is known beside it.
 
@@ -73,9 +73,9 @@ class EngineStep:
             rng: For policies that draw.
             memo: What policies noted in earlier steps.
             victim: Prices the preemption of a running request that frees so many blocks.
-            can_tell: Says whether a connector can tell by now what KV it has of a waiting request.
+            fronts: Say what of those who wait needs no computing, and whether that can be told by now.
         """
-        self._can_tell = can_tell
+        self._fronts = fronts
         self._engine, self._ledger, self._queue, self._order, self._victim = engine, ledger, queue, order, victim
         self._lists = lists = read(engine, num_waiting)
         self.now = now
@@ -131,8 +131,8 @@ class EngineStep:
             self._free_tokens = free - sum([max(1, r.num_tokens - r.num_computed_tokens) for r in lists.loaded])
         return self._free_tokens
 
-    def room(self, fronts: Fronts) -> Room:
-        """Return what the step has left for those who join; ``fronts`` say what of them needs no computing."""
+    def room(self) -> Room:
+        """Return what the step has left for those who join."""
         engine, lists, free_tokens = self._engine, self._lists, self.free_tokens
         # As upstream has it, a load between steps takes its seat when its KV has come.
         ready = len(lists.loaded)
@@ -140,7 +140,7 @@ class EngineStep:
         speculative = engine.vllm_config.speculative_config
         drafts = 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
         inputs = engine.scheduler_config.max_num_batched_tokens - (self.token_budget - free_tokens)
-        prices = Prices(engine, fronts, self.pool)
+        prices = Prices(engine, self._fronts, self.pool)
         return Room(
             seats=engine.max_num_active_reqs - seated,
             tokens=free_tokens,
@@ -227,10 +227,11 @@ class EngineStep:
             yield candidate
 
     def _all_waiting(self) -> Iterator[Candidate]:
+        asks = self._engine.connector is not None
         for key, entry in self._queue.ranked():
             if not could_join(entry.request):
                 continue
-            if self._can_tell(entry.request):
+            if not asks or self._fronts.can_tell(entry.request):
                 yield self._candidate(entry.request, entry.rank, key)
             else:
                 self.untold.append(entry.request)
@@ -239,8 +240,8 @@ class EngineStep:
 
     def undecided(self) -> list[Candidate]:
         """Of those who stand apart as undecided, as many are asked about, in turn: the ones that could join now."""
-        queue = self._queue
-        requests = filter(self._can_tell, filter(could_join, queue.undecided(LOOK_AHEAD)))
+        queue, fronts = self._queue, self._fronts
+        requests = [r for r in queue.undecided(LOOK_AHEAD) if could_join(r) and fronts.can_tell(r, anew=True)]
         return [self._candidate(request, queue.rank(request), queue.key(request)) for request in requests]
 
     def _candidate(self, request: Request, rank: Rank, key: tuple[float, ...]) -> Candidate:

@@ -201,8 +201,8 @@ class WaitingTable(RequestQueue):
         entries = self._entries
         expired = self._expiry.pop_until(now, _MAX_DUE)
         oldest = [*islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH)]
-        due = [request for _, _, request in oldest if entries[request].rank.until_s <= now]
-        due = [*(entry.request for _, _, entry in expired), *due]
+        due = [entry.request for _, _, entry in expired]
+        due += [request for _, _, request in oldest if entries[request].rank.until_s <= now]
         due += self._outdated()
         for request in dict.fromkeys(due):  # after all were found: one that expires at once must not come twice
             self._push(request)

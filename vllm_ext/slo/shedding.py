@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_ext.contract.objective import resolve
 from vllm_ext.hints import from_extra_args
 from vllm_ext.metrics.frontend import UTILITY
-from vllm_ext.scheduling.wait_forecast import QueueState
+from vllm_ext.slo.queue_state import QueueState
 
 if TYPE_CHECKING:
     from vllm_ext.config.slo import SloConfig

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from vllm_ext.step_time.runtime import StepFeatures
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 _SAMPLES_AT_FIRST = 20
 _DECODE_STRIDE = 8
@@ -18,6 +15,21 @@ _PREFILL_STRIDE = 2
 _REQUESTS_PER_SAMPLE = 32
 _MAX_IN_FLIGHT = 16
 _computed_tokens = attrgetter("num_computed_tokens")
+
+
+class Scheduled(Protocol):
+    """A step as vLLM scheduled it."""
+
+    num_scheduled_tokens: Mapping[str, int]
+    """By request id."""
+    total_num_scheduled_tokens: int
+
+
+class Running(Protocol):
+    """A running request of vLLM's."""
+
+    request_id: str
+    num_computed_tokens: int
 
 
 class StepSink(Protocol):
@@ -49,7 +61,7 @@ class StepTimer:
         """Leave no step out from now on."""
         self._samples_at_full_rate = sys.maxsize
 
-    def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
+    def scheduled(self, output: Scheduled, running: Sequence[Running], now: float) -> None:
         """Note a step that was just scheduled, unless it is empty or not to be sampled."""
         num_requests = len(output.num_scheduled_tokens)
         prefills = output.total_num_scheduled_tokens > num_requests
@@ -61,7 +73,7 @@ class StepTimer:
             self._in_flight.clear()
         self._in_flight[id(output)] = (now, self._features(output, running))
 
-    def finished(self, output: SchedulerOutput, now: float) -> None:
+    def finished(self, output: Scheduled, now: float) -> None:
         """Note the output of a step."""
         noted = self._in_flight.pop(id(output), None)
         if noted is not None:
@@ -84,7 +96,7 @@ class StepTimer:
         return False
 
     @staticmethod
-    def _features(output: SchedulerOutput, running: list[Request]) -> StepFeatures:
+    def _features(output: Scheduled, running: Sequence[Running]) -> StepFeatures:
         """Describe a step. vLLM has counted its tokens as computed: ``num_computed_tokens`` is that of its end."""
         scheduled = output.num_scheduled_tokens
         if len(running) > len(scheduled):  # a budget may let running requests sit a step out

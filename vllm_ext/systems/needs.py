@@ -1,4 +1,4 @@
-"""What a server says when it starts of the parts of its system that are off, and how each is switched on."""
+"""What of a system is off for want of something that a server was not given, and what switches each part on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 
-from vllm.logger import init_logger
-
 from vllm_ext.config import RETRIEVAL, ExtConfig
 from vllm_ext.config.slo import SloConfig
 from vllm_ext.contract import Need, Policy, Sharing
-
-logger = init_logger("vllm.vllm_ext.scheduler")
-
-
-def log_start(described: str, policies: Sequence[Policy], config: ExtConfig, **facts: bool) -> None:
-    """Log the system that is active, as it describes itself, and what of it is off; arguments as `switched_off`."""
-    logger.info("vllm-ext is active: %s", described)
-    installed = can_predict_from_prompts(config.predictor.encoder)
-    off = switched_off(policies, config, predictor_installed=installed, **facts)
-    if off:
-        logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
 
 def switched_off(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.scheduling.step_timer import StepTimer
 from vllm_ext.step_time.runtime import StepFeatures
+from vllm_ext.step_time.timer import StepTimer
 
 
 class Sink:

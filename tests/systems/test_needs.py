@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.scheduling.steering import Rig
 from vllm_ext import systems
 from vllm_ext.config import AXES, parse
 from vllm_ext.contract import Need
 from vllm_ext.scheduling import scheduler
-from vllm_ext.scheduling.start_line import can_predict_from_prompts, switched_off
+from vllm_ext.systems.needs import can_predict_from_prompts, switched_off
 from vllm_ext.systems.upstream import Arrival
-
-from .steering import Rig
 
 LENGTHS = "output lengths are predicted from hint, history only, not from prompts: pip install 'vllm-ext[prediction]'"
 RECOMPUTED = "preempted KV is recomputed: add --kv-tier-gib N"

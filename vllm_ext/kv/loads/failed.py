@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from vllm_ext.kv.scheduler_side import TierScheduler
-    from vllm_ext.scheduling.engine_state import EngineState
 
 
 def take_back(
-    engine: EngineState, tier: TierScheduler, output: ModelRunnerOutput, preempt: Callable[[Request], None]
+    engine: Scheduler, tier: TierScheduler, output: ModelRunnerOutput, preempt: Callable[[Request], None]
 ) -> None:
     """Preempt those who read what a load within the step did not bring, and let nothing of it last.
 
