@@ -277,7 +277,7 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
     if system == "alise":
         assert scheduler.running_order.keys == {}
         order = scheduler.running_order
-        assert sum(map(len, (order._ranked, order._by_time, order._by_step, order._stale, order._tbt_s))) == 0
+        assert sum(map(len, (order._ranked, order._by_time, order._by_step, order._stale, order.tbt_s))) == 0
         assert (scheduler.fronts._starts, scheduler.fronts._behind) == ({}, {})
         queue = scheduler.ranked
         assert queue.levels == {}

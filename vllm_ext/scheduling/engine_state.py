@@ -31,6 +31,10 @@ class EngineState(Protocol):
     num_lookahead_tokens: int
     num_spec_tokens: int
     max_model_len: int
+    max_num_encoder_input_tokens: int
+    """Embeddings that a step may compute; 0 for models without an encoder."""
+    encoder_cache_manager: Any
+    is_encoder_decoder: bool
     scheduler_reserve_full_isl: bool
     prefill_capacity_bound: bool
     adaptive_long_prefill_threshold: bool

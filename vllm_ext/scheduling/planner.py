@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
+from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, Split, StepPlan, Victim
 from vllm_ext.kv.fronts import Fronts
+from vllm_ext.scheduling.encoder_room import EncoderRoom, has_encoder
 from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import EngineStep, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
@@ -71,6 +73,7 @@ class Planner:
         self.memo: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.swapper: KvSwapper | None = None
+        self._has_encoder = has_encoder(engine)
         self._free_to_vllm = admission.is_vllms and not gates and queue.shares is None
         self._asks_always = not budget.is_vllms
         self._priced_at = self._step_price()
@@ -118,8 +121,12 @@ class Planner:
         else:
             if self._gates:
                 room.gates = tuple([policy.gate(step) for policy in self._gates])
+            if self._has_encoder:
+                room.gates = (*room.gates, EncoderRoom(engine, step.unfinished_prompts, self._fronts))
             self._admission.select(step, room)
             ask = self._ask_again(step, room) if self._queue.passed_over else ()
+            if split.chunk is not None:
+                split = _without_waste(split, step, room)
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
             for request in step.untold:
                 self._queue.part(request)
@@ -192,6 +199,14 @@ class Planner:
     def _step_price(self) -> tuple[float, float]:
         runtime = self._ledger.runtime
         return runtime.decode_s(100, 1000), runtime.prefill_s(1000)
+
+
+def _without_waste(split: Split, step: EngineStep, room: Room) -> Split:
+    """Return a split whose cap on running prompts leaves no more than those who join can use."""
+    if not room.admit:
+        return replace(split, chunk=None)
+    assert split.chunk is not None
+    return replace(split, chunk=split.chunk + max(0, room.tokens) // max(1, step.num_prefilling))
 
 
 def _differ(prices: Sequence[float], others: Sequence[float]) -> bool:

@@ -85,6 +85,7 @@ class EngineStep:
         self.number: int = engine.current_step
         self.num_running = len(lists.running)
         self.num_waiting = num_waiting
+        self.unfinished_prompts = lists.prefilling
         self.num_prefilling = len(lists.prefilling)
         self.num_decoding = self.num_running - self.num_prefilling
         self.token_budget = engine.max_num_scheduled_tokens
