@@ -40,11 +40,12 @@ class Compared:
         exact = self._count % _LOOKED_AT == 0
         before = fingerprint(vars(self.side)) if exact else ""
         peeked = self.side.peek(request, local_tokens)
-        again = self.side.peek(request, local_tokens)
+        again, can_tell = self.side.peek(request, local_tokens), self.side.can_tell(request, local_tokens)
         if exact:
             assert fingerprint(vars(self.side)) == before, "a look-up that changes nothing did"
         tokens, between = self._real(request, local_tokens, *limit, **named)
         assert peeked == again == (tokens or 0, between and bool(tokens))
+        assert can_tell is (tokens is not None)
         kind = "later" if tokens is None else "between" if between else "within" if tokens else "nothing"
         self.answers[kind] += 1
         return tokens, between
