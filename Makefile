@@ -5,6 +5,7 @@ DEVICE ?= auto
 ARGS ?=
 STEPS ?= 1000000
 TURNS ?= 720
+REQUESTS ?= 20000
 SOAK_MINUTES ?= 30
 SYSTEMS ?=
 SEED ?= 0
@@ -43,9 +44,10 @@ test-all: ## Run all tests in full: what `make test` covers with a part, whole
 conformance: setup ## Run vLLM's own tests with our scheduler, once per system; SYSTEMS="fcfs alise" for some
 	@$(BIN)/python scripts/conformance.py --systems "$(SYSTEMS)" $(ARGS)
 
-soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps, a loaded server
+soak: setup ## A million steps with a KV tier where all goes wrong that can, conversations with gaps, the predictor, a loaded server
 	PYTHONHASHSEED=0 SOAK_STEPS=$(STEPS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/kv/test_tier_stateful.py -k long_walk $(ARGS)
 	SOAK_TURNS=$(TURNS) SOAK_SEED=$(SEED) $(BIN)/pytest tests/e2e/test_e2e_gap_walks.py $(ARGS)
+	SOAK_REQUESTS=$(REQUESTS) SOAK_SEED=$(SEED) $(BIN)/pytest -s tests/predictor/test_predictor_memory.py $(ARGS)
 	VLLM_EXT_TEST_FULL=1 SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SEED) $(BIN)/pytest -s tests/e2e/test_e2e_soak.py $(ARGS)
 
 lint: setup ## Check style and types

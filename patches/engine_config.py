@@ -65,8 +65,10 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
         support.refuse_size(vllm_config)
         support.choose_block_size(vllm_config)
     if config.kv_tier.disk_dir:
+        from vllm_ext.kv import support
         from vllm_ext.kv.disk.identity import note_model
 
+        support.share_disk(vllm_config)
         note_model(vllm_config, config.kv_tier.disk_dir)
     if config.kv_tier.device_int8_share:
         keep_records(config, vllm_config)

@@ -2,15 +2,15 @@
 
     python engine_script.py JOB.json RESULT.json
 
-A job is ``{"boot": "plain" | "async" | "v2" | "cuda", "run": run}``; a run is ``{"name", "engine": {LLM arguments},
-"arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
+A job is ``{"boot": "plain" | "async" | "pipeline" | "v2" | "cuda", "run": run}``; a run is ``{"name", "engine": {LLM
+arguments}, "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {SamplingParams arguments}}, ...]}`` and perhaps
 ``"odd_loads"``, ``"odd_gaps"`` or ``"odd_records"``: see there; ``"leavers"``: {phase: [ids]}, see `odd_aborts`;
-``"naps"``: {step: level of sleep}; or ``"spawn"``: whether tensor-parallel workers are spawned, as vLLM does on a CPU,
-and import it again; or ``"record"``:
-whether what the scheduler is told and decides is recorded. An arrival may
-name the turn it comes ``"after"``, and be aborted by its client ``"abort_after"`` so many steps. The engine core lives
-in this process, so that its scheduler can be looked at, and requests arrive between given steps. What our schedulers
-decide by goes by steps (`by_steps`): a run is the same on every machine, whatever else that does.
+``"disk"``: {"folder", "fills"} of a tier, see `disk_watch`; ``"naps"``: {step: level of sleep}; ``"spawn"``: whether
+tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again; or ``"record"``: whether what the
+scheduler is told and decides is recorded. An arrival may name the turn it comes ``"after"``, be aborted by its client
+``"abort_after"`` so many steps, and have ``"images"`` in its prompt, noise: ``[height, width, seed]``. The engine core
+lives in this process, so that its scheduler can be looked at, and requests arrive between given steps. What our
+schedulers decide by goes by steps (`by_steps`): a run is the same on every machine, whatever else that does.
 
 ``v2`` and ``cuda`` need processes of their own, because Triton must be changed before vLLM is imported; the others may
 be forks of one that has imported it (`fork_server`).
@@ -39,6 +39,11 @@ def boot(kind: str) -> None:
 
         async_shim.install()
 
+    def pipeline() -> None:
+        import pipeline_shim
+
+        pipeline_shim.install()
+
     def v2() -> None:
         import interp_boot
 
@@ -49,7 +54,7 @@ def boot(kind: str) -> None:
 
         cuda_boot.install()
 
-    {"plain": plain, "async": asynchronous, "v2": v2, "cuda": cuda}[kind]()
+    {"plain": plain, "async": asynchronous, "pipeline": pipeline, "v2": v2, "cuda": cuda}[kind]()
 
 
 def sampling_params(raw: dict[str, Any]) -> Any:
@@ -81,6 +86,14 @@ def due(waiting: list[dict[str, Any]], step: int, finished: dict[str, Any], *, i
     ready = (a for a in waiting if a.get("after") is None or a["after"] in finished)
     arrival = next(ready, None)
     return arrival if arrival is not None and (idle or arrival["step"] <= step) else None
+
+
+def noise(height: int, width: int, seed: int) -> Any:
+    """An image."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
@@ -116,7 +129,9 @@ def drive(
     while waiting or engine.has_unfinished_requests():
         while arrival := due(waiting, step, finished, idle=not engine.has_unfinished_requests()):
             waiting.remove(arrival)
-            prompt = {"prompt_token_ids": prompt_of(arrival, finished)}
+            prompt: dict[str, Any] = {"prompt_token_ids": prompt_of(arrival, finished)}
+            if "images" in arrival:
+                prompt["multi_modal_data"] = {"image": [noise(*image) for image in arrival["images"]]}
             params = sampling_params(arrival["sampling"])
             engine.add_request(arrival["id"], prompt, params, lora_request=adapter(arrival.get("adapter")))
             if "abort_after" in arrival:
@@ -158,6 +173,7 @@ def runner(executor: Any) -> str:
 def run(spec: dict[str, Any]) -> dict[str, Any]:
     """One engine, one request script; ends the engine's workers and copies."""
     import by_steps
+    import plan_counts
     from vllm import LLM
 
     by_steps.hold_copies()
@@ -167,6 +183,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         from vllm_ext.simulation.recorded import recorder
 
         recorder.install()
+    if spec["engine"].get("enable_lora"):
+        import lora_kernels
+
+        lora_kernels.mend()
     llm = LLM(disable_log_stats=False, **spec["engine"])
     core = llm.llm_engine.engine_core.engine_core
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -178,6 +198,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     by_steps.compile_grammars_at_once(core)
     if hasattr(core.scheduler, "clock"):
         by_steps.go_by_steps(core.scheduler)
+    plans = plan_counts.count(core.scheduler)
     before_step: Callable[[], None] | None = None
     if "odd_gaps" in spec:
         import odd_gaps
@@ -194,6 +215,12 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
 
         leavers = odd_aborts.Leavers(llm.llm_engine, core, spec["leavers"])
         before_step = leavers.before_step if poisons is None else _both(leavers.before_step, poisons)
+    disk = None
+    if "disk" in spec:
+        import disk_watch
+
+        disk = disk_watch.DiskWatch(Path(spec["disk"]["folder"]), fills=spec["disk"]["fills"])
+        before_step = disk.before_step if before_step is None else _both(disk.before_step, before_step)
     naps = {int(step): level for step, level in spec.get("naps", {}).items()}
     outputs = drive(llm.llm_engine, spec["arrivals"], naps, before_step)
     result = {
@@ -208,10 +235,13 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "attention": core.vllm_ext_state().get("attention", {}) if hasattr(core.scheduler, "clock") else {},
         "left": {} if leavers is None else leavers.left,
         "fullest": 0.0 if leavers is None else leavers.fullest,
+        "plans": plans,
         "drafts": counter(llm, "vllm:spec_decode_num_drafts"),
+        "accepted_tokens": counter(llm, "vllm:spec_decode_num_accepted_tokens"),
         "host_hit_tokens": counter(llm, "vllm:external_prefix_cache_hits"),
         "host_bytes_stored": counter(llm, "vllm:kv_offload_store_bytes"),
         "host_bytes_loaded": counter(llm, "vllm:kv_offload_load_bytes"),
+        "disk": {} if disk is None else disk.found(llm.get_metrics()),
         "scheduler": type(core.scheduler).__name__,
         "batch_queue": core.batch_queue_size,
         "runner": runner(core.model_executor),

@@ -65,11 +65,17 @@ class Outcome:
     """Requests that their clients aborted, and what they did then; see `odd_aborts`."""
     fullest: float
     """Largest share of the device's KV blocks in use, seen by the same."""
+    plans: dict[str, int]
+    """How far vLLM followed them; see `plan_counts`."""
     drafts: float
+    accepted_tokens: float
+    """Of drafts."""
     host_hit_tokens: float
     """Prompt tokens whose KV came from host memory; vLLM does not count those of preempted requests."""
     host_bytes_stored: float
     host_bytes_loaded: float
+    disk: dict[str, float]
+    """What lay there at most, and what vLLM's metrics say of it; empty unless the run asked for it."""
     scheduler: str
     batch_queue: int
     runner: str

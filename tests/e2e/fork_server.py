@@ -8,8 +8,9 @@ a pipe on which the process id of its fork is told, and its exit code once it ha
 
 In a fork the command runs as in a process of its own: the entry point that its console script calls, with its arguments
 and environment, in a new session, until its threads and exit handlers are done. Only the imports were done before.
-vLLM's engine core and tensor-parallel workers are forks too, as vLLM starts them on a GPU; on the CPU it spawns them,
-and each imports vLLM again. Nothing that keeps state may run before the fork: there is one thread, without plugins.
+vLLM's engine cores, their coordinator and parallel workers are forks too, as vLLM starts them on a GPU; on the CPU it
+spawns them, and each imports vLLM again. Nothing that keeps state may run before the fork: there is one thread, without
+plugins.
 """
 
 from __future__ import annotations
@@ -141,10 +142,10 @@ def tidy() -> None:
 
 def run(job: dict[str, Any]) -> int:
     """Run a command in this process, which is a fork; returns its exit code."""
-    from vllm.v1.engine import utils
+    from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    for module in (utils, multiproc_executor):
+    for module in (coordinator, utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     multiprocessing.util.register_after_fork(
         tidy, lambda last: multiprocessing.util.Finalize(None, last, exitpriority=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,14 @@ from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kernels import native
 from vllm_ext.kv.options import tier_of, transfer_config
-from vllm_ext.kv.support import BLOCK_TOKENS, choose_block_size, refuse_missing_compiler, refuse_model, refuse_size
+from vllm_ext.kv.support import (
+    BLOCK_TOKENS,
+    choose_block_size,
+    refuse_missing_compiler,
+    refuse_model,
+    refuse_size,
+    share_disk,
+)
 
 
 def config(*, mla: bool, bits: int) -> Any:
@@ -65,6 +73,18 @@ def test_more_than_is_left_for_all_workers_is_refused(
         return
     with pytest.raises(ConfigError, match=r"kv_tier.gib=.*4 GiB are free"):
         refuse_size(sized(gib, **parallel))
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_replicas_share_the_disk(tmp_path: Path, replicas: int) -> None:
+    """Each took all of it: vLLM tells the engines of a dense model that there is one replica."""
+    tier = KvTierConfig(gib=1.0, disk_dir=str(tmp_path), disk_gib=8.0)
+    transfer, parallel = transfer_config(tier), SimpleNamespace(data_parallel_size=replicas)
+    whole: Any = SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+    share_disk(whole)
+    shared = tier_of(transfer.kv_connector_extra_config)
+    assert shared.disk_gib == 8.0 / replicas
+    assert (shared.disk_dir, shared.gib) == (str(tmp_path), 1.0), "host memory is of each"
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------

@@ -55,6 +55,15 @@ def test_what_ended_is_learned_and_acknowledged_and_upkeep_goes_on_without(start
     assert learner.busy_s() < 1000
 
 
+def test_free_memory_is_given_back_now_and_then(start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = list[int]()
+    monkeypatch.setattr(module, "GIVE_BACK_EVERY", 3)
+    monkeypatch.setattr(module.free_memory, "give_back", lambda: turns.append(len(noted(tmp_path, "upkeep"))))
+    start(Obedient)
+    until(lambda: len(turns) >= 3, "it to be given back three times")
+    assert turns[:3] == [1, 4, 7], "first after the model was loaded"
+
+
 def test_at_the_end_what_came_last_is_learned_before_the_predictor_is_closed(
     start: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

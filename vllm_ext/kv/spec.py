@@ -132,7 +132,6 @@ class TierSpec(CPUOffloadingSpec):
 
         parallel, max_bytes = self.config.parallel, self.options.disk_bytes
         chunk_bytes = self._chunk_bytes_of_all
-        max_bytes //= parallel.data_parallel_size
         if max_bytes < (least := file_bytes(bytes(_LONGEST_KEY), chunk_bytes)):
             allowed = f"must be at least {least / 2**30:.3g} for each replica, to hold one chunk"
             raise ConfigError("kv_tier.disk_gib", max_bytes / 2**30, allowed)

@@ -14,7 +14,7 @@ from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kernels import native
 from vllm_ext.kv.host_memory import free_bytes
-from vllm_ext.kv.options import tier_of
+from vllm_ext.kv.options import TIER_KEY, tier_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,6 +62,16 @@ def refuse_model(vllm_config: VllmConfig) -> None:
     if tier_of(extra).bits == QUANTISED:
         allowed = "needs keys and values, and MLA keeps what both are made of; use 16"
         raise ConfigError("kv_tier.bits", QUANTISED, allowed)
+
+
+def share_disk(vllm_config: VllmConfig) -> None:
+    """Give each data-parallel engine its share of what may lie on disk, for vLLM copies the configuration to each.
+
+    In its own copy an engine of a dense model can't see how many there are: vLLM has it say one.
+    """
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    share = tier_of(extra).disk_gib / vllm_config.parallel_config.data_parallel_size
+    extra[TIER_KEY] = {**extra[TIER_KEY], "disk_gib": share}
 
 
 def refuse_size(vllm_config: VllmConfig) -> None:

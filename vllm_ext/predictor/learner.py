@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 import os
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from vllm_ext.prediction.predictor import PromptPredictor
+from vllm_ext.predictor import free_memory
 from vllm_ext.predictor.messages import Finished
 from vllm_ext.predictor.request_batcher import Errors
 
@@ -20,6 +22,8 @@ logger = logging.getLogger("vllm_ext.predictor")
 
 EVERY_S = 1.0
 """Between two calls of `PromptPredictor.learn`, with nothing for upkeep where nothing ended."""
+GIVE_BACK_EVERY = 30
+"""Calls of these between two returns of memory that is free."""
 GRACE_S = 10.0
 """Time that the other thread has to notice that the process is to end: a prediction may hang."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -60,8 +64,12 @@ class Learner(threading.Thread):
         """Load, learn about once per second, and let go."""
         if not self._load():
             return
-        while not (self._end.wait(EVERY_S) or self._abandoned()):
+        for turn in itertools.count():
+            if self._end.wait(EVERY_S) or self._abandoned():
+                break
             self._learn()
+            if turn % GIVE_BACK_EVERY == 0:
+                free_memory.give_back()
         self._learn()
         assert self.predictor is not None
         with self._busy():
