@@ -17,12 +17,6 @@ from tests.extent import with_full
 pytestmark = pytest.mark.e2e
 
 ARRIVALS = long_then_short(seed=1)
-NOT_ASYNC = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="SteeredScheduler keeps AsyncScheduler's placeholders though scheduling is not asynchronous: with two "
-    "batches in flight it schedules tokens that nobody has sampled yet, and vLLM's worker fails with an IndexError",
-)
 
 
 def in_two_stages(name: str, model: Path, **engine: Any) -> dict[str, Any]:
@@ -51,7 +45,6 @@ def test_4_stock_preempts_for_memory_and_answers_alike(run_engines: Engines, lla
     assert_same(found, stock)
 
 
-@NOT_ASYNC
 @pytest.mark.parametrize("limits", [SEATS, TIGHT], ids=["seats", "tight"])
 @pytest.mark.parametrize("system", with_full(["alise-published"], ["alise-published", "fcfs", *SYSTEMS]))
 def test_4_every_system_answers_alike(

@@ -126,16 +126,8 @@ def test_4_and_where_kv_of_images_comes_back_from_host_memory(
 
 @pytest.mark.parametrize("system", with_full(COVERING, EVERY))
 def test_plans_do_not_name_one_time_and_again_whose_image_cannot_be_encoded(
-    system: str, steered: Callable[[str], Outcome], request: pytest.FixtureRequest
+    system: str, steered: Callable[[str], Outcome]
 ) -> None:
-    if system == "auto":
-        request.applymarker(
-            pytest.mark.xfail(
-                strict=True,
-                reason="while one presses, prompts that run get an eighth of a step, and so keep for many steps the "
-                "encoded image that fills vLLM's cache: plans name whoever presses, and vLLM takes nobody",
-            )
-        )
     assert steered(system).plans["longest"] <= FEW_STEPS
 
 

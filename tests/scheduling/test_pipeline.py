@@ -12,12 +12,6 @@ from vllm_ext.simulation.harness import make_request, make_scheduler
 
 from .steering import Rig
 
-NOT_ASYNC = pytest.mark.xfail(
-    strict=True,
-    reason="SteeredScheduler keeps AsyncScheduler's placeholders though scheduling is not asynchronous: with two "
-    "batches in flight it schedules tokens that nobody has sampled yet",
-)
-
 
 def in_two_batches(system: str) -> Rig:
     """An engine core with a queue of two batches and without async scheduling."""
@@ -32,7 +26,6 @@ def test_vllms_scheduler_has_nothing_to_schedule_of_a_request_in_flight() -> Non
     assert [dict(scheduler.schedule().num_scheduled_tokens) for _ in range(2)] == [{"a": 10}, {}]
 
 
-@NOT_ASYNC
 @pytest.mark.parametrize("system", ["fcfs", "alise"])
 def test_a_request_in_flight_is_not_scheduled_again(system: str) -> None:
     rig = in_two_batches(system)

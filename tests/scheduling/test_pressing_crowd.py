@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from .steering import Rig
 
 BUDGET = 64
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the split is made before anybody knows who can join: running prompts keep an eighth of the step's tokens "
-    "while somebody presses, and the rest is lost as long as there is no seat",
-)
 def test_running_prompts_get_the_whole_step_where_nobody_who_presses_can_join() -> None:
     objectives = {"ttft_ms": 4000.0, "jct_ms": 60_000.0}  # nobody leaves for another who has one
     rig = Rig("auto", max_num_seqs=2, num_blocks=200, max_num_batched_tokens=BUDGET, options={"slo": objectives})

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -412,6 +413,20 @@ class SteeredScheduler(AsyncScheduler):
                 self.records.forget_all()
             if self.tier is not None:
                 self.tier.forget_device()
+
+    # vLLM takes `Scheduler` itself where scheduling is not asynchronous: nothing is scheduled then of a request in a
+    # batch in flight, of which there are several with pipeline parallelism, before its token has come.
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        kind = AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
+        kind._update_after_schedule(self, scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        kind: Any = AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
+        found: tuple[list[int], bool] = kind._update_request_with_output(self, request, new_token_ids, is_stale)
+        return found
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Finish requests from outside, at the time it happens and not at that of the last step."""

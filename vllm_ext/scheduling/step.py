@@ -89,6 +89,8 @@ class EngineStep:
         self.num_prefilling = len(lists.prefilling)
         self.num_decoding = self.num_running - self.num_prefilling
         self.token_budget = engine.max_num_scheduled_tokens
+        # With pipeline parallelism vLLM schedules nothing of those in the other batches.
+        self._some_in_flight = engine.vllm_config.parallel_config.pipeline_parallel_size > 1
         self.decode_tokens = self._count_decodes()
         self.runtime: RuntimeModel = ledger.runtime
         self.pace: Pace = ledger.pace.pace
@@ -104,7 +106,7 @@ class EngineStep:
 
     def _count_decodes(self) -> int:
         engine = self._engine
-        if not engine.num_spec_tokens:
+        if not engine.num_spec_tokens and not self._some_in_flight:
             return self.num_decoding
         half_done, cap = engine._inflight_prefills, self._lists.largest_chunk or self.token_budget
         return sum([min(cap, tokens_left(request)) for request in self._lists.running if request not in half_done])

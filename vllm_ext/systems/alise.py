@@ -8,25 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_ext.contract import (
-    AGED,
-    Admission,
-    Ageing,
-    AgeLimit,
-    Candidate,
-    KvDisposition,
-    Need,
-    Ordering,
-    PreemptionCost,
-    Rank,
-    RequestView,
-    Residency,
-    Room,
-    Step,
-    Victim,
-)
 from vllm_ext.contract.aging import ages_at, outlived_at
+from vllm_ext.contract.axes import Admission, Need, Ordering, Residency
 from vllm_ext.contract.checks import require
+from vllm_ext.contract.preemption import KvDisposition, PreemptionCost
+from vllm_ext.contract.request import AGED, Ageing, AgeLimit, Rank, RequestView
+from vllm_ext.contract.room import Candidate, Room, Victim
+from vllm_ext.contract.step import Step
 from vllm_ext.systems.fcfs import LeastComputedLeaves
 from vllm_ext.systems.system import System
 from vllm_ext.systems.upstream import take_while_they_fit
