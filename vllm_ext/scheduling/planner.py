@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, StepPlan, Victim
 from vllm_ext.kv.fronts import Fronts
 from vllm_ext.scheduling.engine_state import EngineState
-from vllm_ext.scheduling.step import EngineStep, pool_of
+from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
+    from vllm.v1.request import Request
 
     from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering
     from vllm_ext.scheduling.kv_swapper import KvSwapper
@@ -94,7 +95,7 @@ class Planner:
             self._fronts.seen = None
 
     def _plan(self, now: float, num_waiting: int) -> StepPlan:
-        engine = self._engine
+        engine, told = self._engine, self._told() if self._queue.passed_over else []
         step = EngineStep(
             engine,
             now,
@@ -119,7 +120,7 @@ class Planner:
             if self._gates:
                 room.gates = tuple([policy.gate(step) for policy in self._gates])
             self._admission.select(step, room)
-            ask = self._ask_again(step, room) if self._queue.passed_over else ()
+            ask = self._ask_again(step, room, told) if told else ()
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
             for request in step.untold:
                 self._queue.part(request)
@@ -128,7 +129,17 @@ class Planner:
             self.swapper.look_ahead(step, room)
         return plan
 
-    def _ask_again(self, step: EngineStep, room: Room) -> tuple[str, ...]:
+    def _told(self) -> list[Request]:
+        """Ask about some of those that stand apart as undecided, and return who could join by now."""
+        told = [
+            request
+            for request in self._queue.undecided(LOOK_AHEAD)
+            if could_join(request) and self._fronts.can_tell(request, anew=True)
+        ]
+        self._queue.changes += len(told)  # who competes is not the same: a gate's refusal stands no longer
+        return told
+
+    def _ask_again(self, step: EngineStep, room: Room, told: Sequence[Request]) -> tuple[str, ...]:
         """Take those that stood apart as undecided into what the others left; return who is asked for beside that.
 
         vLLM may pass over them again: room that was kept for them would be lost to the others. They pass nobody who
@@ -138,7 +149,7 @@ class Planner:
         refused = min(self._keys(room.why), default=(math.inf,))
         last = max(self._keys(room.admit), default=())
         ask: list[str] = []
-        for candidate in step.undecided():
+        for candidate in step.candidates(told):
             if candidate.key > refused:
                 continue
             if room.fits(candidate):
