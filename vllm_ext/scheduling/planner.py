@@ -10,13 +10,14 @@ from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, Split, StepPla
 from vllm_ext.kv.fronts import Fronts
 from vllm_ext.scheduling.encoder_room import EncoderRoom, has_encoder
 from vllm_ext.scheduling.engine_state import EngineState
-from vllm_ext.scheduling.step import EngineStep, pool_of
+from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, pool_of
 from vllm_ext.step_time.runtime import StepFeatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
+    from vllm.v1.request import Request
 
     from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering
     from vllm_ext.scheduling.kv_swapper import KvSwapper
@@ -97,7 +98,7 @@ class Planner:
             self._fronts.seen = None
 
     def _plan(self, now: float, num_waiting: int) -> StepPlan:
-        engine = self._engine
+        engine, told = self._engine, self._told() if self._queue.passed_over else []
         step = EngineStep(
             engine,
             now,
@@ -124,7 +125,7 @@ class Planner:
             if self._has_encoder:
                 room.gates = (*room.gates, EncoderRoom(engine, step.unfinished_prompts, self._fronts))
             self._admission.select(step, room)
-            ask = self._ask_again(step, room) if self._queue.passed_over else ()
+            ask = self._ask_again(step, room, told) if told else ()
             if split.chunk is not None:
                 split = _without_waste(split, step, room)
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
@@ -135,7 +136,17 @@ class Planner:
             self.swapper.look_ahead(step, room)
         return plan
 
-    def _ask_again(self, step: EngineStep, room: Room) -> tuple[str, ...]:
+    def _told(self) -> list[Request]:
+        """Ask about some of those that stand apart as undecided, and return who could join by now."""
+        told = [
+            request
+            for request in self._queue.undecided(LOOK_AHEAD)
+            if could_join(request) and self._fronts.can_tell(request, anew=True)
+        ]
+        self._queue.changes += len(told)  # who competes is not the same: a gate's refusal stands no longer
+        return told
+
+    def _ask_again(self, step: EngineStep, room: Room, told: Sequence[Request]) -> tuple[str, ...]:
         """Take those that stood apart as undecided into what the others left; return who is asked for beside that.
 
         vLLM may pass over them again: room that was kept for them would be lost to the others. They pass nobody who
@@ -145,7 +156,7 @@ class Planner:
         refused = min(self._keys(room.why), default=(math.inf,))
         last = max(self._keys(room.admit), default=())
         ask: list[str] = []
-        for candidate in step.undecided():
+        for candidate in step.candidates(told):
             if candidate.key > refused:
                 continue
             if room.fits(candidate):

@@ -241,10 +241,9 @@ class EngineStep:
                 if len(self.untold) >= _ASKED_IN_VAIN:
                     return
 
-    def undecided(self) -> list[Candidate]:
-        """Of those who stand apart as undecided, as many are asked about, in turn: the ones that could join now."""
-        queue, fronts = self._queue, self._fronts
-        requests = [r for r in queue.undecided(LOOK_AHEAD) if could_join(r) and fronts.can_tell(r, anew=True)]
+    def candidates(self, requests: Sequence[Request]) -> list[Candidate]:
+        """Return waiting requests as candidates, wherever they stand."""
+        queue = self._queue
         return [self._candidate(request, queue.rank(request), queue.key(request)) for request in requests]
 
     def _candidate(self, request: Request, rank: Rank, key: tuple[float, ...]) -> Candidate:
