@@ -109,7 +109,7 @@ def test_a_trick_costs_others_no_more_than_its_client_costs_them_anyway(system: 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_requests_that_a_connector_never_tells_about_cost_others_little(system: str) -> None:
-    """Each takes room for one step, in which it is found out; three come in each."""
+    """Three come in each step; the connector is asked before a plan is made, and they stand apart."""
     assert _mean_wait(system, None, undecided=True) <= 2 * _mean_wait(system, None) + 1
 
 

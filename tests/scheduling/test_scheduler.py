@@ -277,10 +277,12 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
     if system == "alise":
         assert scheduler.running_order.keys == {}
         order = scheduler.running_order
-        assert sum(map(len, (order._ranked, order._by_time, order._by_step, order._stale, order.tbt_s))) == 0
-        assert (scheduler.fronts._starts, scheduler.fronts._behind) == ({}, {})
+        kept = (order._ranked, order._by_time, order._by_step, order._stale, order.tbt_s, order._numbers)
+        assert sum(map(len, kept)) == 0
+        fronts = scheduler.fronts
+        assert (fronts._starts, fronts._behind, fronts._told) == ({}, {}, {})
         queue = scheduler.ranked
-        assert queue.levels == {}
+        assert (queue.levels, queue._numbers, queue._stays) == ({}, set(), set())
         assert max(map(len, (*queue._lines.get("", {}).values(), queue._expiry, queue._arrivals))) <= 2 * len(ids) + 64
         assert not queue.apart()
         # Once it is idle, what is left behind is a constant, whatever the queue's length was.
