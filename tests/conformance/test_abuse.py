@@ -1,8 +1,7 @@
 """One hostile client beside eight honest ones: what these lose beyond what the same client costs them without tricks.
 
-Bounds are on the mean wait of the honest ones' requests, in steps of a scheduler on a virtual clock. Not among the
-tricks: lengths that are understated or kept back, and tight TTFT and JCT objectives, by which `alise`, `auto` and
-`accelgen` order.
+Bounds are on the mean wait of the honest ones' requests, in steps of a scheduler on a virtual clock. Lengths that are
+understated or kept back, and tight TTFT and JCT objectives, are tried in `test_liars`.
 """
 
 from __future__ import annotations
