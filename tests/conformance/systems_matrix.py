@@ -15,7 +15,7 @@ AGE_LIMIT_S = 1.0
 NUM_LEVELS = 3
 _MANY, _FEW, _LEAST = quick(25, full=50), quick(6, full=12), quick(3, full=12)
 _QUICK_AGING = {"age_limit_s": AGE_LIMIT_S, "num_levels": NUM_LEVELS, "base_level_s": 0.1}
-_COST_AGING = {"age_limit_s": AGE_LIMIT_S}
+_AGE_LIMIT = {"age_limit_s": AGE_LIMIT_S}
 _TIGHT_BUDGET = {"tile_tokens": 4, "min_prefill_tokens": 4}
 _SMALL_MATCH = {"long_prompt_tokens": 40, "min_progress_tokens": 2, "gamma_s": 0.2}
 _MIXED_SLOS = {"ttft_ms": 300.0, "tbt_ms": 30.0}
@@ -55,23 +55,23 @@ SYSTEMS = (
     Row(
         name="alise",
         examples=_MANY,
-        options={"system": "alise", "ordering": _COST_AGING},
+        options={"system": "alise", "ordering": _AGE_LIMIT},
         aging_bound_s=AGE_LIMIT_S,
     ),
     Row(
         name="alise-ttft",
-        options={"system": "alise-ttft", "ordering": {**_COST_AGING, "back_after_s": 0.5}},
+        options={"system": "alise-ttft", "ordering": {**_AGE_LIMIT, "back_after_s": 0.5}},
         aging_bound_s=AGE_LIMIT_S,
     ),
     Row(name="fcfs-tuned", options={"system": "fcfs-tuned"}),
     Row(
         name="fair",
-        options={"system": "fair+alise", "ordering": _COST_AGING},
+        options={"system": "fair+alise", "ordering": _AGE_LIMIT},
         aging_bound_s=AGE_LIMIT_S,
     ),
     Row(
         name="oracle-alise",
-        options={"system": "oracle-alise", "allow_oracle": True, "ordering": _COST_AGING},
+        options={"system": "oracle-alise", "allow_oracle": True, "ordering": _AGE_LIMIT},
         reads_truth=True,
         aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
@@ -144,15 +144,15 @@ SYSTEMS = (
             examples=_MANY if name == "accelgen" else _LEAST,
         )
         for name, options in (
-            ("accelgen", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
-            ("accelgen-no-chunk", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen", {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH}),
+            ("accelgen-no-chunk", {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH}),
             ("accelgen-no-order", {"admission": _SMALL_MATCH}),
-            ("accelgen-no-batch", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
-            ("accelgen-no-era", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
-            ("accelgen-published", {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH}),
+            ("accelgen-no-batch", {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH}),
+            ("accelgen-no-era", {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH}),
+            ("accelgen-published", {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH}),
             (
                 "oracle-accelgen",
-                {"ordering": {"age_limit_s": AGE_LIMIT_S}, "admission": _SMALL_MATCH, "allow_oracle": True},
+                {"ordering": _AGE_LIMIT, "admission": _SMALL_MATCH, "allow_oracle": True},
             ),
         )
     ),
@@ -184,7 +184,7 @@ SYSTEMS = (
     Row(name="conservative", options={"system": "conservative", "admission": {"overcommit": 1.5}}, examples=_LEAST),
     Row(
         name="alise+pensieve",
-        options={"system": "alise+pensieve", "ordering": _COST_AGING},
+        options={"system": "alise+pensieve", "ordering": _AGE_LIMIT},
         aging_bound_s=AGE_LIMIT_S,
         examples=_LEAST,
     ),
@@ -197,7 +197,7 @@ SYSTEMS = (
         name="alise+past-future",
         options={
             "system": "alise+past-future",
-            "ordering": _COST_AGING,
+            "ordering": _AGE_LIMIT,
             "admission": {"cold_requests": 4, "window": 32},
         },
         aging_bound_s=AGE_LIMIT_S,
@@ -207,7 +207,7 @@ SYSTEMS = (
         name="alise+sarathi",
         options={
             "system": "alise+sarathi",
-            "ordering": _COST_AGING,
+            "ordering": _AGE_LIMIT,
             "budget": _TIGHT_BUDGET,
         },
         aging_bound_s=AGE_LIMIT_S,

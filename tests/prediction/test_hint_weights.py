@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_ext.contract import Origin
 from vllm_ext.prediction import hint_weights
-from vllm_ext.prediction.hint_weights import Client, HintWeights
+from vllm_ext.prediction.hint_weights import HintWeights
 
-ALICE, BOB = Client(tag="alice"), Client(tag="bob")
+ALICE, BOB = Origin(tag="alice"), Origin(tag="bob")
 
 
-def after(*seen: tuple[Client, int, int]) -> HintWeights:
+def after(*seen: tuple[Origin, int, int]) -> HintWeights:
     weights = HintWeights()
     for client, osl, length in seen:
         weights.observe(client, osl, length)
@@ -46,18 +47,18 @@ def test_short_answers_foretold_do_not_pay_for_a_long_one_denied() -> None:
 
 
 def test_a_name_of_its_own_for_each_request_buys_no_credit() -> None:
-    weights = after(*[(Client(tag=str(number)), 1, 100) for number in range(200)])
-    assert weights.weight(Client(tag="another")) < 0.1
+    weights = after(*[(Origin(tag=str(number)), 1, 100) for number in range(200)])
+    assert weights.weight(Origin(tag="another")) < 0.1
 
 
 def test_a_newcomer_among_liars_earns_its_credit() -> None:
-    weights = after(*[(Client(tag=str(number)), 1, 100) for number in range(200)], *[(ALICE, 200, 200)] * 20)
+    weights = after(*[(Origin(tag=str(number)), 1, 100) for number in range(200)], *[(ALICE, 200, 200)] * 20)
     assert weights.weight(ALICE) > 0.8
 
 
 def test_old_clients_do_not_speak_for_new_ones() -> None:
     """What is known of newcomers is of their first tokens only: one big liar does not spoil it for ever."""
-    seen = [(BOB, 1, 100)] * 1000 + [(Client(tag=str(number)), 100, 100) for number in range(20)]
+    seen = [(BOB, 1, 100)] * 1000 + [(Origin(tag=str(number)), 100, 100) for number in range(20)]
     assert after(*seen).weight(ALICE) > 0.6
 
 
@@ -70,18 +71,18 @@ def test_a_client_may_mend_its_ways() -> None:
 
 
 def test_key_salt_and_tag_tell_clients_apart() -> None:
-    weights = after(*[(Client(tag="app", key="one"), 1, 100)] * 100)
-    assert weights.weight(Client(tag="app", key="one")) < weights.weight(Client(tag="app", key="two"))
+    weights = after(*[(Origin(tag="app", key="one"), 1, 100)] * 100)
+    assert weights.weight(Origin(tag="app", key="one")) < weights.weight(Origin(tag="app", key="two"))
 
 
 def test_only_so_many_clients_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hint_weights, "_MAX_CLIENTS", 3)
-    weights = after(*[(Client(tag=str(number)), 100, 100) for number in range(50)])
+    weights = after(*[(Origin(tag=str(number)), 100, 100) for number in range(50)])
     assert len(weights._clients) == 3
 
 
 @given(st.lists(st.tuples(st.sampled_from([ALICE, BOB]), st.integers(1, 10**6), st.integers(1, 10**6)), max_size=50))
-def test_a_weight_is_a_probability(seen: list[tuple[Client, int, int]]) -> None:
+def test_a_weight_is_a_probability(seen: list[tuple[Origin, int, int]]) -> None:
     weights = after(*seen)
-    for client in (ALICE, BOB, Client()):
+    for client in (ALICE, BOB, Origin()):
         assert 0 <= weights.weight(client) <= 1

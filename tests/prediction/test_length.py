@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.config import PredictionConfig
+from vllm_ext.contract import Origin
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
-from vllm_ext.prediction.hint_weights import Client
 from vllm_ext.prediction.history import LengthHistory
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.query import LengthQuery
@@ -21,7 +21,7 @@ def predictor(**options: object) -> LengthPredictor:
 
 
 def query(prompt: int = 10, max_tokens: int = 1000, osl: int | None = None, tag: str | None = None) -> LengthQuery:
-    return LengthQuery(prompt, max_tokens, osl, tag, Client(tag or ""))
+    return LengthQuery(prompt, max_tokens, osl, tag, Origin(tag or ""))
 
 
 def resting_on(source: str) -> Prediction:
@@ -91,7 +91,7 @@ def test_a_hint_beyond_the_bound_is_one_of_the_bound() -> None:
         p.observe(query(osl=5000, max_tokens=40, tag="long"), 40)
     assert p.predict(query(osl=5000, max_tokens=40, tag="long")).tokens == 40
     assert p.hints is not None
-    assert p.hints.weight(Client("long")) > 0.9
+    assert p.hints.weight(Origin("long")) > 0.9
 
 
 @given(

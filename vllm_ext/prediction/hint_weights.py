@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from vllm_ext.contract.request import Origin
 
 _AT_FIRST = 0.5
 """Weight before anybody's hint was seen to be right or wrong."""
@@ -17,14 +18,6 @@ _SPREAD = 0.5
 """Error of a hint, in nats, at which it counts exp(-1/2) of one that is exact: a factor of 1.65."""
 _MAX_CLIENTS = 4096
 """Clients choose tags and salts: a bound on what they can make us keep."""
-
-
-class Client(NamedTuple):
-    """Whose hints are weighed together; empty where nothing was said."""
-
-    tag: str = ""
-    salt: str = ""
-    key: str = ""
 
 
 @dataclass(slots=True)
@@ -59,16 +52,16 @@ class HintWeights:
 
     def __init__(self) -> None:
         """Start with nobody."""
-        self._clients: OrderedDict[Client, _Record] = OrderedDict()
+        self._clients: OrderedDict[Origin, _Record] = OrderedDict()
         self._newcomers = _Record()
 
-    def weight(self, client: Client) -> float:
+    def weight(self, client: Origin) -> float:
         """Return how far a hint of ``client`` is believed, 0 to 1."""
         as_new = self._newcomers.share(_AT_FIRST)
         record = self._clients.get(client)
         return as_new if record is None else record.share(as_new)
 
-    def observe(self, client: Client, osl: int, output_tokens: int) -> None:
+    def observe(self, client: Origin, osl: int, output_tokens: int) -> None:
         """Learn from a finished request.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from vllm_ext.contract.length_distribution import LengthDistribution
-from vllm_ext.prediction.hint_weights import Client
+from vllm_ext.contract.request import Origin
 
 
 class LengthQuery(NamedTuple):
@@ -18,7 +18,7 @@ class LengthQuery(NamedTuple):
     """Output length the client expects."""
     tag: str | None = None
     """Name of the application or tenant, where the client gave one."""
-    client: Client = Client()
+    client: Origin = Origin()
     """Whose hints are weighed with this one's."""
 
 

@@ -82,7 +82,7 @@ class Lists(NamedTuple):
     running: list[Request]
     prefilling: list[Request]
     """Of these: those with a part of their prompt still to compute."""
-    parked: list[Request]
+    num_parked: int
     """Those that hold KV but do not run."""
     loading: list[Request]
     """Of these: those that load it, or have loaded it and start before all others."""
@@ -94,17 +94,17 @@ class Lists(NamedTuple):
 
 def read(engine: EngineState, num_waiting: int) -> Lists:
     """Read vLLM's lists, while so many wait. Cost: a look at each request that holds KV and does not decode."""
-    parked = loads = ready = _NOBODY
-    if engine.kv_holding_waiting:
-        parked = list(engine.kv_holding_waiting)
+    loads = ready = _NOBODY
+    num_parked = len(engine.kv_holding_waiting)
+    if num_parked:
         loads, ready = loading(engine), loaded(engine)
-    others = len(engine.running) + num_waiting + len(parked) - 1
+    others = len(engine.running) + num_waiting + num_parked - 1
     chunk: int | None = engine.scheduler_config.long_prefill_token_threshold or None
     if others < 1:
         chunk = None
     elif chunk and engine.adaptive_long_prefill_threshold:
         chunk = max(chunk, int(engine.scheduler_config.max_num_batched_tokens) // (others + 1))
-    return Lists(engine.running, prefilling(engine), parked, loads, ready, chunk)
+    return Lists(engine.running, prefilling(engine), num_parked, loads, ready, chunk)
 
 
 def prefilling(engine: EngineState) -> list[Request]:

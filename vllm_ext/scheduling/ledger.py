@@ -11,7 +11,6 @@ from vllm_ext.contract import NO_SERVER, Origin, RequestView
 from vllm_ext.contract.length_distribution import LengthDistribution, Prediction
 from vllm_ext.contract.objective import NO_SLO, Slo, resolve
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, from_extra_args
-from vllm_ext.prediction.hint_weights import Client
 from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
@@ -67,7 +66,7 @@ class Job:
     def ask_again(self) -> None:
         """Renew what lengths are predicted from: a streaming session's prompt grows, and its bound moves."""
         request, hints = self.request, self.hints
-        client = Client(hints.tag or "", request.cache_salt or "", hints.client_key or "")
+        client = self.origin._replace(adapter="")  # whatever it asks, a client is as right as it was
         self.query = LengthQuery(request.num_prompt_tokens, request.max_tokens, hints.osl, hints.tag, client)
 
     @property

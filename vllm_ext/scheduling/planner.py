@@ -126,8 +126,7 @@ class Planner:
                 room.gates = (*room.gates, EncoderRoom(engine, step.unfinished_prompts, self._fronts))
             self._admission.select(step, room)
             ask = self._ask_again(step, room, told) if told else ()
-            if split.chunk is not None:
-                split = _without_waste(split, step, room)
+            split = _without_waste(split, step, room)
             plan = StepPlan(split=split, admit=tuple(room.admit), preempt=tuple(room.preempt), ask=ask)
             for request in step.untold:
                 self._queue.part(request)
@@ -214,9 +213,10 @@ class Planner:
 
 def _without_waste(split: Split, step: EngineStep, room: Room) -> Split:
     """Return a split whose cap on running prompts leaves no more than those who join can use."""
+    if split.chunk is None:
+        return split
     if not room.admit:
         return replace(split, chunk=None)
-    assert split.chunk is not None
     return replace(split, chunk=split.chunk + max(0, room.tokens) // max(1, step.num_prefilling))
 
 

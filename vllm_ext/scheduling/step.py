@@ -139,7 +139,7 @@ class EngineStep:
         engine, lists, free_tokens = self._engine, self._lists, self.free_tokens
         # As upstream has it, a load between steps takes its seat when its KV has come.
         ready = len(lists.loaded)
-        seated = self.num_running + len(lists.parked) - len(lists.loading) + ready
+        seated = self.num_running + lists.num_parked - len(lists.loading) + ready
         speculative = engine.vllm_config.speculative_config
         drafts = 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
         inputs = engine.scheduler_config.max_num_batched_tokens - (self.token_budget - free_tokens)

@@ -7,14 +7,14 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-from vllm_ext.contract import Ageing, Rank
+from vllm_ext.contract import Ageing, AgeLimit, Rank
 from vllm_ext.contract.room import ADAPTERS, AdapterPlaces
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.engine_state import adapter_of, awaits_grammar, grammar_failed
@@ -315,40 +315,35 @@ class WaitingTable(RequestQueue):
 
     def _give_turns(self, due: Mapping[str, int]) -> None:
         """Let the oldest ones go before all others that have a turn now, and those that had one as they were ranked."""
-        found = [r for client, count in due.items() for r in islice(self._aged(client), count)]
-        if found or self._due:
-            changed = [request for request in (*self._due, *found) if (request in found) != (request in self._due)]
-            self._due = dict.fromkeys(found)
-            for request in changed:
+        before = self._due
+        self._due = dict.fromkeys(r for client, count in due.items() for r in islice(self._turns_of(client), count))
+        for request in (*before, *self._due):
+            if (request in before) != (request in self._due):
                 self._push(request)
 
-    def _aged(self, client: str) -> Iterator[Request]:
-        """Yield those of a client's requests that have waited beyond the limit, and for whom a turn is worth something.
+    def _turns_of(self, client: str) -> Iterator[Request]:
+        """Yield those of a client's aged requests for whom a turn is worth something, oldest first.
 
-        Oldest first, and not those who would have to stand behind others all the same, as their priority is low.
+        Not those who would have to stand behind others all the same, as their priority is low.
         """
         first = next(self._line_up(client), None)
         if self._turns is None or first is None:
             return
-        oldest = heapq.merge(*(line.by_arrival() for line in self._fitting(client)), key=attrgetter("ties"))
-        for entry in islice(oldest, _OLDEST_LOOKED_AT):
-            if self._now - entry.ties[0] <= self._turns.limit.limit_s:
-                return
+        for entry in islice(self._aged(client, self._turns.limit), _OLDEST_LOOKED_AT):
             if (*self._turns.rank(entry.request).key, *entry.ties) <= first[0]:
                 yield entry.request
 
-    def _fitting(self, client: str) -> list[WaitingLine]:
-        """Return the lines of a client whose adapters have a place."""
-        return [line for adapter, line in self._lines.get(client, {}).items() if self.adapters.fits(adapter)]
+    def _aged(self, client: str, limit: AgeLimit) -> Iterator[Entry]:
+        """Yield those of a client whose adapters have a place and who have waited beyond the limit, oldest first."""
+        lines = [line for adapter, line in self._lines.get(client, {}).items() if self.adapters.fits(adapter)]
+        oldest = heapq.merge(*(line.by_arrival() for line in lines), key=attrgetter("ties"))
+        return takewhile(lambda entry: self._now - entry.ties[0] > limit.limit_s, oldest)
 
     def _note_admission(self, request: Request, client: str) -> None:
         """Count who joined towards the turns of those who have waited longest."""
-        if self._turns is None:
-            return
-        firsts = (next(line.by_arrival(), None) for line in self._fitting(client))
-        since = self._now - self._turns.limit.limit_s
-        aged = any(first is not None and first.ties[0] < since for first in firsts)
-        self._turns.admitted(client, aged=aged, by_turn=request in self._due)
+        if self._turns is not None:
+            aged = next(self._aged(client, self._turns.limit), None) is not None
+            self._turns.admitted(client, aged=aged, by_turn=request in self._due)
 
     def _push(self, request: Request) -> None:
         old, rank = self._entries.get(request), self._rank(request)
