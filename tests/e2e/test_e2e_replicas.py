@@ -147,7 +147,7 @@ def test_emptying_the_tier_empties_every_engines(server: Served) -> None:
 
 def test_more_host_memory_than_both_can_have_is_refused(forks: ForkServer | None, llama: Path, tmp_path: Path) -> None:
     """Each alone would fit."""
-    gib = f"{0.7 * free_bytes() / 2**30:.3f}"
+    gib = f"{round(0.7 * free_bytes() / 2**30, 3):g}"
     args = ["--scheduler-cls", "fcfs", "--data-parallel-size", "2", "--kv-tier-gib", gib]
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(llama), *SMALL_ENGINE, *args]
     ended = run(forks, VLLM, command, environment={**os.environ, **ENVIRONMENT}, log=tmp_path / "log.txt")

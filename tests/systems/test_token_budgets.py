@@ -227,6 +227,14 @@ def test_as_published_accelgen_cuts_prompts_to_the_kv_that_is_left(free: int, ex
     assert SloPivotBudget(fitted=False).split(step).tokens == 1536
 
 
+def test_as_published_accelgen_cuts_nothing_where_only_prompts_run_and_hold_all_kv() -> None:
+    """One token would take a block from another prompt, which takes it back: nobody came to an end."""
+    step = replace(mixed(10, tbt_s=0.2), free=0, total=200, runtime=SATURATES_LATE)
+    step = replace(step, running=tuple(view for view in step.running if not view.num_output_tokens))
+    assert not step.num_decoding
+    assert SloPivotBudget(fitted=False, within_kv=True).split(step).tokens > 100
+
+
 @pytest.mark.parametrize("policy", [TbtBudget(), SloPivotBudget()], ids=["sarathi", "accelgen"])
 def test_one_client_who_names_five_seconds_loosens_nobodys_objective(policy: TbtBudget | SloPivotBudget) -> None:
     step = mixed(10)

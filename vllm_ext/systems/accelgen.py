@@ -329,7 +329,8 @@ class SloPivotBudget(Budget):
             fitting = fitting_prompt_tokens(step, _RULE.safety * objective_s)
             tokens = min(tokens, step.decode_tokens + fitting)
         tokens = max(tokens, step.decode_tokens + self.min_prefill_tokens)
-        if self.within_kv:
+        if self.within_kv and (step.num_decoding or step.pool.unused):
+            # With neither, the next token costs somebody its KV, and prompts would take it from one another for ever.
             blocks_per_token = sum(1 / size for size in step.pool.block_sizes)
             tokens = min(tokens, step.decode_tokens + int(step.pool.unused / blocks_per_token))
         return beside_pressing(step, Split(tokens=max(tokens, step.decode_tokens + 1)))
