@@ -47,11 +47,11 @@ def test_prices_that_rise_together_change_no_order_of_costs_and_nobody_is_asked(
 
 
 def test_a_change_of_the_ratio_has_all_asked_in_the_end() -> None:
-    assert _asked("alise", prefill=3.0, decode=1.0, steps=64 + 60) == 50
+    assert _asked("alise", prefill=3.0, decode=1.0, steps=64 + 4 * 50) == 50
 
 
 def test_orders_by_time_follow_every_price() -> None:
-    assert _asked("accelgen", prefill=1.5, decode=1.5, steps=64 + 60) >= 50
+    assert _asked("accelgen", prefill=1.5, decode=1.5, steps=64 + 4 * 50) >= 50
 
 
 def test_a_step_asks_for_three_at_most() -> None:

@@ -297,22 +297,29 @@ def test_a_rank_that_is_expired_at_once_does_not_take_the_turns_of_others() -> N
     assert "due" in r.asked
 
 
-def test_of_outdated_ranks_those_of_who_competes_are_asked_for_again_and_one_more_in_each_step() -> None:
+def test_of_outdated_ranks_those_of_who_competes_are_asked_for_before_a_look_and_one_more_in_four_steps() -> None:
     r = Ranks()
     for i in reversed(range(40)):
         r.add(f"r{i}", i)
     r.asked.clear()
     r.queue.prices_changed()
-    r.queue.begin_step(0.0)
-    assert r.asked == ["r0", "r1", "r39"], "the best two, and the one that was ranked longest ago"
+    for _ in range(4):
+        r.queue.begin_step(0.0)
+    assert r.asked == ["r39"], "the one that was ranked longest ago"
+    r.queue.begin_look()
+    assert r.asked[1:] == ["r0", "r1"], "the best two"
+    r.queue.begin_look()
+    assert len(r.asked) == 3, "they are up to date"
     r.ranks["r0"] = Rank((100.0,))
     r.queue.rerank(r.requests["r0"])
-    r.queue.begin_step(0.0)
-    assert r.asked[4:] == ["r2", "r38"], "another one competes now"
-    for _ in range(35):
+    r.queue.begin_look()
+    assert r.asked[4:] == ["r2"], "another one competes now"
+    for _ in range(4 * 36):
         r.queue.begin_step(0.0)
     assert sorted(r.asked[4:]) == sorted(f"r{i}" for i in range(2, 39))
-    r.queue.begin_step(0.0)
+    for _ in range(4):
+        r.queue.begin_step(0.0)
+    r.queue.begin_look()
     assert len(r.asked) == 41, "all are up to date"
 
 
@@ -322,11 +329,12 @@ def test_prices_that_swing_leave_nobody_out() -> None:
     for i in range(100):
         r.add(f"r{i}", i)
     r.asked.clear()
-    for _ in range(200):
+    for _ in range(800):
         r.queue.prices_changed()
         r.queue.begin_step(0.0)
+        r.queue.begin_look()
     assert set(r.asked) == set(r.requests)
-    assert len(r.asked) <= 3 * 200
+    assert len(r.asked) <= 2 * 800 + 200
 
 
 def test_ranks_do_not_move_within_a_step() -> None:

@@ -74,6 +74,8 @@ class Planner:
         self.memo: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.swapper: KvSwapper | None = None
+        self._head: tuple[int, str | None] = (-1, None)
+        """Who was first as who waits last changed, and when that was."""
         self._has_encoder = has_encoder(engine)
         self._free_to_vllm = admission.is_vllms and not gates and queue.shares is None
         self._asks_always = not budget.is_vllms
@@ -118,6 +120,7 @@ class Planner:
         step.split_by(split)
         room = step.room()
         if self._free_to_vllm and not split.apart:
+            self._queue.begin_look()
             plan = StepPlan(split=split)
         else:
             if self._gates:
@@ -171,8 +174,11 @@ class Planner:
     def _head_lacks(self, step: EngineStep, room: Room) -> dict[str, str]:
         """Return what the head of the queue waits for where nobody needed to be looked at."""
         lacks = None if room.admit else room.lacks
-        head = None if lacks is None else next(step.waiting(), None)
-        return {} if head is None or lacks is None else {head.req_id: lacks}
+        if lacks is None:
+            return {}
+        if self._head[0] != self._queue.changes:
+            self._head = (self._queue.changes, next((candidate.req_id for candidate in step.waiting()), None))
+        return {} if self._head[1] is None else {self._head[1]: lacks}
 
     def _victim(self, request: RequestView, blocks: int) -> Victim:
         if self.swapper is not None:

@@ -231,6 +231,7 @@ class EngineStep:
 
     def _all_waiting(self) -> Iterator[Candidate]:
         asks = self._engine.connector is not None
+        self._queue.begin_look()
         for key, entry in self._queue.ranked():
             if not could_join(entry.request):
                 continue

@@ -33,6 +33,8 @@ _OLDEST_KEPT_FRESH = 4
 are served in this order, so that the aging bound holds however long the queue is."""
 _BEST_KEPT_CURRENT = 2
 """Requests of best rank that are ranked again before they compete, if prices changed since."""
+_ROUND_EVERY = 4
+"""Steps after which one more of those is ranked again that do not compete yet, once prices have changed."""
 _OLDEST_LOOKED_AT = 64
 """Requests that arrived first and are looked at for whose turn it is as they have waited longest."""
 _BLOCKED_ASKED = 64
@@ -92,10 +94,13 @@ class WaitingTable(RequestQueue):
         self._undecided = WaitingLine(ageing, self._numbers.__contains__)
         self._expiry: LazyHeap[tuple[float, int, Entry]] = LazyHeap(self._numbers.__contains__)
         self._arrivals: LazyHeap[tuple[tuple[float, int], int, Request]] = LazyHeap(self._stays.__contains__)
+        self._steps = 0
         self._ranks = 0
         """Counts ranks."""
         self._epoch = 0
         """Of prices."""
+        self._looked_at = (0, 0, 0)
+        """The state in which those who compete were last ranked by these prices."""
         self._taken: set[Request] = set()
         """Whom vLLM took in this step: whoever comes back was passed over."""
         self._offered: deque[Request] | None = None
@@ -198,16 +203,22 @@ class WaitingTable(RequestQueue):
         self.adapters = adapters or AdapterPlaces()
         self._unblock()
         self._arrivals.first()  # drops what is gone from the front
-        entries = self._entries
-        expired = self._expiry.pop_until(now, _MAX_DUE)
-        oldest = [*islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH)]
-        due = [entry.request for _, _, entry in expired]
-        due += [request for _, _, request in oldest if entries[request].rank.until_s <= now]
-        due += self._outdated()
-        for request in dict.fromkeys(due):  # after all were found: one that expires at once must not come twice
-            self._push(request)
+        self._steps += 1
+        in_turn = () if self._steps % _ROUND_EVERY else self._ranked_longest_ago()
+        for request in dict.fromkeys((*self._expired(), *in_turn)):
+            self._push(request)  # after all were found: one that expires at once must not come twice
         if self._turns is not None:
             self._give_turns(self._turns.due())
+
+    def begin_look(self) -> None:
+        """Rank again who competes by a rank of older prices; called before anybody looks at the queue."""
+        state = (self.changes, self._ranks, self._epoch)
+        if state == self._looked_at or not any(self._ranked_longest_ago()):
+            return
+        for request in [*self.best(_BEST_KEPT_CURRENT)]:
+            if self._entries[request].epoch != self._epoch:
+                self._push(request)
+        self._looked_at = state
 
     def end_step(self) -> None:
         """Note that vLLM has scheduled the step: whoever comes back from now on was not passed over, but preempted."""
@@ -245,7 +256,7 @@ class WaitingTable(RequestQueue):
             self._push(request)
 
     def prices_changed(self) -> None:
-        """Hold all ranks for outdated: of those who compete they are asked for again, and one more in each step."""
+        """Hold all ranks for outdated: those of who competes are asked for again, of the others one every few steps."""
         self._epoch += 1
 
     def finished(self, request: Request) -> None:
@@ -316,6 +327,8 @@ class WaitingTable(RequestQueue):
     def _give_turns(self, due: Mapping[str, int]) -> None:
         """Let the oldest ones go before all others that have a turn now, and those that had one as they were ranked."""
         before = self._due
+        if not before and not due:
+            return
         self._due = dict.fromkeys(r for client, count in due.items() for r in islice(self._turns_of(client), count))
         for request in (*before, *self._due):
             if (request in before) != (request in self._due):
@@ -380,14 +393,17 @@ class WaitingTable(RequestQueue):
             entry.line = lines[adapter] = WaitingLine(self._ageing, self._numbers.__contains__)
         entry.line.enter(entry)
 
-    def _outdated(self) -> list[Request]:
-        """Return those of who competes whose ranks are of older prices, and the one that was ranked longest ago."""
-        entries = self._entries
-        longest_ago = next(iter(entries), None)
-        if longest_ago is None or entries[longest_ago].epoch == self._epoch:
+    def _expired(self) -> list[Request]:
+        """Return some of those whose ranks hold no longer, and of the oldest all."""
+        if not self._expiry:
             return []
-        best = [request for request in self.best(_BEST_KEPT_CURRENT) if entries[request].epoch != self._epoch]
-        return [*best, longest_ago]
+        due = [entry.request for _, _, entry in self._expiry.pop_until(self._now, _MAX_DUE)]
+        oldest = [request for _, _, request in islice(self._arrivals.ascending(), _OLDEST_KEPT_FRESH)]
+        return due + [request for request in oldest if self._entries[request].rank.until_s <= self._now]
+
+    def _ranked_longest_ago(self) -> Iterator[Request]:
+        """Yield the request that was ranked longest ago, if prices have changed since."""
+        return (request for request in islice(self._entries, 1) if self._entries[request].epoch != self._epoch)
 
     def _unblock(self) -> None:
         """Look at some of those whose grammar is being compiled, in turn; whose grammar has come waits like others."""
