@@ -181,7 +181,7 @@ class Subject:
     def _fill_history(self) -> None:
         lengths = np.random.default_rng(0).lognormal(np.log(PREDICTED_TOKENS / 2), 0.8, FINISHED_LENGTHS)
         for length in np.clip(lengths, 1, MAX_TOKENS):
-            self.scheduler.ledger.finished_lengths.add(int(length))
+            self.scheduler.tracked.finished_lengths.add(int(length))
 
     def _add(self, prefix: str, counts: Mapping[int, int], over_s: float) -> None:
         """Add requests by prompt length, ``over_s`` seconds of virtual time from the first to the last."""

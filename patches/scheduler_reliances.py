@@ -78,7 +78,7 @@ HOOKS = (
     ),
     _reliance(
         f"{_SCHEDULER}.add_request",
-        "extended: a request enters our ledger",
+        "extended: a request is tracked from here on",
         "b3ff67cd03c8844f",
         "f811672acdeefb7f",
         "f811672acdeefb7f",
@@ -92,7 +92,7 @@ HOOKS = (
     ),
     _reliance(
         f"{_SCHEDULER}._free_request",
-        "extended: a request leaves our ledger",
+        "extended: a request is tracked no longer",
         "8c8dd560c7c5dcc9",
         "0e1d9e4742c4bf3c",
         "d48874bdd5646e05",

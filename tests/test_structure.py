@@ -94,12 +94,13 @@ def test_few_modules_lie_in_no_room() -> None:
 
 
 OLD_WORDS = {
-    "Desk": "RequestBatcher", "Fate": "KvDisposition", "Judged": "SloOutcome", "LengthLaw": "LengthDistribution",
+    "Desk": "RequestBatcher", "Fate": "KvDisposition", "Fronts": "CachedPrefixes", "Job": "TrackedRequest",
+    "Judged": "SloOutcome", "Ledger": "TrackedRequests", "LengthLaw": "LengthDistribution", "Pace": "StepStats",
     "Parting": "PreemptionCost", "PassAFew": "BoundedBypass", "PressingFirst": "UrgentFirst", "Seen": "SequenceTimes",
-    "SpecError": "ConfigError", "law": "distribution", "said": "chat_messages",
+    "SpecError": "ConfigError", "law": "distribution", "said": "chat_messages", "take_back": "discard_failed_loads",
 }  # fmt: skip
 """Names that readers stumbled over, and what is said instead."""
-SPOKEN = ("config", "contract", "hooks", "metrics", "predictor", "report", "slo", "systems")
+SPOKEN = ("config", "contract", "hooks", "metrics", "predictor", "report", "scheduling", "slo", "systems")
 """Rooms in which the old ones are refused."""
 
 

@@ -358,6 +358,6 @@ def check_recording(path: Path) -> None:
         assert (result.steps, result.requests) == (result.total_steps, 16 + 4 + 3)
         assert result.steps > 40
     scheduler: Any = result.scheduler
-    assert scheduler.ledger.runtime.num_observations > 10
+    assert scheduler.tracked.runtime.num_observations > 10
     predicted = validate(alise, fit([upstream]))
     assert predicted.metrics["judged_requests"] == 16

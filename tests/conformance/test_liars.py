@@ -90,7 +90,7 @@ def waits(system: str, said: Said, *, new_names: bool = False, seconds: float = 
     waited = {record["req_id"]: record["queue_s"] for record in rig.state["records"]}
     for name, at in arrived.items():
         if name not in waited:
-            started = rig.scheduler.ledger[name].first_scheduled
+            started = rig.scheduler.tracked[name].first_scheduled
             waited[name] = (rig.clock() if started is None else started) - at
     return Waits(*(fmean(s for name, s in waited.items() if name.startswith(who)) for who in ("other", "honest")))
 

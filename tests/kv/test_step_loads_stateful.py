@@ -156,7 +156,7 @@ def test_without_taking_back_the_walk_finds_what_was_made_of_a_failed_load(
     monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     """The control: leave it to vLLM, and requests read what was never loaded."""
-    monkeypatch.setattr("vllm_ext.scheduling.scheduler.take_back", lambda *args: None)
+    monkeypatch.setattr("vllm_ext.scheduling.scheduler.discard_failed_loads", lambda *args: None)
     dice = random.Random(17)
 
     def walk() -> None:

@@ -104,7 +104,7 @@ def test_invariant_1_true_lengths_changed_after_admission_change_no_decision(sys
         assert len(scheduler.requests) == 12, "none has ended"
         jobs = {
             r: (job.prediction.source, job.prediction.distribution.quantiles(), job.estimate, job.demotions)
-            for r, job in scheduler.ledger.jobs.items()
+            for r, job in scheduler.tracked.by_id.items()
         }
         return decisions, jobs
 

@@ -29,7 +29,7 @@ class Loads:
         self._scheduler = scheduler = rig.scheduler
         rig.runner.ledger = None  # nothing is loaded, and whoever looked at the KV would see that
         scheduler.connector = self
-        scheduler.fronts.host = self
+        scheduler.prefixes.host = self
         scheduler._connector_finished = lambda request: (False, None)
         scheduler._build_kv_connector_meta = lambda *args, **kwargs: None
 

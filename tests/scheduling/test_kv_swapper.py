@@ -58,8 +58,8 @@ def swapper_of(rig: Rig) -> KvSwapper:
         scheduler,
         tier,  # type: ignore[arg-type]
         scheduler.policies.residency,
-        ledger=scheduler.ledger,
-        fronts=scheduler.fronts,
+        tracked=scheduler.tracked,
+        prefixes=scheduler.prefixes,
         observer=scheduler.observer,
         clock=rig.clock,
     )
@@ -76,16 +76,16 @@ def test_a_wait_ends_with_the_requests_own_promotion() -> None:
         max_num_seqs=1,
         options={"ordering": {"num_levels": 6, "base_level_s": 0.5, "age_limit_s": 20.0}},
     )
-    swapper, ledger = swapper_of(rig), rig.scheduler.ledger
+    swapper, table = swapper_of(rig), rig.scheduler.tracked
     rig.add("runs", 10, osl=300, length=300)
     rig.step(2)
-    job = ledger["runs"]
-    view = ledger.view(job)
+    tracked = table["runs"]
+    view = table.view(tracked)
     level = rig.scheduler.policies.ordering.level(view)
     for number in range(64):
         rig.add(f"ahead{number}", 10, osl=300, length=300, priority=-1)
-    promoted_s = (level + 1) * 20.0 - job.waited_s
-    assert swapper._wait_s(job, view) == pytest.approx(promoted_s)
+    promoted_s = (level + 1) * 20.0 - tracked.waited_s
+    assert swapper._wait_s(tracked, view) == pytest.approx(promoted_s)
     assert promoted_s < 6 * 20.0
     assert not math.isinf(promoted_s)
 
@@ -94,16 +94,16 @@ def test_a_wait_ends_with_the_requests_own_promotion() -> None:
 def test_who_comes_back_before_all_others_waits_for_none_of_them(system: str) -> None:
     """The wait was that of a newcomer, behind everybody: its KV was copied, or given up, for a wait of no time."""
     rig = Rig(system, max_num_seqs=2)
-    swapper, ledger = swapper_of(rig), rig.scheduler.ledger
+    swapper, table = swapper_of(rig), rig.scheduler.tracked
     for name in ("runs", "leaves"):
         rig.add(name, 10, osl=300, length=300)
         rig.step(2)
     for number in range(8):
         rig.add(f"waits{number}", 10, osl=3, length=3)
-    job = ledger["leaves"]
-    until_free_s = ledger.view(ledger["runs"]).predicted_remaining_s
-    assert swapper._wait_s(job, ledger.view(job)) == pytest.approx(until_free_s)
+    tracked = table["leaves"]
+    until_free_s = table.view(table["runs"]).predicted_remaining_s
+    assert swapper._wait_s(tracked, table.view(tracked)) == pytest.approx(until_free_s)
     rig.scheduler.requests["waits0"].num_preemptions = 1
     rig.scheduler.ranked.rerank(rig.scheduler.requests["waits0"])
-    longer_s = swapper._wait_s(job, ledger.view(job)) - until_free_s
+    longer_s = swapper._wait_s(tracked, table.view(tracked)) - until_free_s
     assert longer_s == 0, "of those who left, the older comes back first"

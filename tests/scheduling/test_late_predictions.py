@@ -90,7 +90,7 @@ def test_a_prediction_is_cut_at_the_clients_bound(one_seat: dict[str, Any]) -> N
     rig = Rig(options=one_seat)
     rig.add("a", length=8, max_tokens=10)
     rig.scheduler.update_predictions([["a", nine(500, 900), "retrieval"]])
-    assert rig.scheduler.ledger["a"].estimate == 10
+    assert rig.scheduler.tracked["a"].estimate == 10
     rig.drain()
     assert rig.record("a")["predicted_tokens"] == 10
 
@@ -103,8 +103,8 @@ def test_a_prediction_that_comes_when_it_is_outlived_is_doubled_without_a_demoti
     assert generated > 20
     rig.scheduler.update_predictions([["a", nine(3, 4), "retrieval"]])
     estimates = [3 * 2**k for k in range(8)]
-    assert rig.scheduler.ledger["a"].estimate == next(e for e in estimates if e > generated)
-    assert rig.scheduler.ledger["a"].demotions == 0
+    assert rig.scheduler.tracked["a"].estimate == next(e for e in estimates if e > generated)
+    assert rig.scheduler.tracked["a"].demotions == 0
 
 
 def test_an_outlived_estimate_follows_the_law_behind_it(one_seat: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_an_outlived_estimate_follows_the_law_behind_it(one_seat: dict[str, Any]
     rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional"}})
     rig.add("a", length=100)
     rig.scheduler.update_predictions([["a", nine(10, 40), "retrieval"]])
-    job = rig.scheduler.ledger["a"]
+    job = rig.scheduler.tracked["a"]
     history = []
     while rig.loop.has_work:
         rig.step()
@@ -134,7 +134,7 @@ def test_an_outlived_estimate_of_the_history_follows_its_window(one_seat: dict[s
         rig.add(f"past{number}", length=length)
         rig.drain()
     rig.add("a", length=60)
-    job = rig.scheduler.ledger["a"]
+    job = rig.scheduler.tracked["a"]
     assert job.estimate == 5
     rig.step(10)
     assert job.estimate == pytest.approx(80, rel=0.1), "those that were longer than 5 had 80"
@@ -145,7 +145,7 @@ def test_a_hint_without_a_distribution_is_doubled_all_the_same(one_seat: dict[st
     rig = Rig(options={**one_seat, "prediction": {"refresh": "conditional"}})
     rig.add("a", length=30, osl=4)
     rig.step(6)
-    assert rig.scheduler.ledger["a"].estimate == 8
+    assert rig.scheduler.tracked["a"].estimate == 8
 
 
 @pytest.mark.parametrize("blocks", [400, 24], ids=["ample memory", "little memory"])

@@ -90,7 +90,7 @@ def test_the_first_rank_knows_what_the_host_has() -> None:
     rig.add("cached", 330, osl=4)
     rig.scheduler.tier = None
     rig.add("short", 30, osl=4)
-    view = rig.scheduler.ledger.view(rig.scheduler.ledger["cached"])
+    view = rig.scheduler.tracked.view(rig.scheduler.tracked["cached"])
     assert view.cached_tokens == 320
     assert rig.scheduler.ranked.key(rig.scheduler.requests["cached"])[2] == view.predicted_remaining_s
     assert rig.waiting == ["cached", "short"]
@@ -210,7 +210,7 @@ def test_victims_are_ranked_by_what_they_have_left_now() -> None:
 
     def preempt(request: object, reason: str, *, drop_output: bool) -> None:
         nonlocal wrong, victims
-        views = [rig.scheduler.ledger.view(rig.scheduler.ledger[req_id]) for req_id in rig.running]
+        views = [rig.scheduler.tracked.view(rig.scheduler.tracked[req_id]) for req_id in rig.running]
         levels = {view.req_id: policy.level(view) for view in views}
         victims += 1
         wrong += levels[request.request_id] < max(levels.values())  # type: ignore[attr-defined]

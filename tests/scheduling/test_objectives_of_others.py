@@ -54,7 +54,7 @@ def test_an_objective_below_the_operators_bound_is_left_out_and_counted(system: 
         rig.add(f"below-{number}", **hints)  # type: ignore[arg-type]
     rig.add("at", tbt_slo_ms=50.0, ttft_slo_ms=100.0, jct_slo_ms=1000.0)
     assert rig.state["bad_hints"] == 3
-    jobs = rig.scheduler.ledger.jobs
+    jobs = rig.scheduler.tracked.by_id
     assert [jobs[f"below-{number}"].slo.tbt_s for number in range(3)] == [None] * 3
     assert (jobs["at"].slo.tbt_s, jobs["at"].slo.ttft_s, jobs["at"].slo.e2e_s) == (0.05, 0.1, 1.0)
     rig.drain()

@@ -23,7 +23,7 @@ def _asked(system: str, *, prefill: float, decode: float, waiting: int = 50, ste
         return ranked(request)
 
     scheduler.ranked._rank = rank
-    runtime = scheduler.ledger.runtime
+    runtime = scheduler.tracked.runtime
     old: Coefficients = runtime.coefficients
     runtime._use(
         old._replace(

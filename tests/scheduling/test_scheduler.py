@@ -114,7 +114,7 @@ def test_when_kv_memory_runs_out_the_worst_ranked_job_leaves(cheap: dict[str, An
 def test_a_job_that_outlives_its_estimate_is_demoted_and_its_estimate_doubles(cheap: dict[str, Any]) -> None:
     rig = Rig(options=cheap)
     rig.add("liar", length=40, osl=4)
-    job = rig.scheduler.ledger["liar"]
+    job = rig.scheduler.tracked["liar"]
     history = []
     while rig.loop.has_work:
         rig.step()
@@ -129,7 +129,7 @@ def test_a_job_that_outlives_its_estimate_is_demoted_and_its_estimate_doubles(ch
 def test_the_estimate_stops_at_max_tokens(cheap: dict[str, Any]) -> None:
     rig = Rig(options=cheap)
     rig.add("bounded", length=400, osl=3, max_tokens=10)
-    job = rig.scheduler.ledger["bounded"]
+    job = rig.scheduler.tracked["bounded"]
     rig.drain()
     assert job.estimate == 10
     assert job.demotions == 2
@@ -168,7 +168,7 @@ def test_a_late_prediction_below_what_was_generated_is_no_demotion(cheap: dict[s
     rig.add("a", length=60)
     rig.step(33)
     rig.scheduler.update_predictions([["a", nine(2), "retrieval"]])
-    assert rig.scheduler.ledger["a"].demotions <= 1
+    assert rig.scheduler.tracked["a"].demotions <= 1
 
 
 def test_waiting_requests_are_promoted_with_time(cheap: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
         rig.step(seconds=0.05)
     rig.drain(seconds=0.05)
     scheduler = rig.scheduler
-    assert scheduler.ledger.jobs == {}
+    assert scheduler.tracked.by_id == {}
     assert scheduler.observer._awaiting_first_token == {}
     assert scheduler.observer.timer._in_flight == {}
     assert rig.state["next_record"] == len(ids)
@@ -279,8 +279,8 @@ def test_nothing_is_remembered_of_requests_that_are_gone(system: str, depth: int
         order = scheduler.running_order
         kept = (order._ranked, order._by_time, order._by_step, order._stale, order.tbt_s, order._numbers)
         assert sum(map(len, kept)) == 0
-        fronts = scheduler.fronts
-        assert (fronts._starts, fronts._behind, fronts._told) == ({}, {}, {})
+        prefixes = scheduler.prefixes
+        assert (prefixes._starts, prefixes._behind, prefixes._told) == ({}, {}, {})
         queue = scheduler.ranked
         assert (queue.levels, queue._numbers, queue._stays) == ({}, set(), set())
         assert max(map(len, (*queue._lines.get("", {}).values(), queue._expiry, queue._arrivals))) <= 2 * len(ids) + 64

@@ -92,10 +92,10 @@ def test_a_cached_prompt_is_not_taken_for_one_that_comes_too_late() -> None:
         max_model_len=8192,
         options={"prediction": {}},
     )
-    rig.scheduler.ledger.runtime.given = None
+    rig.scheduler.tracked.runtime.given = None
     add_sharing(rig, 1, shared=250, own=1, length=4)
     rig.drain(seconds=0.01)
-    full_s = rig.scheduler.ledger.runtime.prefill_s(4016)
+    full_s = rig.scheduler.tracked.runtime.prefill_s(4016)
     tokens = [(i * 31) % 900 + 100 for i in range(250 * 16)] + list(range(200, 216))
     rig.lengths["late"] = 4
     request = make_request(
@@ -107,7 +107,7 @@ def test_a_cached_prompt_is_not_taken_for_one_that_comes_too_late() -> None:
         extra_args={"ttft_slo_ms": 500 * full_s},
     )
     rig.loop.add(request)
-    view = rig.scheduler.ledger.view(rig.scheduler.ledger["late"])
+    view = rig.scheduler.tracked.view(rig.scheduler.tracked["late"])
     assert (view.cached_tokens, view.missing_tokens) == (4000, 16)
     assert view.prefill_s < full_s / 10
     assert rig.scheduler.ranked.rank(request).level == 0, "half the time of the whole prompt is enough for its rest"

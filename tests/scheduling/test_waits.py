@@ -26,7 +26,7 @@ def test_whoever_vllm_passes_over_goes_on_waiting() -> None:
     request.structured_output_request = types.SimpleNamespace(grammar=None, is_grammar_ready=False)
     arrived = rig.clock()
     rig.step(5, seconds=0.1)
-    job = rig.scheduler.ledger["blocked"]
+    job = rig.scheduler.tracked["blocked"]
     assert (job.waiting_since, job.waited_s) == (arrived, 0.0)
     request.structured_output_request = None
     request.status = RequestStatus.WAITING
@@ -46,7 +46,7 @@ def test_an_abort_is_no_resumption() -> None:
     rig.clock.advance(100.0)
     rig.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
     rig.drain(seconds=0.01)
-    assert rig.scheduler.ledger.pace.pace.preemption_s == 0.0
+    assert rig.scheduler.tracked.step_stats.latest.preemption_s == 0.0
 
 
 def test_a_resumption_is_counted_once_with_its_wait() -> None:
@@ -54,11 +54,11 @@ def test_a_resumption_is_counted_once_with_its_wait() -> None:
     for name in "ab":
         rig.add(name, 20, length=100, max_tokens=200)
     rig.step(10, seconds=0.01)
-    job = rig.scheduler.ledger["b"]
+    job = rig.scheduler.tracked["b"]
     preempt(rig, "b")
     rig.clock.advance(3.0)
     waited: list[float] = []
-    rig.scheduler.ledger.pace.resumed = waited.append
+    rig.scheduler.tracked.step_stats.resumed = waited.append
     rig.step(5, seconds=0.01)
     assert "b" in rig.running
     assert waited == [pytest.approx(3.0)]
@@ -71,7 +71,7 @@ def test_an_estimate_that_was_outlived_is_raised_for_those_who_wait_as_well() ->
     rig.add("a", 20, length=100, osl=10, max_tokens=200)
     while rig.scheduler.requests["a"].num_output_tokens < 10:
         rig.step(seconds=0.01)
-    job = rig.scheduler.ledger["a"]
+    job = rig.scheduler.tracked["a"]
     assert job.estimate == 10
     preempt(rig, "a")
     assert job.estimate > 10

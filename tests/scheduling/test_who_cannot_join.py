@@ -93,7 +93,7 @@ def test_whom_a_connector_cannot_tell_about_yet_keeps_nobody_out(system: str | N
     rig = unwatched(system)
     loads = _undecided(rig, system, count)
     if not own:
-        rig.scheduler.fronts.host = None
+        rig.scheduler.prefixes.host = None
     rig.add("other", 16, length=100, osl=100)
     assert _steps_until(rig, "other", 60) == 1
     for name in loads.undecided:
@@ -143,7 +143,7 @@ def test_a_connector_that_told_and_then_cannot_is_believed(system: str) -> None:
     rig = unwatched(system, max_num_seqs=2)
     loads = _undecided(rig, system, 0)
     rig.add("changed", 16, length=5, osl=5)
-    rig.scheduler.fronts.can_tell(rig.scheduler.requests["changed"])
+    rig.scheduler.prefixes.can_tell(rig.scheduler.requests["changed"])
     loads.undecided.add("changed")
     rig.step(2, seconds=0.02)
     rig.add("other", 16, length=100, osl=100)
@@ -212,7 +212,7 @@ class Closed:
 
 def _undecided(rig: Rig, system: str | None, count: int) -> Loads:
     if system is None:
-        rig.scheduler.fronts = _Nowhere()
+        rig.scheduler.prefixes = _Nowhere()
     loads = Loads(rig, {})
     rig.add("run", 16, length=400, osl=400)
     rig.step(seconds=0.02)

@@ -29,7 +29,7 @@ def started(**options: Any) -> Any:
 
 def test_the_model_is_in_place_before_anything_runs() -> None:
     scheduler, expected = started(), runtime_model(COST, Limits(160, 8, 64))
-    found = scheduler.ledger.runtime
+    found = scheduler.tracked.runtime
     assert found.coefficients == expected.coefficients != DEFAULT
     assert found.given == found.coefficients, "recordings know what it started from"
     assert (found.pivot, found.num_observations) == (expected.pivot, 0)

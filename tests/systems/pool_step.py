@@ -14,10 +14,10 @@ from vllm_ext.contract import (
     Candidate,
     Demand,
     GatePolicy,
-    Pace,
     Pool,
     RequestView,
     Room,
+    StepStats,
     Victim,
 )
 from vllm_ext.contract.step import Lengths
@@ -57,7 +57,7 @@ class PoolStep:
     objectives_s: tuple[float, ...] = ()
     """TBT objectives of the running requests that name one."""
     runtime: RuntimeModel = field(default_factory=lambda: RuntimeModel((0.01, 0.0, 1e-4, 0.0, 0.0), Pivot(64, 0.1)))
-    pace: Pace = field(default_factory=Pace)
+    step_stats: StepStats = field(default_factory=StepStats)
     now: float = 0.0
     number: int = 0
     changes: int = 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.contract import AgeLimit, Pace, RequestView, Server
+from vllm_ext.contract import AgeLimit, RequestView, Server, StepStats
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.contract.length_distribution import LengthDistribution
 from vllm_ext.contract.objective import NO_SLO, Slo
@@ -20,13 +20,19 @@ from vllm_ext.systems.past_future import PeakMemory
 
 from .pool_step import PoolStep, select
 
-PACE = Pace(step_s=0.05, longest_step_s=0.1, chunk_tokens=1000.0)
+STEP_STATS = StepStats(step_s=0.05, longest_step_s=0.1, chunk_tokens=1000.0)
 SERVER = Server(max_num_seqs=10, kv_tokens=1000, prefill_steps=0.02)
 CHAT = Slo(ttft_s=10.0, tbt_s=0.5)
 
 
 def waiting(name: str = "w", prompt: int = 100, *, length: int = 50, slo: Slo = NO_SLO, **fields: Any) -> RequestView:
-    values = {"waiting_since": 100.0, "pace": PACE, "max_tokens": 500, "predicted_output_tokens": length, **fields}
+    values = {
+        "waiting_since": 100.0,
+        "pace": STEP_STATS,
+        "max_tokens": 500,
+        "predicted_output_tokens": length,
+        **fields,
+    }
     return RequestView(
         name, 100.0, prompt, slo=slo, distribution=LengthDistribution.point(length), server=SERVER, **values
     )
@@ -48,7 +54,7 @@ def step_of(*queue: RequestView, running: tuple[RequestView, ...] = (), now: flo
     aged = frozenset(name for name, rank in ranks.items() if rank.older_only_s <= now)
     values = {
         "token_budget": 500,
-        "pace": PACE,
+        "pace": STEP_STATS,
         "keys": place,
         "pressing": pressing,
         "aged": aged,

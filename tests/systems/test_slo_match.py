@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_ext.contract import GatePolicy, Pace, RequestView
+from vllm_ext.contract import GatePolicy, RequestView, StepStats
 from vllm_ext.contract.objective import Slo
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 from vllm_ext.systems.accelgen import SloMatch
@@ -14,17 +14,17 @@ from vllm_ext.systems.baselines import WholePrompts
 from .pool_step import PoolStep, half_done, select
 
 NOW = 100.0
-PACE = Pace(step_s=0.1, longest_step_s=0.1, chunk_tokens=1000.0)
+STEP_STATS = StepStats(step_s=0.1, longest_step_s=0.1, chunk_tokens=1000.0)
 
 
 def waiting(name: str, prompt: int, *, left_s: float = 5.0, **fields: Any) -> RequestView:
     """A request that must run within ``left_s``."""
-    ttft = Slo(ttft_s=left_s + PACE.longest_step_s * -(-prompt // 1000))
-    return RequestView(name, NOW, prompt, waiting_since=NOW, pace=PACE, slo=ttft, max_tokens=100, **fields)
+    ttft = Slo(ttft_s=left_s + STEP_STATS.longest_step_s * -(-prompt // 1000))
+    return RequestView(name, NOW, prompt, waiting_since=NOW, step_stats=STEP_STATS, slo=ttft, max_tokens=100, **fields)
 
 
 def running(name: str, *, tbt_s: float = 0.2, **fields: Any) -> RequestView:
-    return RequestView(name, 0.0, 10, 50, 60, max_tokens=100, pace=PACE, slo=Slo(tbt_s=tbt_s), **fields)
+    return RequestView(name, 0.0, 10, 50, 60, max_tokens=100, step_stats=STEP_STATS, slo=Slo(tbt_s=tbt_s), **fields)
 
 
 def step_of(*queue: RequestView, compute: int = 1000, free: int = 100, seats: int = 8, **fields: Any) -> PoolStep:
@@ -38,7 +38,7 @@ def step_of(*queue: RequestView, compute: int = 1000, free: int = 100, seats: in
         blocks=blocks,
         max_running=seats + len(run),
         token_budget=compute + len(run),
-        pace=PACE,
+        step_stats=STEP_STATS,
         runtime=RuntimeModel(pivot=Pivot(compute + len(run), 0.1875)),
         now=NOW,
         max_model_len=100_000,
@@ -112,7 +112,7 @@ def test_a_long_prompt_is_cut_to_what_is_left_unless_a_gate_wants_it_whole() -> 
 
 
 def test_one_long_prompt_at_a_time() -> None:
-    prefills = half_done(600, 200, pace=PACE)
+    prefills = half_done(600, 200, step_stats=STEP_STATS)
     queue = waiting("long", 600), waiting("short", 90)
     policy = SloMatch(long_prompt_tokens=500)
     busy = step_of(*queue, running=(prefills,))
@@ -174,7 +174,7 @@ def test_a_lost_request_pushes_nobody_out_however_old_it_is() -> None:
 
 def test_who_has_begun_to_answer_is_left_alone() -> None:
     answers = running("answers", tbt_s=0.9)
-    prefills = half_done(600, 200, pace=PACE, slo=Slo(ttft_s=900.0))
+    prefills = half_done(600, 200, step_stats=STEP_STATS, slo=Slo(ttft_s=900.0))
     step = step_of(waiting("now", 160, left_s=0.05), seats=0, running=(prefills, answers))
     assert pushes_out(SloMatch(), step) == ["p"]
     assert pushes_out(AS_PUBLISHED, step) == ["answers"], "the last of those who run"

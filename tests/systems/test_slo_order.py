@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.contract import AGED, Pace, RequestView
+from vllm_ext.contract import AGED, RequestView, StepStats
 from vllm_ext.contract.objective import Slo
 from vllm_ext.contract.slack import READING_TBT_S, slack, ttft_s
 from vllm_ext.systems.accelgen import RELEGATED, SloSlack
 from vllm_ext.systems.baselines import SkipJoin
 
-PACE = Pace(step_s=0.04, longest_step_s=0.05, chunk_tokens=500.0, preemption_s=0.01)
+STEP_STATS = StepStats(step_s=0.04, longest_step_s=0.05, chunk_tokens=500.0, preemption_s=0.01)
 
 
 def waiting(name: str = "w", *, arrived: float = 100.0, prompt: int = 400, **fields: Any) -> RequestView:
-    return RequestView(name, arrived, prompt, **{"waiting_since": arrived, "pace": PACE, **fields})
+    return RequestView(name, arrived, prompt, **{"waiting_since": arrived, "pace": STEP_STATS, **fields})
 
 
 def test_remaining_time_is_objective_less_wait_less_execution() -> None:

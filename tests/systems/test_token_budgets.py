@@ -213,7 +213,7 @@ def test_as_published_a_job_bounds_accelgens_budget_by_what_its_steps_may_take()
         num_prompt_tokens=200,
         predicted_output_tokens=18,
         num_output_tokens=4,
-        pace=runs.pace._replace(chunk_tokens=100.0),
+        step_stats=runs.step_stats._replace(chunk_tokens=100.0),
     )
     step = replace(step, running=(job, *others), runtime=SATURATES_LATE)
     assert policy.split(step).tokens == 768

@@ -4,15 +4,15 @@ from vllm_ext.contract.axes import Admission, Budget, GatePolicy, Need, Ordering
 from vllm_ext.contract.preemption import KvDisposition, PreemptionCost
 from vllm_ext.contract.request import (
     AGED,
-    NO_PACE,
     NO_SERVER,
+    NO_STEP_STATS,
     Ageing,
     AgeLimit,
     Origin,
-    Pace,
     Rank,
     RequestView,
     Server,
+    StepStats,
     check_rank,
 )
 from vllm_ext.contract.room import Candidate, Demand, Gate, Room, Victim
@@ -20,9 +20,9 @@ from vllm_ext.contract.step import NO_PLAN, Batch, Pool, Split, Step, StepPlan
 
 __all__ = [
     "AGED",
-    "NO_PACE",
     "NO_PLAN",
     "NO_SERVER",
+    "NO_STEP_STATS",
     "Admission",
     "AgeLimit",
     "Ageing",
@@ -36,7 +36,6 @@ __all__ = [
     "Need",
     "Ordering",
     "Origin",
-    "Pace",
     "Policy",
     "Pool",
     "PreemptionCost",
@@ -49,6 +48,7 @@ __all__ = [
     "Split",
     "Step",
     "StepPlan",
+    "StepStats",
     "Victim",
     "check_rank",
 ]

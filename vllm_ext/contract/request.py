@@ -101,7 +101,7 @@ class AgeLimit(NamedTuple):
     """Above 0, at most 1: then they go before all others."""
 
 
-class Pace(NamedTuple):
+class StepStats(NamedTuple):
     """How fast the engine went lately: what estimates of a request's progress among others rest on."""
 
     step_s: float = 0.02
@@ -114,7 +114,7 @@ class Pace(NamedTuple):
     """Seconds lost to preemptions per generated token: their frequency times the longest recent wait for the seat."""
 
 
-NO_PACE = Pace()
+NO_STEP_STATS = StepStats()
 
 
 class Server(NamedTuple):
@@ -170,7 +170,7 @@ class RequestView(NamedTuple):
     """Estimated time to compute what is missing of the sequence, alone on the engine; part of the remaining time."""
     prompt_s: float = 0.0
     """The same for the whole prompt, computed or not."""
-    pace: Pace = NO_PACE
+    step_stats: StepStats = NO_STEP_STATS
     distribution: LengthDistribution = NO_DISTRIBUTION
     """Law of the total output length, as it was predicted: nothing generated is taken off."""
     server: Server = NO_SERVER

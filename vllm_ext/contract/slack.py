@@ -67,12 +67,12 @@ def given_up_at(request: RequestView, left: Slack, margin_steps: float) -> float
     In those last steps a request could be met only by a step without anybody else. Under overload there always is one,
     and served in order of deadlines each takes the place of one that could be met.
     """
-    return left.lost_at - margin_steps * request.pace.step_s
+    return left.lost_at - margin_steps * request.step_stats.step_s
 
 
 def chunks(request: RequestView) -> int:
     """Return N_ck, the steps that what is missing of the sequence takes: 1 for a request that decodes."""
-    return max(1, math.ceil(request.missing_tokens / max(request.pace.chunk_tokens, 1.0)))
+    return max(1, math.ceil(request.missing_tokens / max(request.step_stats.chunk_tokens, 1.0)))
 
 
 def ttft_s(request: RequestView) -> float:
@@ -94,7 +94,7 @@ def _tighter(one: Slack, other: Slack) -> Slack:
 
 def _online(request: RequestView, now: float) -> Slack:
     """T_r = SLO - T_w - T_e of the next token; T_w is 0 for a decode that returns from a step."""
-    execute_s = chunks(request) * request.pace.longest_step_s
+    execute_s = chunks(request) * request.step_stats.longest_step_s
     if not request.num_output_tokens:
         deadline = request.arrival_time + ttft_s(request)
         lost_at = math.inf if request.slo.ttft_s is None else deadline - request.prefill_s
@@ -108,17 +108,17 @@ def _online(request: RequestView, now: float) -> Slack:
 
 def _steps_of_job(request: RequestView) -> tuple[int, int]:
     """Return the steps that a job takes from its start to its end, as predicted: for the prompt, and for the output."""
-    all_chunks = max(1, math.ceil(request.num_prompt_tokens / max(request.pace.chunk_tokens, 1.0)))
+    all_chunks = max(1, math.ceil(request.num_prompt_tokens / max(request.step_stats.chunk_tokens, 1.0)))
     return all_chunks, max(request.num_output_tokens + 1, request.predicted_output_tokens)
 
 
 def _offline(request: RequestView, jct_s: float, now: float) -> Slack:
     """T_r of a job: the wait that is left of its allowance, which is spread evenly over its steps and carried over."""
-    pace = request.pace
-    token_s = pace.longest_step_s + pace.preemption_s
+    stats = request.step_stats
+    token_s = stats.longest_step_s + stats.preemption_s
     done = request.num_output_tokens
     all_chunks, tokens = _steps_of_job(request)
-    whole_s = all_chunks * pace.longest_step_s + tokens * token_s
+    whole_s = all_chunks * stats.longest_step_s + tokens * token_s
     allowance_s = (jct_s - whole_s) / (all_chunks + tokens)
     # Computed prompt tokens count as the steps they took.
     computed = min(request.num_computed_tokens, request.num_prompt_tokens)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.contract.request import Pace, RequestView
+from vllm_ext.contract.request import RequestView, StepStats
 from vllm_ext.contract.room import Candidate, Victim
 from vllm_ext.step_time.runtime import RuntimeModel
 
@@ -137,7 +137,7 @@ class Step(Protocol):
         ...
 
     @property
-    def pace(self) -> Pace:
+    def step_stats(self) -> StepStats:
         """How fast the engine went lately."""
         ...
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Candidate, Demand, Victim
-    from vllm_ext.kv.fronts import Fronts
+    from vllm_ext.kv.cached_prefixes import CachedPrefixes
     from vllm_ext.scheduling.engine_state import EngineState
 
 ENCODER = "encoder"
@@ -30,16 +30,16 @@ class EncoderRoom:
     name = ENCODER
     closed = False
 
-    def __init__(self, engine: EngineState, prefilling: Sequence[Request], fronts: Fronts) -> None:
+    def __init__(self, engine: EngineState, prefilling: Sequence[Request], prefixes: CachedPrefixes) -> None:
         """Count what running prompts leave.
 
         Args:
             engine: vLLM's scheduler.
             prefilling: Its unfinished prompts.
-            fronts: Knows what of a waiting request needs no computing.
+            prefixes: Knows what of a waiting request needs no computing.
         """
         cache = engine.encoder_cache_manager
-        self._engine, self._fronts, self._cached = engine, fronts, cache.cached
+        self._engine, self._prefixes, self._cached = engine, prefixes, cache.cached
         self._compute: int = engine.max_num_encoder_input_tokens
         self._kept: int = cache.num_freeable_slots
         self._taken: set[str] = set()
@@ -51,7 +51,7 @@ class EncoderRoom:
         request = self._engine.requests[candidate.req_id]
         if not request.has_encoder_inputs or demand.loads:
             return True
-        computed = self._fronts.of(request).ready_tokens
+        computed = self._prefixes.of(request).ready_tokens
         first = next(self._missing(request, computed, 1), None)
         return first is None or self._has_room(first)
 
@@ -59,7 +59,7 @@ class EncoderRoom:
         """Take note of what it will have embedded."""
         request = self._engine.requests[candidate.req_id]
         if request.has_encoder_inputs and not demand.loads:
-            self._take(request, self._fronts.of(request).ready_tokens, demand.tokens)
+            self._take(request, self._prefixes.of(request).ready_tokens, demand.tokens)
 
     def _take(self, request: Request, computed: int, tokens: int) -> None:
         for feature in self._missing(request, computed, min(tokens, self._engine.max_num_scheduled_tokens)):

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank, Residency
-    from vllm_ext.kv.fronts import Fronts
+    from vllm_ext.kv.cached_prefixes import CachedPrefixes
     from vllm_ext.kv.scheduler_side import TierScheduler
     from vllm_ext.scheduling.engine_state import EngineState
-    from vllm_ext.scheduling.ledger import Job, Ledger
     from vllm_ext.scheduling.observer import Observer
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.step import EngineStep
+    from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable
 
 
@@ -46,14 +46,14 @@ class KvSwapper:
         tier: TierScheduler,
         policy: Residency,
         *,
-        ledger: Ledger,
-        fronts: Fronts,
+        tracked: TrackedRequests,
+        prefixes: CachedPrefixes,
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
         """Take vLLM's scheduler, the scheduler's side of the connector, and the policy."""
         self._engine, self._tier, self._policy = engine, tier, policy
-        self._ledger, self._fronts, self._observer, self._clock = ledger, fronts, observer, clock
+        self._tracked, self._prefixes, self._observer, self._clock = tracked, prefixes, observer, clock
 
     def look_ahead(self, step: EngineStep, room: Room) -> None:
         """Let the tier copy the KV of those who will have to leave; one that stores early has done so."""
@@ -66,19 +66,19 @@ class KvSwapper:
         Raises:
             TypeError: the policy returned something else than a disposition.
         """
-        job = self._ledger.get(request.request_id)
-        if job is None:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
             return
-        view = self._ledger.view(job)
-        cost = self._cost(job, view)
+        view = self._tracked.view(tracked)
+        cost = self._cost(tracked, view)
         disposition = self._policy.on_preempt(view, cost)
         if not isinstance(disposition, KvDisposition):
             raise TypeError(f"on_preempt returned {disposition!r}: must be a KvDisposition")
         self._tier.decide(request.request_id, disposition)
         self._observer.parted(disposition.value)
-        job.expected_wait_s = cost.wait_s
+        tracked.expected_wait_s = cost.wait_s
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        job.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(disposition) else 0
+        tracked.kept_tokens = self._tier.prices.kept_tokens(computed) if self._tier.keeps(disposition) else 0
 
     def priced(self, victim: RequestView, blocks: int) -> Victim:
         """Return what the preemption of a running request would cost it, and everybody else.
@@ -99,25 +99,25 @@ class KvSwapper:
         """Return the time to load the KV of so many tokens."""
         return self._tier.prices.load_s(num_tokens)
 
-    def resumed(self, job: Job, waited_s: float) -> None:
+    def resumed(self, tracked: TrackedRequest, waited_s: float) -> None:
         """Compare how long a preempted request waited with what was expected."""
-        if job.expected_wait_s is not None:
-            self._observer.resumed(job.expected_wait_s, waited_s)
-            job.expected_wait_s = None
-        job.kept_tokens = 0
+        if tracked.expected_wait_s is not None:
+            self._observer.resumed(tracked.expected_wait_s, waited_s)
+            tracked.expected_wait_s = None
+        tracked.kept_tokens = 0
 
-    def _cost(self, job: Job, view: RequestView) -> PreemptionCost:
+    def _cost(self, tracked: TrackedRequest, view: RequestView) -> PreemptionCost:
         """Return what it costs if a running request is preempted now, in seconds."""
-        request, prices = job.request, self._tier.prices
+        request, prices = tracked.request, self._tier.prices
         computed = min(request.num_computed_tokens, request.num_tokens)
         return PreemptionCost(
-            wait_s=self._wait_s(job, view),
+            wait_s=self._wait_s(tracked, view),
             reuse_s=self._reuse_s(),
             out_s=prices.store_s(self._tier.missing_tokens(request.request_id, computed)),
             back_s=prices.load_s(computed),
         )
 
-    def _wait_s(self, job: Job, view: RequestView) -> float:
+    def _wait_s(self, tracked: TrackedRequest, view: RequestView) -> float:
         """Return the estimated wait time (ALISE, eq. 7) of a running request that is preempted now.
 
         The paper sums the predicted times of all that go before, as if they ran one after the other. Here they run
@@ -125,19 +125,22 @@ class KvSwapper:
         the queue counts with the mean of these. Aging ends the wait of whoever is promoted before.
         """
         now = self._clock()
-        ledger, running = self._ledger, self._engine.running
+        running = self._engine.running
         first = self.order.best() if self.order is not None else next(iter(running), None)
         until_free_s = 0.0
-        if first is not None and first is not job.request:
-            until_free_s = ledger.view(ledger[first.request_id]).predicted_remaining_s
+        if first is not None and first is not tracked.request:
+            until_free_s = self._view_of(first).predicted_remaining_s
         if self.queue is None or self.rank is None:
             return until_free_s  # vLLM puts it back in front of all others
         place = self.rank(view._replace(waiting_since=now, num_preemptions=view.num_preemptions + 1))
-        ahead = [ledger.view(ledger[request.request_id]) for request in self._before((*place.key, *job.ties))]
+        ahead = [self._view_of(request) for request in self._before((*place.key, *tracked.ties))]
         sum_s = sum(each.predicted_remaining_s for each in ahead)
         if len(ahead) == LOOK_AHEAD:
             sum_s *= len(self.queue) / len(ahead)
         return min(until_free_s + sum_s / max(1, len(running)), max(0.0, place.older_only_s - now))
+
+    def _view_of(self, request: Request) -> RequestView:
+        return self._tracked.view(self._tracked[request.request_id])
 
     def _before(self, key: tuple[float, ...]) -> Iterator[Request]:
         assert self.queue is not None
@@ -152,9 +155,9 @@ class KvSwapper:
         head = None if self.queue is None else next(self.queue.best(1), None)
         wanted = 0
         if head is not None:
-            wanted = pool.blocks_for(head.num_tokens) - self._fronts.of(head).held_blocks
+            wanted = pool.blocks_for(head.num_tokens) - self._prefixes.of(head).held_blocks
         left = pool.unused - wanted
         if left <= 0:
             return 0.0
         per_step = max(len(engine.running), 1) / pool.block_size
-        return left / per_step * self._ledger.pace.pace.step_s
+        return left / per_step * self._tracked.step_stats.latest.step_s

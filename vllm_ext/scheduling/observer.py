@@ -9,8 +9,8 @@ from vllm.logger import init_logger
 
 from vllm_ext.hints import HintError
 from vllm_ext.scheduling.finished import OWN_ENDS, Counters, RecordBook, RequestRecord
-from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.load import Load
+from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.wait_forecast import WaitForecast
 from vllm_ext.step_time.timer import StepTimer
 
@@ -28,14 +28,14 @@ logger = init_logger("vllm.vllm_ext.observer")
 class Observer:
     """Keeps what is told to the outside. Does no I/O; the front end fetches it."""
 
-    def __init__(self, ledger: Ledger, record_capacity: int) -> None:
+    def __init__(self, tracked: TrackedRequests, record_capacity: int) -> None:
         self.counters = Counters()
         self.book = RecordBook(record_capacity)
-        self._ledger = ledger
-        self.timer = StepTimer(ledger.runtime, ledger.pace)
+        self._tracked = tracked
+        self.timer = StepTimer(tracked.runtime, tracked.step_stats)
         self.waits = WaitForecast()
         self.load = Load()
-        self._awaiting_first_token: dict[str, Job] = {}
+        self._awaiting_first_token: dict[str, TrackedRequest] = {}
         self._hint_logged = False
 
     def scheduled(self, output: SchedulerOutput, running: list[Request], now: float) -> None:
@@ -46,22 +46,22 @@ class Observer:
         self.counters.steps += 1
         for new in output.scheduled_new_reqs:
             self.waits.started(new.req_id)
-            job = self._ledger.get(new.req_id)
-            if job is not None and job.first_scheduled is None:
-                job.first_scheduled = now
-                self._awaiting_first_token[new.req_id] = job
-            if job is not None:
-                self._ledger.end_wait(job, now)
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None and tracked.first_scheduled is None:
+                tracked.first_scheduled = now
+                self._awaiting_first_token[new.req_id] = tracked
+            if tracked is not None:
+                self._tracked.end_wait(tracked, now)
         for req_id in output.scheduled_cached_reqs.resumed_req_ids:
             self.waits.started(req_id)
-            if (job := self._ledger.get(req_id)) is not None:
-                self._ledger.end_wait(job, now)
+            if (tracked := self._tracked.get(req_id)) is not None:
+                self._tracked.end_wait(tracked, now)
         self.waits.stepped(now)
         self.timer.scheduled(output, running, now)
 
     def start_from(self, runtime: RuntimeModel) -> None:
         """Replace the runtime model, before the first step: what views are made of and what learns from steps."""
-        self._ledger.runtime = self.timer.sink = runtime
+        self._tracked.runtime = self.timer.sink = runtime
 
     def planned(self, duration_s: float) -> None:
         """Add the time policies took in one step."""
@@ -76,9 +76,9 @@ class Observer:
         """Stamp requests whose first token came with the output just processed."""
         if not self._awaiting_first_token:
             return
-        for req_id, job in list(self._awaiting_first_token.items()):
-            if job.request.num_output_tokens:
-                self._ledger.first_token(job, now)
+        for req_id, tracked in list(self._awaiting_first_token.items()):
+            if tracked.request.num_output_tokens:
+                self._tracked.first_token(tracked, now)
                 del self._awaiting_first_token[req_id]
 
     def preempted(self, reason: str) -> None:
@@ -113,37 +113,37 @@ class Observer:
         """Write the record of a finished request and let the predictor learn from it."""
         self.waits.left(request.request_id)
         reason = str(request.get_finished_reason())
-        job = self._ledger.close(request.request_id, learn=reason in OWN_ENDS)
+        tracked = self._tracked.close(request.request_id, learn=reason in OWN_ENDS)
         self._awaiting_first_token.pop(request.request_id, None)
-        if job is None:
+        if tracked is None:
             return
-        if job.first_token is None and request.num_output_tokens:
-            job.first_token = now
+        if tracked.first_token is None and request.num_output_tokens:
+            tracked.first_token = now
         self.book.add(
             RequestRecord(
                 seq=self.book.next_seq,
                 req_id=request.request_id,
                 arrival_unix_s=request.arrival_time,
-                prompt_tokens=job.query.num_prompt_tokens,
+                prompt_tokens=tracked.query.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
-                max_tokens=job.query.max_tokens,
-                predicted_tokens=job.prediction.tokens,
-                prediction_source=job.prediction.source,
+                max_tokens=tracked.query.max_tokens,
+                predicted_tokens=tracked.prediction.tokens,
+                prediction_source=tracked.prediction.source,
                 num_preemptions=request.num_preemptions,
-                demotions=job.demotions,
-                queue_s=_since(job, job.first_scheduled),
-                ttft_s=_since(job, job.first_token),
-                e2e_s=now - job.arrival_time,
+                demotions=tracked.demotions,
+                queue_s=_since(tracked, tracked.first_scheduled),
+                ttft_s=_since(tracked, tracked.first_token),
+                e2e_s=now - tracked.arrival_time,
                 finish_reason=reason,
                 priority=request.priority,
-                conversation_id=job.hints.conversation_id,
+                conversation_id=tracked.hints.conversation_id,
             )
         )
 
     def state(self, since: int) -> dict[str, Any]:
         """Return counters, the runtime model and the records from ``since`` on, fit for JSON."""
         records, lost = self.book.since(since)
-        runtime = self._ledger.runtime
+        runtime = self._tracked.runtime
         return {
             **asdict(self.counters),
             "runtime": {
@@ -159,5 +159,5 @@ class Observer:
         }
 
 
-def _since(job: Job, moment: float | None) -> float | None:
-    return None if moment is None else moment - job.arrival_time
+def _since(tracked: TrackedRequest, moment: float | None) -> float | None:
+    return None if moment is None else moment - tracked.arrival_time

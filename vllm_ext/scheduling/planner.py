@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, Split, StepPlan, Victim
-from vllm_ext.kv.fronts import Fronts
+from vllm_ext.kv.cached_prefixes import CachedPrefixes
 from vllm_ext.scheduling.encoder_room import EncoderRoom, has_encoder
 from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, pool_of
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from vllm_ext.contract import Admission, Budget, GatePolicy, Ordering
     from vllm_ext.scheduling.kv_swapper import KvSwapper
-    from vllm_ext.scheduling.ledger import Ledger
     from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.scheduling.tracked_requests import TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable
 
 _LOOKED_AFTER_STEPS = 64
@@ -52,10 +52,10 @@ class Planner:
         admission: Admission,
         gates: Sequence[GatePolicy],
         budget: Budget,
-        ledger: Ledger,
+        tracked: TrackedRequests,
         queue: WaitingTable,
         order: RunningOrder,
-        fronts: Fronts,
+        prefixes: CachedPrefixes,
         rng: np.random.Generator,
     ) -> None:
         """Take vLLM's scheduler, the system's name and policies, and what is known beside vLLM.
@@ -63,14 +63,14 @@ class Planner:
         Raises:
             ValueError: the system can't work with this engine.
         """
-        if admission.preempts and not fronts.probe.full_attention:
+        if admission.preempts and not prefixes.probe.full_attention:
             raise ValueError(
                 f"{system} with preemption counts KV blocks, which is exact for full attention only; this model has "
                 "sliding-window, Mamba or hybrid KV: add --no-ext-preemption"
             )
-        self._engine, self._ledger, self._ordering = engine, ledger, ordering
+        self._engine, self._tracked, self._ordering = engine, tracked, ordering
         self._admission, self._gates, self._budget = admission, gates, budget
-        self._queue, self._order, self._fronts, self._rng = queue, order, fronts, rng
+        self._queue, self._order, self._prefixes, self._rng = queue, order, prefixes, rng
         self.memo: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.swapper: KvSwapper | None = None
@@ -93,11 +93,11 @@ class Planner:
         if not self._asks_always and not num_waiting:
             self.why = {}
             return NO_PLAN
-        self._fronts.seen = {}
+        self._prefixes.seen = {}
         try:
             return self._plan(now, num_waiting)
         finally:
-            self._fronts.seen = None
+            self._prefixes.seen = None
 
     def _plan(self, now: float, num_waiting: int) -> StepPlan:
         engine, told = self._engine, self._told() if self._queue.passed_over else []
@@ -105,13 +105,13 @@ class Planner:
             engine,
             now,
             num_waiting,
-            ledger=self._ledger,
+            tracked=self._tracked,
             queue=self._queue,
             order=self._order,
             rng=self._rng,
             memo=self.memo,
             victim=self._victim,
-            fronts=self._fronts,
+            prefixes=self._prefixes,
         )
         split = self._budget.split(step)
         self.why = {}
@@ -126,7 +126,7 @@ class Planner:
             if self._gates:
                 room.gates = tuple([policy.gate(step) for policy in self._gates])
             if self._has_encoder:
-                room.gates = (*room.gates, EncoderRoom(engine, step.unfinished_prompts, self._fronts))
+                room.gates = (*room.gates, EncoderRoom(engine, step.unfinished_prompts, self._prefixes))
             self._admission.select(step, room)
             ask = self._ask_again(step, room, told) if told else ()
             split = _without_waste(split, step, room)
@@ -143,7 +143,7 @@ class Planner:
         told = [
             request
             for request in self._queue.undecided(LOOK_AHEAD)
-            if could_join(request) and self._fronts.can_tell(request, anew=True)
+            if could_join(request) and self._prefixes.can_tell(request, anew=True)
         ]
         self._queue.changes += len(told)  # who competes is not the same: a gate's refusal stands no longer
         return told
@@ -204,16 +204,16 @@ class Planner:
             self._order.rerank_all()
 
     def _measure_server(self) -> None:
-        """Tell the ledger what requests take their share of: seats, KV, and steps of a batch that fills both."""
-        pool, runtime = pool_of(self._engine), self._ledger.runtime
+        """Tell what requests take their share of: seats, KV, and steps of a batch that fills both."""
+        pool, runtime = pool_of(self._engine), self._tracked.runtime
         kv_tokens = max(1, pool.total * pool.block_size)
         decodes = max(1, min(self._engine.max_num_active_reqs, kv_tokens // _TYPICAL_TOKENS))
         step_s = runtime.step_time_s(StepFeatures(decodes, 0, min(kv_tokens, decodes * _TYPICAL_TOKENS)))
         token_s = runtime.prefill_s(_TYPICAL_TOKENS) / _TYPICAL_TOKENS
-        self._ledger.server = Server(self._engine.max_num_active_reqs, kv_tokens, token_s / max(step_s, 1e-9))
+        self._tracked.server = Server(self._engine.max_num_active_reqs, kv_tokens, token_s / max(step_s, 1e-9))
 
     def _step_price(self) -> tuple[float, float]:
-        runtime = self._ledger.runtime
+        runtime = self._tracked.runtime
         return runtime.decode_s(100, 1000), runtime.prefill_s(1000)
 
 

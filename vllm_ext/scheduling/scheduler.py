@@ -23,13 +23,13 @@ from vllm_ext.config.kv_tier import OFF
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
+from vllm_ext.kv.cached_prefixes import CachedPrefixes
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.holding import RecordHolding
 from vllm_ext.kv.device.manager import with_record_manager
-from vllm_ext.kv.fronts import Fronts
 from vllm_ext.kv.gaps.crossing import GapCrossing, possible_mode
 from vllm_ext.kv.gaps.manager import with_gap_manager
-from vllm_ext.kv.loads.failed import take_back
+from vllm_ext.kv.loads.failed import discard_failed_loads
 from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
 from vllm_ext.kv.loads.steps import Engine
 from vllm_ext.prediction.length import LengthPredictor
@@ -37,12 +37,12 @@ from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
 from vllm_ext.scheduling.engine_state import adapter_places
 from vllm_ext.scheduling.kv_swapper import KvSwapper
-from vllm_ext.scheduling.ledger import Job, Ledger
 from vllm_ext.scheduling.observer import Observer
 from vllm_ext.scheduling.planner import Planner
 from vllm_ext.scheduling.running_order import RunningOrder
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.state import queue_state
+from vllm_ext.scheduling.tracked_requests import TrackedRequest, TrackedRequests
 from vllm_ext.scheduling.waiting_table import WaitingTable
 from vllm_ext.step_time.profile import engine_key, load_runtime_model
 from vllm_ext.systems import build
@@ -119,7 +119,7 @@ class SteeredScheduler(AsyncScheduler):
         key = engine_key(self.vllm_config, current_platform.get_device_name())
         runtime = load_runtime_model(config.profile, key)
         predictor = LengthPredictor.from_config(config.prediction)
-        self.ledger = Ledger(
+        self.tracked = TrackedRequests(
             predictor,
             runtime,
             use_oracle=self.policies.system.oracle or "oracle" in config.prediction.sources,
@@ -128,13 +128,13 @@ class SteeredScheduler(AsyncScheduler):
             slo=config.slo,
             window=self.policies.history or config.prediction.window,
         )
-        self.observer = Observer(self.ledger, config.record_capacity)
+        self.observer = Observer(self.tracked, config.record_capacity)
         self._now = self.clock()
         self._steers = not self.policies.is_upstream
         self._failing = self._stalled = self._failure_logged = False
         self.tier = getattr(self.connector, "tier", None)
         self.tier_account = getattr(self.connector, "account", None)
-        self.fronts = Fronts(self, host=self.tier, gaps=self.gaps, partials=self.records)
+        self.prefixes = CachedPrefixes(self, host=self.tier, gaps=self.gaps, partials=self.records)
         self.swapper: KvSwapper | None = None
         self._join_tier()
         manager = self.kv_cache_manager
@@ -152,7 +152,7 @@ class SteeredScheduler(AsyncScheduler):
         off = switched_off(
             self.policies.all,
             self.config,
-            predicts=self.policies.use_predictions and not self.ledger.use_oracle,
+            predicts=self.policies.use_predictions and not self.tracked.use_oracle,
             predictor_installed=can_predict_from_prompts(self.config.predictor.encoder),
             profiled=profiled,
             has_connector=self.connector is not None,
@@ -175,24 +175,26 @@ class SteeredScheduler(AsyncScheduler):
     def _join_tier(self) -> None:
         # The runtime model may be replaced, and simulations replace the clock.
         if self.gaps is not None:
-            self.gaps.compute_s = lambda *tokens: self.ledger.runtime.prefill_s(*tokens)  # noqa: PLW0108
+            self.gaps.compute_s = lambda *tokens: self.tracked.runtime.prefill_s(*tokens)  # noqa: PLW0108
         if self.tier is None:
             return
-        self.tier.use(lambda: self.clock(), lambda *tokens: self.ledger.runtime.prefill_s(*tokens))  # noqa: PLW0108
+        self.tier.use(lambda: self.clock(), lambda *tokens: self.tracked.runtime.prefill_s(*tokens))  # noqa: PLW0108
         self.tier.report_bad_hints(self.observer.bad_hint)
-        self.tier.load_in_steps(Engine(lambda: self.ledger.pace.pace.step_s, lambda: self.get_request_counts()[0]))
+        self.tier.load_in_steps(
+            Engine(lambda: self.tracked.step_stats.latest.step_s, lambda: self.get_request_counts()[0])
+        )
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
         self.swapper = KvSwapper(
             self,
             self.tier,
             self.policies.residency,
-            ledger=self.ledger,
-            fronts=self.fronts,
+            tracked=self.tracked,
+            prefixes=self.prefixes,
             observer=self.observer,
             clock=lambda: self._now,
         )
-        self.ledger.load_s, self.ledger.resumed = self.swapper.load_s, self.swapper.resumed
+        self.tracked.load_s, self.tracked.resumed = self.swapper.load_s, self.swapper.resumed
 
     def _steer(self) -> None:
         self._by_priority = self.policy is SchedulingPolicy.PRIORITY
@@ -200,12 +202,12 @@ class SteeredScheduler(AsyncScheduler):
         ordering = self.policies.ordering
         self._orders_by_arrival = isinstance(ordering, Arrival)
         self._running_alike = self._orders_by_arrival and type(ordering).running_rank is Ordering.running_rank
-        self.ledger.front = self.fronts.of
+        self.tracked.cached_prefix = self.prefixes.of
         shares = None
         if self.policies.sharing.divides:
-            of = lambda request: self.ledger[request.request_id].client  # noqa: E731
-            shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.fronts.of(r).ready_tokens)
-            self.ledger.client = shares.name
+            of = lambda request: self.tracked[request.request_id].client  # noqa: E731
+            shares = Shares(self.policies.sharing, of, self._policy_failed, lambda r: self.prefixes.of(r).ready_tokens)
+            self.tracked.client = shares.name
         limit = ordering.age_limit
         turns = None if limit is None else AgedTurns(limit, lambda request: self._placed(AGED_RANK, request.priority))
         self.ranked = self.waiting = WaitingTable(self._rank, self._ties, ordering.ageing, shares, turns)
@@ -213,7 +215,7 @@ class SteeredScheduler(AsyncScheduler):
             self,
             self._running_rank,
             free_blocks=self.kv_cache_manager.block_pool.get_num_free_blocks,
-            objective=lambda request: self.ledger[request.request_id].slo.tbt_s,
+            objective=lambda request: self.tracked[request.request_id].slo.tbt_s,
             stall_free=self.policies.budget.stall_free,
         )
         self.planner = Planner(
@@ -223,10 +225,10 @@ class SteeredScheduler(AsyncScheduler):
             admission=self.policies.admission,
             gates=self.policies.gates,
             budget=self.policies.budget,
-            ledger=self.ledger,
+            tracked=self.tracked,
             queue=self.ranked,
             order=self.running_order,
-            fronts=self.fronts,
+            prefixes=self.prefixes,
             rng=np.random.default_rng(self.config.seed),
         )
         if self.swapper is not None:
@@ -246,6 +248,7 @@ class SteeredScheduler(AsyncScheduler):
             plan = self._plan(now)
             if plan is NO_PLAN:
                 output = super().schedule(throttle_prefills)
+                self.ranked.end_step()
             else:
                 with applied(self, self.ranked, plan, self._preempt_by_policy, throttled=throttle_prefills):
                     output = super().schedule(throttle_prefills or not plan.split.prefill)
@@ -303,7 +306,7 @@ class SteeredScheduler(AsyncScheduler):
         self.observer.finished_step(scheduler_output, now)
         if self.tier is not None:
             overlook_discarded(self, self.tier, model_runner_output.kv_connector_output)
-            take_back(
+            discard_failed_loads(
                 self,
                 self.tier,
                 model_runner_output,
@@ -321,10 +324,10 @@ class SteeredScheduler(AsyncScheduler):
         """Predict a new request's length and queue it; an update of a streaming session goes straight to vLLM."""
         self._now = self.clock()
         if request.request_id not in self.requests:
-            problem = self.ledger.add(request, self._now)
+            problem = self.tracked.add(request, self._now)
             if problem is not None:
                 self.observer.bad_hint(request.request_id, problem)
-            self.ledger.start_wait(self.ledger[request.request_id], self._now)
+            self.tracked.start_wait(self.tracked[request.request_id], self._now)
             if request.status == RequestStatus.WAITING:  # else it waits for its grammar, and holds nobody up
                 self.observer.waits.entered(request.request_id, request.num_prompt_tokens)
         super().add_request(request)
@@ -340,11 +343,11 @@ class SteeredScheduler(AsyncScheduler):
         Returns:
             How many were taken over. Requests that ended meanwhile are passed over, as is what is no prediction.
         """
-        corrected = self.ledger.correct(rows)
+        corrected = self.tracked.correct(rows)
         if self._steers:
-            for job in corrected:
-                self.ranked.rerank(job.request)
-                self.running_order.rerank(job.request)
+            for tracked in corrected:
+                self.ranked.rerank(tracked.request)
+                self.running_order.rerank(tracked.request)
         self.observer.counters.late_predictions += len(corrected)
         return len(corrected)
 
@@ -386,8 +389,8 @@ class SteeredScheduler(AsyncScheduler):
         if self.holding is not None and self._preempt_reason not in (RESET, LOAD):
             self.holding.leaves(request)
         super()._preempt_request(request, *args, **kwargs)
-        if (job := self.ledger.get(request.request_id)) is not None:
-            self.ledger.start_wait(job, self._now)
+        if (tracked := self.tracked.get(request.request_id)) is not None:
+            self.tracked.start_wait(tracked, self._now)
             self.observer.waits.entered(request.request_id, request.num_tokens)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -442,7 +445,7 @@ class SteeredScheduler(AsyncScheduler):
         if self._steers:
             self.running_order.forget(request)
             self.ranked.finished(request)
-        self.fronts.forget(request.request_id)
+        self.prefixes.forget(request.request_id)
         self.observer.closed(request, self._now)
         return result
 
@@ -483,30 +486,32 @@ class SteeredScheduler(AsyncScheduler):
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def _ties(self, request: Request) -> tuple[float, int]:
-        return self.ledger[request.request_id].ties
+        return self.tracked[request.request_id].ties
 
     def _rank(self, request: Request) -> Rank:
-        job = self.ledger[request.request_id]
-        self.ledger.start_wait(job, self._now)
-        rank = self._ask_rank(job, self.policies.ordering.rank, by_arrival=self._orders_by_arrival)
+        tracked = self.tracked[request.request_id]
+        self.tracked.start_wait(tracked, self._now)
+        rank = self._ask_rank(tracked, self.policies.ordering.rank, by_arrival=self._orders_by_arrival)
         return self._placed(rank, request.priority)
 
     def _running_rank(self, request: Request) -> tuple[tuple[float, ...], Rank]:
-        job = self.ledger[request.request_id]
-        rank = self._ask_rank(job, self.policies.ordering.running_rank, by_arrival=self._running_alike)
+        tracked = self.tracked[request.request_id]
+        rank = self._ask_rank(tracked, self.policies.ordering.running_rank, by_arrival=self._running_alike)
         rank = self._placed(rank, request.priority)
-        return (*rank.key, *job.ties), rank
+        return (*rank.key, *tracked.ties), rank
 
     def _placed(self, rank: Rank, priority: int) -> Rank:
         """Return a rank as it counts: under ``--scheduling-policy priority`` that goes before all else, as in vLLM."""
         return rank._replace(key=(priority, *rank.key)) if self._by_priority else rank
 
-    def _ask_rank(self, job: Job, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool) -> Rank:
-        self.observer.counters.demotions += self.ledger.outlived(job)
+    def _ask_rank(
+        self, tracked: TrackedRequest, ask: Callable[[RequestView, float], Rank], *, by_arrival: bool
+    ) -> Rank:
+        self.observer.counters.demotions += self.tracked.outlived(tracked)
         if by_arrival:  # the same for every request: no view is needed to know it
             return BY_ARRIVAL
         try:
-            rank = ask(self.ledger.view(job), self._now)
+            rank = ask(self.tracked.view(tracked), self._now)
             check_rank(rank)
             return rank
         except Exception:  # noqa: BLE001 - see _plan
@@ -519,7 +524,7 @@ class SteeredScheduler(AsyncScheduler):
         """Return the state for metrics, with the records of requests finished from number ``since`` on."""
         state = self.observer.state(since)
         queue, why = (self.ranked, self.planner.why) if self._steers else (None, {})
-        state |= queue_state(self, queue, self.ledger, self.clock(), why)
+        state |= queue_state(self, queue, self.tracked, self.clock(), why)
         state |= {"system": self.policies.system.name, "policies": self.policies.describe()}
         if self.tier_account is not None:
             state["kv_tier"] = self.tier_account.state()

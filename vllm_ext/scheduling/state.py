@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.scheduling.engine_state import EngineState
-    from vllm_ext.scheduling.ledger import Ledger
+    from vllm_ext.scheduling.tracked_requests import TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable
 
 
 def queue_state(
-    engine: EngineState, queue: WaitingTable | None, ledger: Ledger, now: float, why: Mapping[str, str]
+    engine: EngineState, queue: WaitingTable | None, tracked: TrackedRequests, now: float, why: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return who runs and waits, fit for JSON.
 
     Args:
         engine: vLLM's scheduler.
         queue: Its waiting queue, if we order it.
-        ledger: Knows since when requests wait.
+        tracked: Knows since when requests wait.
         now: Clock time, s.
         why: What those who were looked at in the last step lacked, by request id.
     """
@@ -32,7 +32,7 @@ def queue_state(
     return {
         "running": len(engine.running),
         "waiting_by_level": {str(level): count for level, count in levels.items()},
-        "oldest_wait_s": 0.0 if oldest is None else _wait_s(ledger, oldest, now),
+        "oldest_wait_s": 0.0 if oldest is None else _wait_s(tracked, oldest, now),
         "longest_wait_by_level": {} if queue is None else queue.longest_waits.state(now),
         "sharing": {"clients": 0, "spread": 0.0} if queue is None or queue.shares is None else queue.shares.state(),
         "waiting_for": dict(Counter(why.values()) + Counter({} if queue is None else queue.apart())),
@@ -40,6 +40,6 @@ def queue_state(
     }
 
 
-def _wait_s(ledger: Ledger, request: Request, now: float) -> float:
-    job = ledger.get(request.request_id)
-    return 0.0 if job is None or job.waiting_since is None else now - job.waiting_since
+def _wait_s(tracked: TrackedRequests, request: Request, now: float) -> float:
+    found = tracked.get(request.request_id)
+    return 0.0 if found is None or found.waiting_since is None else now - found.waiting_since

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.contract import Batch, Candidate, Pace, Pool, RequestView, Room, Split, Victim
+from vllm_ext.contract import Batch, Candidate, Pool, RequestView, Room, Split, StepStats, Victim
 from vllm_ext.contract.step import Lengths
 from vllm_ext.scheduling.demand import Prices
 from vllm_ext.scheduling.engine_state import (
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank
-    from vllm_ext.kv.fronts import Fronts
-    from vllm_ext.scheduling.ledger import Ledger
+    from vllm_ext.kv.cached_prefixes import CachedPrefixes
     from vllm_ext.scheduling.running_order import RunningOrder
+    from vllm_ext.scheduling.tracked_requests import TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable
     from vllm_ext.step_time.runtime import RuntimeModel
 
@@ -53,13 +53,13 @@ class EngineStep:
         now: float,
         num_waiting: int,
         *,
-        ledger: Ledger,
+        tracked: TrackedRequests,
         queue: WaitingTable,
         order: RunningOrder,
         rng: np.random.Generator,
         memo: dict[str, Any],
         victim: Callable[[RequestView, int], Victim],
-        fronts: Fronts,
+        prefixes: CachedPrefixes,
     ) -> None:
         """Take the scheduler and what is known beside it.
 
@@ -67,16 +67,16 @@ class EngineStep:
             engine: vLLM's scheduler.
             now: Clock time, s.
             num_waiting: How many wait.
-            ledger: Makes views.
+            tracked: Makes views.
             queue: Who waits.
             order: Who runs.
             rng: For policies that draw.
             memo: What policies noted in earlier steps.
             victim: Prices the preemption of a running request that frees so many blocks.
-            fronts: Say what of those who wait needs no computing, and whether that can be told by now.
+            prefixes: Say what of those who wait needs no computing, and whether that can be told by now.
         """
-        self._fronts = fronts
-        self._engine, self._ledger, self._queue, self._order, self._victim = engine, ledger, queue, order, victim
+        self._prefixes = prefixes
+        self._engine, self._tracked, self._queue, self._order, self._victim = engine, tracked, queue, order, victim
         self._lists = lists = read(engine, num_waiting)
         self.now = now
         self.pool = pool_of(engine)
@@ -92,8 +92,8 @@ class EngineStep:
         # With pipeline parallelism vLLM schedules nothing of those in the other batches.
         self._some_in_flight = engine.vllm_config.parallel_config.pipeline_parallel_size > 1
         self.decode_tokens = self._count_decodes()
-        self.runtime: RuntimeModel = ledger.runtime
-        self.pace: Pace = ledger.pace.pace
+        self.runtime: RuntimeModel = tracked.runtime
+        self.step_stats: StepStats = tracked.step_stats.latest
         self.changes: int = order.changes + queue.changes
         self._apart = False
         self._chunk: int | None = None
@@ -143,7 +143,7 @@ class EngineStep:
         speculative = engine.vllm_config.speculative_config
         drafts = 0 if speculative is None else int(speculative.max_num_new_slots_for_drafting)
         inputs = engine.scheduler_config.max_num_batched_tokens - (self.token_budget - free_tokens)
-        prices = Prices(engine, self._fronts, self.pool)
+        prices = Prices(engine, self._prefixes, self.pool)
         return Room(
             seats=engine.max_num_active_reqs - seated,
             tokens=free_tokens,
@@ -176,7 +176,7 @@ class EngineStep:
 
     def finished_lengths(self) -> Lengths:
         """Output lengths of the requests that finished last, ascending."""
-        return self._ledger.finished_lengths.ascending()
+        return self._tracked.finished_lengths.ascending()
 
     def _holders(self, without: Sequence[Victim]) -> list[Request]:
         leaving = {victim.request.req_id for victim in without}
@@ -199,8 +199,8 @@ class EngineStep:
 
     def predicted_lengths(self, without: Sequence[Victim] = ()) -> Lengths:
         """Current estimates of their total output, in the order of `batch`."""
-        jobs = self._ledger.jobs
-        return np.array([jobs[request.request_id].estimate for request in self._holders(without)], dtype=np.int64)
+        by_id = self._tracked.by_id
+        return np.array([by_id[request.request_id].estimate for request in self._holders(without)], dtype=np.int64)
 
     def prefilling(self) -> Sequence[RequestView]:
         """Running requests with a part of their prompt still to compute, best rank first."""
@@ -235,7 +235,7 @@ class EngineStep:
         for key, entry in self._queue.ranked():
             if not could_join(entry.request):
                 continue
-            if not asks or self._fronts.can_tell(entry.request):
+            if not asks or self._prefixes.can_tell(entry.request):
                 yield self._candidate(entry.request, entry.rank, key)
             else:
                 self.untold.append(entry.request)
@@ -250,7 +250,7 @@ class EngineStep:
     def _candidate(self, request: Request, rank: Rank, key: tuple[float, ...]) -> Candidate:
         adapter = 0 if request.lora_request is None else adapter_of(request)
         aged = rank.older_only_s <= self.now
-        view = partial(self._ledger.view, self._ledger.jobs[request.request_id])
+        view = partial(self._tracked.view, self._tracked.by_id[request.request_id])
         return Candidate(request.request_id, key, view, aged, rank.presses, adapter)
 
     def is_waiting(self, req_id: str) -> bool:
@@ -276,7 +276,7 @@ class EngineStep:
         return None if request is None else self._view(request)
 
     def _view(self, request: Request) -> RequestView:
-        return self._ledger.view(self._ledger[request.request_id])
+        return self._tracked.view(self._tracked[request.request_id])
 
     def _blocks_freed_by(self, request: Request) -> int:
         """Return the blocks that a preemption would free: those that nobody else holds, which need not be the last.

@@ -101,7 +101,7 @@ class SimulatedEngine:
         self._arrivals: Iterator[SimRequest] = iter(())
         self._last_arrival_s = 0.0
         self._ours = ours = steered(scheduler)
-        self._predictions: Any = None if ours is None else ours.ledger
+        self._predictions: Any = None if ours is None else ours.tracked
         if ours is not None:
             ours.clock = self.clock
         if tier is not None:

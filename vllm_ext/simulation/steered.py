@@ -15,7 +15,7 @@ class Steered(Protocol):
 
     clock: Callable[[], float]
     """Replaced by virtual time."""
-    ledger: Any
+    tracked: Any
     observer: Any
     holding: Any
     """Keeps KV on the device in 8 bits, and is told how fast its memory is; None: nothing does."""

@@ -72,7 +72,7 @@ class SloSlack(Ordering):
             return Rank(
                 (RELEGATED, _WAITS, float(request.num_tokens)), until_s=ages_s, older_only_s=ages_s, level=level
             )
-        presses_at = left.start_by - self.press_steps * request.pace.longest_step_s
+        presses_at = left.start_by - self.press_steps * request.step_stats.longest_step_s
         presses = presses_at <= now
         until = min(ages_s, loses, math.inf if presses else presses_at)
         key = (float(level), _WAITS, left.start_by)
@@ -91,7 +91,7 @@ class _Hopeful(NamedTuple):
     """Whether that ends its urgency."""
 
     def is_urgent(self, step: Step) -> bool:
-        return self.candidate.aged or (not self.resigned and self.remaining_s <= step.pace.longest_step_s)
+        return self.candidate.aged or (not self.resigned and self.remaining_s <= step.step_stats.longest_step_s)
 
 
 def _again(seen: list[Victim], rest: Iterator[Victim]) -> Iterator[Victim]:
@@ -266,7 +266,7 @@ class SloMatch(Admission):
         """Return how much later than the first one a request may be to compete with it, in seconds."""
         if not self.gamma_steps:
             return self.gamma_s
-        return min(self.gamma_s, self.gamma_steps * step.pace.longest_step_s)
+        return min(self.gamma_s, self.gamma_steps * step.step_stats.longest_step_s)
 
     @staticmethod
     def _distance(step: Step, room: Room, candidate: Candidate) -> float:

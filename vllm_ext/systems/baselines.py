@@ -251,7 +251,7 @@ class SkipJoin(Ordering):
         level, quantum = 0, self.base_quantum_s
         while level < self.num_levels - 1 and quantum < request.prompt_s:
             level, quantum = level + 1, 2 * quantum
-        served_s = request.prompt_s + request.num_output_tokens * request.pace.step_s
+        served_s = request.prompt_s + request.num_output_tokens * request.step_stats.step_s
         while level < self.num_levels - 1 and served_s >= quantum:
             served_s -= quantum
             level, quantum = level + 1, 2 * quantum
@@ -263,7 +263,7 @@ class SkipJoin(Ordering):
             return AGED_RANK
         level, left_s = self._level(request)
         ages_s = ages_at(request, self.starve_limit_s)
-        used_up = request.num_output_tokens + max(1.0, left_s / request.pace.step_s)
+        used_up = request.num_output_tokens + max(1.0, left_s / request.step_stats.step_s)
         return Rank((float(level),), until_s=ages_s, until_tokens=used_up, older_only_s=ages_s, level=level)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ext.contract import Pace, RequestView, Victim
+from vllm_ext.contract import RequestView, StepStats, Victim
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.place import DevicePlace
 from vllm_ext.kv.device.prices import RecordPrices, measured
@@ -54,7 +54,7 @@ def test_prices_that_can_not_be_are_refused(wrong: dict[str, Any]) -> None:
 
 def view(computed: int, remaining_s: float) -> RequestView:
     return RequestView(
-        "r", 0.0, 10, num_computed_tokens=computed, predicted_remaining_s=remaining_s, pace=Pace(step_s=1.0)
+        "r", 0.0, 10, num_computed_tokens=computed, predicted_remaining_s=remaining_s, step_stats=StepStats(step_s=1.0)
     )
 
 

@@ -89,7 +89,7 @@ def _serve(scheduler: Any, rng: random.Random, count: int, depth: int, caching: 
         loop.add(request)
         for _ in range(rng.randint(0, 12)):
             loop.step()
-        if hasattr(scheduler, "ledger"):  # one of ours: a predictor speaks up, of requests that may have ended
+        if hasattr(scheduler, "tracked"):  # one of ours: a predictor speaks up, of requests that may have ended
             tokens = rng.randint(1, 40)
             scheduler.update_predictions([[f"r{rng.randint(0, index)}-0", nine(tokens, 2 * tokens), "retrieval"]])
         if index % 9 == 8:

@@ -52,7 +52,7 @@ def test_run_without_prefix_caching_is_repeated_too(tmp_path: Path) -> None:
 def test_replay_learns_what_the_recorded_run_learned(alise: Run) -> None:
     """Else equal decisions would only show that nothing depends on what is learned."""
     scheduler: Any = replay(alise).scheduler
-    assert scheduler.ledger.runtime.num_observations > 20
+    assert scheduler.tracked.runtime.num_observations > 20
     assert scheduler.observer.counters.preemptions["policy"] > 5
     assert any(hit for entry in alise.of_type(Step) for hit in entry.computed if entry.new)
 

@@ -30,7 +30,7 @@ class DevicePlace:
         num_tokens = view.num_computed_tokens
         if not num_tokens or self.prices.num_blocks(num_tokens) > self.records.num_free:
             return math.inf
-        num_steps = max(1.0, view.predicted_remaining_s / max(view.pace.step_s, 1e-9))
+        num_steps = max(1.0, view.predicted_remaining_s / max(view.step_stats.step_s, 1e-9))
         return self.prices.stay_s(num_tokens, num_steps)
 
     def priced(self, victim: Victim) -> Victim:

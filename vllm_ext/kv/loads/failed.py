@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm_ext.kv.scheduler_side import TierScheduler
 
 
-def take_back(
+def discard_failed_loads(
     engine: Scheduler, tier: TierScheduler, output: ModelRunnerOutput, preempt: Callable[[Request], None]
 ) -> None:
     """Preempt those who read what a load within the step did not bring, and let nothing of it last.

@@ -214,13 +214,13 @@ def settings(scheduler: Any) -> dict[str, Any]:
     cls = getattr(scheduler, "recorded_class", type(scheduler))
     options = dict((config.additional_config or {}).get(_KEY) or {})
     upstream = "upstream-priority" if engine.policy == "priority" else "upstream-fcfs"
-    start = scheduler.ledger.runtime.given if hasattr(scheduler, "ledger") else None
+    start = scheduler.tracked.runtime.given if hasattr(scheduler, "tracked") else None
     return {
-        "system": scheduler.config.system if hasattr(scheduler, "ledger") else upstream,
+        "system": scheduler.config.system if hasattr(scheduler, "tracked") else upstream,
         "scheduler_cls": f"{cls.__module__}.{cls.__qualname__}",
         "options": {name: value for name, value in options.items() if name not in _OF_THE_MACHINE},
         "runtime_coefficients": None if start is None else list(start),
-        "runtime_pivot": None if start is None else scheduler.ledger.runtime.given_pivot,
+        "runtime_pivot": None if start is None else scheduler.tracked.runtime.given_pivot,
         "policy": engine.policy,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,

@@ -15,7 +15,7 @@ from vllm_ext.prediction.history import Window
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.prediction.oracle import true_output_tokens
 from vllm_ext.prediction.query import LengthQuery
-from vllm_ext.scheduling.pace import PaceTracker
+from vllm_ext.scheduling.step_stats import StepStatsTracker
 from vllm_ext.step_time.runtime import RuntimeModel
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ext.kv.fronts import Front
+    from vllm_ext.kv.cached_prefixes import CachedPrefix
 
 
 _NO_DEFAULTS = SloConfig()
@@ -31,7 +31,7 @@ _UNKNOWN = Prediction(LengthDistribution.point(1), "prior")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TrackedRequest:
     """Our side of one request."""
 
     request: Request
@@ -82,8 +82,8 @@ class Job:
         return (self.arrival_time, self.number)
 
 
-class Ledger:
-    """All jobs by request id; turns them into views."""
+class TrackedRequests:
+    """What is remembered of all requests, by id; turns it into views."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Ledger:
         window: int = 1000,
     ) -> None:
         self.predictor = predictor
-        self.pace = PaceTracker()
+        self.step_stats = StepStatsTracker()
         self.finished_lengths = Window(window)
         """Output lengths of the requests that finished last, whoever they were."""
         self._slo = slo
@@ -108,24 +108,24 @@ class Ledger:
         self.server = NO_SERVER
         self.client: Callable[[Origin], str] = lambda _: ""
         """Whose a request is."""
-        self.jobs: dict[str, Job] = {}
-        self.front: Callable[[Request], Front] | None = None
+        self.by_id: dict[str, TrackedRequest] = {}
+        self.cached_prefix: Callable[[Request], CachedPrefix] | None = None
         """Looks up what of a waiting request needs no computing; None where nothing is steered."""
         self.load_s: Callable[[int], float] = lambda _: 0.0
         """Seconds to load the KV of so many tokens from host memory."""
-        self.resumed: Callable[[Job, float], None] = lambda *_: None
+        self.resumed: Callable[[TrackedRequest, float], None] = lambda *_: None
         """Told that a preempted request waited so many seconds."""
         self._count = 0
 
-    def __getitem__(self, req_id: str) -> Job:
-        return self.jobs[req_id]
+    def __getitem__(self, req_id: str) -> TrackedRequest:
+        return self.by_id[req_id]
 
-    def get(self, req_id: str) -> Job | None:
-        """Return the job of a request, if it is known."""
-        return self.jobs.get(req_id)
+    def get(self, req_id: str) -> TrackedRequest | None:
+        """Return what is remembered of a request, if it is known."""
+        return self.by_id.get(req_id)
 
     def add(self, request: Request, now: float) -> HintError | None:
-        """Open the job of a new request; malformed hints are left out and returned as the error they are."""
+        """Remember a new request; malformed hints are left out and returned as the error they are."""
         params = request.sampling_params
         extra_args = params.extra_args if params is not None else None
         problem = None
@@ -135,71 +135,71 @@ class Ledger:
         except HintError as error:
             hints, problem = NO_HINTS, error
         self._count += 1
-        job = Job(request, self._count, now, hints)
-        job.client = self.client(job.origin)
-        job.slo = resolve(hints, request.num_prompt_tokens, self._slo)
+        tracked = TrackedRequest(request, self._count, now, hints)
+        tracked.client = self.client(tracked.origin)
+        tracked.slo = resolve(hints, request.num_prompt_tokens, self._slo)
         true_length = true_output_tokens(extra_args) if self.use_oracle else None
         if true_length is not None:
-            distribution = LengthDistribution.point(max(true_length, 1)).capped(job.query.max_tokens)
-            self._follow(job, Prediction(distribution, "oracle"))
+            distribution = LengthDistribution.point(max(true_length, 1)).capped(tracked.query.max_tokens)
+            self._follow(tracked, Prediction(distribution, "oracle"))
         else:
-            self._follow(job, self.predictor.predict(job.query))
-        self.jobs[request.request_id] = job
+            self._follow(tracked, self.predictor.predict(tracked.query))
+        self.by_id[request.request_id] = tracked
         return problem
 
-    def close(self, req_id: str, *, learn: bool) -> Job | None:
+    def close(self, req_id: str, *, learn: bool) -> TrackedRequest | None:
         """Forget a finished request; learn its length unless it was cut short from outside."""
-        job = self.jobs.pop(req_id, None)
-        if job is not None and learn and job.request.num_output_tokens:
-            self.predictor.observe(job.query, job.request.num_output_tokens)
-            self.finished_lengths.add(job.request.num_output_tokens)
-            self.pace.finished(job.request.num_output_tokens, job.request.num_preemptions)
-        return job
+        tracked = self.by_id.pop(req_id, None)
+        if tracked is not None and learn and tracked.request.num_output_tokens:
+            self.predictor.observe(tracked.query, tracked.request.num_output_tokens)
+            self.finished_lengths.add(tracked.request.num_output_tokens)
+            self.step_stats.finished(tracked.request.num_output_tokens, tracked.request.num_preemptions)
+        return tracked
 
-    def start_wait(self, job: Job, now: float) -> None:
-        """Note that the job waits from now on, unless it already does."""
-        if job.waiting_since is None:
-            job.waiting_since = now
+    def start_wait(self, tracked: TrackedRequest, now: float) -> None:
+        """Note that a request waits from now on, unless it already does."""
+        if tracked.waiting_since is None:
+            tracked.waiting_since = now
 
-    def first_token(self, job: Job, now: float) -> None:
+    def first_token(self, tracked: TrackedRequest, now: float) -> None:
         """Note that the first token came."""
-        job.first_token = now
-        if job.slo.ttft_s is not None and now - job.arrival_time > job.slo.ttft_s:
-            job.missed = True
+        tracked.first_token = now
+        if tracked.slo.ttft_s is not None and now - tracked.arrival_time > tracked.slo.ttft_s:
+            tracked.missed = True
 
-    def end_wait(self, job: Job, now: float) -> None:
-        """Note that a step was scheduled that computes tokens of the job again."""
-        if job.waiting_since is not None:
-            waited_s = now - job.waiting_since
-            job.waited_s += waited_s
-            job.waiting_since = None
-            if job.request.num_preemptions:
-                self.pace.resumed(waited_s)
-                self.resumed(job, waited_s)
-            if job.first_token is not None and waited_s > (job.slo.tbt_s or math.inf):
-                job.missed = True
-            job.output_at_admission = job.request.num_output_tokens
+    def end_wait(self, tracked: TrackedRequest, now: float) -> None:
+        """Note that a step was scheduled that computes tokens of a request again."""
+        if tracked.waiting_since is not None:
+            waited_s = now - tracked.waiting_since
+            tracked.waited_s += waited_s
+            tracked.waiting_since = None
+            if tracked.request.num_preemptions:
+                self.step_stats.resumed(waited_s)
+                self.resumed(tracked, waited_s)
+            if tracked.first_token is not None and waited_s > (tracked.slo.tbt_s or math.inf):
+                tracked.missed = True
+            tracked.output_at_admission = tracked.request.num_output_tokens
 
-    def outlived(self, job: Job) -> int:
-        """Raise the estimate of a job that generated all it was predicted to, and demote it; return by how much.
+    def outlived(self, tracked: TrackedRequest) -> int:
+        """Raise the estimate of a request that generated all it was predicted to, and demote it; return by how much.
 
         Doubled, as published, or as the distribution of its length says, given what was generated (option
-        ``prediction.refresh``). ``max_tokens`` caps both; a job at that bound is about to end.
+        ``prediction.refresh``). ``max_tokens`` caps both; a request at that bound is about to end.
 
         Source: ALISE, section 3.1: "demote the job [...] if it exceeds its predicted length and doubles the predicted
         length".
         """
-        generated: int = job.request.num_output_tokens
-        if generated < job.estimate or job.estimate >= job.query.max_tokens:
+        generated: int = tracked.request.num_output_tokens
+        if generated < tracked.estimate or tracked.estimate >= tracked.query.max_tokens:
             return 0
-        job.estimate, times = self._beyond(job, job.estimate, generated)
-        job.demotions += times
+        tracked.estimate, times = self._beyond(tracked, tracked.estimate, generated)
+        tracked.demotions += times
         return times
 
-    def correct(self, rows: Iterable[Sequence[Any]]) -> list[Job]:
+    def correct(self, rows: Iterable[Sequence[Any]]) -> list[TrackedRequest]:
         """Take over better predictions, of request id, quantiles in tokens at `length_distribution.LEVELS`, and source.
 
-        One that the job has outlived already is raised as it would have been by now. The record keeps the better one,
+        One that a request has outlived already is raised as it would have been by now. The record keeps the better one,
         too: it was made of the prompt alone as well.
 
         Returns:
@@ -208,47 +208,50 @@ class Ledger:
         """
         corrected = []
         for req_id, quantiles, source in rows:
-            job = self.jobs.get(req_id)
-            if job is None or not self.predictor.prefers(RETRIEVAL, job.prediction):
+            tracked = self.by_id.get(req_id)
+            if tracked is None or not self.predictor.prefers(RETRIEVAL, tracked.prediction):
                 continue
             try:
                 distribution = LengthDistribution.through(quantiles)
             except (TypeError, ValueError):
                 continue
-            prediction = self.predictor.with_hint(job.query, distribution, RETRIEVAL)
-            self._follow(job, prediction._replace(source=source) if prediction.source == RETRIEVAL else prediction)
-            corrected.append(job)
+            prediction = self.predictor.with_hint(tracked.query, distribution, RETRIEVAL)
+            self._follow(tracked, prediction._replace(source=source) if prediction.source == RETRIEVAL else prediction)
+            corrected.append(tracked)
         return corrected
 
-    def _beyond(self, job: Job, estimate: int, generated: int) -> tuple[int, int]:
-        """Return an estimate above ``generated``, or the job's bound, and the number of levels it is worth."""
+    def _beyond(self, tracked: TrackedRequest, estimate: int, generated: int) -> tuple[int, int]:
+        """Return an estimate above ``generated``, or the request's bound, and the number of levels it is worth."""
         times = 0
         if self._conditional:
-            estimate, times = max(job.prediction.distribution.quantile(self._quantile, generated), generated + 1), 1
+            estimate, times = max(tracked.prediction.distribution.quantile(self._quantile, generated), generated + 1), 1
         while estimate <= generated:
             estimate *= 2
             times += 1
-        return min(estimate, job.query.max_tokens), times
+        return min(estimate, tracked.query.max_tokens), times
 
-    def _renew(self, job: Job) -> None:
+    def _renew(self, tracked: TrackedRequest) -> None:
         """Predict again for a streaming session whose prompt grew or whose bound was moved."""
-        job.ask_again()
-        self._follow(job, self.predictor.predict(job.query))
+        tracked.ask_again()
+        self._follow(tracked, self.predictor.predict(tracked.query))
 
-    def _follow(self, job: Job, prediction: Prediction) -> None:
-        """Estimate the length of a job by this from now on: more than it generated, and at most its bound."""
-        job.prediction = prediction
-        generated: int = job.request.num_output_tokens
-        job.estimate = prediction.distribution.quantile(self._quantile)
-        if generated >= job.estimate:
-            job.estimate, _ = self._beyond(job, job.estimate, generated)
-        job.estimate = max(1, min(job.estimate, job.query.max_tokens))
+    def _follow(self, tracked: TrackedRequest, prediction: Prediction) -> None:
+        """Estimate the length of a request by this from now on: more than it generated, and at most its bound."""
+        tracked.prediction = prediction
+        generated: int = tracked.request.num_output_tokens
+        tracked.estimate = prediction.distribution.quantile(self._quantile)
+        if generated >= tracked.estimate:
+            tracked.estimate, _ = self._beyond(tracked, tracked.estimate, generated)
+        tracked.estimate = max(1, min(tracked.estimate, tracked.query.max_tokens))
 
-    def view(self, job: Job) -> RequestView:
-        """Return the snapshot of a job."""
-        request, runtime = job.request, self.runtime
-        if job.query.max_tokens != request.max_tokens or job.query.num_prompt_tokens != request.num_prompt_tokens:
-            self._renew(job)
+    def view(self, tracked: TrackedRequest) -> RequestView:
+        """Return a snapshot of a request."""
+        request, runtime = tracked.request, self.runtime
+        if (
+            tracked.query.max_tokens != request.max_tokens
+            or tracked.query.num_prompt_tokens != request.num_prompt_tokens
+        ):
+            self._renew(tracked)
         generated: int = request.num_output_tokens
         tokens: int = request.num_tokens
         computed = min(request.num_computed_tokens, tokens)
@@ -256,40 +259,40 @@ class Ledger:
         ready = 0
         if computed < tokens - 1:
             there = computed
-            if not computed and self.front is not None and job.waiting_since is not None:
-                front = self.front(request)
-                there = front.tokens
-                ready = min(max(front.ready_tokens, job.kept_tokens), tokens - 1)
+            if not computed and self.cached_prefix is not None and tracked.waiting_since is not None:
+                prefix = self.cached_prefix(request)
+                there = prefix.tokens
+                ready = min(max(prefix.ready_tokens, tracked.kept_tokens), tokens - 1)
             base = max(computed, ready)
             prefill_s = runtime.prefill_s(tokens - base, base)
             if ready > there:
                 prefill_s += self.load_s(ready - there)
-        remaining_s = runtime.decode_s(max(job.estimate - generated, 1), tokens) + prefill_s
+        remaining_s = runtime.decode_s(max(tracked.estimate - generated, 1), tokens) + prefill_s
         if computed:
             recompute_s = runtime.prefill_s(computed)
         return RequestView(
             request.request_id,
-            job.arrival_time,
-            job.query.num_prompt_tokens,
+            tracked.arrival_time,
+            tracked.query.num_prompt_tokens,
             generated,
             computed,
-            job.query.max_tokens,
+            tracked.query.max_tokens,
             request.priority,
-            job.hints,
-            job.estimate,
-            job.demotions,
+            tracked.hints,
+            tracked.estimate,
+            tracked.demotions,
             remaining_s,
             recompute_s,
-            job.waiting_since,
-            job.waited_s,
+            tracked.waiting_since,
+            tracked.waited_s,
             request.num_preemptions,
-            generated - job.output_at_admission,
-            job.slo,
-            job.missed,
+            generated - tracked.output_at_admission,
+            tracked.slo,
+            tracked.missed,
             prefill_s,
-            runtime.prefill_s(job.query.num_prompt_tokens),
-            self.pace.pace,
-            job.prediction.distribution,
+            runtime.prefill_s(tracked.query.num_prompt_tokens),
+            self.step_stats.latest,
+            tracked.prediction.distribution,
             self.server,
             ready,
         )

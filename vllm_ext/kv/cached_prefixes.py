@@ -23,7 +23,7 @@ _GAPS_STAND_STEPS = 16
 _NOTHING: AbstractSet[bytes] = frozenset()
 
 
-class Front(NamedTuple):
+class CachedPrefix(NamedTuple):
     """What of a waiting request's sequence needs no computing, from the first token on."""
 
     tokens: int = 0
@@ -42,7 +42,7 @@ class Front(NamedTuple):
         return self.tokens + self.host_tokens
 
 
-_NO_FRONT = Front()
+_NOTHING_CACHED = CachedPrefix()
 
 
 class PrefixProbe:
@@ -69,7 +69,7 @@ class PrefixProbe:
         self._dropped = len(getattr(coordinator, "eagle_group_ids", ())) if self.gallops else 0
         self.block_size: int = coordinator.single_type_managers[0].block_size
 
-    def front(self, request: Request, start: int = 0, joined: AbstractSet[bytes] = _NOTHING) -> tuple[int, int, int]:
+    def cached(self, request: Request, start: int = 0, joined: AbstractSet[bytes] = _NOTHING) -> tuple[int, int, int]:
         """Return how many blocks at the front of a request are cached, and how many of them somebody holds.
 
         Args:
@@ -135,14 +135,14 @@ def _last(holds: Callable[[int], bool], limit: int, start: int) -> int:
     return low
 
 
-class Fronts:
-    """Fronts of waiting requests, with what the host tier and lookups behind gaps add.
+class CachedPrefixes:
+    """What is cached of waiting requests, with what the host tier and lookups behind gaps add.
 
     Attributes:
         host: The KV tier's books; None without a tier.
         gaps: Finds what is kept behind gaps; None where lookups end at the first.
         partials: Finds partly filled blocks; None where none are kept.
-        seen: Fronts that were looked up since caches may have changed; None: they may change any time.
+        seen: What was looked up since caches may have changed; None: they may change any time.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Fronts:
         self._starts: dict[str, int] = {}
         self._told: dict[str, int] = {}
         """By request that could be told about: how often it was preempted before."""
-        self.seen: dict[str, Front] | None = None
+        self.seen: dict[str, CachedPrefix] | None = None
         self._behind: dict[str, tuple[int, int, int, int]] = {}
 
     def forget(self, req_id: str) -> None:
@@ -166,15 +166,15 @@ class Fronts:
         self._told.pop(req_id, None)
         self._behind.pop(req_id, None)
 
-    def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> Front:
-        """Return the front of a request that holds no KV; none of one that does.
+    def of(self, request: Request, joined: AbstractSet[bytes] = _NOTHING) -> CachedPrefix:
+        """Return what is cached of a request that holds no KV; nothing of one that does.
 
         Args:
             request: Whose.
             joined: Hashes of blocks that those who join in this step will hold and have cached, from the first on.
         """
         if request.num_computed_tokens:
-            return _NO_FRONT
+            return _NOTHING_CACHED
         if joined and request.block_hashes and request.block_hashes[0] in joined:
             return self._look_up(request, joined)
         if self.seen is None:
@@ -209,22 +209,26 @@ class Fronts:
             self._told[req_id] = request.num_preemptions
         return told
 
-    def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> Front:
+    def _look_up(self, request: Request, joined: AbstractSet[bytes]) -> CachedPrefix:
         req_id = request.request_id
-        blocks, held, start = self.probe.front(request, self._starts.get(req_id, 0), joined)
+        blocks, held, start = self.probe.cached(request, self._starts.get(req_id, 0), joined)
         if not joined:
             self._starts[req_id] = start
         tokens = blocks * self.probe.block_size
         if self.gaps is not None:
             kept, held_behind = self._behind_gaps(request, tokens)
             if kept > tokens:  # what is loaded into gaps is in that count
-                return Front(kept, held + held_behind)
+                return CachedPrefix(kept, held + held_behind)
         partial = None if self.partials is None else self.partials.partial_hit(request, tokens, self.probe.block_size)
         here = 0 if partial is None else partial[1]
         if self.host is None or request.skip_reading_prefix_cache:
-            return Front(tokens + here, held)
+            return CachedPrefix(tokens + here, held)
         host_tokens, between_steps = self.host.peek(request, tokens)
-        return Front(tokens + here, held) if host_tokens <= here else Front(tokens, held, host_tokens, between_steps)
+        return (
+            CachedPrefix(tokens + here, held)
+            if host_tokens <= here
+            else CachedPrefix(tokens, held, host_tokens, between_steps)
+        )
 
     def _behind_gaps(self, request: Request, tokens: int) -> tuple[int, int]:
         """Return what is kept in all and held behind the hit; looked for anew every few steps, block by block."""

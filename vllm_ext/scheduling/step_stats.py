@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from vllm_ext.contract import NO_PACE
+from vllm_ext.contract import NO_STEP_STATS
 from vllm_ext.step_time.runtime import StepFeatures
 
 _RECENT_STEPS = 64
@@ -13,15 +13,15 @@ _WEIGHT = 0.05
 _REQUESTS_REMEMBERED = 256.0
 
 
-class PaceTracker:
-    """Turns measured steps, resumptions and finished requests into a `Pace`. Free of any clock.
+class StepStatsTracker:
+    """Turns measured steps, resumptions and finished requests into a `StepStats`. Free of any clock.
 
     Source: AccelGen, section 4.3, for what is followed (T_max, mean chunk, P_max * P). A quantile stands for the
     maximum, so that one hiccup (a compilation, a pause of the garbage collector) does not make everything urgent.
     """
 
     def __init__(self) -> None:
-        self.pace = NO_PACE
+        self.latest = NO_STEP_STATS
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._mean_s = 0.0
         self._chunk_tokens = 0.0
@@ -39,10 +39,10 @@ class PaceTracker:
             weight = _WEIGHT if self._chunk_tokens else 1.0
             self._chunk_tokens += weight * (features.num_prefill_tokens - self._chunk_tokens)
         ranked = sorted(self._durations)
-        self.pace = self.pace._replace(
+        self.latest = self.latest._replace(
             step_s=self._mean_s,
             longest_step_s=ranked[int(_SHARE_BELOW * (len(ranked) - 1))],
-            chunk_tokens=self._chunk_tokens or NO_PACE.chunk_tokens,
+            chunk_tokens=self._chunk_tokens or NO_STEP_STATS.chunk_tokens,
         )
 
     def resumed(self, waited_s: float) -> None:
@@ -59,4 +59,4 @@ class PaceTracker:
 
     def _price(self) -> None:
         lost_s = self._longest_wait_s * self._preemptions / self._tokens if self._tokens else 0.0
-        self.pace = self.pace._replace(preemption_s=lost_s)
+        self.latest = self.latest._replace(preemption_s=lost_s)
