@@ -44,7 +44,8 @@ def merged(table: CellTable, freed: Callable[[int], None]) -> Batching:
 
 def engine(model: Model, make: Make | None, max_batch: int, requests: int) -> CellularEngine:
     sizes = dict.fromkeys((cell.name for cell in model.cells), max_batch)
-    made = CellularEngine(model, EngineOptions(max_requests=requests + 1, max_batch=sizes), batching=make)
+    options = EngineOptions(max_requests=requests + 1, max_batch=sizes, cells="published")
+    made = CellularEngine(model, options, batching=make)
     freeze()  # as `vllm-ext cellular serve` does
     return made
 

@@ -27,6 +27,7 @@ from vllm_ext.cellular.models.lstm import Lstm
 from vllm_ext.cellular.models.seq2seq import EOS, Seq2Seq
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.requests import EngineBusy, EngineError, Request
+from vllm_ext.cellular.scheduler import Scheduler
 
 LENGTHS = 40
 
@@ -247,6 +248,24 @@ def test_the_other_worker_goes_on_when_one_dies_and_without_any_all_requests_fai
             engine.submit({"tokens": [1]})
 
 
+@pytest.mark.parametrize(
+    ("cells", "with_two", "with_one"),
+    [(None, False, True), ("published", False, False), ("alternate", True, True)],
+)
+def test_cells_take_turns_when_fewer_than_two_workers_are_left(
+    cells: str | None, with_two: bool, with_one: bool
+) -> None:
+    with held(workers=2, cells=cells) as (engine, compute):
+        scheduler = engine.batching
+        assert isinstance(scheduler, Scheduler)
+        assert scheduler._alternates() is with_two
+        compute.fail = die  # type: ignore[assignment]
+        compute.go.set()
+        with pytest.raises(EngineError, match="died"):
+            engine.submit({"tokens": [13]}).result(HANG_S)
+        assert scheduler._alternates() is with_one
+
+
 def test_open_requests_fail_when_the_engine_closes() -> None:
     with held() as (engine, compute):
         handles: list[Request] = [engine.submit({"tokens": [1] * 30}) for _ in range(3)]
@@ -302,6 +321,7 @@ def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
         ({"workers": 0}, "workers=0"),
         ({"workers": 2, "device": "cuda"}, "workers=2: must be 1"),
         ({"order": "lifo"}, "order='lifo'"),
+        ({"cells": "any"}, "cells='any': must be one of published, alternate"),
         ({"max_batch": {"stop": 3}}, "max_batch="),
         ({"max_batch": {"step": 0}}, "max_batch=0 of cell step"),
     ],

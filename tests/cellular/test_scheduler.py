@@ -202,3 +202,54 @@ def test_equal_seeds_give_equal_schedules() -> None:
 def test_max_tasks_to_submit_is_checked() -> None:
     with pytest.raises(ValueError, match="max_tasks_to_submit=0"):
         Scheduler(cells(), max_tasks_to_submit=0)
+
+
+class Watched(Scheduler):
+    """Notes how many series of other cells go before a cell that has ready nodes."""
+
+    longest = waited = 0
+
+    def schedule(self, worker: int, now: float) -> list[Task]:
+        waits = self.ready(0) > 0
+        tasks = super().schedule(worker, now)
+        self.waited = self.waited + 1 if waits and tasks and tasks[0].cell else 0
+        self.longest = max(self.longest, self.waited)
+        return tasks
+
+
+def translations(table: CellTable, rate_per_s: float, count: int = 120) -> list[Arrival]:
+    """Poisson arrivals of translations, one in twenty of them long; the same ones at every rate."""
+    rng = np.random.default_rng(3)
+    times = np.cumsum(rng.exponential(1.0, count)) / rate_per_s
+    lengths = np.where(np.arange(count) % 20, rng.integers(4, 16, count), 150)
+    return [
+        Arrival(at_s=float(at), graph=compiled(translation(int(n), 330), table), lengths={1: int(n)})
+        for at, n in zip(times, lengths, strict=True)
+    ]
+
+
+STEPS = Costs(cells=dict.fromkeys(("step", "decoder"), StepCost(flat_s=1e-3, knee=16, full_s=4e-3, full=64)))
+
+
+def test_on_one_worker_encoders_do_not_wait_for_the_longest_translation() -> None:
+    """With one worker no cell runs when it asks, so that as published its decoders would go first for ever."""
+    table = cells(max_batch=64)
+    lone = serve(Scheduler(table), translations(table, 1e-3), STEPS).latency_ms(90)
+    together = serve(Scheduler(table), translations(table, 1e9), STEPS)
+    capacity_per_s = len(together.ended_s) / together.ended_s.max()
+    published, alternating = Watched(table), Watched(table, alternates=lambda: True)
+    arrivals = translations(table, 0.1 * capacity_per_s)
+    slow, fast = (serve(one, arrivals, STEPS).latency_ms(90) for one in (published, alternating))
+    assert alternating.longest <= 2 < published.longest
+    assert fast <= 2 * lone < slow
+
+
+def test_alternating_cells_take_turns_by_who_was_served_longest_ago() -> None:
+    scheduler = Scheduler(cells(max_batch=2), max_tasks_to_submit=1, alternates=lambda: True)
+    enter(scheduler, chain(9), emissions(9), tree(0), tree(0), tree(0))
+    names = []
+    for _ in range(6):
+        tasks = scheduler.schedule(0, 0.0)
+        names.append(shown(scheduler, tasks)[0][0])
+        run(scheduler, tasks, ended=False)
+    assert names == ["joint", "predictor", "step", "leaf", "joint", "predictor"]

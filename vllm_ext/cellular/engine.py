@@ -32,6 +32,8 @@ from vllm_ext.cellular.templates import Templates
 
 NO_OBJECTIVE_S = 60.0
 """Objective by which requests without one are ordered among others."""
+_WORKERS_OF_ALGORITHM_1 = 2
+"""When fewer of them ask, no cell has a running task, by which Algorithm 1 lets early stages in."""
 _RATE_OF = 200
 """Results from which the rate of service is taken."""
 
@@ -193,8 +195,13 @@ class CellularEngine:
         options = self.options
         return Scheduler(
             cells, on_free, max_tasks_to_submit=options.max_tasks_to_submit, order=ORDERS[options.order](),
-            step_s=options.step_s,
+            step_s=options.step_s, alternates=self._alternates,
         )  # fmt: skip
+
+    def _alternates(self) -> bool:
+        if self.options.cells is None:
+            return len(self._alive) < _WORKERS_OF_ALGORITHM_1
+        return self.options.cells == "alternate"
 
     def _refuse(self) -> None:
         if not self.healthy:

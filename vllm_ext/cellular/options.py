@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from vllm_ext.cellular.order import ORDERS
 from vllm_ext.cellular.scheduler import MAX_TASKS_TO_SUBMIT
 
+CELLS = ("published", "alternate")
+"""Which cell goes next: as in Algorithm 1, or in turns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
@@ -22,6 +25,8 @@ class EngineOptions:
     max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT
     order: str = "arrival"
     """One of `ORDERS`."""
+    cells: str | None = None
+    """One of `CELLS`; None: in turns while fewer than two workers live, as published otherwise."""
     device: str = "cpu"
     state_bytes: int = 4 << 30
     """How large values between cells may get."""
@@ -38,3 +43,5 @@ class EngineOptions:
             )
         if self.order not in ORDERS:
             raise ValueError(f"order={self.order!r}: must be one of {', '.join(ORDERS)}")
+        if self.cells is not None and self.cells not in CELLS:
+            raise ValueError(f"cells={self.cells!r}: must be one of {', '.join(CELLS)}")

@@ -97,12 +97,13 @@ class Scheduler:
         max_tasks_to_submit: Tasks of one series.
         order: Of subgraphs within a cell.
         step_s: Cell -> seconds of a task, for orders that look at remaining work.
+        alternates: Asked before each series, whether cells take turns instead of going as in Algorithm 1.
     """
 
     def __init__(
         self, cells: CellTable, on_free: Callable[[int], None] | None = None, *,
         max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT, order: Order | None = None,
-        step_s: Mapping[str, float] | None = None,
+        step_s: Mapping[str, float] | None = None, alternates: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         if max_tasks_to_submit < 1:
             raise ValueError(f"max_tasks_to_submit={max_tasks_to_submit!r}: must be at least 1")
@@ -114,6 +115,9 @@ class Scheduler:
         self._on_free = on_free or (lambda _: None)
         self._max_tasks = max_tasks_to_submit
         self._order = order or ArrivalOrder()
+        self._alternates = alternates
+        self._series = 0
+        self._served = [0] * len(cells.cells)
         self._step_s = [(step_s or {}).get(cell.name, 1e-3) for cell in cells.cells]
         self._released = 0
         self._closing: set[int] = set()
@@ -158,6 +162,8 @@ class Scheduler:
                     break
                 tasks.append(self._submit(cell, places, worker))
             if tasks:
+                self._series += 1
+                self._served[cell] = self._series
                 self._tasks.setdefault(worker, []).extend(tasks)
                 return tasks
         return []
@@ -232,8 +238,15 @@ class Scheduler:
         return len(self.queues[cell])
 
     def _choices(self) -> list[int]:
-        """Return cells as Algorithm 1 chooses them; the next is for a worker that may not run any node of the first."""
+        """Return cells as Algorithm 1 chooses them; the next is for a worker that may not run any node of the first.
+
+        Its criterion "has no running task" lets early stages in, but says nothing to the only worker, which asks when
+        nothing runs: while one late node is left, no newcomer begins. There, cells take turns (ours): who was served
+        longest ago goes first.
+        """
         ready = [cell for cell, queue in enumerate(self.queues) if len(queue)]
+        if self._alternates():
+            return sorted(ready, key=lambda c: (self._served[c], -self.cells.cells[c].priority, c))
         full = [cell for cell in ready if len(self.queues[cell]) >= self.cells.cells[cell].max_batch]
         idle = [cell for cell in ready if not self.running_tasks[cell]]
         chosen: list[int] = []

@@ -104,7 +104,8 @@ def _options(model: Model, args: argparse.Namespace) -> EngineOptions:
 
     options = EngineOptions(
         workers=args.workers, max_requests=args.max_requests, max_tasks_to_submit=args.max_tasks_to_submit,
-        order=args.order, device=args.device, state_bytes=args.state_mib << 20, max_batch=_sizes(args.max_batch),
+        order=args.order, cells=args.cells, device=args.device, state_bytes=args.state_mib << 20,
+        max_batch=_sizes(args.max_batch),
     )  # fmt: skip
     if args.profile is None:
         return options
@@ -196,6 +197,10 @@ def _add_serving(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--max-tasks-to-submit", type=int, default=5, help="tasks of a series (default: %(default)s)")
     serve.add_argument("--order", default="arrival", help="arrival, or slack: least slack first (default: %(default)s)")
+    serve.add_argument(
+        "--cells", metavar="WHICH",
+        help="published: as in BatchMaker's Algorithm 1, or alternate: in turns (default: alternate with one worker)",
+    )  # fmt: skip
     serve.add_argument("--workers", type=int, default=1, help="threads that compute (default: %(default)s)")
     serve.add_argument(
         "--max-requests", type=int, default=4096, help="open at once; more get 503 (default: %(default)s)"
