@@ -56,15 +56,21 @@ class Arena:
 
     @property
     def share_taken(self) -> float:
-        """Rows in use of all that may be made, in the kind that is used most."""
-        shares = [
-            ranges.taken * rows[0].nbytes / self._max_bytes
-            for ranges, rows in zip(self._ranges, self._rows, strict=True)
-        ]
-        return float(max(shares))
+        """Rows in use, of all that a kind may have beside what others use; of the kind where that is most."""
+        return max(ranges.taken / (self._most(kind) - 1) for kind, ranges in enumerate(self._ranges))
+
+    def fits(self, regions: Sequence[Region]) -> bool:
+        """Whether there would be room if nothing else were stored."""
+        rows = [1] * len(self._kinds)
+        for kind, count in regions:
+            rows[kind] += count
+        needed = sum(max(count, _FIRST_ROWS) * values[0].nbytes for count, values in zip(rows, self._rows, strict=True))
+        return max(rows) <= _FIRST_ROWS or needed <= self._max_bytes
 
     def take(self, regions: Sequence[Region]) -> Ints:
-        """Reserve rows and return the first of each kind; nothing is moved while every region fits.
+        """Reserve rows and return the first of each kind.
+
+        Tensors grow, and shrink to what is used of them where another kind needs the room.
 
         Raises:
             ArenaFull: the tensors would grow beyond their limit; nothing is reserved.
@@ -119,17 +125,37 @@ class Arena:
         index = torch.from_numpy(np.ascontiguousarray(rows))
         return index if self._device == "cpu" else index.to(self._device, non_blocking=True)
 
+    def _most(self, kind: int) -> int:
+        """Return how many rows a kind may have at most, that of zeros included, beside what others use."""
+        others = sum(self._used(other) * rows[0].nbytes for other, rows in enumerate(self._rows) if other != kind)
+        return max(int((self._max_bytes - others) // self._rows[kind][0].nbytes), self._used(kind))
+
+    def _used(self, kind: int) -> int:
+        return max(self._ranges[kind].end, _FIRST_ROWS)
+
     def _room(self, kind: int, needed: int) -> bool:
         """Make room for so many rows; False if that would be too much."""
         old = self._rows[kind]
         if needed <= len(old):
             return True
-        left = (self._max_bytes - self.bytes) // old[0].nbytes
-        rows = min(max(2 * len(old), needed), len(old) + left)
-        if rows < needed:
+        if needed > self._most(kind):
             return False
-        grown = torch.zeros((rows, *old.shape[1:]), dtype=old.dtype, device=self._device)
-        with self._lock:
-            grown[: len(old)] = old
-            self._rows[kind] = grown
+        row, more = old[0].nbytes, needed - len(old)
+        if more * row > self._max_bytes - self.bytes:
+            for other in range(len(self._kinds)):
+                if other != kind:
+                    self._resize(other, self._used(other))
+        spare = (self._max_bytes - self.bytes) // row - more
+        self._resize(kind, min(max(2 * len(old), needed), needed + spare // 2))  # others may grow, too
         return True
+
+    def _resize(self, kind: int, count: int) -> None:
+        """Replace a tensor by one of so many rows."""
+        old = self._rows[kind]
+        if count == len(old):
+            return
+        new = torch.zeros((count, *old.shape[1:]), dtype=old.dtype, device=self._device)
+        kept = min(count, len(old))
+        with self._lock:
+            new[:kept] = old[:kept]
+            self._rows[kind] = new

@@ -34,6 +34,10 @@ NO_OBJECTIVE_S = 60.0
 """Objective by which requests without one are ordered among others."""
 _WORKERS_OF_ALGORITHM_1 = 2
 """When fewer of them ask, no cell has a running task, by which Algorithm 1 lets early stages in."""
+_LOOKED_PAST = 8
+"""Requests without room behind which others are still looked at."""
+_MOST_PASSED = 64
+"""Requests that may pass one without room; then they wait until it has got it."""
 _RATE_OF = 200
 """Results from which the rate of service is taken."""
 
@@ -253,7 +257,8 @@ class CellularEngine:
     def _enter(self) -> None:
         """Pass new requests to the scheduler, as many as there is room for."""
         entered: list[Request] = []
-        while self._inbox:
+        waiting: list[Request] = []
+        while self._inbox and len(waiting) < _LOOKED_PAST and all(one.passed < _MOST_PASSED for one in waiting):
             request = self._inbox.popleft()
             if request.aborted:
                 self._end_turn(request)
@@ -261,13 +266,16 @@ class CellularEngine:
             try:
                 request.bases = self.arena.take(request.graph.regions)
             except ArenaFull as full:
-                if self._requests or entered:
-                    self._inbox.appendleft(request)
-                    break
+                if (self._stored or entered) and self.arena.fits(request.graph.regions):
+                    waiting.append(request)
+                    continue
                 self._fail(request, EngineError(f"the request needs more room than there is: {full}"))
                 self._end_turn(request)
                 continue
             entered.append(request)
+            for one in waiting:
+                one.passed += 1
+        self._inbox.extendleft(reversed(waiting))
         if not entered:
             return
         graphs = [request.graph for request in entered]

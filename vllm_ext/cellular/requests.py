@@ -50,6 +50,8 @@ class Request:
     number: int | None = None
     bases: Ints | None = None
     aborted: bool = False
+    passed: int = 0
+    """Requests that found room while this one waited for it."""
 
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait for the answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,34 +17,69 @@ _FIRST_CAPACITY = 1024
 
 
 class Ranges:
-    """Hands out ranges of numbers; a range given back serves requests of the same power of two."""
+    """Hands out ranges of numbers: of those that are free, the shortest that is long enough.
+
+    Free neighbours are always one range, and none lies at the end: when all is given back, nothing is left of what was.
+    """
 
     def __init__(self, first: int = 0) -> None:
         self.end = first
-        """One beyond the highest number ever handed out."""
+        """One beyond the highest number in use."""
         self.taken = 0
-        """Numbers in use, rounding included."""
-        self._free: dict[int, list[int]] = {}
+        """Numbers in use."""
+        self._size_at: dict[int, int] = {}
+        """First number of a free range -> how many it has."""
+        self._first_before: dict[int, int] = {}
+        """One beyond the last number of a free range -> its first."""
+        self._of_size: dict[int, dict[int, None]] = {}
+        self._sizes: list[int] = []
+        """Keys of `_of_size`, increasing."""
 
     def end_with(self, count: int) -> int:
         """Return what `end` would be after a range was taken."""
-        size = 1 << (count - 1).bit_length()
-        return self.end if self._free.get(size) else self.end + size
+        return self.end if self._sizes and self._sizes[-1] >= count else self.end + count
 
     def take(self, count: int) -> int:
         """Return the first number of a range."""
-        size = 1 << (count - 1).bit_length()
-        self.taken += size
-        if self._free.get(size):
-            return self._free[size].pop()
-        self.end += size
-        return self.end - size
+        self.taken += count
+        place = bisect_left(self._sizes, count)
+        if place == len(self._sizes):
+            self.end += count
+            return self.end - count
+        size = self._sizes[place]
+        first = next(iter(self._of_size[size]))
+        self._forget(first, size)
+        if size > count:
+            self._keep(first + count, size - count)
+        return first
 
     def give(self, first: int, count: int) -> None:
         """Take a range back."""
-        size = 1 << (count - 1).bit_length()
-        self.taken -= size
-        self._free.setdefault(size, []).append(first)
+        self.taken -= count
+        end = first + count
+        if (behind := self._size_at.get(end)) is not None:
+            self._forget(end, behind)
+            end += behind
+        if (before := self._first_before.get(first)) is not None:
+            self._forget(before, first - before)
+            first = before
+        if end == self.end:
+            self.end = first
+        else:
+            self._keep(first, end - first)
+
+    def _keep(self, first: int, size: int) -> None:
+        self._size_at[first], self._first_before[first + size] = size, first
+        if size not in self._of_size:
+            self._of_size[size] = {}
+            insort(self._sizes, size)
+        self._of_size[size][first] = None
+
+    def _forget(self, first: int, size: int) -> None:
+        del self._size_at[first], self._first_before[first + size], self._of_size[size][first]
+        if not self._of_size[size]:
+            del self._of_size[size]
+            del self._sizes[bisect_left(self._sizes, size)]
 
 
 class GraphTable:
