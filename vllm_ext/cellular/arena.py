@@ -90,7 +90,13 @@ class Arena:
             self._ranges[kind].give(int(bases[kind]), rows)
 
     def write(self, graphs: Sequence[CompiledGraph], bases: Ints) -> None:
-        """Store what requests brought."""
+        """Store what requests brought.
+
+        Raises:
+            ValueError: a graph's values are not those that it has rows for; nothing is written.
+        """
+        for graph in graphs:
+            self._check(graph)
         for kind, _ in enumerate(self._kinds):
             parts = [
                 (b[kind] + row - 1, v)
@@ -101,6 +107,14 @@ class Arena:
             if parts:
                 rows = np.concatenate([np.arange(first, first + len(value)) for first, value in parts])
                 self.scatter(kind, rows, torch.from_numpy(np.concatenate([value for _, value in parts])))
+
+    def _check(self, graph: CompiledGraph) -> None:
+        rows = dict(graph.regions)
+        for kind, row, values in graph.inputs:
+            of, last = self._kinds[kind], row + len(values) - 1
+            if Kind(values.dtype.name, values.shape[1:]) != of or last > rows.get(kind, 0):
+                raise ValueError(f"data: {values.dtype}{list(values.shape)} from row {row} on, must be rows of {of} up "
+                                 f"to row {rows.get(kind, 0)}")  # fmt: skip
 
     def clear(self, kind: int, row: int) -> None:
         """Set a row to zeros."""

@@ -105,11 +105,17 @@ class CellularEngine:
         Raises:
             RequestError: the request is malformed, or of a model whose requests need a session without one.
             EngineBusy: there are too many.
-            EngineError: the engine is closed, or has lost all workers.
+            EngineError: the engine is closed, or has lost all workers, or the model's graph is none.
         """
         if bool(self.model.held) != (session is not None):
             raise RequestError("session", session, "given" if self.model.held else "left out: the model keeps no state")
-        graph = self._templates.graph(self.model.parse(request), session)
+        parsed = self.model.parse(request)
+        try:
+            graph = self._templates.graph(parsed, session)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.model.kind} has no graph for the request: {error}") from error
         made = Request(
             graph=graph, future=Future(), arrived_s=time.monotonic(), slo_s=slo_s, answer=self.model.answer,
             on_output=on_output, session=session,
@@ -349,7 +355,7 @@ class CellularEngine:
         last: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for place, request in enumerate(ended):
             for name, (node, _, kind, first, collected) in request.graph.results.items():
-                row = int(request.bases[kind]) + first - 1  # type: ignore[index]
+                row = -1 - first if first < 0 else int(request.bases[kind]) + first - 1  # type: ignore[index]
                 if collected:
                     count = int(self.batching.table.steps[request.number + node])  # type: ignore[operator]
                     found[place][name] = self.arena.gather(kind, np.arange(row, row + count)).cpu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,9 +88,19 @@ class CompiledGraph:
         """Nodes that can be executed at once."""
         return np.flatnonzero(np.isin(self.subgraph, self.roots) & (self.pending == 0))
 
-    def with_data(self, values: Sequence[NDArray[Any]]) -> CompiledGraph:
-        """Return the same graph for other data of the same shapes."""
-        places = zip(self.inputs, values, strict=True)
+    def with_data(self, data: Mapping[str, NDArray[Any]]) -> CompiledGraph:
+        """Return the same graph for other data, in the same order.
+
+        Raises:
+            ValueError: it is of another shape or type.
+        """
+        if len(data) != len(self.inputs):
+            raise GraphError(f"data={[*data]}: must be {len(self.inputs)} arrays, as in the first graph of this shape")
+        for (_, _, known), (name, value) in zip(self.inputs, data.items(), strict=True):
+            if (value.dtype, value.shape) != (known.dtype, known.shape):
+                raise GraphError(f"data={name!r}: {value.dtype}{list(value.shape)}, must be {known.dtype}"
+                                 f"{list(known.shape)} as in the first graph of this shape")  # fmt: skip
+        places = zip(self.inputs, data.values(), strict=True)
         _ = self.roots, self.ready  # found once, for all copies
         made = copy.copy(self)
         object.__setattr__(made, "inputs", tuple((kind, row, value) for (kind, row, _), value in places))

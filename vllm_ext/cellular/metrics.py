@@ -42,7 +42,8 @@ class EngineMetrics(Collector):
         """Yield what the engine counts."""
         engine = self._engine
         yield GaugeMetricFamily(f"{_PREFIX}requests", "Requests accepted and not ended.", value=engine.open_requests)
-        yield GaugeMetricFamily(f"{_PREFIX}storage_share", "Rows in use of all that a kind of values may have beside what others use, of the fullest kind.",
+        yield GaugeMetricFamily(f"{_PREFIX}storage_share", "Rows in use of all that a kind of values "
+                                "may have beside what others use, of the fullest kind.",
                                 value=engine.arena.share_taken)  # fmt: skip
         yield CounterMetricFamily(f"{_PREFIX}request_errors", "Requests that failed.", value=engine.errors)
         yield CounterMetricFamily(f"{_PREFIX}scheduling_seconds", "CPU time of scheduling and of handing out results.",

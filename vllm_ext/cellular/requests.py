@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ class Session:
         self.waiting: deque[Request] = deque()
         self.running: Request | None = None
         self.closed = False
-        self.template: CompiledGraph | None = None
+        self.templates: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
 
     def submit(self, request: Mapping[str, Any], **options: Any) -> Request:
         """See `CellularEngine.submit`."""

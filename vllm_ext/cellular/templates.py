@@ -11,6 +11,7 @@ from vllm_ext.cellular.models.base import Model, Parsed
 from vllm_ext.cellular.requests import Session
 
 _MOST = 1024
+_MOST_OF_SESSION = 16
 
 
 class Templates:
@@ -21,16 +22,17 @@ class Templates:
         self._kept: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
 
     def graph(self, parsed: Parsed, session: Session | None) -> CompiledGraph:
-        """Return the graph of a request; a session's has the session's rows in it."""
-        values = list(parsed.data.values())
-        if session is not None:
-            if session.template is None:
-                session.template = compile_graph(self._model.unfold(parsed), self._cells, session.rows)
-            return session.template.with_data(values)
-        template = self._kept.pop(parsed.shape, None)
+        """Return the graph of a request; a session's has the session's rows in it.
+
+        Raises:
+            ValueError: the model's graph is none of its cells, or its data is not that of the request's shape.
+        """
+        kept, most = (self._kept, _MOST) if session is None else (session.templates, _MOST_OF_SESSION)
+        template = kept.pop(parsed.shape, None)
         if template is None:
-            template = compile_graph(self._model.unfold(parsed), self._cells)
-        self._kept[parsed.shape] = template
-        while len(self._kept) > _MOST:
-            self._kept.pop(next(iter(self._kept)), None)
-        return template.with_data(values)
+            held = None if session is None else session.rows
+            template = compile_graph(self._model.unfold(parsed), self._cells, held)
+        kept[parsed.shape] = template
+        while len(kept) > most:
+            kept.pop(next(iter(kept)), None)
+        return template.with_data(parsed.data)
