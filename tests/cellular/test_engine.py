@@ -232,7 +232,7 @@ def die(cell: Cell, inputs: list[torch.Tensor]) -> None:
 
 
 def test_the_other_worker_goes_on_when_one_dies_and_without_any_all_requests_fail() -> None:
-    with held(workers=2, max_batch={"step": 1}) as (engine, compute):
+    with held(workers=2, max_batch={"step": 1}, max_restarts=0) as (engine, compute):
         compute.fail = die  # type: ignore[assignment]
         compute.go.set()
         with pytest.raises(EngineError, match="died with SystemExit"):
@@ -255,7 +255,7 @@ def test_the_other_worker_goes_on_when_one_dies_and_without_any_all_requests_fai
 def test_cells_take_turns_when_fewer_than_two_workers_are_left(
     cells: str | None, with_two: bool, with_one: bool
 ) -> None:
-    with held(workers=2, cells=cells) as (engine, compute):
+    with held(workers=2, cells=cells, max_restarts=0) as (engine, compute):
         scheduler = engine.batching
         assert isinstance(scheduler, Scheduler)
         assert scheduler._alternates() is with_two
@@ -321,6 +321,7 @@ def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
         ({"workers": 0}, "workers=0"),
         ({"workers": 2, "device": "cuda"}, "workers=2: must be 1"),
         ({"order": "lifo"}, "order='lifo'"),
+        ({"max_restarts": -1}, "max_restarts=-1: must be 0 or greater"),
         ({"cells": "any"}, "cells='any': must be one of published, alternate"),
         ({"max_batch": {"stop": 3}}, "max_batch="),
         ({"max_batch": {"step": 0}}, "max_batch=0 of cell step"),

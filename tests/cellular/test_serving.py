@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_takes_its_request_along(stream: bool) -> Non
 
 
 async def test_an_engine_that_lost_its_workers_is_not_healthy() -> None:
-    async with server(build("lstm")) as (client, engine, compute):
+    async with server(build("lstm"), max_restarts=0) as (client, engine, compute):
         compute.fail = lambda *_: exec("raise SystemExit")  # noqa: S102 - a lambda cannot raise
         answer = await client.post("/v1/infer", json={"tokens": [1]})
         assert (answer.status_code, "died" in answer.json()["error"]["message"]) == (500, True)

@@ -6,6 +6,7 @@ to wake up first. Scheduler, tables and storage are changed under one lock; cell
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -38,8 +39,13 @@ _LOOKED_PAST = 8
 """Requests without room behind which others are still looked at."""
 _MOST_PASSED = 64
 """Requests that may pass one without room; then they wait until it has got it."""
+_MINUTE_S = 60.0
+"""In which workers begin anew so often as `EngineOptions.max_restarts` says."""
 _RATE_OF = 200
 """Results from which the rate of service is taken."""
+Settled = tuple[Request, dict[str, torch.Tensor], EngineError | None]
+"""A request that is over, with its results or why there are none."""
+logger = logging.getLogger(__name__)
 
 
 class CellularEngine:
@@ -82,6 +88,8 @@ class CellularEngine:
         self._stored: dict[int, Request] = {}
         self._templates = Templates(model, self.cells)
         self._ends: deque[float] = deque(maxlen=_RATE_OF)
+        self._deaths: deque[float] = deque()
+        self.restarts = 0
         self._alive = set(range(self.options.workers))
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"cell-worker-{worker}", daemon=True)
@@ -197,6 +205,11 @@ class CellularEngine:
         return len(self._open)
 
     @property
+    def dead_workers(self) -> int:
+        """Workers that have died and did not begin anew."""
+        return self.options.workers - len(self._alive)
+
+    @property
     def healthy(self) -> bool:
         """Whether a worker is left and requests are accepted."""
         return bool(self._alive) and not self._closing
@@ -228,26 +241,34 @@ class CellularEngine:
         self._lock.notify()
 
     def _work(self, worker: int) -> None:
-        executor = self.executors[worker]
-        try:
-            while True:
-                with self._lock:
-                    tasks = self._next(worker)
-                if tasks is None:
+        """Serve until the engine closes; a worker that dies begins anew, as all that matters is in the arena."""
+        while True:
+            try:
+                self._serve(worker)
+                return
+            except BaseException as error:  # noqa: BLE001 - a thread that ends must not leave requests behind
+                if not self._died(worker, error):
                     return
-                if not tasks[0].goes_on:
-                    executor.begin_series()
-                for task in tasks:
-                    if task.delay_s:
-                        time.sleep(task.delay_s)
-                    live = self.batching.table.live[task.nodes]
-                    self._complete(task, live, executor.run(task, live))
-        except BaseException as error:  # noqa: BLE001 - a thread that ends must not leave requests behind
-            self._died(worker, error)
+
+    def _serve(self, worker: int) -> None:
+        executor = self.executors[worker]
+        executor.begin_series()
+        while True:
+            with self._lock:
+                tasks = self._next(worker)
+            if tasks is None:
+                return
+            if not tasks[0].goes_on:
+                executor.begin_series()
+            for task in tasks:
+                if task.delay_s:
+                    time.sleep(task.delay_s)
+                live = self.batching.table.live[task.nodes]
+                self._complete(task, live, executor.run(task, live))
 
     def _next(self, worker: int) -> list[Task] | None:
-        """Wait for tasks; None when the engine closes."""
-        while not self._closing:
+        """Wait for tasks; None when the engine closes or has died."""
+        while not self._closing and worker in self._alive:
             begin = time.thread_time()
             if self._inbox:
                 self._enter()
@@ -282,53 +303,105 @@ class CellularEngine:
             for one in waiting:
                 one.passed += 1
         self._inbox.extendleft(reversed(waiting))
+        if entered:
+            self._begin(entered)
+
+    def _begin(self, entered: list[Request]) -> None:
+        """Schedule requests that have rows, those whose data cannot be stored excepted."""
+        entered = self._written(entered)
         if not entered:
             return
         graphs = [request.graph for request in entered]
-        bases = np.array([request.bases for request in entered])
-        self.arena.write(graphs, bases)
         deadlines = [r.arrived_s + (r.slo_s if r.slo_s is not None else NO_OBJECTIVE_S) for r in entered]
-        numbers = self.batching.add(graphs, bases, deadlines)
+        try:
+            numbers = self.batching.add(graphs, np.array([request.bases for request in entered]), deadlines)
+        except BaseException as error:
+            for request in entered:
+                self._fail(request, EngineError(f"the request cannot begin: {error!r}"))
+            raise
         for request, number in zip(entered, numbers, strict=True):
             request.number = number
             self._requests[number] = request
             self._stored[number] = request
 
+    def _written(self, requests: list[Request]) -> list[Request]:
+        """Store what requests brought and return them; if that fails, one by one, to find out whose fault it is."""
+        try:
+            self.arena.write([request.graph for request in requests], np.array([one.bases for one in requests]))
+        except Exception as error:  # noqa: BLE001 - whatever the data of a user's model leads to
+            if len(requests) > 1:
+                return [one for request in requests for one in self._written([request])]
+            self.arena.give(requests[0].graph.regions, requests[0].bases)  # type: ignore[arg-type]
+            self._fail(requests[0], EngineError(f"the request's data cannot be stored: {error}"))
+            self._end_turn(requests[0])
+            return []
+        return requests
+
     def _complete(self, task: Task, live: NDArray[np.bool_], outcome: Outcome) -> None:
+        settled: list[Settled] = []
+        try:
+            with self._lock:
+                begin = time.thread_time()
+                try:
+                    self._take_note(task, live, outcome, settled)
+                except BaseException as raised:
+                    settled += self._dropped(task, raised)
+                    raise
+                self.scheduling_s += time.thread_time() - begin
+        finally:  # nobody else knows of them any more
+            for request, values, error in settled:
+                self._finished(request)
+                settle(request, values=values, error=error)
+
+    def _take_note(self, task: Task, live: NDArray[np.bool_], outcome: Outcome, settled: list[Settled]) -> None:
+        """Bring the tables up to date, and collect who has ended or failed."""
         now = time.monotonic()
         table = self.batching.table
-        with self._lock:
-            begin = time.thread_time()
-            if self._streaming and self.model.streamed is not None and outcome.outputs:
-                self._stream(task.nodes[live], outcome, self.model.streamed)
-            failed = self._failed(task, outcome)
-            over = self.batching.complete(task, outcome.ended, outcome.failed)
-            fresh = task.nodes[table.steps[task.nodes] == 1]
-            for number in table.request[fresh].tolist():
-                if (request := self._requests.get(number)) is not None and request.started_s is None:
-                    request.started_s = now
-            ended = [self._requests.pop(number) for number in over if number in self._requests]
-            results = self._results(ended)
-            cut = [cut_short(request, table, task.nodes, task.last, outcome.ended) for request in ended]
-            self.errors += sum(error is not None for error in cut)
-            for request in ended:
-                request.ended_s = now
-                self._gone(request)
-            self._ends.extend([now] * len(ended))
-            if len(self._alive) > 1:
-                self._lock.notify_all()
-            self.scheduling_s += time.thread_time() - begin
-        for request, error in failed:
-            settle(request, error=error)
-        for request, values, cut_error in zip(ended, results, cut, strict=True):
-            self.on_finished(request)
-            settle(request, values=values, error=cut_error)
+        if self._streaming and self.model.streamed is not None and outcome.outputs:
+            self._stream(task.nodes[live], outcome, self.model.streamed)
+        settled += self._failed(task, outcome)
+        over = self.batching.complete(task, outcome.ended, outcome.failed)
+        fresh = task.nodes[table.steps[task.nodes] == 1]
+        for number in table.request[fresh].tolist():
+            if (request := self._requests.get(number)) is not None and request.started_s is None:
+                request.started_s = now
+        ended = [self._requests.pop(number) for number in over if number in self._requests]
+        for request in ended:
+            request.ended_s = now
+            self._gone(request)
+        self._ends.extend([now] * len(ended))
+        for request, (values, error) in zip(ended, self._results_of(ended), strict=True):
+            said = error or cut_short(request, table, task.nodes, task.last, outcome.ended)
+            self.errors += said is not None
+            settled.append((request, values, said))
+        if len(self._alive) > 1:
+            self._lock.notify_all()
 
-    def _failed(self, task: Task, outcome: Outcome) -> list[tuple[Request, EngineError]]:
+    def _dropped(self, task: Task, error: BaseException) -> list[Settled]:
+        """Give up the requests of a task that cannot be completed."""
+        found: list[Settled] = []
+        for number in np.unique(self.batching.table.request[task.nodes]).tolist():
+            if (request := self._requests.pop(number, None)) is not None:
+                self.batching.abort(number)
+                self.errors += 1
+                self._gone(request)
+                found.append((request, {}, EngineError(f"worker {task.worker} died with {error!r}")))
+        return found
+
+    def _finished(self, request: Request) -> None:
+        """Tell who watches of a request that has ended; what it does wrong hurts nobody."""
+        if request.ended_s is None:
+            return
+        try:
+            self.on_finished(request)
+        except Exception:
+            logger.exception("on_finished raised")
+
+    def _failed(self, task: Task, outcome: Outcome) -> list[Settled]:
         if outcome.failed is None or not outcome.failed.any():
             return []
         name = self.cells.cells[task.cell].name
-        found = []
+        found: list[Settled] = []
         for number, error in zip(
             self.batching.table.request[task.nodes[outcome.failed]].tolist(), outcome.errors, strict=True
         ):
@@ -336,7 +409,7 @@ class CellularEngine:
             if request is not None:
                 self.errors += 1
                 self._gone(request)
-                found.append((request, EngineError(f"cell {name} raised: {error!r}")))
+                found.append((request, {}, EngineError(f"cell {name} raised: {error!r}")))
         return found
 
     def _stream(self, computed: Ints, outcome: Outcome, streamed: str) -> None:
@@ -344,10 +417,19 @@ class CellularEngine:
         numbers = self.batching.table.request[computed].tolist()
         for place, (node, number) in enumerate(zip(computed.tolist(), numbers, strict=True)):
             request = self._requests.get(number)
-            if request is not None and request.on_output is not None:
+            if request is not None and request.on_output is not None and streamed in request.graph.results:
                 own, out, *_ = request.graph.results[streamed]
                 if own == node - number:
                     request.tell(outcome.outputs[out][place].tolist())
+
+    def _results_of(self, ended: list[Request]) -> list[tuple[dict[str, torch.Tensor], EngineError | None]]:
+        """Return the results of requests; if that fails, one by one, to find out whose fault it is."""
+        try:
+            return [(values, None) for values in self._results(ended)]
+        except Exception as error:  # noqa: BLE001 - such as no memory for them
+            if len(ended) == 1:
+                return [({}, EngineError(f"the results cannot be read: {error!r}"))]
+            return [found for request in ended for found in self._results_of([request])]
 
     def _results(self, ended: list[Request]) -> list[dict[str, torch.Tensor]]:
         """Copy results out of storage before their rows are used again."""
@@ -397,15 +479,36 @@ class CellularEngine:
         self._gone(request)
         settle(request, error=error)
 
-    def _died(self, worker: int, error: BaseException) -> None:
+    def _died(self, worker: int, error: BaseException) -> bool:
+        """Fail the requests that a worker had; return whether it begins anew."""
+        logger.error("worker %d died", worker, exc_info=error)
         with self._lock:
-            self._alive.discard(worker)
-            for number in self.batching.worker_died(worker):
+            try:
+                lost = self.batching.worker_died(worker)
+            except Exception:
+                logger.exception("what worker %d had is unknown, the engine ends", worker)
+                lost = []
+                self._alive.clear()
+            again = worker in self._alive and self._may_restart(time.monotonic())
+            if not again:
+                self._alive.discard(worker)
+            for number in lost:
                 if (request := self._requests.pop(number, None)) is not None:
                     self._fail(request, EngineError(f"worker {worker} died with {error!r}"))
             self._lock.notify_all()
         if not self._alive:
             self._fail_all(EngineError(f"all workers have died, the last with {error!r}"))
+        return again
+
+    def _may_restart(self, now: float) -> bool:
+        """Whether fewer deaths than allowed are within the last minute; counts one more."""
+        while self._deaths and now - self._deaths[0] > _MINUTE_S:
+            self._deaths.popleft()
+        if len(self._deaths) >= self.options.max_restarts:
+            return False
+        self._deaths.append(now)
+        self.restarts += 1
+        return True
 
     def _fail_all(self, error: EngineError) -> None:
         with self._lock:

@@ -48,6 +48,12 @@ class EngineMetrics(Collector):
         yield CounterMetricFamily(f"{_PREFIX}request_errors", "Requests that failed.", value=engine.errors)
         yield CounterMetricFamily(f"{_PREFIX}scheduling_seconds", "CPU time of scheduling and of handing out results.",
                                   value=engine.scheduling_s)  # fmt: skip
+        workers = GaugeMetricFamily(f"{_PREFIX}workers", "Workers by state.", labels=["state"])
+        workers.add_metric(["alive"], engine.options.workers - engine.dead_workers)
+        workers.add_metric(["dead"], engine.dead_workers)
+        yield workers
+        yield CounterMetricFamily(f"{_PREFIX}worker_restarts", "Workers that died and began anew.",
+                                  value=engine.restarts)  # fmt: skip
         traffic = CounterMetricFamily(f"{_PREFIX}copied_bytes", "Bytes copied between tasks.", labels=["way"])
         for way in ("gathered", "reused", "scattered"):
             traffic.add_metric([way], getattr(engine.arena.traffic, way))

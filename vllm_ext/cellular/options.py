@@ -27,6 +27,8 @@ class EngineOptions:
     """One of `ORDERS`."""
     cells: str | None = None
     """One of `CELLS`; None: in turns while fewer than two workers live, as published otherwise."""
+    max_restarts: int = 3
+    """How often in a minute workers that died begin anew; the next one that dies stays dead."""
     device: str = "cpu"
     state_bytes: int = 4 << 30
     """How large values between cells may get."""
@@ -37,6 +39,8 @@ class EngineOptions:
         for name in ("workers", "max_requests", "max_tasks_to_submit", "state_bytes"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r}: must be 0 or greater")
         if self.workers > 1 and self.device != "cpu":
             raise ValueError(
                 f"workers={self.workers!r}: must be 1 with device={self.device!r}, whose stream they share"

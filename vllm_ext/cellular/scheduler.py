@@ -161,10 +161,10 @@ class Scheduler:
                 if not len(places) or (tasks and len(places) < kind.min_batch):
                     break
                 tasks.append(self._submit(cell, places, worker))
+                self._tasks.setdefault(worker, []).append(tasks[-1])
             if tasks:
                 self._series += 1
                 self._served[cell] = self._series
-                self._tasks.setdefault(worker, []).extend(tasks)
                 return tasks
         return []
 

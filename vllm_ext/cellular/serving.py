@@ -169,7 +169,8 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if engine.healthy else 503)
+        found = {"workers": engine.options.workers, "dead": engine.dead_workers, "restarts": engine.restarts}
+        return JSONResponse(found, 200 if engine.healthy else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
