@@ -18,7 +18,7 @@ from tests.cellular.plain import Plain, lively, random_tree
 from tests.extent import HANG_S
 from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Cell
-from vllm_ext.cellular.engine import CellularEngine
+from vllm_ext.cellular.engine import CellularEngine, _resized
 from vllm_ext.cellular.garbage import freeze
 from vllm_ext.cellular.graphs import CellGraph
 from vllm_ext.cellular.layout import Region
@@ -330,6 +330,15 @@ def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CellularEngine(build("lstm"), EngineOptions(**options))
+
+
+def test_batches_are_powers_of_two_and_smaller_on_a_cpu_unless_said_otherwise() -> None:
+    powers = tuple(2**power for power in range(8))
+    for said, want in ((None, powers), ({"encoder": 200}, (*powers, 200))):
+        with CellularEngine(build("seq2seq"), EngineOptions(max_batch=said)) as engine:
+            assert [cell.batch_sizes for cell in engine.cells.cells] == [want, powers]
+    encoder = build("seq2seq").cells[0]
+    assert _resized(encoder, {}, "cuda").batch_sizes == (*powers, 256, 512)
 
 
 def test_a_server_that_is_ready_does_not_look_for_garbage_among_what_it_has() -> None:

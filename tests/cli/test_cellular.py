@@ -66,6 +66,7 @@ def test_a_profile_is_written_and_read_again(weights: Path, tmp_path: Path, caps
     [
         (["serve", "gru"], "model='gru': must be a file of weights, or one of lstm"),
         (["serve", "FILE", "--order", "lifo"], "order='lifo': must be one of arrival, slack"),
+        (["serve", "FILE", "--compile"], "compile=True: must be left out with device='cpu'"),
         (["serve", "FILE", "--cells", "any"], "cells='any': must be one of published, alternate"),
         (["serve", "FILE", "--max-batch", "step"], "'step': must be NAME=NUMBER"),
         (["serve", "FILE", "--max-batch", "gate=3"], r"max_batch=\['gate'\]: lstm has step, head"),

@@ -31,6 +31,8 @@ from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session
 from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
 from vllm_ext.cellular.templates import Templates
 
+MAX_BATCH_ON_CPU = 128
+"""Largest batch by default: the time of a row does not fall beyond it, and newcomers wait for the batch."""
 NO_OBJECTIVE_S = 60.0
 """Objective by which requests without one are ordered among others."""
 _WORKERS_OF_ALGORITHM_1 = 2
@@ -67,7 +69,7 @@ class CellularEngine:
         batching: Callable[[CellTable, Callable[[int], None]], Batching] | None = None, compute: Compute = Cell.call,
     ) -> None:  # fmt: skip
         self.model, self.options = model, options or EngineOptions()
-        cells = [_resized(cell, self.options.max_batch or {}) for cell in model.cells]
+        cells = [_resized(cell, self.options.max_batch or {}, self.options.device) for cell in model.cells]
         if unknown := {*(self.options.max_batch or {})} - {cell.name for cell in cells}:
             raise ValueError(f"max_batch={sorted(unknown)}: {model.kind} has {', '.join(cell.name for cell in cells)}")
         for module in model.modules.values():
@@ -518,7 +520,9 @@ class CellularEngine:
             self._inbox.clear()
 
 
-def _resized(cell: Cell, sizes: Mapping[str, int]) -> Cell:
-    if cell.name not in sizes:
-        return cell
-    return replace(cell, batch_sizes=cell.with_batches(sizes[cell.name], cell.min_batch).batch_sizes)
+def _resized(cell: Cell, sizes: Mapping[str, int], device: str) -> Cell:
+    """Return a cell with the batches it is served with: powers of two, as each is a CUDA graph."""
+    most = sizes.get(cell.name, cell.max_batch)
+    if cell.name not in sizes and device == "cpu":
+        most = max(min(most, MAX_BATCH_ON_CPU), cell.min_batch)
+    return replace(cell, batch_sizes=cell.with_batches(most, cell.min_batch).batch_sizes)

@@ -21,7 +21,7 @@ class EngineOptions:
     max_requests: int = 4096
     """Open requests beyond which new ones are refused."""
     max_batch: Mapping[str, int] | None = None
-    """Cell -> largest batch; by default as the model says."""
+    """Cell -> largest batch; by default as the model says, and on a CPU at most 128."""
     max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT
     order: str = "arrival"
     """One of `ORDERS`."""

@@ -30,7 +30,7 @@ class CellProfile:
     """Times of one cell."""
 
     seconds: Mapping[int, float]
-    """Batch -> median seconds."""
+    """Batch -> seconds."""
 
     @property
     def knee(self) -> int:
@@ -46,20 +46,27 @@ class CellProfile:
 
 
 def measure(cell: Cell, batches: Sequence[int], *, repeats: int = 7, compute: Compute = Cell.call) -> CellProfile:
-    """Return the median time of a cell for each batch; what is done once per shape is not counted."""
+    """Return the time of a cell for each batch; what is done once per shape is not counted.
+
+    On a CPU that is the least CPU time of the thread, which foreign load hardly changes; on other devices the median.
+    """
     found = {}
     with torch.inference_mode():
         for batch in sorted(batches):
             inputs = cell.random_inputs(batch)
-            times = []
-            for _ in range(repeats + 1):
-                begin = time.perf_counter()
-                outputs = compute(cell, inputs)
-                if outputs[0].is_cuda:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - begin)
-            found[batch] = statistics.median(times[1:])
+            _, *times = (_seconds(cell, inputs, compute) for _ in range(repeats + 1))
+            found[batch] = min(times) if inputs[0].device.type == "cpu" else statistics.median(times)
     return CellProfile(seconds=found)
+
+
+def _seconds(cell: Cell, inputs: list[torch.Tensor], compute: Compute) -> float:
+    on_cpu = inputs[0].device.type == "cpu"
+    clock = time.thread_time if on_cpu else time.perf_counter
+    begin = clock()
+    compute(cell, inputs)
+    if not on_cpu:
+        torch.cuda.synchronize()
+    return clock() - begin
 
 
 def save(model: Model, profiles: Mapping[str, CellProfile], path: Path) -> None:

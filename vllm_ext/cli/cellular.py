@@ -125,6 +125,10 @@ def _compute(compiled: bool, device: str) -> Any:
         return GraphedCells(device)
     if not compiled:
         return Cell.call
+    if device == "cpu":
+        raise ValueError(
+            "compile=True: must be left out with device='cpu', where it is slower and delays first batches"
+        )
     import torch
 
     kept: dict[str, Any] = {}
@@ -173,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (serve, profile):
         one.add_argument("model", help=f"file of weights, or {', '.join(KINDS)}: a small one is trained on the spot")
         one.add_argument("--device", default="cpu", help="device of weights and values (default: %(default)s)")
-        one.add_argument("--compile", action="store_true", help="compile the cells with torch.compile")
+        one.add_argument("--compile", action="store_true", help="compile the cells with torch.compile; not on a CPU")
     train.add_argument("model", choices=KINDS)
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="file in safetensors to write")
     train.add_argument("--steps", type=int, default=400, help="training steps (default: %(default)s)")
