@@ -42,9 +42,11 @@ class ReadyQueue:
             return
         if self._tail + count > len(self._nodes):
             self._make_room(0, count)
-        ordered = np.argsort(keys, kind="stable")
-        self._nodes[self._tail : self._tail + count] = nodes[ordered]
-        self._keys[self._tail : self._tail + count] = keys[ordered]
+        if count > 1:
+            ordered = np.argsort(keys, kind="stable")
+            nodes, keys = nodes[ordered], keys[ordered]
+        self._nodes[self._tail : self._tail + count] = nodes
+        self._keys[self._tail : self._tail + count] = keys
         self._tail += count
 
     def first(self, limit: int, allowed: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
@@ -57,6 +59,8 @@ class ReadyQueue:
             count += len(places)
             start += width
             width *= 2
+        if len(found) == 1:
+            return found[0]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def drop(self, places: Ints) -> None:
@@ -64,6 +68,9 @@ class ReadyQueue:
         if not len(places):
             return
         end = int(places[-1]) + 1
+        if end == len(places):
+            self._head += end
+            return
         stays = np.ones(end, bool)
         stays[places] = False
         begin = self._head + len(places)

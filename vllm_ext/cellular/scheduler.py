@@ -245,6 +245,8 @@ class Scheduler:
         longest ago goes first.
         """
         ready = [cell for cell, queue in enumerate(self.queues) if len(queue)]
+        if len(ready) == 1:
+            return ready
         if self._alternates():
             return sorted(ready, key=lambda c: (self._served[c], -self.cells.cells[c].priority, c))
         full = [cell for cell in ready if len(self.queues[cell]) >= self.cells.cells[cell].max_batch]
@@ -354,8 +356,9 @@ class Scheduler:
 
     def _push(self, nodes: Ints) -> None:
         table = self.table
-        for cell in np.unique(table.cell[nodes]):
-            own = nodes[table.cell[nodes] == cell]
+        cells = table.cell[nodes]
+        for cell in {*cells.tolist()}:
+            own = nodes[cells == cell]
             self.queues[cell].push(own, table.key[table.subgraph[own]])
 
     def _close(self, request: int) -> None:
