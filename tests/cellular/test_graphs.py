@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tests.cellular.graphs_of import cell, cells, chain, compiled, complete_tree, emissions, translation, tree
 from vllm_ext.cellular.cells import CellError, Port
-from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, GraphError, Output, Zero
+from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, GraphError, Node, Output, Zero
 from vllm_ext.cellular.layout import compile_graph
 
 
@@ -33,6 +36,31 @@ def test_a_tree_is_computed_in_the_rows_of_its_leaves() -> None:
     graph = compiled(tree(((1, 2), 3)), cells())
     assert [region.rows for region in graph.regions] == [3, 3]
     assert len(np.unique(graph.out_first[:, 0])) == 3
+
+
+class Counted(list[Node]):
+    """Nodes that count how often one of them is looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Node]:
+        for node in super().__iter__():
+            self.looks += 1
+            yield node
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_laying_a_tree_out_looks_equally_often_at_each_node_of_large_and_small_ones() -> None:
+    looks = []
+    for leaves in (16, 128):
+        graph = tree(complete_tree(leaves))
+        graph.nodes = counted = Counted(graph.nodes)
+        compiled(graph, cells())
+        looks.append(counted.looks / len(counted))
+    assert looks[1] <= 1.1 * looks[0]
 
 
 def test_a_value_that_two_nodes_read_is_not_overwritten() -> None:

@@ -253,8 +253,9 @@ class _Layout:
                 raise GraphError(f"data={source.name!r}, {where}: row {last} of {len(self._graph.data[source.name])}")
             rows, step = first + source.first, int(source.each)
         else:
-            looped = any(node.then == number and other == source.node for other, node in enumerate(self._graph.nodes))
-            if not 0 <= source.node < number and not (looped and 0 <= source.node < len(self._out)):
+            known = 0 <= source.node < len(self._graph.nodes)
+            looped = known and self._graph.nodes[source.node].then == number
+            if not known or (source.node >= number and not looped):
                 raise GraphError(f"node={source.node!r}, {where}: must be a node before it")
             other = self._numbers[source.node]
             if source.port not in self._cells.out_place[other]:
