@@ -20,8 +20,10 @@ from tests.cellular.test_engine import Held
 from tests.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphed import GraphedCells
+from vllm_ext.cellular.graphs import CellGraph
 from vllm_ext.cellular.metrics import EngineMetrics
-from vllm_ext.cellular.models import Model, build
+from vllm_ext.cellular.models import Model, Parsed, build
+from vllm_ext.cellular.models.lstm import Lstm
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.serving import create_app
 
@@ -137,6 +139,43 @@ async def test_overload_gets_503_and_when_to_come_back() -> None:
         assert 1 <= int(answer.headers["Retry-After"]) <= 61
         compute.go.set()
         assert [one.status_code for one in await asyncio.gather(*kept)] == [200, 200]
+
+
+class SlowToRead(Lstm):
+    """A model whose requests are laid out only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__({"hidden": 8})
+        self.reached, self.go = threading.Event(), threading.Event()
+        for module in self.modules.values():
+            module.requires_grad_(False)
+
+    def unfold(self, parsed: Parsed) -> CellGraph:
+        self.reached.set()
+        assert self.go.wait(HANG_S)
+        return super().unfold(parsed)
+
+
+async def test_others_are_answered_while_a_large_request_is_laid_out() -> None:
+    model = SlowToRead()
+    async with server(model, max_requests=1) as (client, *_):
+        large = asyncio.create_task(client.post("/v1/infer", json={"tokens": [1]}))
+        await until(model.reached.is_set)
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.post("/v1/infer", json={"tokens": [1]})).status_code == 503, "it counts as open"
+        model.go.set()
+        assert (await large).status_code == 200
+        assert (await client.post("/v1/infer", json={"tokens": [1]})).status_code == 200, "its place was given back"
+
+
+async def test_a_full_server_refuses_requests_unread() -> None:
+    async with server(build("lstm"), hold=True, max_requests=1) as (client, engine, compute):
+        kept = asyncio.create_task(client.post("/v1/infer", json={"tokens": [1]}))
+        await until(lambda: engine.open_requests == 1)
+        assert (await client.post("/v1/infer", content="{")).status_code == 503
+        compute.go.set()
+        assert (await kept).status_code == 200
+        assert (await client.post("/v1/infer", content="{")).status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from vllm_ext.cellular.layout import Region
 from vllm_ext.cellular.models.base import Model, RequestError
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.order import ORDERS
-from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session, cut_short, settle
+from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session, SessionClosed, cut_short, settle
 from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
 from vllm_ext.cellular.templates import Templates
 
@@ -86,6 +87,7 @@ class CellularEngine:
         self._inbox: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
         self._open: set[Request] = set()
+        self._reading: set[object] = set()
         self._streaming, self._closing = 0, False
         self._stored: dict[int, Request] = {}
         self._templates = Templates(model, self.cells)
@@ -115,8 +117,35 @@ class CellularEngine:
         Raises:
             RequestError: the request is malformed, or of a model whose requests need a session without one.
             EngineBusy: there are too many.
+            SessionClosed: the session is.
             EngineError: the engine is closed, or has lost all workers, or the model's graph is none.
         """
+        with self.admission() as place:
+            return self.accept(request, place, slo_s=slo_s, session=session, on_output=on_output)
+
+    @contextmanager
+    def admission(self) -> Iterator[object]:
+        """Hold the place of an open request while it is read, which can take long.
+
+        Raises:
+            EngineBusy: there are too many.
+            EngineError: the engine is closed, or has lost all workers.
+        """
+        place = object()
+        with self._lock:
+            self._refuse()
+            self._reading.add(place)
+        try:
+            yield place
+        finally:
+            with self._lock:
+                self._reading.discard(place)
+
+    def accept(
+        self, request: Mapping[str, Any], place: object, *, slo_s: float | None = None, session: Session | None = None,
+        on_output: Callable[[Any], None] | None = None,
+    ) -> Request:  # fmt: skip
+        """Accept a request in the place of an `admission`; see `submit`."""
         if bool(self.model.held) != (session is not None):
             raise RequestError("session", session, "given" if self.model.held else "left out: the model keeps no state")
         parsed = self.model.parse(request)
@@ -131,9 +160,10 @@ class CellularEngine:
             on_output=on_output, session=session,
         )  # fmt: skip
         with self._lock:
-            self._refuse()
+            self._check_health()
             if session is not None and session.closed:
-                raise EngineError("the session is closed")
+                raise SessionClosed
+            self._reading.discard(place)
             self._open.add(made)
             self._streaming += on_output is not None
             if session is not None and (session.running or session.waiting):
@@ -228,13 +258,17 @@ class CellularEngine:
             return len(self._alive) < _WORKERS_OF_ALGORITHM_1
         return self.options.cells == "alternate"
 
-    def _refuse(self) -> None:
+    def _check_health(self) -> None:
         if not self.healthy:
             raise EngineError("the engine is closed" if self._closing else "all workers have died; restart the engine")
-        if len(self._open) >= self.options.max_requests:
+
+    def _refuse(self) -> None:
+        self._check_health()
+        count = len(self._open) + len(self._reading)
+        if count >= self.options.max_requests:
             ends = self._ends
             rate = (len(ends) - 1) / max(ends[-1] - ends[0], 1e-9) if len(ends) > 1 else 1.0
-            raise EngineBusy(len(self._open), min(max(len(self._open) / (2 * rate), 1.0), 60.0))
+            raise EngineBusy(count, min(max(count / (2 * rate), 1.0), 60.0))
 
     def _enqueue(self, request: Request) -> None:
         if request.session is not None:

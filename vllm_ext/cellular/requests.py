@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
@@ -32,6 +33,13 @@ class EngineBusy(EngineError):
             f"{open_requests} requests are open, as many as max_requests allows; retry in {retry_after_s:.0f} s"
         )
         self.retry_after_s = retry_after_s
+
+
+class SessionClosed(EngineError):
+    """A request of a session that was closed before it was served."""
+
+    def __init__(self) -> None:
+        super().__init__("the session is closed")
 
 
 @dataclass(eq=False, repr=False)
@@ -91,6 +99,8 @@ class Session:
         self.waiting: deque[Request] = deque()
         self.running: Request | None = None
         self.closed = False
+        self.used_s = time.monotonic()
+        """When it was last asked for."""
         self.templates: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
 
     def submit(self, request: Mapping[str, Any], **options: Any) -> Request:

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -22,6 +23,8 @@ from vllm_ext.cellular.requests import EngineBusy, EngineError, Session
 from vllm_ext.hints import HintError, from_extra_args, from_headers
 
 MAX_BODY_BYTES = 8 << 20
+_READERS = 4
+"""Requests that are read at once; more would only take turns with those that are served."""
 _CONTROL = ("stream", "session", "vllm_xargs")
 """Fields of a request that are not the model's."""
 
@@ -35,17 +38,17 @@ class HttpError(Exception):
 
 
 class Sessions:
-    """Sessions by id; one that is idle for long is closed."""
+    """Sessions by id; one that is idle for long is closed. `get` may be called from any thread."""
 
     def __init__(self, engine: CellularEngine, most: int, idle_s: float) -> None:
         self._engine, self._most, self._idle_s = engine, most, idle_s
-        self._known: dict[str, tuple[Session, float]] = {}
+        self._known: dict[str, Session] = {}
 
     def open(self) -> str:
         """Return the id of a new session."""
         now = time.monotonic()
-        for name, (session, used_s) in list(self._known.items()):
-            if now - used_s > self._idle_s and session.running is None:
+        for name, session in list(self._known.items()):
+            if now - session.used_s > self._idle_s and session.running is None:
                 self.close(name)
         if not self._engine.model.held:
             raise HttpError(400, f"sessions: {self._engine.model.kind} has none; send requests without")
@@ -55,17 +58,17 @@ class Sessions:
             )
         name = secrets.token_hex(16)
         try:
-            self._known[name] = (self._engine.open_session(), now)
+            self._known[name] = self._engine.open_session()
         except ArenaFull as full:
             raise HttpError(503, str(full), {"Retry-After": "5"}) from full
         return name
 
     def get(self, name: object) -> Session:
         """Return a session and note that it is used."""
-        if not isinstance(name, str) or name not in self._known:
+        session = self._known.get(name) if isinstance(name, str) else None
+        if session is None:
             raise HttpError(400, f"session={name!r:.60}: must be the id of an open session, from POST /v1/sessions")
-        session, _ = self._known[name]
-        self._known[name] = (session, time.monotonic())
+        session.used_s = time.monotonic()
         return session
 
     def close(self, name: str) -> None:
@@ -79,18 +82,20 @@ class Inference:
 
     def __init__(self, engine: CellularEngine, sessions: Sessions, default_slo_ms: float | None) -> None:
         self._engine, self._sessions, self._default_slo_ms = engine, sessions, default_slo_ms
+        # One thread where requests are served in the order in which they came.
+        self._readers = ThreadPoolExecutor(1 if engine.model.held else _READERS, thread_name_prefix="cell-reader")
 
     async def __call__(self, request: Request) -> Response:
         """Serve one request."""
-        body = _object(await _body(request))
-        stream = body.get("stream", False)
-        if not isinstance(stream, bool):
-            raise HttpError(400, f"stream={stream!r:.60}: must be true or false")
-        if stream and self._engine.model.streamed is None:
-            raise HttpError(400, f"stream=True: results of {self._engine.model.kind} do not grow; leave it out")
-        if stream:
-            return await self._streamed(body, request)
-        handle = self._submit(body, request, None)
+        body, loop = await _body(request), asyncio.get_running_loop()
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        with self._engine.admission() as place:
+            handle = await loop.run_in_executor(
+                self._readers, self._accept, body, request.headers, place, lambda value: _tell(loop, events, value)
+            )
+        if handle.on_output is not None:
+            handle.future.add_done_callback(lambda _: _tell(loop, events, handle))
+            return self._streamed(handle, events)
         gone: asyncio.Future[Any] = asyncio.create_task(_disconnected(request))
         result: asyncio.Future[Any] = asyncio.wrap_future(handle.future)
         await asyncio.wait([gone, result], return_when=asyncio.FIRST_COMPLETED)
@@ -100,26 +105,27 @@ class Inference:
         gone.cancel()
         return JSONResponse(handle.answer(result.result()))
 
-    def _submit(
-        self, body: dict[str, Any], request: Request, on_output: Callable[[Any], None] | None
+    def _accept(
+        self, raw: bytes, headers: Mapping[str, str], place: object, tell: Callable[[Any], None]
     ) -> accepted.Request:
-        extra = body.get("vllm_xargs", {})
+        """Read a request and lay it out, outside of the event loop."""
+        body = _object(raw)
+        stream, extra = body.get("stream", False), body.get("vllm_xargs", {})
+        if not isinstance(stream, bool):
+            raise HttpError(400, f"stream={stream!r:.60}: must be true or false")
+        if stream and self._engine.model.streamed is None:
+            raise HttpError(400, f"stream=True: results of {self._engine.model.kind} do not grow; leave it out")
         if not isinstance(extra, dict):
             raise HttpError(400, f"vllm_xargs={extra!r:.60}: must be an object")
-        hints = from_extra_args({**from_headers(request.headers), **extra})
+        hints = from_extra_args({**from_headers(headers), **extra})
         slo_ms = hints.jct_slo_ms or hints.ttft_slo_ms or self._default_slo_ms
-        return self._engine.submit(
-            {name: value for name, value in body.items() if name not in _CONTROL},
-            slo_s=slo_ms / 1e3 if slo_ms else None, on_output=on_output,
+        return self._engine.accept(
+            {name: value for name, value in body.items() if name not in _CONTROL}, place,
+            slo_s=slo_ms / 1e3 if slo_ms else None, on_output=tell if stream else None,
             session=self._sessions.get(body["session"]) if "session" in body else None,
         )  # fmt: skip
 
-    async def _streamed(self, body: dict[str, Any], request: Request) -> Response:
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        handle = self._submit(body, request, lambda value: _tell(loop, events, value))
-        handle.future.add_done_callback(lambda _: _tell(loop, events, handle))
-
+    def _streamed(self, handle: accepted.Request, events: asyncio.Queue[Any]) -> Response:
         async def lines() -> AsyncIterator[str]:
             try:
                 while (value := await events.get()) is not handle:

@@ -34,5 +34,5 @@ class Templates:
             template = compile_graph(self._model.unfold(parsed), self._cells, held)
         kept[parsed.shape] = template
         while len(kept) > most:
-            kept.pop(next(iter(kept)), None)
+            kept.popitem(last=False)  # several threads lay out at once
         return template.with_data(parsed.data)
