@@ -17,13 +17,14 @@ import torch
 from tests.cellular.plain import Plain, lively, random_tree
 from tests.extent import HANG_S
 from vllm_ext.cellular.arena import Arena, ArenaFull
-from vllm_ext.cellular.cells import Cell
+from vllm_ext.cellular.cells import Cell, Kind
 from vllm_ext.cellular.engine import CellularEngine, _resized
 from vllm_ext.cellular.garbage import freeze
 from vllm_ext.cellular.graphs import CellGraph
 from vllm_ext.cellular.layout import Region
 from vllm_ext.cellular.models import Model, Parsed, RequestError, build
 from vllm_ext.cellular.models.lstm import Lstm
+from vllm_ext.cellular.models.rnnt import BLANK, Rnnt
 from vllm_ext.cellular.models.seq2seq import EOS, Seq2Seq
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.requests import EngineBusy, EngineError, Request
@@ -172,6 +173,77 @@ def held(model: Model | None = None, **options: Any) -> Iterator[tuple[CellularE
             yield engine, compute
         finally:
             compute.go.set()
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_chunk_that_ends_half_way_leaves_its_session_as_it_was(aborted: bool) -> None:
+    """The encoder has gone on and a symbol was emitted when the predictor is stopped."""
+    model = lively(build("rnnt", seed=1), 2.0)
+    first, bad, *rest = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
+    want = Plain(model, torch.float32).transcribe(np.array([first, *rest]))
+    stopping, reached, go = threading.Event(), threading.Event(), threading.Event()
+
+    def stop(cell: Cell, _: list[torch.Tensor]) -> None:
+        if stopping.is_set() and cell.name == "predictor":
+            reached.set()
+            assert go.wait(HANG_S)
+            if not aborted:
+                raise ArithmeticError("injected")
+
+    with held(model) as (engine, compute):
+        compute.fail = stop
+        compute.go.set()
+        session = engine.open_session()
+        found = [session.submit({"audio": first}).result(HANG_S)["tokens"]]
+        stopping.set()
+        handle = session.submit({"audio": bad})
+        assert reached.wait(HANG_S)
+        if aborted:
+            engine.abort(handle)
+        go.set()
+        with pytest.raises((EngineError, CancelledError)):
+            handle.result(HANG_S)
+        stopping.clear()
+        found += [session.submit({"audio": one}).result(HANG_S)["tokens"] for one in rest]
+    assert found == want
+
+
+class StrictRnnt(Rnnt):
+    """The joint goes on alone until it says a blank, which it must."""
+
+    def unfold(self, parsed: Parsed) -> CellGraph:
+        graph = super().unfold(parsed)
+        graph.nodes = [graph.nodes[0], replace(graph.nodes[1], then=None)]
+        graph.must_end = True
+        return graph
+
+
+@pytest.mark.parametrize("fault", ["a worker dies", "no blank"])
+def test_a_session_has_its_state_back_when_a_worker_dies_or_a_chunk_does_not_end(fault: str) -> None:
+    def stop(cell: Cell, _: list[torch.Tensor]) -> None:
+        if stopping and cell.name == "joint":
+            if fault == "a worker dies":
+                raise SystemExit(fault)
+            model.modules["joint"].forward = endless(model.modules["joint"].forward)
+
+    def state() -> torch.Tensor:
+        return engine.arena.gather(engine.cells.kind_number[Kind("float32", (64,))], np.array([*session.rows.values()]))
+
+    stopping = False
+    model = StrictRnnt({})
+    for module in model.modules.values():
+        module.requires_grad_(False)
+    model.modules["joint"].emit.bias[BLANK] = 100.0  # type: ignore[union-attr, operator]
+    with held(model, workers=2) as (engine, compute):
+        compute.fail = stop
+        compute.go.set()
+        session = engine.open_session()
+        assert session.submit({"audio": [1.0] * 128}).result(HANG_S)["tokens"] == []
+        before, stopping = state(), True
+        assert before.any()
+        with pytest.raises(EngineError):
+            session.submit({"audio": [2.0] * 128}).result(HANG_S)
+        assert torch.equal(state(), before)
 
 
 def test_an_aborted_request_leaves_and_the_others_stay_right() -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import uvicorn
@@ -102,6 +103,38 @@ async def test_a_session_is_opened_used_and_closed() -> None:
         assert (await client.post("/v1/infer", json={"audio": [0.5] * 128})).status_code == 400
 
 
+async def test_requests_of_a_session_that_is_closed_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    async with server(build("rnnt"), hold=True) as (client, engine, _):
+        name = (await client.post("/v1/sessions")).json()["session"]
+        chunk = {"audio": [0.5] * 128, "session": name}
+        kept = []
+        for place, stream in enumerate((False, True, False, True)):
+            kept.append(asyncio.create_task(client.post("/v1/infer", json=chunk | {"stream": stream})))
+            await until(lambda: engine.open_requests == place + 1)  # noqa: B023 - called at once
+        assert (await client.delete(f"/v1/sessions/{name}")).status_code == 200
+        answers = await asyncio.gather(*kept)
+    for answer in answers[::2]:
+        assert (answer.status_code, answer.json()["error"]["message"]) == (409, "the session is closed")
+    for answer in answers[1::2]:
+        assert answer.text == 'data: {"error": "the session is closed"}\n\ndata: [DONE]\n\n'
+    assert not caplog.records
+
+
+async def test_a_stream_of_a_chunk_has_the_symbols_of_its_answer_and_no_blank() -> None:
+    model = lively(build("rnnt", seed=1), 2.0)
+    audio = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
+    async with server(model) as (client, *_):
+        name = (await client.post("/v1/sessions")).json()["session"]
+        events = []
+        for chunk in audio.tolist():
+            answer = await client.post("/v1/infer", json={"audio": chunk, "session": name, "stream": True})
+            lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+            events.append([json.loads(line) for line in lines[:-1]])
+    want = Plain(model, torch.float32).transcribe(audio)
+    assert [] in want
+    assert events == [[*({"output": token} for token in tokens), {"tokens": tokens}] for tokens in want]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -114,6 +147,7 @@ async def test_a_session_is_opened_used_and_closed() -> None:
         ('{"tokens": [1], "session": "x"}', "session='x'"),
         ('{"tokens": [1], "vllm_xargs": 3}', "vllm_xargs=3"),
         ('{"tokens": [1], "vllm_xargs": {"jct_slo_ms": -3}}', "jct_slo_ms=-3"),
+        ('{"tokens": [1], "tokens": [2]}', "body: must be a JSON object: 'tokens' is given more than once"),
         ('{"words": [1]}', "words=[1]: must be left out"),
         ("[" * 100_000, "body: must be a JSON object"),
     ],

@@ -348,6 +348,9 @@ class CellularEngine:
         if not entered:
             return
         graphs = [request.graph for request in entered]
+        for request in entered:
+            if request.session is not None:
+                request.session.save(self.arena)
         deadlines = [r.arrived_s + (r.slo_s if r.slo_s is not None else NO_OBJECTIVE_S) for r in entered]
         try:
             numbers = self.batching.add(graphs, np.array([request.bases for request in entered]), deadlines)
@@ -402,14 +405,15 @@ class CellularEngine:
             if (request := self._requests.get(number)) is not None and request.started_s is None:
                 request.started_s = now
         ended = [self._requests.pop(number) for number in over if number in self._requests]
-        for request in ended:
-            request.ended_s = now
-            self._gone(request)
-        self._ends.extend([now] * len(ended))
         for request, (values, error) in zip(ended, self._results_of(ended), strict=True):
             said = error or cut_short(request, table, task.nodes, task.last, outcome.ended)
-            self.errors += said is not None
+            if said is not None:
+                self.errors += 1
+                self._undo(request)  # before the session's next one begins
+            request.ended_s = now
+            self._gone(request)
             settled.append((request, values, said))
+        self._ends.extend([now] * len(ended))
         if len(self._alive) > 1:
             self._lock.notify_all()
 
@@ -420,6 +424,7 @@ class CellularEngine:
             if (request := self._requests.pop(number, None)) is not None:
                 self.batching.abort(number)
                 self.errors += 1
+                self._undo(request)
                 self._gone(request)
                 found.append((request, {}, EngineError(f"worker {task.worker} died with {error!r}")))
         return found
@@ -455,8 +460,8 @@ class CellularEngine:
             request = self._requests.get(number)
             if request is not None and request.on_output is not None and streamed in request.graph.results:
                 own, out, *_ = request.graph.results[streamed]
-                if own == node - number:
-                    request.tell(outcome.outputs[out][place].tolist())
+                if own == node - number and self.model.is_told(value := outcome.outputs[out][place].tolist()):
+                    request.tell(value)
 
     def _results_of(self, ended: list[Request]) -> list[tuple[dict[str, torch.Tensor], EngineError | None]]:
         """Return the results of requests; if that fails, one by one, to find out whose fault it is."""
@@ -503,9 +508,16 @@ class CellularEngine:
         elif session.closed:
             self.arena.give(session.regions, session.bases)
 
+    def _undo(self, request: Request) -> None:
+        """Give a session the state back that it had before a request which failed."""
+        if request.session is not None:
+            request.session.restore(self.arena)
+
     def _on_free(self, number: int) -> None:
         """Nothing of a request runs any more."""
         request = self._stored.pop(number)
+        if number not in self._requests and request.ended_s is None:  # it was aborted or has failed
+            self._undo(request)
         if request.bases is not None:
             self.arena.give(request.graph.regions, request.bases)
         self._end_turn(request)
@@ -530,6 +542,7 @@ class CellularEngine:
                 self._alive.discard(worker)
             for number in lost:
                 if (request := self._requests.pop(number, None)) is not None:
+                    self._undo(request)
                     self._fail(request, EngineError(f"worker {worker} died with {error!r}"))
             self._lock.notify_all()
         if not self._alive:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ext.cellular.arena import Arena
 from vllm_ext.cellular.graphs import Ints
 from vllm_ext.cellular.layout import CompiledGraph, Region
 from vllm_ext.cellular.tables import GraphTable
@@ -102,10 +103,21 @@ class Session:
         self.used_s = time.monotonic()
         """When it was last asked for."""
         self.templates: OrderedDict[Hashable, CompiledGraph] = OrderedDict()
+        self._saved: list[tuple[int, Ints, torch.Tensor]] = []
 
     def submit(self, request: Mapping[str, Any], **options: Any) -> Request:
         """See `CellularEngine.submit`."""
         return self._submit(request, session=self, **options)
+
+    def save(self, arena: Arena) -> None:
+        """Copy the state, before a request changes it."""
+        rows = {kind: np.arange(self.bases[kind], self.bases[kind] + count) for kind, count in self.regions}
+        self._saved = [(kind, own, arena.gather(kind, own)) for kind, own in rows.items()]
+
+    def restore(self, arena: Arena) -> None:
+        """Put the state back that was saved: the request has failed, perhaps half way."""
+        for kind, rows, values in self._saved:
+            arena.scatter(kind, rows, values)
 
     def close(self) -> None:
         """Give the state up; requests that were not served are aborted."""

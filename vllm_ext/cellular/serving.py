@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +19,7 @@ from vllm_ext.cellular.arena import ArenaFull
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.metrics import EngineMetrics
 from vllm_ext.cellular.models.base import RequestError
-from vllm_ext.cellular.requests import EngineBusy, EngineError, Session
+from vllm_ext.cellular.requests import EngineBusy, EngineError, Session, SessionClosed
 from vllm_ext.hints import HintError, from_extra_args, from_headers
 
 MAX_BODY_BYTES = 8 << 20
@@ -35,6 +35,10 @@ class HttpError(Exception):
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
+
+
+_STATUS = {HttpError: 0, RequestError: 400, HintError: 400, SessionClosed: 409, EngineBusy: 503, EngineError: 500}
+"""Errors and how they are answered; an `HttpError` says itself."""
 
 
 class Sessions:
@@ -103,6 +107,8 @@ class Inference:
             self._engine.abort(handle)
             return Response(status_code=499)
         gone.cancel()
+        if result.cancelled():
+            raise SessionClosed
         return JSONResponse(handle.answer(result.result()))
 
     def _accept(
@@ -132,6 +138,8 @@ class Inference:
                     yield f"data: {json.dumps({'output': value})}\n\n"
                 try:
                     last = handle.result(0)
+                except CancelledError:
+                    last = {"error": str(SessionClosed())}
                 except EngineError as error:
                     last = {"error": str(error)}
                 yield f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n"
@@ -182,7 +190,7 @@ def create_app(
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    for kind, status in ((HttpError, 0), (RequestError, 400), (HintError, 400), (EngineBusy, 503), (EngineError, 500)):
+    for kind, status in _STATUS.items():
         app.add_exception_handler(kind, _answer(status))
     return app
 
@@ -210,7 +218,7 @@ async def _body(request: Request) -> bytes:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        found = json.loads(body, parse_constant=_no_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"body: must be a JSON object: {error}") from error
     if not isinstance(found, dict):
@@ -220,6 +228,14 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.60} is given more than once")
+    return found
 
 
 async def _disconnected(request: Request) -> None:

@@ -17,6 +17,7 @@ from vllm_ext.cellular.graphs import CellGraph
 MAX_LENGTH = 4096
 """Longest input, in tokens or leaves."""
 _SHOWN = 60
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class RequestError(ValueError):
@@ -82,6 +83,10 @@ class Model:
         """Return what a client gets, as JSON has it, of the results of a graph."""
         return {name: value.tolist() for name, value in values.items()}
 
+    def is_told(self, value: Any) -> bool:  # noqa: ARG002 - for models that need it
+        """Return whether a value of the streamed result is part of the answer."""
+        return True
+
     def check_fields(self, request: Mapping[str, Any]) -> None:
         """Refuse fields that the model does not know."""
         for field in request:
@@ -123,6 +128,17 @@ def tokens_of(field: str, value: Any, vocabulary: int, *, longest: int = MAX_LEN
     if tokens.dtype != np.int64 or tokens.min() < 0 or tokens.max() >= vocabulary:
         raise RequestError(field, value, allowed)
     return tokens
+
+
+def numbers_of(field: str, value: Any, count: int) -> NDArray[np.float32]:
+    """Return a checked list of ``count`` numbers, or an array of them."""
+    listed = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(listed, list) or len(listed) != count:
+        raise RequestError(field, value, f"a list of {count} finite numbers")
+    for place, one in enumerate(listed):
+        if type(one) not in (int, float) or not abs(one) <= _LARGEST:
+            raise RequestError(f"{field}[{place}]", one, "a finite number of 32 bits")
+    return np.array(listed, np.float32)
 
 
 def whole(field: str, value: Any, least: int, most: int) -> int:

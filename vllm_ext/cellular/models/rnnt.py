@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from vllm_ext.cellular.cells import Cell, Port
 from vllm_ext.cellular.graphs import MAX_TIMES, CellGraph, Data, Held, Output
-from vllm_ext.cellular.models.base import LstmStep, Model, Parsed, RequestError
+from vllm_ext.cellular.models.base import LstmStep, Model, Parsed, numbers_of
 
 BLANK = 0
 
@@ -79,14 +78,7 @@ class Rnnt(Model):
     def parse(self, request: Mapping[str, Any]) -> Parsed:
         """``audio``: the features of a chunk, finite numbers."""
         self.check_fields(request)
-        width, value = self.config["features"], request.get("audio")
-        allowed = f"a list of {width} finite numbers"
-        try:
-            audio = np.asarray(value, np.float32)
-        except (TypeError, ValueError) as error:
-            raise RequestError("audio", value, allowed) from error
-        if audio.shape != (width,) or not np.isfinite(audio).all():
-            raise RequestError("audio", value, allowed)
+        audio = numbers_of("audio", request.get("audio"), self.config["features"])
         return Parsed(shape=(), data={"audio": audio[None]})
 
     def unfold(self, parsed: Parsed) -> CellGraph:
@@ -107,6 +99,10 @@ class Rnnt(Model):
         graph.result["tokens"] = Output(joint, "token")
         return graph
 
+    def is_told(self, value: Any) -> bool:
+        """A blank says that there are no more symbols."""
+        return bool(value != BLANK)
+
     def answer(self, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The symbols, without the blank that ends a chunk."""
-        return {"tokens": [token for token in values["tokens"].tolist() if token != BLANK]}
+        return {"tokens": [token for token in values["tokens"].tolist() if self.is_told(token)]}
