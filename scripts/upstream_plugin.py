@@ -98,10 +98,10 @@ def replacements(system: str, count: Callable[[], None]) -> Mapping[str, tuple[t
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if not system:
-        return {real.__name__: (real, counted(real, count)) for real in (Scheduler, AsyncScheduler)}
-    one = counted(AsyncScheduler, count) if system == ASYNC else steered(system, count)
-    return {"Scheduler": (Scheduler, one), "AsyncScheduler": (AsyncScheduler, one)}
+    both = (Scheduler, AsyncScheduler)
+    if system == ASYNC:
+        return {real.__name__: (real, counted(AsyncScheduler, count)) for real in both}
+    return {real.__name__: (real, steered(system, real, count) if system else counted(real, count)) for real in both}
 
 
 def counted(real: type[Any], count: Callable[[], None]) -> type[Any]:
@@ -114,14 +114,22 @@ def counted(real: type[Any], count: Callable[[], None]) -> type[Any]:
     return type(real.__name__, (real,), {"__init__": __init__})
 
 
-def steered(system: str, count: Callable[[], None]) -> type[Any]:
-    """Return our scheduler as a class that vLLM's tests can make: they know nothing of our options."""
+def steered(system: str, real: type[Any], count: Callable[[], None]) -> type[Any]:
+    """Return our scheduler as a class that vLLM's tests can make: they know nothing of our options.
+
+    Args:
+        system: Its name.
+        real: vLLM's class in whose place it is: the tests choose it, whatever vLLM makes of their configuration.
+        count: Called whenever a scheduler is made.
+    """
     from vllm_ext.hooks import registry
     from vllm_ext.scheduling.scheduler import SteeredScheduler
 
     registry.install("engine-core")  # tests that make no scheduler see vLLM as our engines do
 
     class UnderTest(SteeredScheduler):
+        _upstream = real
+
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             vllm_config.additional_config = {"vllm_ext": {"system": system}}
             super().__init__(vllm_config, *args, **kwargs)

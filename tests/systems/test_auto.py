@@ -28,7 +28,7 @@ CHAT = Slo(ttft_s=10.0, tbt_s=0.5)
 def waiting(name: str = "w", prompt: int = 100, *, length: int = 50, slo: Slo = NO_SLO, **fields: Any) -> RequestView:
     values = {
         "waiting_since": 100.0,
-        "pace": STEP_STATS,
+        "step_stats": STEP_STATS,
         "max_tokens": 500,
         "predicted_output_tokens": length,
         **fields,
@@ -54,7 +54,7 @@ def step_of(*queue: RequestView, running: tuple[RequestView, ...] = (), now: flo
     aged = frozenset(name for name, rank in ranks.items() if rank.older_only_s <= now)
     values = {
         "token_budget": 500,
-        "pace": STEP_STATS,
+        "step_stats": STEP_STATS,
         "keys": place,
         "pressing": pressing,
         "aged": aged,

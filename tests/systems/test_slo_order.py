@@ -17,7 +17,7 @@ STEP_STATS = StepStats(step_s=0.04, longest_step_s=0.05, chunk_tokens=500.0, pre
 
 
 def waiting(name: str = "w", *, arrived: float = 100.0, prompt: int = 400, **fields: Any) -> RequestView:
-    return RequestView(name, arrived, prompt, **{"waiting_since": arrived, "pace": STEP_STATS, **fields})
+    return RequestView(name, arrived, prompt, **{"waiting_since": arrived, "step_stats": STEP_STATS, **fields})
 
 
 def test_remaining_time_is_objective_less_wait_less_execution() -> None:

@@ -420,15 +420,19 @@ class SteeredScheduler(AsyncScheduler):
     # vLLM takes `Scheduler` itself where scheduling is not asynchronous: nothing is scheduled then of a request in a
     # batch in flight, of which there are several with pipeline parallelism, before its token has come.
 
+    @functools.cached_property
+    def _upstream(self) -> Any:
+        return AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        kind = AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
-        kind._update_after_schedule(self, scheduler_output)
+        self._upstream._update_after_schedule(self, scheduler_output)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        kind: Any = AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
-        found: tuple[list[int], bool] = kind._update_request_with_output(self, request, new_token_ids, is_stale)
+        found: tuple[list[int], bool] = self._upstream._update_request_with_output(
+            self, request, new_token_ids, is_stale
+        )
         return found
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
