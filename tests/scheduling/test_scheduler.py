@@ -350,6 +350,24 @@ def test_priority_counts_where_vllm_was_told_so_and_nowhere_else(system: str, po
     assert rig.state.get("fallbacks", 0) == 0
 
 
+@pytest.mark.parametrize(
+    "system", ["fcfs-tuned", "alise", "auto", "accelgen", "accelgen-published", "past-future", "sarathi"]
+)
+def test_nobody_is_let_in_before_those_of_higher_priority(system: str) -> None:
+    """However much better its demand fits what is left of a step."""
+    rig = Rig(system, max_num_seqs=1, scheduling_policy="priority")
+    rig.add("running", length=5, osl=5, priority=-9)
+    rig.step()
+    rig.add("low", 60, length=9, osl=9, priority=1)
+    rig.add("high", 5, length=9, osl=9, priority=0)
+    while rig.running == ["running"]:
+        rig.step()
+    rig.step()
+    assert rig.running == ["high"]
+    rig.drain()
+    assert rig.state.get("fallbacks", 0) == 0
+
+
 def test_out_of_memory_who_has_the_least_priority_leaves() -> None:
     rig = Rig("alise", num_blocks=8, scheduling_policy="priority", enable_prefix_caching=False)
     rig.add("least", 30, length=80, osl=1, priority=5)

@@ -145,7 +145,7 @@ class RequestView(NamedTuple):
     max_tokens: int = 1
     """The client's bound on the output. A bound, not a prediction."""
     priority: int = 0
-    """vLLM's ``priority``: lower goes first where ``--scheduling-policy priority`` was given, before any rank."""
+    """vLLM's ``priority``: lower goes first, before any rank; 0 without ``--scheduling-policy priority``."""
     hints: RequestHints = NO_HINTS
     predicted_output_tokens: int = 1
     """Current estimate of the total output, after doublings."""

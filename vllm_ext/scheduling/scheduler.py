@@ -197,7 +197,7 @@ class SteeredScheduler(AsyncScheduler):
         self.tracked.load_s, self.tracked.resumed = self.swapper.load_s, self.swapper.resumed
 
     def _steer(self) -> None:
-        self._by_priority = self.policy is SchedulingPolicy.PRIORITY
+        self._by_priority = self.tracked.counts_priorities = self.policy is SchedulingPolicy.PRIORITY
         self.policy = SchedulingPolicy.FCFS  # out of memory the last one of `running` leaves, which is in our order
         ordering = self.policies.ordering
         self._orders_by_arrival = isinstance(ordering, Arrival)

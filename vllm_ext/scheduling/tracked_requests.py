@@ -115,6 +115,8 @@ class TrackedRequests:
         """Seconds to load the KV of so many tokens from host memory."""
         self.resumed: Callable[[TrackedRequest, float], None] = lambda *_: None
         """Told that a preempted request waited so many seconds."""
+        self.counts_priorities = False
+        """Whether requests go by priority before all else."""
         self._count = 0
 
     def __getitem__(self, req_id: str) -> TrackedRequest:
@@ -277,7 +279,7 @@ class TrackedRequests:
             generated,
             computed,
             tracked.query.max_tokens,
-            request.priority,
+            request.priority if self.counts_priorities else 0,
             tracked.hints,
             tracked.estimate,
             tracked.demotions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,18 +169,26 @@ class SloMatch(Admission):
         return self.preempt
 
     def select(self, step: Step, room: Room) -> None:
-        """Take the urgent ones, then those that match."""
-        head = self._head(step, room)
-        urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
-        if self._admit_urgent(step, room, urgent):
+        """Take the urgent ones, then those that match; of a lower priority only when nobody of a higher one is left."""
+        for _, alike in itertools.groupby(step.waiting(), key=lambda candidate: candidate.request.priority):
+            head, more = self._head(alike, step, room)
+            urgent = [hopeful for hopeful in head if hopeful.is_urgent(step)]
+            if not self._admit_urgent(step, room, urgent):
+                return
             self._admit_matching(step, room, [hopeful for hopeful in head if hopeful not in urgent], urgent)
+            joined = {*room.admit}
+            if more or not room.open or any(hopeful.candidate.req_id not in joined for hopeful in head):
+                return
 
-    def _head(self, step: Step, room: Room) -> list[_Hopeful]:
-        """Return the urgent requests at the head of the queue and, where there is room, those that compete to join."""
+    def _head(self, candidates: Iterator[Candidate], step: Step, room: Room) -> tuple[list[_Hopeful], bool]:
+        """Return the urgent requests at the head of the queue and, where there is room, those that compete to join.
+
+        And whether there are others, which do not compete yet.
+        """
         found: list[_Hopeful] = []
         first: _Hopeful | None = None
         has_room, group_s = room.open, self._group_s(step)
-        for candidate in step.waiting():
+        for candidate in candidates:
             remaining_s, lost = self._standing(candidate.request, step.now)
             hopeful = _Hopeful(candidate, remaining_s, lost, lost and not self.lost_urgent)
             if not hopeful.is_urgent(step):
@@ -187,11 +196,11 @@ class SloMatch(Admission):
                 first = first or hopeful
                 late = not has_room or hopeful.remaining_s > first.remaining_s + group_s
                 if late and self.ordered:
-                    break
+                    return found, True
                 if not has_room:
                     continue
             found.append(hopeful)
-        return found
+        return found, False
 
     def _standing(self, request: RequestView, now: float) -> tuple[float, bool]:
         """Return T_r, the time until a request must run, in seconds, and whether its objective is lost."""
