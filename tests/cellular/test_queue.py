@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from vllm_ext.cellular.queue import ReadyQueue
 
 Operations = st.lists(
-    st.tuples(st.sampled_from(["push", "drop", "remove"]), st.lists(st.integers(0, 20), min_size=1, max_size=40)),
+    st.tuples(
+        st.sampled_from(["push", "one by one", "drop", "remove"]), st.lists(st.integers(0, 20), min_size=1, max_size=40)
+    ),
     max_size=30,
 )
 
@@ -18,9 +20,13 @@ Operations = st.lists(
 def test_queue_agrees_with_a_sorted_list(operations: list[tuple[str, list[int]]]) -> None:
     queue, model, number = ReadyQueue(), [], 0
     for what, values in operations:
-        if what == "push":
+        if what in ("push", "one by one"):
             nodes = np.arange(number, number + len(values))
-            queue.push(nodes, np.array(values, float))
+            if what == "push":
+                queue.push(nodes, np.array(values, float))
+            else:
+                for node, key in zip(nodes.tolist(), values, strict=True):
+                    queue.push_one(node, float(key))
             model += zip(map(float, values), nodes.tolist(), strict=True)
             model.sort(key=lambda pair: pair[0])
             number += len(values)

@@ -253,3 +253,35 @@ def test_alternating_cells_take_turns_by_who_was_served_longest_ago() -> None:
         names.append(shown(scheduler, tasks)[0][0])
         run(scheduler, tasks, ended=False)
     assert names == ["joint", "predictor", "step", "leaf", "joint", "predictor"]
+
+
+def _trace(few: int, seed: int) -> list[object]:
+    """Serve a mix with two workers, and return all tasks and who ended by them."""
+    draw = np.random.default_rng(seed)
+    scheduler = Scheduler(cells(max_batch=6), max_tasks_to_submit=2)
+    scheduler._few = few
+    made = [chain(int(n)) for n in draw.integers(1, 9, 5)]
+    made += [translation(int(n), 7) for n in draw.integers(1, 5, 5)]
+    made += [emissions(3), emissions(1), tree(complete_tree(4)), tree((0, (1, 2)))]
+    numbers = enter(scheduler, *made)
+    seen: list[object] = []
+    for step in range(200):
+        for worker in range(2):
+            for task in scheduler.schedule(worker, 0.0):
+                rows = task.in_rows.tolist(), task.out_rows.tolist()
+                grows = scheduler.cells.cells[task.cell].until is not None
+                ended = (task.nodes * 7 + step) % 4 == 0 if grows else None
+                seen.append((task.cell, worker, task.nodes.tolist(), rows, task.last.tolist()))
+                seen.append(sorted(scheduler.complete(task, ended)))
+        if step == 3:
+            scheduler.abort(numbers[1])
+    assert not any(map(len, scheduler.queues))
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_nodes_go_through_as_many_do(seed: int) -> None:
+    expected = _trace(0, seed)
+    assert len(expected) > 20
+    assert _trace(2, seed) == expected
+    assert _trace(99, seed) == expected

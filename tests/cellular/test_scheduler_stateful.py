@@ -49,12 +49,16 @@ class Serving(RuleBasedStateMachine):
     """Three workers run tasks in the order of submission; a reference checks each of them."""
 
     @initialize(
-        max_batch=st.integers(1, 5), min_batch=st.integers(1, 3), order=st.sampled_from([ArrivalOrder, SlackOrder])
+        max_batch=st.integers(1, 5),
+        min_batch=st.integers(1, 3),
+        order=st.sampled_from([ArrivalOrder, SlackOrder]),
+        few=st.sampled_from([0, 2, 99]),
     )
-    def start(self, max_batch: int, min_batch: int, order: type) -> None:
+    def start(self, max_batch: int, min_batch: int, order: type, few: int) -> None:
         self.table = cells(max_batch=max(max_batch, min_batch), min_batch=min_batch)
         self.freed: list[int] = []
         self.scheduler = Scheduler(self.table, self.freed.append, order=order(), max_tasks_to_submit=3)
+        self.scheduler._few = few
         self.lists: dict[int, deque[Task]] = {worker: deque() for worker in range(3)}
         self.requests: dict[int, Expected] = {}
         self.running: dict[int, int] = {}

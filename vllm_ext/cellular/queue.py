@@ -49,6 +49,14 @@ class ReadyQueue:
         self._keys[self._tail : self._tail + count] = keys
         self._tail += count
 
+    def push_one(self, node: int, key: float) -> None:
+        """Add a node behind those of equal key."""
+        if self._tail == len(self._nodes) or (len(self) and key < self._keys[self._tail - 1]):
+            self.push(np.array([node]), np.array([key]))
+            return
+        self._nodes[self._tail], self._keys[self._tail] = node, key
+        self._tail += 1
+
     def first(self, limit: int, allowed: Callable[[Ints], NDArray[np.bool_]]) -> Ints:
         """Return places, from 0 on, of the first nodes that are allowed, at most ``limit``."""
         found: list[Ints] = []

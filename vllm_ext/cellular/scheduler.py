@@ -24,6 +24,8 @@ from vllm_ext.cellular.tables import FREE, GraphTable
 
 MAX_TASKS_TO_SUBMIT = 5
 """MaxTasksToSubmit of Algorithm 1, its default."""
+_FEW = 4
+"""Nodes of a task up to which plain Python is quicker than arrays."""
 _LEARN = 0.02
 
 
@@ -124,6 +126,7 @@ class Scheduler:
         self._work: dict[int, Mapping[int, int]] = {}
         self._grown = [1.0] * len(cells.cells)
         self._tasks: dict[int, list[Task]] = {}
+        self._few = _FEW
 
     def add(self, graphs: Sequence[CompiledGraph], bases: Ints | None, deadline_s: Sequence[float]) -> list[int]:
         """Enter requests: subgraphs without dependencies go to their queues.
@@ -188,6 +191,14 @@ class Scheduler:
         if failed is not None and failed.any():
             for request in np.unique(table.request[nodes[failed]]):
                 self.abort(int(request))
+        over = self._completed_few(task, ended) if len(nodes) <= self._few else self._completed(task, ended)
+        for request in [one for one in self._closing if not table.in_flight[one]]:
+            self._free(request)
+        return over
+
+    def _completed(self, task: Task, ended: NDArray[np.bool_] | None) -> list[int]:
+        """Count an execution of the nodes that are live, and queue or end what follows."""
+        table, nodes = self.table, task.nodes
         live = table.live[nodes]
         table.steps[nodes[live]] += 1
         done = live & task.last
@@ -203,9 +214,45 @@ class Scheduler:
             again = table.left[following] > 0
             self._push(following[again])
             finished = np.concatenate((finished, following[~again]))
-        over = self._finish(finished)
-        for request in [one for one in self._closing if not table.in_flight[one]]:
-            self._free(request)
+        return self._finish(finished)
+
+    def _completed_few(self, task: Task, ended: NDArray[np.bool_] | None) -> list[int]:
+        """`_completed` of so few nodes that arrays cost more than they save."""
+        table = self.table
+        finished: list[int] = []
+        passed: list[int] = []
+        for place, node in enumerate(task.nodes.tolist()):
+            if not table.live[node]:
+                continue
+            table.steps[node] += 1
+            early = ended is not None and bool(ended[place])
+            if early:
+                self._end_early(task.cell, task.nodes[place : place + 1])
+            if early or task.last[place]:
+                finished.append(node)
+            elif (following := int(table.then[node])) != node:
+                table.key[table.subgraph[following]] = table.key[table.subgraph[node]]
+                if table.left[following]:
+                    self._push_one(following)
+                else:
+                    passed.append(following)
+        return self._finish_few(finished + passed)
+
+    def _finish_few(self, nodes: list[int]) -> list[int]:
+        """`_finish` of a few."""
+        table = self.table
+        if any(table.edge_end[node] > table.edge_start[node] for node in nodes):
+            return self._finish(np.array(nodes))
+        over: list[int] = []
+        for node in nodes:
+            table.live[node] = False
+            request = int(table.request[node])
+            table.open[request] -= 1
+            if not table.open[request]:
+                over.append(request)
+        for request in over:
+            table.live[request : request + int(table.count[request])] = False
+            self._close(request)
         return over
 
     def abort(self, request: int) -> None:
@@ -265,12 +312,10 @@ class Scheduler:
         table, queue = self.table, self.queues[cell]
         nodes = queue.nodes[places]
         task_in, task_out = table.advance(nodes)
-        subgraphs = table.subgraph[nodes]
-        np.add.at(table.running, subgraphs, 1)
-        np.add.at(table.in_flight, table.request[nodes], 1)
-        table.pin[subgraphs] = worker
+        self._count(nodes, 1)
         self_loop = table.then[nodes] == nodes
         last = (table.left[nodes] == 0) & self_loop
+        table.pin[table.subgraph[nodes]] = worker
         queue.drop(places[last | ~self_loop])
         if last.any():
             self._resolve_within(nodes[last])
@@ -291,12 +336,22 @@ class Scheduler:
 
     def _settle(self, task: Task) -> None:
         """Undo what counts running tasks; unpin subgraphs that have none left."""
-        table, nodes = self.table, task.nodes
+        table = self.table
         self.running_tasks[task.cell] -= 1
-        subgraphs = table.subgraph[nodes]
-        np.add.at(table.running, subgraphs, -1)
-        np.add.at(table.in_flight, table.request[nodes], -1)
+        self._count(task.nodes, -1)
+        subgraphs = table.subgraph[task.nodes]
         table.pin[subgraphs[table.running[subgraphs] == 0]] = FREE
+
+    def _count(self, nodes: Ints, change: int) -> None:
+        """Count what runs of subgraphs and requests."""
+        table = self.table
+        if len(nodes) > self._few:
+            np.add.at(table.running, table.subgraph[nodes], change)
+            np.add.at(table.in_flight, table.request[nodes], change)
+            return
+        for node in nodes.tolist():
+            table.running[table.subgraph[node]] += change
+            table.in_flight[table.request[node]] += change
 
     def _end_early(self, cell: int, nodes: Ints) -> None:
         table = self.table
@@ -360,6 +415,10 @@ class Scheduler:
         for cell in {*cells.tolist()}:
             own = nodes[cells == cell]
             self.queues[cell].push(own, table.key[table.subgraph[own]])
+
+    def _push_one(self, node: int) -> None:
+        table = self.table
+        self.queues[table.cell[node]].push_one(node, table.key[table.subgraph[node]])
 
     def _close(self, request: int) -> None:
         if request in self._work:
