@@ -231,9 +231,9 @@ class Scheduler:
             if early or task.last[place]:
                 finished.append(node)
             elif (following := int(table.then[node])) != node:
-                table.key[table.subgraph[following]] = table.key[table.subgraph[node]]
+                key = table.key[table.subgraph[following]] = table.key[table.subgraph[node]]
                 if table.left[following]:
-                    self._push_one(following)
+                    self.queues[table.cell[following]].push_one(following, key)
                 else:
                     passed.append(following)
         return self._finish_few(finished + passed)
@@ -250,9 +250,7 @@ class Scheduler:
             table.open[request] -= 1
             if not table.open[request]:
                 over.append(request)
-        for request in over:
-            table.live[request : request + int(table.count[request])] = False
-            self._close(request)
+        self._end(over)
         return over
 
     def abort(self, request: int) -> None:
@@ -382,10 +380,14 @@ class Scheduler:
         np.add.at(table.open, requests, -1)
         requests = np.unique(requests)
         over: list[int] = requests[table.open[requests] == 0].tolist()
-        for request in over:
-            table.live[request : request + int(table.count[request])] = False
-            self._close(request)
+        self._end(over)
         return over
+
+    def _end(self, requests: list[int]) -> None:
+        """End requests without open nodes."""
+        for request in requests:
+            self.table.live[request : request + int(self.table.count[request])] = False
+            self._close(request)
 
     def _release(self, subgraphs: Ints, ready: Ints) -> None:
         """Pass subgraphs whose external dependencies are met, and their ready nodes, to their queues."""
@@ -415,10 +417,6 @@ class Scheduler:
         for cell in {*cells.tolist()}:
             own = nodes[cells == cell]
             self.queues[cell].push(own, table.key[table.subgraph[own]])
-
-    def _push_one(self, node: int) -> None:
-        table = self.table
-        self.queues[table.cell[node]].push_one(node, table.key[table.subgraph[node]])
 
     def _close(self, request: int) -> None:
         if request in self._work:

@@ -224,11 +224,9 @@ class CachedPrefixes:
         if self.host is None or request.skip_reading_prefix_cache:
             return CachedPrefix(tokens + here, held)
         host_tokens, between_steps = self.host.peek(request, tokens)
-        return (
-            CachedPrefix(tokens + here, held)
-            if host_tokens <= here
-            else CachedPrefix(tokens, held, host_tokens, between_steps)
-        )
+        if host_tokens <= here:
+            return CachedPrefix(tokens + here, held)
+        return CachedPrefix(tokens, held, host_tokens, between_steps)
 
     def _behind_gaps(self, request: Request, tokens: int) -> tuple[int, int]:
         """Return what is kept in all and held behind the hit; looked for anew every few steps, block by block."""
