@@ -98,7 +98,7 @@ def measure_wall(model: Any, requests: list[dict[str, Any]], batch: int, seed: i
 
 
 def measure_streams(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """32 streams of audio."""
+    """32 streams of audio, in chunks of four frames."""
     model, _ = trained("rnnt", seed=args.seed, steps=60 if args.quick else 300, hidden=128)
     audio = real.speech(model, 32, 12 if args.quick else 50, args.seed)
     manners = {OURS: None, PADDED: real.padded(64, width=1), ALONE: real.padded(1, width=1)}

@@ -143,7 +143,7 @@ def streams(
 
     Args:
         model: An RNN-T.
-        audio: [stream, chunk, feature].
+        audio: [stream, chunk, frame, feature].
         manners: Name -> manner of batching.
         repeats: Turns.
     """
@@ -197,7 +197,7 @@ def speech(model: Model, streams_count: int, chunks: int, seed: int) -> np.ndarr
     from vllm_ext.cellular.train import symbols
 
     rng = np.random.default_rng(seed)
-    spoken = rng.integers(0, model.config["vocabulary"], (streams_count, chunks))
+    spoken = rng.integers(0, model.config["vocabulary"], (streams_count, chunks, model.config["frames"]))
     sounds = symbols(model).numpy()[spoken]
     noisy: np.ndarray = (sounds + 0.3 * rng.normal(size=sounds.shape)).astype(np.float32)
     return noisy

@@ -28,8 +28,8 @@ def cells(max_batch: int = 4, min_batch: int = 1) -> CellTable:
         cell("decoder", (TOKEN, STATE), (STATE, TOKEN, DONE), batch_sizes=sizes, priority=1, until="done"),
         cell("leaf", (TOKEN,), batch_sizes=sizes),
         cell("internal", (LEFT, RIGHT), batch_sizes=sizes, priority=1),
-        cell("joint", (STATE,), (TOKEN, DONE), batch_sizes=sizes, priority=1, until="done"),
-        cell("predictor", (TOKEN, STATE), batch_sizes=sizes, priority=2),
+        cell("shallow", (STATE,), (STATE, DONE), batch_sizes=sizes, until="done"),
+        cell("deep", (STATE,), (STATE, DONE), batch_sizes=sizes, priority=2, until="done"),
     ])  # fmt: skip
 
 
@@ -68,12 +68,13 @@ def complete_tree(leaves: int) -> Tree:
     return 0 if leaves == 1 else (complete_tree(leaves // 2), complete_tree(leaves // 2))
 
 
-def emissions(bound: int) -> CellGraph:
-    """A joint that a predictor follows until it says that it is done."""
+def layers(deep: Sequence[bool], times: int = 1) -> CellGraph:
+    """Nodes one after the other, each of which can end the request."""
     graph = CellGraph()
-    joint = graph.add("joint", {"h": Held("h")}, times=bound, collect=["token"], then=1)
-    graph.add("predictor", {"token": Output(joint, "token"), "h": Held("h")}, times=1000, into={"h": "h"}, then=joint)
-    graph.result["tokens"] = Output(joint, "token")
+    for number, one in enumerate(deep):
+        source = Output(number - 1, "h") if number else Held("h")
+        graph.add("deep" if one else "shallow", {"h": source}, times=times, feedback={"h": "h"}, exits=True)
+    graph.result["h"] = tuple(Output(number, "h") for number in range(len(deep)))
     return graph
 
 

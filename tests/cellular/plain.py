@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.cellular.models import Model
+from vllm_ext.cellular.models import Model, build
 from vllm_ext.cellular.models.rnnt import BLANK
 from vllm_ext.cellular.models.seq2seq import GO
 
@@ -51,17 +51,19 @@ class Plain:
         return said
 
     def transcribe(self, audio: np.ndarray) -> list[list[int]]:
-        (h, c), (said, said_c), chunks = self.zeros(), self.zeros(), []
-        for features in audio:
-            h, c = self.modules["encoder"](torch.tensor(features, dtype=self.dtype)[None], h, c)
+        decoder: Any = self.modules["decoder"]
+        (h, c), chunks = self.zeros(), []
+        said, *state = decoder.predictor(torch.tensor([BLANK]), *self.zeros())
+        for chunk in audio:
             emitted: list[int] = []
-            while len(emitted) < self.config["max_symbols"]:
-                token, blank = self.modules["joint"](h, said)
-                if blank:
-                    break
-                emitted.append(int(token))
-                said, said_c = self.modules["predictor"](token, said, said_c)
-            assert BLANK not in emitted
+            for features in chunk:
+                frame, h, c = self.modules["encoder"](torch.tensor(features, dtype=self.dtype)[None, None], h, c)
+                for _ in range(self.config["max_symbols"]):
+                    token = decoder.joint(frame[:, 0], said).argmax(1)
+                    if token == BLANK:
+                        break
+                    emitted.append(int(token))
+                    said, *state = decoder.predictor(token, *state)
             chunks.append(emitted)
         return chunks
 
@@ -77,4 +79,11 @@ def lively(model: Model, factor: float = 5.0) -> Model:
     for module in model.modules.values():
         for weight in module.parameters():
             weight.mul_(factor)
+    return model
+
+
+def listening() -> Model:
+    """Return an RNN-T with random weights whose chunks have symbols and blanks."""
+    model = lively(build("rnnt", seed=1), 2.0)
+    model.modules["decoder"].joint.emit.bias[BLANK] += 1.0  # type: ignore[index, union-attr, operator]
     return model

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, emissions, translation, tree
-from tests.cellular.plain import Plain, lively, random_tree
+from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, translation, tree
+from tests.cellular.plain import Plain, listening, lively, random_tree
 from tests.cellular.test_engine import sentences
 from tests.extent import HANG_S
 from vllm_ext.cellular.engine import CellularEngine
@@ -21,7 +21,7 @@ from vllm_ext.repro.batching.merging import MergedBatching, Merging
 from vllm_ext.repro.batching.padding import PaddedBatching
 from vllm_ext.repro.batching.virtual import Arrival, Costs, Served, StepCost, serve
 
-UNIT = Costs(cells=dict.fromkeys(("step", "decoder", "leaf", "internal", "joint", "predictor"), lambda _: 1.0))
+UNIT = Costs(cells=dict.fromkeys(("step", "decoder", "leaf", "internal"), lambda _: 1.0))
 SERIAL = Merging(name="serial", node_s=0.25, overlapped=False)
 OVERLAPPED = Merging(name="overlapped", node_s=0.25, overlapped=True)
 
@@ -60,14 +60,6 @@ def test_a_batch_decodes_until_its_longest_has_ended() -> None:
     served = serve(PaddedBatching(table, width=2), requests, UNIT)
     assert served.ended_s.tolist() == [9, 9, 9]
     assert (served.rows, served.useful_rows) == (3 * 9, 3 * 2 + 4 + 2 + 7)
-
-
-def test_joint_and_predictor_are_padded_to_the_longest() -> None:
-    table = cells()
-    made = [compiled(emissions(3), table) for _ in range(2)]
-    requests = [Arrival(at_s=0.0, graph=g, lengths={0: n}) for g, n in zip(made, (1, 3), strict=True)]
-    served = serve(PaddedBatching(table, width=1), requests, UNIT)
-    assert served.rows == 2 * (3 + 2)
 
 
 def test_who_comes_during_a_batch_waits_and_merging_takes_its_time() -> None:
@@ -133,8 +125,8 @@ def test_padding_is_computed_and_neither_fails_nor_is_kept(caplog: pytest.LogCap
 
 
 def test_padded_streams_say_what_single_ones_do() -> None:
-    model = lively(build("rnnt", seed=1), 2.0)
-    audio = np.random.default_rng(0).normal(size=(5, 9, 128)).astype(np.float32)
+    model = listening()
+    audio = np.random.default_rng(0).normal(size=(5, 9, 4, 128)).astype(np.float32)
     with CellularEngine(model, batching=padding_of_chunks) as engine:
         sessions = [engine.open_session() for _ in audio]
         handles = [[s.submit({"audio": c.tolist()}) for c in one] for s, one in zip(sessions, audio, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cellular.graphs_of import cell, cells, chain, compiled, complete_tree, emissions, translation, tree
+from tests.cellular.graphs_of import cell, cells, chain, compiled, complete_tree, layers, translation, tree
 from vllm_ext.cellular.cells import CellError, Port
 from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, GraphError, Node, Output, Zero
 from vllm_ext.cellular.layout import compile_graph
@@ -80,16 +80,25 @@ def test_encoder_and_decoder_are_two_subgraphs_and_every_token_is_kept() -> None
     assert graph.work == {0: 3, 1: 5}
 
 
-def test_a_predictor_follows_the_joint_and_is_not_ready_at_first() -> None:
-    graph = compiled(emissions(3), cells())
-    assert (graph.followers.tolist(), graph.roots.tolist(), graph.ready.tolist()) == ([1], [0], [0])
-    assert graph.out_first[1, 0] == -2  # the session's row 1
+def test_layers_of_one_cell_are_one_subgraph_and_each_can_end_the_request() -> None:
+    graph = compiled(layers([False, True, True]), cells())
+    assert graph.subgraph.tolist() == [0, 1, 1]
+    assert (graph.roots.tolist(), graph.ready.tolist()) == ([0], [0])
+    assert graph.exits.all()
+    assert graph.in_first[0, 0] == -2  # the session's row 1
+    assert [result.node for result in graph.results["h"]] == [0, 1, 2]
 
 
 def broken(**change: object) -> CellGraph:
     fields = {"cell": "step", "inputs": {"token": Data("tokens", each=True), "h": Zero()}, "times": 3} | change
     graph = CellGraph(data={"tokens": np.arange(3)})
     graph.add(**fields)  # type: ignore[arg-type]
+    return graph
+
+
+def mixed() -> CellGraph:
+    graph = translation(2, 3)
+    graph.result["h"] = (Output(0, "h"), Output(1, "token"))
     return graph
 
 
@@ -103,12 +112,13 @@ def broken(**change: object) -> CellGraph:
         (broken(times=4), "row 3 of 3"),
         (broken(feedback={"x": "h"}), "feedback="),
         (broken(collect=["x"]), "outputs="),
-        (broken(then=7), "then=7"),
+        (broken(exits=True), r"exits=True of node 0 \(step\): must be of a cell with until"),
         (broken(inputs={"token": Data("words"), "h": Zero()}), "data='words'"),
         (broken(inputs={"token": Zero(), "h": Output(5, "h")}), "must be a node before it"),
         (broken(inputs={"token": Zero(), "h": Data("tokens")}), r"is int64\[\], must be float32\[2\]"),
         (CellGraph(data={"x": np.zeros((2, 9))}), "nodes="),
-        (emissions(2), "held='h'"),
+        (layers([True]), "held='h'"),
+        (mixed(), "result='h': must be one output, or several of one kind"),
     ],
 )
 def test_a_graph_that_cannot_run_is_refused_by_name(graph: CellGraph, said: str) -> None:

@@ -20,6 +20,10 @@ def deep(levels: int) -> Any:
     return tree
 
 
+def chunk(frame: list[Any]) -> dict[str, Any]:
+    return {"audio": [frame] * 4}
+
+
 @pytest.mark.parametrize(
     ("kind", "request_", "said"),
     [
@@ -38,13 +42,13 @@ def deep(levels: int) -> Any:
         ("treelstm", {"tree": [1, "a"]}, "tree="),
         ("treelstm", {"tree": deep(MAX_DEPTH + 1)}, "at most 200 deep"),
         ("rnnt", {"audio": [0.0] * 7}, "audio="),
-        ("rnnt", {"audio": "1" * 128}, "a list of 128 finite numbers"),
-        ("rnnt", {"audio": [0.0, float("nan")] * 64}, r"audio\[1\]=nan: must be a finite number"),
-        ("rnnt", {"audio": [0.0] * 127 + ["1"]}, r"audio\[127\]='1': must be a finite number"),
-        ("rnnt", {"audio": [True] * 128}, r"audio\[0\]=True: must be a finite number"),
-        ("rnnt", {"audio": [0, 10**400] * 64}, r"audio\[1\]=1000"),
-        ("rnnt", {"audio": [1e300] * 128}, r"audio\[0\]=1e\+300"),
-        ("rnnt", {"audio": [[1], 2]}, "audio="),
+        ("rnnt", {"audio": "1" * 128}, "a list of 4 lists of 128 finite numbers"),
+        ("rnnt", chunk([0.0, float("nan")] * 64), r"audio\[0\]\[1\]=nan: must be a finite number"),
+        ("rnnt", chunk([0.0] * 127 + ["1"]), r"audio\[0\]\[127\]='1': must be a finite number"),
+        ("rnnt", chunk([True] * 128), r"audio\[0\]\[0\]=True: must be a finite number"),
+        ("rnnt", chunk([0, 10**400] * 64), r"audio\[0\]\[1\]=1000"),
+        ("rnnt", chunk([1e300] * 128), r"audio\[0\]\[0\]=1e\+300"),
+        ("rnnt", {"audio": [[1], 2, 3, 4]}, r"audio\[0\]=\[1\]: must be a list of 128 finite numbers"),
         ("rnnt", {"audio": {"a": 1}}, "audio="),
     ],
 )

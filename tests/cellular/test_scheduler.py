@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, emissions, translation, tree
+from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, layers, translation, tree
 from vllm_ext.cellular.graphs import CellGraph, CellTable
 from vllm_ext.cellular.order import SlackOrder
 from vllm_ext.cellular.scheduler import Scheduler, Task
@@ -120,19 +120,36 @@ def test_a_growing_chain_ends_by_its_output_and_at_its_bound() -> None:
     assert freed == [one, two]
 
 
-@pytest.mark.parametrize(("blank_after", "joints", "predictors"), [(0, 1, 0), (2, 3, 2), (9, 4, 4)])
-def test_joint_and_predictor_take_turns_until_a_blank_or_the_bound(
-    blank_after: int, joints: int, predictors: int
-) -> None:
-    scheduler = Scheduler(cells())
-    (request,) = enter(scheduler, emissions(4))
-    ran, over = {"joint": 0, "predictor": 0}, []
-    while not over:
-        (task,) = scheduler.schedule(0, 0.0)
-        name = scheduler.cells.cells[task.cell].name
-        over = scheduler.complete(task, np.array([name == "joint" and ran["joint"] == blank_after]))
-        ran[name] += 1
-    assert (over, ran) == ([request], {"joint": joints, "predictor": predictors})
+@pytest.mark.parametrize(("few", "exits_at"), [(0, 1), (9, 1), (0, 3), (9, 3)])
+def test_a_request_leaves_at_the_node_that_says_so(few: int, exits_at: int) -> None:
+    freed: list[int] = []
+    scheduler = Scheduler(cells(), freed.append)
+    scheduler._few = few
+    leaves, stays = enter(scheduler, layers([False, True, False, True]), layers([False, True, False, True]))
+    ran, ends = [], {}
+    while tasks := scheduler.schedule(0, 0.0):
+        for task in tasks:
+            ran += task.nodes.tolist()
+            for request in scheduler.complete(task, task.nodes == leaves + exits_at):
+                ends[request] = len(ran)
+    nodes = [(leaves, node) for node in range(exits_at + 1)] + [(stays, node) for node in range(4)]
+    assert sorted(ran) == sorted(request + node for request, node in nodes)
+    assert list(ends) == freed == [leaves, stays]
+
+
+def test_layers_submitted_ahead_of_an_exit_end_with_it() -> None:
+    """Layers of one cell are one subgraph: the next is submitted before it is known whether there is one."""
+    freed: list[int] = []
+    scheduler = Scheduler(cells(), freed.append)
+    (request,) = enter(scheduler, layers([True] * 4))
+    series = scheduler.schedule(0, 0.0)
+    assert [task.nodes.tolist() for task in series] == [[request], [request + 1], [request + 2], [request + 3]]
+    assert scheduler.complete(series[0], np.array([False])) == []
+    assert scheduler.complete(series[1], np.array([True])) == [request]
+    assert not scheduler.table.live[series[2].nodes].any()
+    assert freed == [], "tasks with it still run"
+    assert run(scheduler, series[2:], ended=False) == []
+    assert freed == [request]
 
 
 def test_requests_of_a_dead_worker_are_lost_and_the_others_go_on() -> None:
@@ -246,13 +263,13 @@ def test_on_one_worker_encoders_do_not_wait_for_the_longest_translation() -> Non
 
 def test_alternating_cells_take_turns_by_who_was_served_longest_ago() -> None:
     scheduler = Scheduler(cells(max_batch=2), max_tasks_to_submit=1, alternates=lambda: True)
-    enter(scheduler, chain(9), emissions(9), tree(0), tree(0), tree(0))
+    enter(scheduler, chain(9), layers([True], 9), tree(0), tree(0), tree(0))
     names = []
     for _ in range(6):
         tasks = scheduler.schedule(0, 0.0)
         names.append(shown(scheduler, tasks)[0][0])
         run(scheduler, tasks, ended=False)
-    assert names == ["joint", "predictor", "step", "leaf", "joint", "predictor"]
+    assert names == ["deep", "step", "leaf", "deep", "step", "leaf"]
 
 
 def _trace(few: int, seed: int) -> list[object]:
@@ -262,7 +279,7 @@ def _trace(few: int, seed: int) -> list[object]:
     scheduler._few = few
     made = [chain(int(n)) for n in draw.integers(1, 9, 5)]
     made += [translation(int(n), 7) for n in draw.integers(1, 5, 5)]
-    made += [emissions(3), emissions(1), tree(complete_tree(4)), tree((0, (1, 2)))]
+    made += [layers([True, False, False], 3), layers([True]), tree(complete_tree(4)), tree((0, (1, 2)))]
     numbers = enter(scheduler, *made)
     seen: list[object] = []
     for step in range(200):

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.cellular.graphs_of import cells, chain, compiled, emissions, translation, tree
+from tests.cellular.graphs_of import cells, chain, compiled, layers, translation, tree
 from vllm_ext.cellular.graphs import CellGraph, Output
 from vllm_ext.cellular.layout import CompiledGraph
 from vllm_ext.cellular.order import ArrivalOrder, SlackOrder
@@ -19,7 +19,7 @@ graphs = st.one_of(
     st.builds(chain, st.integers(1, 7)),
     st.builds(translation, st.integers(1, 4), st.integers(1, 7)),
     st.builds(tree, trees),
-    st.builds(emissions, st.integers(1, 3)),
+    st.builds(layers, st.lists(st.booleans(), min_size=1, max_size=5), st.integers(1, 3)),
 )
 
 
@@ -28,17 +28,22 @@ class Expected:
 
     def __init__(self, graph: CellGraph, made: CompiledGraph, first: int, seed: int) -> None:
         self.inputs = [
-            {s.node for s in node.inputs.values() if isinstance(s, Output) and graph.nodes[s.node].then is None}
-            for node in graph.nodes
+            {source.node for source in node.inputs.values() if isinstance(source, Output)} for node in graph.nodes
         ]
-        self.loops = [node.then is not None for node in graph.nodes]
         self.subgraph, self.first = made.subgraph, first
         self.bound = [node.times for node in graph.nodes]
         rng = np.random.default_rng(seed)
         self.true = [
-            int(rng.integers(1, times + 1)) if node.cell in ("decoder", "joint") else times
+            int(rng.integers(1, times + 1)) if node.cell == "decoder" or node.exits else times
             for node, times in zip(graph.nodes, self.bound, strict=True)
         ]
+        self.exits = [node.exits and bool(rng.random() < 0.4) for node in graph.nodes]
+        """Whether the node ends the request; else it goes on to its bound."""
+        self.true = [
+            times if node.exits and not exits else true
+            for node, times, true, exits in zip(graph.nodes, self.bound, self.true, self.exits, strict=True)
+        ]
+        self.left = False
         self.submitted, self.executed = [0] * len(self.bound), [0] * len(self.bound)
 
     def over(self, node: int) -> bool:
@@ -118,12 +123,14 @@ class Serving(RuleBasedStateMachine):
                 continue  # aborted, or has ended: the worker leaves it out
             own = node - expected.first
             expected.executed[own] += 1
-            ended[place] = expected.over(own) and self.table.cells[task.cell].until is not None
+            if expected.over(own) and self.table.cells[task.cell].until is not None:
+                ended[place] = expected.exits[own] or not self.scheduler.table.exits[node]
+                expected.left |= expected.exits[own]
         for request in self.scheduler.complete(task, ended):
             expected = self.requests.pop(request)
-            follows = {int(f) for f in np.flatnonzero(expected.loops)[1:]}
-            assert all(expected.over(node) for node in range(len(expected.true)) if node not in follows)
+            assert expected.left or all(expected.over(node) for node in range(len(expected.true)))
             self.ended += 1
+        assert not any(expected.left for expected in self.requests.values())
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

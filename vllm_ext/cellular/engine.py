@@ -24,11 +24,11 @@ from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Cell
 from vllm_ext.cellular.executor import Compute, Executor, Outcome
 from vllm_ext.cellular.graphs import CellTable, Ints
-from vllm_ext.cellular.layout import Region
+from vllm_ext.cellular.layout import Region, Result
 from vllm_ext.cellular.models.base import Model, RequestError
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.order import ORDERS
-from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session, SessionClosed, cut_short, settle
+from vllm_ext.cellular.requests import EngineBusy, EngineError, Request, Session, SessionClosed, settle
 from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
 from vllm_ext.cellular.templates import Templates
 
@@ -405,8 +405,7 @@ class CellularEngine:
             if (request := self._requests.get(number)) is not None and request.started_s is None:
                 request.started_s = now
         ended = [self._requests.pop(number) for number in over if number in self._requests]
-        for request, (values, error) in zip(ended, self._results_of(ended), strict=True):
-            said = error or cut_short(request, table, task.nodes, task.last, outcome.ended)
+        for request, (values, said) in zip(ended, self._results_of(ended), strict=True):
             if said is not None:
                 self.errors += 1
                 self._undo(request)  # before the session's next one begins
@@ -459,9 +458,11 @@ class CellularEngine:
         for place, (node, number) in enumerate(zip(computed.tolist(), numbers, strict=True)):
             request = self._requests.get(number)
             if request is not None and request.on_output is not None and streamed in request.graph.results:
-                own, out, *_ = request.graph.results[streamed]
-                if own == node - number and self.model.is_told(value := outcome.outputs[out][place].tolist()):
-                    request.tell(value)
+                for result in request.graph.results[streamed]:
+                    if result.node == node - number:
+                        value = outcome.outputs[result.place][place].tolist()
+                        if self.model.is_told(value):
+                            request.tell(value)
 
     def _results_of(self, ended: list[Request]) -> list[tuple[dict[str, torch.Tensor], EngineError | None]]:
         """Return the results of requests; if that fails, one by one, to find out whose fault it is."""
@@ -477,7 +478,8 @@ class CellularEngine:
         found: list[dict[str, torch.Tensor]] = [{} for _ in ended]
         last: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for place, request in enumerate(ended):
-            for name, (node, _, kind, first, collected) in request.graph.results.items():
+            for name, outputs in request.graph.results.items():
+                node, _, kind, first, collected = self._computed(request, outputs)
                 row = -1 - first if first < 0 else int(request.bases[kind]) + first - 1  # type: ignore[index]
                 if collected:
                     count = int(self.batching.table.steps[request.number + node])  # type: ignore[operator]
@@ -489,6 +491,13 @@ class CellularEngine:
             for (place, _), value in zip(pairs, values, strict=True):
                 found[place][name] = value
         return found
+
+    def _computed(self, request: Request, outputs: tuple[Result, ...]) -> Result:
+        """Return the last of a request's outputs that was computed."""
+        if len(outputs) == 1:
+            return outputs[0]
+        steps = self.batching.table.steps
+        return next(one for one in reversed(outputs) if steps[request.number + one.node])  # type: ignore[operator]
 
     def _gone(self, request: Request) -> None:
         """Count a request that is no longer open."""

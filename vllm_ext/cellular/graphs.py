@@ -69,7 +69,7 @@ class Node:
     feedback: Mapping[str, str]
     collect: frozenset[str]
     into: Mapping[str, str]
-    then: int | None
+    exits: bool
 
 
 @dataclass
@@ -78,15 +78,14 @@ class CellGraph:
 
     data: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Name -> values, a row each along the first dimension."""
-    result: dict[str, Output] = field(default_factory=dict)
-    """What the request returns: the last value of an output, or all of a collected one."""
+    result: dict[str, Output | tuple[Output, ...]] = field(default_factory=dict)
+    """What the request returns: the last value of an output, or all of a collected one; of several outputs that of the
+    last node that was computed."""
     nodes: list[Node] = field(default_factory=list)
-    must_end: bool = False
-    """Whether the request fails if a growing chain reaches its bound; otherwise it is cut there and counts."""
 
     def add(
         self, cell: str, inputs: Mapping[str, Source], *, times: int = 1, feedback: Mapping[str, str] | None = None,
-        collect: Sequence[str] = (), into: Mapping[str, str] | None = None, then: int | None = None,
+        collect: Sequence[str] = (), into: Mapping[str, str] | None = None, exits: bool = False,
     ) -> int:  # fmt: skip
         """Add a node and return its number.
 
@@ -97,12 +96,12 @@ class CellGraph:
             feedback: Input -> the output of the execution before, from the second on.
             collect: Outputs of which every execution's value is kept, not the last only.
             into: Output -> the session's value that it replaces.
-            then: A node that is executed after each execution of this one that is not its last; this one follows again
-                when that is done, and the other has no end of its own. By default the node follows itself.
+            exits: Whether the output that ends a chain of the cell (`CellType.until`) ends the whole request here:
+                nothing else of it is computed.
         """
         node = Node(
             cell=cell, inputs=inputs, times=times, feedback=feedback or {}, collect=frozenset(collect),
-            into=into or {}, then=then,
+            into=into or {}, exits=exits,
         )  # fmt: skip
         self.nodes.append(node)
         return len(self.nodes) - 1

@@ -27,6 +27,19 @@ from vllm_ext.cellular.graphs import (
 )
 
 
+class Result(NamedTuple):
+    """Where an output of a graph is."""
+
+    node: int
+    place: int
+    """Of the output among the cell's."""
+    kind: int
+    first: int
+    """Row, as `CompiledGraph` numbers them."""
+    collected: bool
+    """Whether all executions are kept."""
+
+
 class Region(NamedTuple):
     """Rows that a graph needs of one kind; row 0 of storage is zeros and belongs to nobody."""
 
@@ -44,8 +57,8 @@ class CompiledGraph:
 
     cell: Ints
     times: Ints
-    then: Ints
-    """The node's own number, or that of `Node.then`."""
+    exits: NDArray[np.bool_]
+    """Whether the node can end the request, see `CellGraph.add`."""
     subgraph: Ints
     """First node of the connected nodes of one cell that it belongs to (section 2.4.3)."""
     pending: Ints
@@ -64,24 +77,15 @@ class CompiledGraph:
     regions: tuple[Region, ...]
     inputs: tuple[tuple[int, int, NDArray[Any]], ...]
     """Kind, first row in the region, values."""
-    results: Mapping[str, tuple[int, int, int, int, bool]]
-    """Name -> node, place of the output, kind, first row, whether all executions are kept."""
+    results: Mapping[str, tuple[Result, ...]]
+    """Of several, that of the last node that was computed counts."""
     work: Mapping[int, int]
     """Cell -> executions on the longest path."""
-    must_end: bool
-    """See `CellGraph.must_end`."""
-
-    @cached_property
-    def followers(self) -> Ints:
-        """Nodes that take turns with one before them, see `Node.then`."""
-        return self.then[self.then > np.arange(len(self.then))]
 
     @cached_property
     def roots(self) -> Ints:
         """First nodes of the subgraphs that nothing has to be done for."""
-        free = self.external[self.subgraph] == 0
-        free[self.followers] = False
-        return np.unique(self.subgraph[free])
+        return np.unique(self.subgraph[self.external[self.subgraph] == 0])
 
     @cached_property
     def ready(self) -> Ints:
@@ -131,7 +135,8 @@ class _Layout:
         self._used = [0] * len(cells.kinds)
         self._numbers = [self._cell_of(place, node) for place, node in enumerate(graph.nodes)]
         self._readers: dict[Output, int] = {}
-        for source in [s for node in graph.nodes for s in node.inputs.values()] + list(graph.result.values()):
+        results = [one for of in graph.result.values() for one in _outputs(of)]
+        for source in [s for node in graph.nodes for s in node.inputs.values()] + results:
             if isinstance(source, Output):
                 self._readers[source] = self._readers.get(source, 0) + 1
         self._data: dict[str, tuple[int, int]] = {}
@@ -155,14 +160,14 @@ class _Layout:
                 first, following, step = self._input(number, node, port.name)
                 in_first[number, place], in_next[number, place], in_step[number, place] = first, following, step
         sub, pending, external, edges, edge_start = self._edges()
-        then = np.array([number if node.then is None else node.then for number, node in enumerate(graph.nodes)])
         return CompiledGraph(
-            cell=np.array(self._numbers), times=np.array([node.times for node in graph.nodes]), then=then,
+            cell=np.array(self._numbers), times=np.array([node.times for node in graph.nodes]),
+            exits=np.array([node.exits for node in graph.nodes]),
             subgraph=sub, pending=pending, external=external, edges=edges, edge_start=edge_start,
             in_first=in_first, in_next=in_next, in_step=in_step, out_first=out_first, out_step=out_step,
             regions=tuple(Region(kind, rows) for kind, rows in enumerate(self._used) if rows),
-            inputs=tuple(inputs), results={name: self._result(name, of) for name, of in graph.result.items()},
-            work=self._longest(), must_end=graph.must_end,
+            inputs=tuple(inputs), results={name: self._result(name, _outputs(of)) for name, of in graph.result.items()},
+            work=self._longest(),
         )  # fmt: skip
 
     def _cell_of(self, place: int, node: Node) -> int:
@@ -194,8 +199,8 @@ class _Layout:
             raise GraphError(f"feedback={sorted(unknown)} of {where}: must be inputs, {', '.join(sorted(wanted))}")
         if unknown := {*node.feedback.values(), *node.collect, *node.into} - made:
             raise GraphError(f"outputs={sorted(unknown)} of {where}: must be among {', '.join(sorted(made))}")
-        if node.then is not None and not 0 <= node.then < len(self._graph.nodes):
-            raise GraphError(f"then={node.then!r} of {where}: must be the number of a node")
+        if node.exits and cell.until is None:
+            raise GraphError(f"exits={node.exits!r} of {where}: must be of a cell with until")
 
     def _outputs(self, number: int, node: Node) -> list[int]:
         cell, kinds = self._cells.cells[self._numbers[number]], self._cells.out_kinds[self._numbers[number]]
@@ -253,17 +258,15 @@ class _Layout:
                 raise GraphError(f"data={source.name!r}, {where}: row {last} of {len(self._graph.data[source.name])}")
             rows, step = first + source.first, int(source.each)
         else:
-            known = 0 <= source.node < len(self._graph.nodes)
-            looped = known and self._graph.nodes[source.node].then == number
-            if not known or (source.node >= number and not looped):
+            if not 0 <= source.node < number:
                 raise GraphError(f"node={source.node!r}, {where}: must be a node before it")
             other = self._numbers[source.node]
             if source.port not in self._cells.out_place[other]:
                 raise GraphError(f"port={source.port!r}, {where}: must be an output of node {source.node}")
             place = self._cells.out_place[other][source.port]
             collected = source.port in self._graph.nodes[source.node].collect
-            found, rows, step = self._cells.out_kinds[other][place], self._out[source.node][place], int(collected)
-            if collected and not looped:
+            found, rows, step = self._cells.out_kinds[other][place], self._out[source.node][place], 0
+            if collected:
                 raise GraphError(
                     f"port={source.port!r}, {where}: all executions of it are kept, take its last otherwise"
                 )
@@ -274,10 +277,7 @@ class _Layout:
     def _edges(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """Return subgraphs, edges within and into them, and each node's targets."""
         nodes = self._graph.nodes
-        before = [
-            {source for source in _sources(node) if source < number and nodes[source].then != number}
-            for number, node in enumerate(nodes)
-        ]
+        before = [_sources(node) for node in nodes]
         root = list(range(len(nodes)))
 
         def find(one: int) -> int:
@@ -308,23 +308,33 @@ class _Layout:
         """Return the executions of each cell on the path with most of them."""
         paths: list[dict[int, int]] = []
         for number, node in enumerate(self._graph.nodes):
-            sources = [source for source in _sources(node) if source < number]
-            path: dict[int, int] = dict(max((paths[s] for s in sources), key=_total, default={}))
+            path: dict[int, int] = dict(max((paths[source] for source in _sources(node)), key=_total, default={}))
             path[self._numbers[number]] = path.get(self._numbers[number], 0) + node.times
             paths.append(path)
         return max(paths, key=_total)
 
-    def _result(self, name: str, of: Output) -> tuple[int, int, int, int, bool]:
-        if not 0 <= of.node < len(self._out) or of.port not in self._cells.out_place[self._numbers[of.node]]:
-            raise GraphError(f"result={name!r}: must name an output of a node of the graph, not {of}")
-        cell = self._numbers[of.node]
-        place = self._cells.out_place[cell][of.port]
-        collected = of.port in self._graph.nodes[of.node].collect
-        return of.node, place, self._cells.out_kinds[cell][place], self._out[of.node][place], collected
+    def _result(self, name: str, outputs: tuple[Output, ...]) -> tuple[Result, ...]:
+        found: list[Result] = []
+        for of in outputs:
+            if not 0 <= of.node < len(self._out) or of.port not in self._cells.out_place[self._numbers[of.node]]:
+                raise GraphError(f"result={name!r}: must name an output of a node of the graph, not {of}")
+            cell = self._numbers[of.node]
+            place = self._cells.out_place[cell][of.port]
+            collected = of.port in self._graph.nodes[of.node].collect
+            found.append(
+                Result(of.node, place, self._cells.out_kinds[cell][place], self._out[of.node][place], collected)
+            )
+        if not found or len({one.kind for one in found}) > 1:
+            raise GraphError(f"result={name!r}: must be one output, or several of one kind")
+        return tuple(sorted(found))
 
 
 def _sources(node: Node) -> set[int]:
     return {source.node for source in node.inputs.values() if isinstance(source, Output)}
+
+
+def _outputs(of: Output | tuple[Output, ...]) -> tuple[Output, ...]:
+    return (of,) if isinstance(of, Output) else of
 
 
 def _total(path: Any) -> int:

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_ext.cellular.arena import Arena
 from vllm_ext.cellular.graphs import Ints
 from vllm_ext.cellular.layout import CompiledGraph, Region
-from vllm_ext.cellular.tables import GraphTable
 
 logger = logging.getLogger(__name__)
 
@@ -122,26 +120,6 @@ class Session:
     def close(self) -> None:
         """Give the state up; requests that were not served are aborted."""
         self._close(self)
-
-
-def cut_short(
-    request: Request, table: GraphTable, nodes: Ints, bounded: NDArray[np.bool_], ended: NDArray[np.bool_] | None
-) -> EngineError | None:
-    """Return why a request that is over has failed all the same: its chain was to end and did not.
-
-    Args:
-        request: In the table.
-        table: Of all graphs.
-        nodes: Of the task that was its last.
-        bounded: Per node, whether that was its last execution whatever its output.
-        ended: Per node, whether its output said so; None of cells whose outputs do not.
-    """
-    if not request.graph.must_end or ended is None or request.number is None:
-        return None
-    own = nodes[bounded & ~ended & (table.request[nodes] == request.number)].tolist()
-    if not own:
-        return None
-    return EngineError(f"node {own[0] - request.number} has not ended within its bound of {table.times[own[0]]} steps")
 
 
 def settle(request: Request, *, values: dict[str, torch.Tensor] | None = None, error: Exception | None = None) -> None:

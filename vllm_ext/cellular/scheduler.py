@@ -197,30 +197,23 @@ class Scheduler:
         return over
 
     def _completed(self, task: Task, ended: NDArray[np.bool_] | None) -> list[int]:
-        """Count an execution of the nodes that are live, and queue or end what follows."""
+        """Count an execution of the nodes that are live, and end those that it was the last of."""
         table, nodes = self.table, task.nodes
         live = table.live[nodes]
         table.steps[nodes[live]] += 1
-        done = live & task.last
+        over: list[int] = []
         if ended is not None:
-            early = live & ended
-            done |= early
-            self._end_early(task.cell, nodes[early])
-        turns = live & ~done & (table.then[nodes] != nodes)
-        finished = nodes[done]
-        if turns.any():
-            following = table.then[nodes[turns]]
-            table.key[table.subgraph[following]] = table.key[table.subgraph[nodes[turns]]]
-            again = table.left[following] > 0
-            self._push(following[again])
-            finished = np.concatenate((finished, following[~again]))
-        return self._finish(finished)
+            self._end_early(task.cell, nodes[live & ended])
+            over = self._exit(nodes[live & ended & table.exits[nodes]])
+            live = table.live[nodes]
+        done = live & task.last if ended is None else live & (task.last | ended)
+        return over + self._finish(nodes[done])
 
     def _completed_few(self, task: Task, ended: NDArray[np.bool_] | None) -> list[int]:
         """`_completed` of so few nodes that arrays cost more than they save."""
         table = self.table
         finished: list[int] = []
-        passed: list[int] = []
+        leaving: list[int] = []
         for place, node in enumerate(task.nodes.tolist()):
             if not table.live[node]:
                 continue
@@ -228,15 +221,12 @@ class Scheduler:
             early = ended is not None and bool(ended[place])
             if early:
                 self._end_early(task.cell, task.nodes[place : place + 1])
-            if early or task.last[place]:
+            if early and table.exits[node]:
+                leaving.append(node)
+            elif early or task.last[place]:
                 finished.append(node)
-            elif (following := int(table.then[node])) != node:
-                key = table.key[table.subgraph[following]] = table.key[table.subgraph[node]]
-                if table.left[following]:
-                    self.queues[table.cell[following]].push_one(following, key)
-                else:
-                    passed.append(following)
-        return self._finish_few(finished + passed)
+        over = self._exit(np.array(leaving, np.int64))
+        return over + self._finish_few([node for node in finished if table.live[node]] if over else finished)
 
     def _finish_few(self, nodes: list[int]) -> list[int]:
         """`_finish` of a few."""
@@ -257,13 +247,8 @@ class Scheduler:
         """Drop a request; its rows are free when no task with it runs."""
         if request not in self._work:
             return
-        table = self.table
-        nodes = table.nodes_of(request)
-        for cell in np.unique(table.cell[nodes]):
-            own = nodes[table.cell[nodes] == cell]
-            self.queues[cell].remove(own, table.key[table.subgraph[own]])
-        table.live[nodes] = False
-        self._close(request)
+        self._unqueue(request)
+        self._end([request])
 
     def worker_died(self, worker: int) -> list[int]:
         """Drop the requests with tasks on a worker; all others go on elsewhere."""
@@ -311,10 +296,9 @@ class Scheduler:
         nodes = queue.nodes[places]
         task_in, task_out = table.advance(nodes)
         self._count(nodes, 1)
-        self_loop = table.then[nodes] == nodes
-        last = (table.left[nodes] == 0) & self_loop
+        last = table.left[nodes] == 0
         table.pin[table.subgraph[nodes]] = worker
-        queue.drop(places[last | ~self_loop])
+        queue.drop(places[last])
         if last.any():
             self._resolve_within(nodes[last])
         self.running_tasks[cell] += 1
@@ -355,10 +339,28 @@ class Scheduler:
         table = self.table
         for share in (table.steps[nodes] / table.times[nodes]).tolist():
             self._grown[cell] += _LEARN * (share - self._grown[cell])
-        queued = nodes[(table.left[nodes] > 0) & (table.then[nodes] == nodes)]
+        queued = nodes[table.left[nodes] > 0]
         self.queues[cell].remove(queued, table.key[table.subgraph[queued]])
         table.left[queued] = 0
         self._resolve_within(queued)
+
+    def _exit(self, nodes: Ints) -> list[int]:
+        """End the requests of nodes whose output says so."""
+        requests: list[int] = np.unique(self.table.request[nodes]).tolist() if len(nodes) else []
+        for request in requests:
+            self._unqueue(request)
+        self._end(requests)
+        return requests
+
+    def _unqueue(self, request: int) -> None:
+        """Take the nodes of a request out of the queues."""
+        table = self.table
+        nodes = table.nodes_of(request)
+        nodes = nodes[(table.left[nodes] > 0) & (table.pending[nodes] == 0)
+                      & (table.external[table.subgraph[nodes]] == 0)]  # fmt: skip
+        for cell in {*table.cell[nodes].tolist()}:
+            own = nodes[table.cell[nodes] == cell]
+            self.queues[cell].remove(own, table.key[table.subgraph[own]])
 
     def _finish(self, nodes: Ints) -> list[int]:
         """End nodes; their edges to other subgraphs are resolved, and requests without open nodes have ended."""
@@ -384,7 +386,7 @@ class Scheduler:
         return over
 
     def _end(self, requests: list[int]) -> None:
-        """End requests without open nodes."""
+        """End requests, of which no node is queued."""
         for request in requests:
             self.table.live[request : request + int(self.table.count[request])] = False
             self._close(request)

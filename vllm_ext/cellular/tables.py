@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,12 +99,13 @@ class GraphTable:
         def ints(*shape: int) -> Ints:
             return np.zeros((_FIRST_CAPACITY, *shape), np.int64)
 
-        self.cell, self.left, self.times, self.then, self.steps = ints(), ints(), ints(), ints(), ints()
+        self.cell, self.left, self.times, self.steps = ints(), ints(), ints(), ints()
         self.pending, self.edge_start, self.edge_end = ints(), ints(), ints()
         self.in_row, self.in_next, self.in_step = ints(wide_in), ints(wide_in), ints(wide_in)
         self.out_row, self.out_step = ints(wide_out), ints(wide_out)
         self.live = np.zeros(_FIRST_CAPACITY, bool)
         """Whether a node has executions to come."""
+        self.exits = np.zeros(_FIRST_CAPACITY, bool)
         self.subgraph, self.external, self.pin, self.running = ints(), ints(), ints(), ints()
         self.key = np.zeros(_FIRST_CAPACITY)
         self.request, self.open, self.in_flight, self.count = ints(), ints(), ints(), ints()
@@ -125,13 +127,13 @@ class GraphTable:
         offset = np.repeat(firsts, counts)
         here = offset + np.arange(len(offset)) - np.repeat(np.cumsum(counts) - counts, counts)
 
-        def all_of(name: str) -> Ints:
-            found: Ints = np.concatenate([getattr(graph, name) for graph in graphs])
+        def all_of(name: str) -> NDArray[Any]:
+            found: NDArray[Any] = np.concatenate([getattr(graph, name) for graph in graphs])
             return found
 
         cell, times = all_of("cell"), all_of("times")
         self.cell[here], self.left[here], self.times[here] = cell, times, times
-        self.then[here], self.subgraph[here] = all_of("then") + offset, all_of("subgraph") + offset
+        self.exits[here], self.subgraph[here] = all_of("exits"), all_of("subgraph") + offset
         self.pending[here], self.external[here] = all_of("pending"), all_of("external")
         self.steps[here], self.running[here], self.in_flight[here] = 0, 0, 0
         self.pin[here], self.live[here], self.request[here] = FREE, True, offset
@@ -145,8 +147,7 @@ class GraphTable:
             self.in_row[here], self.in_next[here] = (_placed(all_of(n), base_in) for n in ("in_first", "in_next"))
             self.out_row[here] = _placed(all_of("out_first"), base_out)
             self.in_step[here], self.out_step[here] = all_of("in_step"), all_of("out_step")
-        self.open[firsts] = counts - np.array([len(graph.followers) for graph in graphs])
-        self.count[firsts] = counts
+        self.open[firsts] = self.count[firsts] = counts
         return firsts
 
     def advance(self, nodes: Ints) -> tuple[Ints, Ints]:

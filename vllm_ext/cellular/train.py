@@ -1,7 +1,7 @@
 """Small models trained on the spot, on tasks made up for them, to have something to serve.
 
 ``lstm`` names the class of a sequence's first token, ``seq2seq`` reverses a sequence, ``treelstm`` says whether more
-leaves of a tree are odd than even, ``rnnt`` transcribes noisy symbols, one per chunk of audio or none.
+leaves of a tree are odd than even, ``rnnt`` transcribes noisy symbols, one per frame of audio or none.
 """
 
 from __future__ import annotations
@@ -101,17 +101,20 @@ def _rnnt(model: Model, generator: torch.Generator) -> Loss:
     spoken = _tokens(model, generator)
     sounds = symbols(model)[spoken]
     sounds = sounds + 0.3 * torch.randn(sounds.shape, generator=generator)
-    (h, c), (said, said_c) = _states(model), _states(model)
-    joint: Any = model.modules["joint"]
+    encoder: Any = model.modules["encoder"]
+    decoder: Any = model.modules["decoder"]
+    (h, c), state, last = _states(model), _states(model), torch.full((_BATCH,), BLANK)
+    said, *after = decoder.predictor(last, *state)
     logits, wanted = [], []
     for sound, symbol in zip(sounds, spoken, strict=True):
-        h, c = model.modules["encoder"](sound, h, c)
-        logits.append(joint.scores(h, said))
+        h, c = encoder.step(sound, h, c)
+        logits.append(decoder.joint(h, said))
         wanted.append(symbol)
-        emits = (symbol != BLANK)[:, None]
-        after, after_c = model.modules["predictor"](symbol, said, said_c)
-        said, said_c = torch.where(emits, after, said), torch.where(emits, after_c, said_c)
-        logits.append(joint.scores(h, said)[emits[:, 0]])
+        emits = symbol != BLANK
+        last = torch.where(emits, symbol, last)
+        state = tuple(torch.where(emits[:, None], new, old) for new, old in zip(after, state, strict=True))
+        said, *after = decoder.predictor(last, *state)
+        logits.append(decoder.joint(h, said)[emits])
         wanted.append(torch.full((int(emits.sum()),), BLANK))
     return torch.cat(logits), torch.cat(wanted)
 

@@ -130,11 +130,13 @@ def tokens_of(field: str, value: Any, vocabulary: int, *, longest: int = MAX_LEN
     return tokens
 
 
-def numbers_of(field: str, value: Any, count: int) -> NDArray[np.float32]:
-    """Return a checked list of ``count`` numbers, or an array of them."""
+def numbers_of(field: str, value: Any, *shape: int) -> NDArray[np.float32]:
+    """Return checked numbers: a list of lists of them for two sizes, or an array."""
     listed = value.tolist() if isinstance(value, np.ndarray) else value
-    if not isinstance(listed, list) or len(listed) != count:
-        raise RequestError(field, value, f"a list of {count} finite numbers")
+    if not isinstance(listed, list) or len(listed) != shape[0]:
+        raise RequestError(field, value, f"a list of {' lists of '.join(map(str, shape))} finite numbers")
+    if len(shape) > 1:
+        return np.stack([numbers_of(f"{field}[{place}]", one, *shape[1:]) for place, one in enumerate(listed)])
     for place, one in enumerate(listed):
         if type(one) not in (int, float) or not abs(one) <= _LARGEST:
             raise RequestError(f"{field}[{place}]", one, "a finite number of 32 bits")

@@ -32,8 +32,6 @@ class _Batch:
     """Steps of the first node."""
     stage: int = 0
     step: int = 0
-    follows: bool = False
-    """Whether the node that takes turns with the stage's is next."""
     begun: bool = False
     going: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     """Nodes of the stage that have not ended."""
@@ -70,7 +68,7 @@ class PaddedBatching:
         del deadline_s
         numbers: list[int] = self.table.add(graphs, bases).tolist()
         for number, graph in zip(numbers, graphs, strict=True):
-            self._stages[number] = len(graph.cell) - len(graph.followers)
+            self._stages[number] = len(graph.cell)
             self._buckets.setdefault((int(graph.times[0]) - 1) // self._width, deque()).append(number)
         return numbers
 
@@ -86,12 +84,9 @@ class PaddedBatching:
         table.steps[task.nodes] += 1
         if failed is not None and failed.any():
             self._dropped.update(table.request[task.nodes[failed]].tolist())
-        if batch.follows:
-            over = np.zeros(len(task.nodes), bool)
-        else:  # of a node that another follows, the last execution is followed, too
-            over = (table.left[task.nodes] == 0) & (table.then[task.nodes] == task.nodes)
-            if ended is not None:
-                over |= ended
+        over = table.left[task.nodes] == 0
+        if ended is not None:
+            over |= ended
         self._advance(batch, task.nodes[over])
         if batch.stage < self._stages[batch.requests[0]]:
             return []
@@ -139,11 +134,8 @@ class PaddedBatching:
 
     def _task(self, batch: _Batch, worker: int) -> Task:
         table, nodes = self.table, batch.going
-        if batch.follows:
-            nodes = table.then[nodes]
         in_rows, out_rows = table.advance(nodes)
-        head = batch.requests[0] + batch.stage
-        cell = int(table.cell[table.then[head]] if batch.follows else table.cell[head])
+        cell = int(table.cell[batch.requests[0] + batch.stage])
         self.counts[cell].add(len(nodes))
         begun, batch.begun = batch.begun, True
         return Task(
@@ -152,17 +144,10 @@ class PaddedBatching:
         )  # fmt: skip
 
     def _advance(self, batch: _Batch, over: Ints) -> None:
-        """Choose what is next: another step of the stage, the other node of a loop, or the next stage."""
+        """Choose what is next: another step of the stage, or the next stage."""
         batch.going = batch.going[~np.isin(batch.going, over)]
-        turns = self.table.then[batch.requests[0] + batch.stage] != batch.requests[0] + batch.stage
-        if turns and not batch.follows and len(batch.going):
-            batch.follows = True
-            return
-        if turns and batch.follows:
-            batch.follows = False
-            batch.going = batch.going[self.table.left[batch.going] > 0]
         batch.step += 1
-        if len(batch.going) or (batch.stage == 0 and batch.step < batch.padded and not turns):
+        if len(batch.going) or (batch.stage == 0 and batch.step < batch.padded):
             return
         batch.stage, batch.step = batch.stage + 1, 0
         batch.going = np.array(batch.requests) + batch.stage
