@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,10 +20,11 @@ from vllm_ext.cellular.arena import Arena, ArenaFull
 from vllm_ext.cellular.cells import Cell, Kind
 from vllm_ext.cellular.engine import CellularEngine, _resized
 from vllm_ext.cellular.garbage import freeze
+from vllm_ext.cellular.graphs import CellGraph, Output
 from vllm_ext.cellular.layout import Region
-from vllm_ext.cellular.models import Model, RequestError, build
+from vllm_ext.cellular.models import Model, Parsed, RequestError, build
 from vllm_ext.cellular.models.lstm import Lstm
-from vllm_ext.cellular.models.seq2seq import EOS
+from vllm_ext.cellular.models.seq2seq import EOS, Seq2Seq
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.requests import EngineBusy, EngineError, Request
 from vllm_ext.cellular.scheduler import Scheduler
@@ -88,6 +89,56 @@ def test_decoders_end_by_themselves_or_at_their_bound_and_stream_what_they_retur
         assert {len(one["tokens"]) for one in found if one["finish_reason"] == "length"} == {12}
         assert all(one["tokens"][-1] == EOS for one in found if one["finish_reason"] == "stop")
         nothing_is_left(engine)
+
+
+class LastState(Seq2Seq):
+    """Returns the state in which a decoder ended, too."""
+
+    def unfold(self, parsed: Parsed) -> CellGraph:
+        graph = super().unfold(parsed)
+        graph.result["h"] = Output(len(graph.nodes) - 1, "h")
+        return graph
+
+    def answer(self, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {**super().answer(values), "h": values["h"].tolist()}
+
+
+def test_a_series_computed_before_it_is_read_says_the_same_and_writes_no_more() -> None:
+    """As on a CUDA device: nodes that have ended are computed again before anybody knows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = LastState({"vocabulary": 8})
+    for module in model.modules.values():
+        module.requires_grad_(False)
+    lively(model)
+    tokens = [[token % 8 for token in one] for one in sentences(30)]
+    found = []
+    for ahead in (False, True):
+        streamed: list[list[int]] = [[] for _ in tokens]
+        with CellularEngine(model) as engine:
+            engine._ahead = ahead
+            handles = [
+                engine.submit({"tokens": one, "max_steps": 12}, on_output=into.append)
+                for one, into in zip(tokens, streamed, strict=True)
+            ]
+            found.append([handle.result(HANG_S) for handle in handles])
+            nothing_is_left(engine)
+        assert [one["tokens"] for one in found[-1]] == streamed
+    assert {one["finish_reason"] for one in found[0]} == {"stop", "length"}
+    for one, other in zip(*found, strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["h"] == pytest.approx(other["h"], rel=1e-4, abs=1e-6)
+
+
+def test_sessions_of_series_computed_before_they_are_read_keep_the_state_of_their_last_step() -> None:
+    model = listening()
+    audio = np.random.default_rng(0).normal(size=(6, 12, 4, 128)).astype(np.float32)
+    with CellularEngine(model) as engine:
+        engine._ahead = True
+        sessions = [engine.open_session() for _ in audio]
+        handles = [[s.submit({"audio": c.tolist()}) for c in one] for s, one in zip(sessions, audio, strict=True)]
+        found = [[handle.result(HANG_S)["tokens"] for handle in one] for one in handles]
+    assert found == [Plain(model, torch.float32).transcribe(one) for one in audio]
 
 
 def test_a_graph_that_never_ends_is_cut_at_its_bound() -> None:
@@ -333,7 +384,7 @@ def test_a_request_that_never_fits_fails_and_one_that_does_not_fit_yet_waits() -
     with pytest.raises(ArenaFull, match=r"rows of int64\[\]"):
         arena.take([Region(0, 500_000)])
     assert [ranges.taken for ranges in arena._ranges] == [0] * len(kinds)
-    assert arena.take([Region(0, 2000)])[0] == 1
+    assert arena.take([Region(0, 2000)])[0] == 2
 
 
 class Centred(torch.nn.Module):

@@ -95,8 +95,8 @@ TestStoring.settings = settings(max_examples=quick(20, full=100), stateful_step_
 def test_the_share_taken_is_one_when_a_kind_has_no_room_left_though_others_took_most() -> None:
     arena = Arena(KINDS[:2], max_bytes=100_000)
     arena.take([Region(0, 8_000)])
-    most = (100_000 - 8_001 * 8) // 16 - 1
-    assert arena.share_taken == pytest.approx(8_000 / ((100_000 - 1024 * 16) // 8 - 1))
+    most = (100_000 - 8_002 * 8) // 16 - 2
+    assert arena.share_taken == pytest.approx(8_000 / ((100_000 - 1024 * 16) // 8 - 2))
     arena.take([Region(1, most)])
     assert arena.share_taken == pytest.approx(1.0, abs=1e-3)
     with pytest.raises(ArenaFull):
@@ -140,3 +140,15 @@ def test_a_request_that_never_fits_fails_at_once_and_one_that_waits_lets_a_bound
         assert all(handle.result(HANG_S)["tokens"] for handle in [*running, waiting, *short])
         assert waiting.started_s <= min(one.started_s for one in short[64:])  # type: ignore[type-var]
         nothing_is_left(engine)
+
+
+def test_a_kind_of_large_rows_begins_with_few_and_grows() -> None:
+    large = Kind("float32", (1 << 20,))
+    arena = Arena([large], max_bytes=64 << 20)
+    assert arena.bytes == 16 << 20
+    assert arena.fits([Region(0, 14)])
+    assert not arena.fits([Region(0, 15)])
+    arena.take([Region(0, 14)])
+    assert arena.bytes <= 64 << 20
+    with pytest.raises(ArenaFull):
+        arena.take([Region(0, 1)])

@@ -14,7 +14,10 @@ from vllm_ext.cellular.graphs import Ints
 from vllm_ext.cellular.layout import CompiledGraph, Region
 from vllm_ext.cellular.tables import Ranges
 
-_FIRST_ROWS = 1024
+_FIRST_ROWS, _FIRST_BYTES = 1024, 16 << 20
+"""What a kind has from the beginning: so many rows, or as many as these bytes hold."""
+SPARE = 1
+"""A row that nobody reads: where values go that nobody wants."""
 
 
 class ArenaFull(RuntimeError):
@@ -34,7 +37,7 @@ class Traffic:
 class Arena:
     """Storage on one device; `gather` and `scatter` may be called from any thread, the rest from one at a time.
 
-    Row 0 is zeros and never written.
+    Row 0 is zeros and never written, row 1 is `SPARE`.
 
     Args:
         kinds: Of values.
@@ -43,9 +46,14 @@ class Arena:
     """
 
     def __init__(self, kinds: Sequence[Kind], device: str = "cpu", max_bytes: int = 4 << 30) -> None:
-        self._kinds, self._device, self._max_bytes = tuple(kinds), device, max_bytes
-        self._ranges = [Ranges(1) for _ in kinds]
-        self._rows = [torch.zeros((_FIRST_ROWS, *k.shape), dtype=getattr(torch, k.dtype), device=device) for k in kinds]
+        self._kinds, self.device, self._max_bytes = tuple(kinds), device, max_bytes
+        self._ranges = [Ranges(SPARE + 1) for _ in kinds]
+        sizes: list[int] = [torch.zeros(k.shape, dtype=getattr(torch, k.dtype)).nbytes for k in kinds]
+        self._first = [max(SPARE + 1, min(_FIRST_ROWS, _FIRST_BYTES // max(size, 1))) for size in sizes]
+        self._rows = [
+            torch.zeros((count, *kind.shape), dtype=getattr(torch, kind.dtype), device=device)
+            for count, kind in zip(self._first, kinds, strict=True)
+        ]
         self._lock = threading.Lock()
         self.traffic = Traffic()
 
@@ -57,15 +65,16 @@ class Arena:
     @property
     def share_taken(self) -> float:
         """Rows in use, of all that a kind may have beside what others use; of the kind where that is most."""
-        return max(ranges.taken / (self._most(kind) - 1) for kind, ranges in enumerate(self._ranges))
+        return max(ranges.taken / (self._most(kind) - SPARE - 1) for kind, ranges in enumerate(self._ranges))
 
     def fits(self, regions: Sequence[Region]) -> bool:
         """Whether there would be room if nothing else were stored."""
-        rows = [1] * len(self._kinds)
+        rows = [SPARE + 1] * len(self._kinds)
         for kind, count in regions:
             rows[kind] += count
-        needed = sum(max(count, _FIRST_ROWS) * values[0].nbytes for count, values in zip(rows, self._rows, strict=True))
-        return max(rows) <= _FIRST_ROWS or needed <= self._max_bytes
+        rows = [max(count, first) for count, first in zip(rows, self._first, strict=True)]
+        needed = sum(count * values[0].nbytes for count, values in zip(rows, self._rows, strict=True))
+        return rows == self._first or needed <= self._max_bytes
 
     def take(self, regions: Sequence[Region]) -> Ints:
         """Reserve rows and return the first of each kind.
@@ -122,22 +131,25 @@ class Arena:
 
     def gather(self, kind: int, rows: Ints) -> torch.Tensor:
         """Return a batch of rows, a copy."""
-        index = self._index(rows)
+        index = self.index(rows)
         with self._lock:
             found = self._rows[kind].index_select(0, index)
         self.traffic.gathered += found.nbytes
         return found
 
-    def scatter(self, kind: int, rows: Ints, values: torch.Tensor) -> None:
-        """Store a batch of rows."""
-        index, values = self._index(rows), values.to(self._device)
+    def scatter(self, kind: int, rows: Ints, values: torch.Tensor, unwanted: torch.Tensor | None = None) -> None:
+        """Store a batch of rows, but for those that are unwanted."""
+        index, values = self.index(rows), values.to(self.device)
+        if unwanted is not None:
+            index = index.masked_fill(unwanted, SPARE)
         with self._lock:  # the tensor is not replaced meanwhile by a larger one
             self._rows[kind].index_copy_(0, index, values)
         self.traffic.scattered += values.nbytes
 
-    def _index(self, rows: Ints) -> torch.Tensor:
+    def index(self, rows: Ints) -> torch.Tensor:
+        """Return numbers on the device."""
         index = torch.from_numpy(np.ascontiguousarray(rows))
-        return index if self._device == "cpu" else index.to(self._device, non_blocking=True)
+        return index if self.device == "cpu" else index.to(self.device, non_blocking=True)
 
     def _most(self, kind: int) -> int:
         """Return how many rows a kind may have at most, that of zeros included, beside what others use."""
@@ -145,7 +157,7 @@ class Arena:
         return max(int((self._max_bytes - others) // self._rows[kind][0].nbytes), self._used(kind))
 
     def _used(self, kind: int) -> int:
-        return max(self._ranges[kind].end, _FIRST_ROWS)
+        return max(self._ranges[kind].end, self._first[kind])
 
     def _room(self, kind: int, needed: int) -> bool:
         """Make room for so many rows; False if that would be too much."""
@@ -168,7 +180,7 @@ class Arena:
         old = self._rows[kind]
         if count == len(old):
             return
-        new = torch.zeros((count, *old.shape[1:]), dtype=old.dtype, device=self._device)
+        new = torch.zeros((count, *old.shape[1:]), dtype=old.dtype, device=self.device)
         kept = min(count, len(old))
         with self._lock:
             new[:kept] = old[:kept]

@@ -83,6 +83,7 @@ class CellularEngine:
         self.executors = [Executor(cells, self.cells, self.arena, compute) for _ in range(self.options.workers)]
         self.on_finished: Callable[[Request], None] = lambda _: None
         self.errors, self.scheduling_s = 0, 0.0
+        self._ahead = self.options.device != "cpu"
         self._lock = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
@@ -296,11 +297,17 @@ class CellularEngine:
                 return
             if not tasks[0].goes_on:
                 executor.begin_series()
-            for task in tasks:
-                if task.delay_s:
-                    time.sleep(task.delay_s)
-                live = self.batching.table.live[task.nodes]
-                self._complete(task, live, executor.run(task, live))
+            for task, computed, outcome in executor.run(tasks, self._live, ahead=self._may_run_ahead(tasks)):
+                self._complete(task, computed, outcome)
+
+    def _may_run_ahead(self, tasks: list[Task]) -> bool:
+        """Whether a series is computed before its first result is read, as what only ends chains allows."""
+        exits = self.batching.table.exits
+        return self._ahead and len(tasks) > 1 and not any(exits[task.nodes].any() for task in tasks)
+
+    def _live(self, nodes: Ints) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.batching.table.live[nodes]
+        return found
 
     def _next(self, worker: int) -> list[Task] | None:
         """Wait for tasks; None when the engine closes or has died."""
@@ -454,15 +461,19 @@ class CellularEngine:
 
     def _stream(self, computed: Ints, outcome: Outcome, streamed: str) -> None:
         """Hand out new values of collected outputs to who wants them at once."""
-        numbers = self.batching.table.request[computed].tolist()
+        table = self.batching.table
+        numbers, live = table.request[computed].tolist(), table.live[computed].tolist()
+        values: dict[int, list[Any]] = {}
         for place, (node, number) in enumerate(zip(computed.tolist(), numbers, strict=True)):
             request = self._requests.get(number)
-            if request is not None and request.on_output is not None and streamed in request.graph.results:
-                for result in request.graph.results[streamed]:
-                    if result.node == node - number:
-                        value = outcome.outputs[result.place][place].tolist()
-                        if self.model.is_told(value):
-                            request.tell(value)
+            if not live[place] or request is None or request.on_output is None:
+                continue
+            for result in request.graph.results.get(streamed, ()):
+                if result.node == node - number:
+                    if result.place not in values:  # one copy for all from a device
+                        values[result.place] = outcome.outputs[result.place].tolist()
+                    if self.model.is_told(value := values[result.place][place]):
+                        request.tell(value)
 
     def _results_of(self, ended: list[Request]) -> list[tuple[dict[str, torch.Tensor], EngineError | None]]:
         """Return the results of requests; if that fails, one by one, to find out whose fault it is."""

@@ -1,15 +1,20 @@
 """Runs tasks: gathers inputs, computes a cell, scatters its outputs.
 
 Within a series of tasks the outputs of one are the inputs of the next without a copy, if the batch has stayed the same.
+
+A CUDA device is given all tasks of a series before the first result is read, so that it does not idle between them. A
+node may have ended by then: it is computed once more, and what comes of that is stored nowhere.
+
+Source: BatchMaker, sections 2.4.4 and 2.5.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +28,10 @@ from vllm_ext.cellular.scheduler import Task
 logger = logging.getLogger(__name__)
 Compute = Callable[[Cell, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 Bools = NDArray[np.bool_]
+P = ParamSpec("P")
+T = TypeVar("T")
+_POLL_S = 20e-6
+"""Between two looks whether the device is done."""
 
 
 @runtime_checkable
@@ -73,6 +82,16 @@ class Times:
     """Gathering and scattering."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """A task whose results are not read yet."""
+
+    outcome: Outcome
+    said: torch.Tensor | None = None
+    """What the cell's `until` says, of the nodes that were computed; on its way to the host."""
+    done: torch.cuda.Event | None = None
+
+
 class Executor:
     """The work of one worker.
 
@@ -86,6 +105,8 @@ class Executor:
     def __init__(self, cells: Sequence[Cell], table: CellTable, arena: Arena, compute: Compute = Cell.call) -> None:
         self._cells, self._table, self._arena, self._compute = cells, table, arena, compute
         self._before: list[tuple[int, Ints, torch.Tensor]] = []
+        self._over: torch.Tensor | None = None
+        """Node -> whether it has ended in this series; None where that is known before a task begins."""
         self.times = Times([0.0] * len(cells))
         prepare(compute, cells)
 
@@ -98,29 +119,93 @@ class Executor:
         """Forget the outputs of the task before: their rows may be others' by now."""
         self._before = []
 
-    def run(self, task: Task, live: Bools) -> Outcome:
-        """Compute the nodes of a task that are live; all others are left out."""
+    def run(
+        self, tasks: Sequence[Task], live: Callable[[Ints], Bools], *, ahead: bool = False
+    ) -> Iterator[tuple[Task, Bools, Outcome]]:
+        """Compute a series of tasks.
+
+        Args:
+            tasks: All of one cell.
+            live: Says of nodes whether they have not ended, which changes as tasks are completed; others are left out.
+            ahead: Whether all tasks are begun before the first is read.
+
+        Yields:
+            A task, which of its nodes were computed, and what came of them.
+        """
+        self._over = None
+        if ahead and self._cells[tasks[0].cell].until is not None:
+            size = 1 + max(int(task.nodes.max()) for task in tasks)
+            self._over = torch.zeros(size, dtype=torch.bool, device=self._arena.device)
+        launched: list[tuple[Task, Bools, _Launched]] = []
+        for task in tasks:
+            if task.delay_s:
+                time.sleep(task.delay_s)
+            computed = live(task.nodes)
+            launched.append((task, computed, self._timed(task, self._launch, task, computed)))
+            if not ahead:
+                yield self._read(*launched.pop())
+        for one in launched:
+            yield self._read(*one)
+
+    def _read(self, task: Task, computed: Bools, launched: _Launched) -> tuple[Task, Bools, Outcome]:
+        return task, computed, self._timed(task, self._outcome, computed, launched)
+
+    def _timed(self, task: Task, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         begin = time.thread_time()
         with torch.inference_mode():
-            outcome = self._run(task, live)
+            found = work(*args, **kwargs)
         self.times.computing[task.cell] += time.thread_time() - begin
-        return outcome
+        return found
 
-    def _run(self, task: Task, live: Bools) -> Outcome:
+    def _launch(self, task: Task, live: Bools) -> _Launched:
         whole = bool(live.all())
         if not whole and not live.any() and not task.padding:
-            return Outcome()
-        in_rows, out_rows = (task.in_rows, task.out_rows) if whole else (task.in_rows[live], task.out_rows[live])
+            return _Launched(outcome=Outcome())
+        if whole:
+            nodes, in_rows, out_rows = task.nodes, task.in_rows, task.out_rows
+        else:
+            nodes, in_rows, out_rows = task.nodes[live], task.in_rows[live], task.out_rows[live]
+        index = None if self._over is None else self._arena.index(nodes)
         try:
-            outputs = self._batch(task.cell, in_rows, out_rows, task.padding)
+            outputs = self._batch(task.cell, in_rows, out_rows, task.padding, index)
         except Exception as error:  # noqa: BLE001 - whatever a user's module raises
             logger.warning("cell %s raised, its %d nodes are computed one by one: %r", self._cells[task.cell].name,
                            len(in_rows), error)  # fmt: skip
-            return self._one_by_one(task, live)
-        return Outcome(ended=self._ended(task.cell, live, outputs), outputs=outputs)
+            return _Launched(outcome=self._one_by_one(task, live))
+        return self._launched(task.cell, outputs, len(nodes), index)
 
-    def _batch(self, cell: int, in_rows: Ints, out_rows: Ints, padding: int = 0) -> tuple[torch.Tensor, ...]:
-        """Compute a batch, with rows of zeros behind it whose outputs are thrown away."""
+    def _launched(
+        self, cell: int, outputs: tuple[torch.Tensor, ...], count: int, index: torch.Tensor | None
+    ) -> _Launched:
+        """Have what a cell says of ends copied to the host, and do not wait for it."""
+        outcome, until = Outcome(outputs=outputs), self._cells[cell].until
+        if until is None:
+            return _Launched(outcome=outcome)
+        said = outputs[self._table.out_place[cell][until]][:count]
+        if self._over is not None:
+            self._over[index] |= said
+        if not said.is_cuda:
+            return _Launched(outcome=outcome, said=said)
+        copy = torch.empty(count, dtype=torch.bool, pin_memory=True)
+        copy.copy_(said, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return _Launched(outcome=outcome, said=copy, done=done)
+
+    def _outcome(self, live: Bools, launched: _Launched) -> Outcome:
+        """Wait for what a task's nodes say, without keeping the interpreter from others."""
+        if launched.said is None:
+            return launched.outcome
+        while launched.done is not None and not launched.done.query():
+            time.sleep(_POLL_S)
+        ended = np.zeros(len(live), bool)
+        ended[live] = launched.said.numpy()
+        return replace(launched.outcome, ended=ended)
+
+    def _batch(
+        self, cell: int, in_rows: Ints, out_rows: Ints, padding: int = 0, index: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute a batch, with rows of zeros behind it whose outputs are thrown away, as are those of ended nodes."""
         begin = time.thread_time()
         inputs = [
             self._input(kind, in_rows[:, place], padding) for place, kind in enumerate(self._table.in_kinds[cell])
@@ -129,9 +214,10 @@ class Executor:
         outputs = self._compute(self._cells[cell], inputs)
         computed = time.thread_time()
         self._before = []
+        unwanted = None if self._over is None else self._over[index]
         for place, kind in enumerate(self._table.out_kinds[cell]):
             rows = out_rows[:, place]
-            self._arena.scatter(kind, rows, outputs[place][: len(rows)])
+            self._arena.scatter(kind, rows, outputs[place][: len(rows)], unwanted)
             self._before.append((kind, rows, outputs[place]))
         self.times.copying += gathered - begin + time.thread_time() - computed
         return outputs
@@ -143,15 +229,6 @@ class Executor:
                 return value
         return self._arena.gather(kind, np.pad(rows, (0, padding)) if padding else rows)
 
-    def _ended(self, cell: int, live: Bools, outputs: tuple[torch.Tensor, ...]) -> Bools | None:
-        until = self._cells[cell].until
-        if until is None:
-            return None
-        ended = np.zeros(len(live), bool)
-        said = outputs[self._table.out_place[cell][until]][: int(live.sum())]
-        ended[live] = said.cpu().numpy()
-        return ended
-
     def _one_by_one(self, task: Task, live: Bools) -> Outcome:
         """Find out whose inputs a cell cannot take; only these fail."""
         ended, failed, errors = np.zeros(len(live), bool), np.zeros(len(live), bool), []
@@ -159,7 +236,9 @@ class Executor:
         self.begin_series()
         for place in np.flatnonzero(live).tolist():
             try:
-                outputs = self._batch(task.cell, task.in_rows[place : place + 1], task.out_rows[place : place + 1])
+                one = slice(place, place + 1)
+                index = None if self._over is None else self._arena.index(task.nodes[one])
+                outputs = self._batch(task.cell, task.in_rows[one], task.out_rows[one], index=index)
             except Exception as error:  # noqa: BLE001 - whatever a user's module raises
                 failed[place] = True
                 errors.append(error)
