@@ -16,11 +16,9 @@ pytestmark = pytest.mark.e2e
 MIB = 1 / 1024
 """In GiB."""
 HOST_MIB, DISK_MIB = 0.7, 1.1
-TURNS = [
-    {**turn, "step": turn["step"] // 8}
-    for turn in conversations(seed=12, num=quick(6, full=12), turns=quick(3, full=4))
-]
-"""With several times as much KV, so close upon each other that requests are preempted."""
+TURNS = [{**turn, "step": turn["step"] // 8} for turn in conversations(seed=12, num=6, turns=quick(3, full=4))]
+"""With about twice as much KV as all tiers hold, so that some of it is still there, and so close upon each other that
+requests are preempted."""
 FEW_BLOCKS: Mapping[str, Any] = {"num_gpu_blocks_override": 18, "max_model_len": 512, "max_num_seqs": 4}
 ROOM: Mapping[str, Any] = {"max_model_len": 512, "enable_prefix_caching": False}
 COVERING = [("fcfs", False), ("alise", True)]
