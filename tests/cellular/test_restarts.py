@@ -95,6 +95,18 @@ def test_requests_of_a_task_are_answered_when_the_scheduler_raises(
         assert engine.open_requests == 0
 
 
+def test_requests_that_cannot_begin_give_back_what_they_took_and_their_session_goes_on() -> None:
+    with held(Counter()) as (engine, compute):
+        compute.go.set()
+        engine.batching.add = raising(engine.batching.add, lambda *_: not engine.restarts)  # type: ignore[method-assign]
+        session = engine.open_session()
+        with pytest.raises(EngineError, match="the request cannot begin: ArithmeticError"):
+            session.submit({"xs": [1]}).result(HANG_S)
+        assert session.submit({"xs": [1]}).result(HANG_S) == {"sum": [1.0]}
+        session.close()
+        nothing_is_left(engine)
+
+
 def test_a_metric_that_raises_keeps_no_answer_back() -> None:
     with held() as (engine, compute):
         engine.on_finished = raising(lambda _: None, lambda _: True)

@@ -363,7 +363,9 @@ class CellularEngine:
             numbers = self.batching.add(graphs, np.array([request.bases for request in entered]), deadlines)
         except BaseException as error:
             for request in entered:
+                self.arena.give(request.graph.regions, request.bases)  # type: ignore[arg-type]
                 self._fail(request, EngineError(f"the request cannot begin: {error!r}"))
+                self._end_turn(request)
             raise
         for request, number in zip(entered, numbers, strict=True):
             request.number = number

@@ -1,6 +1,7 @@
 """Runs tasks: gathers inputs, computes a cell, scatters its outputs.
 
-Within a series of tasks the outputs of one are the inputs of the next without a copy, if the batch has stayed the same.
+Within a series of tasks the outputs of one are the inputs of the next without a copy, if the batch has stayed the same;
+so is an input that stays, such as the frames that a decoder hears.
 
 A CUDA device is given all tasks of a series before the first result is read, so that it does not idle between them. A
 node may have ended by then: it is computed once more, and what comes of that is stored nowhere.
@@ -116,7 +117,7 @@ class Executor:
         return self._compute.uncaptured if isinstance(self._compute, PreparedCompute) else 0
 
     def begin_series(self) -> None:
-        """Forget the outputs of the task before: their rows may be others' by now."""
+        """Forget the values of the task before: their rows may be others' by now."""
         self._before = []
 
     def run(
@@ -141,14 +142,12 @@ class Executor:
             if task.delay_s:
                 time.sleep(task.delay_s)
             computed = live(task.nodes)
-            launched.append((task, computed, self._timed(task, self._launch, task, computed)))
-            if not ahead:
-                yield self._read(*launched.pop())
-        for one in launched:
-            yield self._read(*one)
-
-    def _read(self, task: Task, computed: Bools, launched: _Launched) -> tuple[Task, Bools, Outcome]:
-        return task, computed, self._timed(task, self._outcome, computed, launched)
+            if ahead:
+                launched.append((task, computed, self._timed(task, self._launch, task, computed)))
+            else:
+                yield task, computed, self._timed(task, self._run, task, computed)
+        for task, computed, one in launched:
+            yield task, computed, self._timed(task, self._outcome, computed, one)
 
     def _timed(self, task: Task, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         begin = time.thread_time()
@@ -156,6 +155,9 @@ class Executor:
             found = work(*args, **kwargs)
         self.times.computing[task.cell] += time.thread_time() - begin
         return found
+
+    def _run(self, task: Task, live: Bools) -> Outcome:
+        return self._outcome(live, self._launch(task, live))
 
     def _launch(self, task: Task, live: Bools) -> _Launched:
         whole = bool(live.all())
@@ -213,7 +215,10 @@ class Executor:
         gathered = time.thread_time()
         outputs = self._compute(self._cells[cell], inputs)
         computed = time.thread_time()
-        self._before = []
+        self._before = [
+            (kind, in_rows[:, place], inputs[place])
+            for place, kind in enumerate(self._table.in_kinds[cell]) if kind not in self._table.out_kinds[cell]
+        ]  # fmt: skip
         unwanted = None if self._over is None else self._over[index]
         for place, kind in enumerate(self._table.out_kinds[cell]):
             rows = out_rows[:, place]
@@ -245,5 +250,7 @@ class Executor:
                 continue
             if until is not None:
                 ended[place] = bool(outputs[self._table.out_place[task.cell][until]])
+                if self._over is not None:
+                    self._over[index] = bool(ended[place])
         self.begin_series()
         return Outcome(ended=None if until is None else ended, failed=failed, errors=tuple(errors))
