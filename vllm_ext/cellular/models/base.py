@@ -20,6 +20,10 @@ _SHOWN = 60
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+class ModelError(ValueError):
+    """A model that cannot be built or a file that cannot be read; the message names what is wrong."""
+
+
 class RequestError(ValueError):
     """A request that the model cannot serve; the message names field, value and what is allowed."""
 

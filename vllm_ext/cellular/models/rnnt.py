@@ -72,13 +72,14 @@ class Transduce(nn.Module):
 
     Args:
         predictor: (symbol, state...) -> (output, state...).
-        joint: (frame, output) -> logits; symbol 0 is the blank.
+        joint: (frame, output) -> logits.
         max_symbols: That a frame may emit.
+        blank: The symbol that emits nothing.
     """
 
-    def __init__(self, predictor: nn.Module, joint: nn.Module, max_symbols: int) -> None:
+    def __init__(self, predictor: nn.Module, joint: nn.Module, max_symbols: int, *, blank: int = BLANK) -> None:
         super().__init__()
-        self.predictor, self.joint, self.max_symbols = predictor, joint, max_symbols
+        self.predictor, self.joint, self.max_symbols, self.blank = predictor, joint, max_symbols, blank
 
     def forward(
         self, frames: torch.Tensor, at: torch.Tensor, emitted: torch.Tensor, last: torch.Tensor, *state: torch.Tensor
@@ -98,7 +99,7 @@ class Transduce(nn.Module):
         said, *after = self.predictor(last, *state)
         row = torch.arange(len(at), device=at.device)
         token = self.joint(frames[row, at.clamp(max=frames.shape[1] - 1)], said).argmax(1)
-        emits = token != BLANK
+        emits = token != self.blank
         emitted = emitted + emits
         passes = ~emits | (emitted >= self.max_symbols)
         at = at + passes
@@ -130,6 +131,7 @@ class Transducer(Model):
         """
         self.modules = {"encoder": encoder, "decoder": transduce}
         self.audio, self.frames, self.heard, self.said = audio, frames, tuple(heard), tuple(said)
+        self.blank = transduce.blank
         self.held = {port.name: port for port in (*heard, Port("last", (), "int64"), *said)}
 
     @property
@@ -165,7 +167,7 @@ class Transducer(Model):
 
     def is_told(self, value: Any) -> bool:
         """A blank says that the frame has no more symbols."""
-        return bool(value != BLANK)
+        return bool(value != self.blank)
 
     def answer(self, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The symbols, without blanks."""
