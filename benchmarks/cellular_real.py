@@ -42,9 +42,9 @@ def merged(table: CellTable, freed: Callable[[int], None]) -> Batching:
     return MergedBatching(table, freed, merging=Merging(name="merged", node_s=0.0, overlapped=False))
 
 
-def engine(model: Model, make: Make | None, max_batch: int, requests: int) -> CellularEngine:
+def engine(model: Model, make: Make | None, max_batch: int, requests: int, cells: str | None = None) -> CellularEngine:
     sizes = dict.fromkeys((cell.name for cell in model.cells), max_batch)
-    options = EngineOptions(max_requests=requests + 1, max_batch=sizes, cells="published")
+    options = EngineOptions(max_requests=requests + 1, max_batch=sizes, cells=cells)
     made = CellularEngine(model, options, batching=make)
     freeze()  # as `vllm-ext cellular serve` does
     return made

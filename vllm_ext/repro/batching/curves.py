@@ -119,10 +119,16 @@ def peak(points: Sequence[Point]) -> float:
 
 
 def reductions(ours: Sequence[Point], theirs: Sequence[Point]) -> list[float]:
-    """Return by which share P90 latency is lower, at each load below half of their peak, and at the lowest."""
-    mine = {point.load_per_s: point.p90_ms for point in ours}
+    """Return by which share P90 latency is lower, at each load below half of their peak, and at the lowest.
+
+    Ours is interpolated between its loads, where these are others.
+    """
+    loads, p90 = [point.load_per_s for point in ours], [np.log(point.p90_ms) for point in ours]
     half = max(peak(theirs) / 2, theirs[0].load_per_s)
-    return [1 - mine[p.load_per_s] / p.p90_ms for p in theirs if p.load_per_s <= half and p.load_per_s in mine]
+    return [
+        1 - float(np.exp(np.interp(p.load_per_s, loads, p90))) / p.p90_ms
+        for p in theirs if p.load_per_s <= half and p.load_per_s <= loads[-1]
+    ]  # fmt: skip
 
 
 def metrics_of(name: str, points: Sequence[Point]) -> dict[str, float]:
