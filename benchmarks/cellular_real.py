@@ -6,6 +6,7 @@ wall time and do change with it.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ def merged(table: CellTable, freed: Callable[[int], None]) -> Batching:
 
 def engine(model: Model, make: Make | None, max_batch: int, requests: int, cells: str | None = None) -> CellularEngine:
     sizes = dict.fromkeys((cell.name for cell in model.cells), max_batch)
+    gc.unfreeze()  # else `freeze` keeps each engine before this one, with all that it stored
+    gc.collect()
     options = EngineOptions(max_requests=requests + 1, max_batch=sizes, cells=cells)
     made = CellularEngine(model, options, batching=make)
     freeze()  # as `vllm-ext cellular serve` does
