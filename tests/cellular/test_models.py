@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from vllm_ext.cellular.models import ModelError, RequestError, build, load, save
@@ -105,3 +106,21 @@ def test_weights_that_are_damaged_are_refused_by_name(tmp_path: Path) -> None:
 def test_unknown_models_and_sizes_are_refused(kind: str, sizes: dict[str, int], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         build(kind, **sizes)
+
+
+def test_field_names_that_cannot_be_printed_or_are_long_are_shown_as_they_can_be() -> None:
+    for field, shown in (("\ud800", r"'\ud800'=1: must be left out"), ("x" * 3_000_000, "'" + "x" * 60 + "'=1")):
+        with pytest.raises(RequestError) as raised:
+            build("lstm").parse({"tokens": [1], field: 1})
+        assert str(raised.value).startswith(shown)
+        assert str(raised.value).isascii()
+
+
+def test_weights_of_types_that_are_no_floats_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save(build("lstm", hidden=8), path)
+    with safe_open(path, framework="pt") as file:
+        about, tensors = file.metadata(), {name: file.get_tensor(name).int() for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata=about)
+    with pytest.raises(ModelError, match=r"are torch\.int32, must be torch\.float32 or"):
+        load(path)

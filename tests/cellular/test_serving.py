@@ -257,3 +257,11 @@ def test_batches_for_which_no_graph_was_captured_are_counted() -> None:
         EngineMetrics(engine, registry)
         engine.submit({"tokens": [1, 2, 3]}).result(HANG_S)
         assert registry.get_sample_value("vllm_ext:cell_uncaptured_batches_total") == 4, "three steps and the head"
+
+
+async def test_a_result_that_json_cannot_hold_is_an_error_that_says_so() -> None:
+    model = build("lstm")
+    async with server(model) as (client, *_):
+        model.modules["head"].bias.fill_(float("nan"))  # type: ignore[operator, union-attr]
+        answer = await client.post("/v1/infer", json={"tokens": [1]})
+    assert (answer.status_code, "not finite" in answer.json()["error"]["message"]) == (500, True)

@@ -65,7 +65,7 @@ class Arena:
     @property
     def share_taken(self) -> float:
         """Rows in use, of all that a kind may have beside what others use; of the kind where that is most."""
-        return max(ranges.taken / (self._most(kind) - SPARE - 1) for kind, ranges in enumerate(self._ranges))
+        return max(ranges.taken / max(self._most(kind) - SPARE - 1, 1) for kind, ranges in enumerate(self._ranges))
 
     def fits(self, regions: Sequence[Region]) -> bool:
         """Whether there would be room if nothing else were stored."""
@@ -86,7 +86,12 @@ class Arena:
         """
         bases = np.zeros(len(self._kinds), np.int64)
         for place, (kind, rows) in enumerate(regions):
-            if not self._room(kind, self._ranges[kind].end_with(rows)):
+            try:
+                found = self._room(kind, self._ranges[kind].end_with(rows))
+            except Exception:  # the device has less memory than it was to use
+                self.give(regions[:place], bases)
+                raise
+            if not found:
                 self.give(regions[:place], bases)
                 raise ArenaFull(f"{rows} rows of {self._kinds[kind]}: values of all requests take {self.bytes} of "
                                 f"{self._max_bytes} bytes")  # fmt: skip
@@ -129,6 +134,10 @@ class Arena:
         """Set a row to zeros."""
         self._rows[kind][row].zero_()
 
+    def empty(self, kind: int, count: int) -> torch.Tensor:
+        """Return a batch of zeros of a kind, which is not stored."""
+        return torch.zeros_like(self._rows[kind][:1]).expand(count, *self._kinds[kind].shape).clone()
+
     def gather(self, kind: int, rows: Ints) -> torch.Tensor:
         """Return a batch of rows, a copy."""
         index = self.index(rows)
@@ -154,7 +163,7 @@ class Arena:
     def _most(self, kind: int) -> int:
         """Return how many rows a kind may have at most, that of zeros included, beside what others use."""
         others = sum(self._used(other) * rows[0].nbytes for other, rows in enumerate(self._rows) if other != kind)
-        return max(int((self._max_bytes - others) // self._rows[kind][0].nbytes), self._used(kind))
+        return max(int((self._max_bytes - others) // max(self._rows[kind][0].nbytes, 1)), self._used(kind))
 
     def _used(self, kind: int) -> int:
         return max(self._ranges[kind].end, self._first[kind])

@@ -111,14 +111,19 @@ class Cell(CellType):
         """Probe the module with batches of 1 and 2, on the device of its weights.
 
         Raises:
-            CellError: it raises, has other outputs than said, or a row of its result depends on other rows; the message
-                names the port.
+            CellError: it raises, has other outputs than said, does not give the same twice, or a row of its result
+                depends on other rows; the message names the port.
         """
         import torch
 
         rows = self.random_inputs(_PROBE_ROWS, seed)
         with torch.inference_mode():
             alone = [self._probed([value[row : row + 1] for value in rows], 1) for row in range(_PROBE_ROWS)]
+            again = self._probed([value[:1] for value in rows], 1)
+            for port, one, other in zip(self.outputs, alone[0], again, strict=True):
+                if not torch.allclose(one.double(), other.double(), rtol=1e-3, atol=1e-6, equal_nan=True):
+                    raise CellError(f"output {port.name} of cell {self.name}: differs from call to call with equal "
+                                    "inputs; a module with dropout needs eval()")  # fmt: skip
             allowed = self.allowed_error(rows)
             for pair in ([0, 1], [0, 2], [2, 1]):
                 together = self._probed([value[pair] for value in rows], 2)

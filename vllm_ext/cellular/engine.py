@@ -335,11 +335,12 @@ class CellularEngine:
                 continue
             try:
                 request.bases = self.arena.take(request.graph.regions)
-            except ArenaFull as full:
-                if (self._stored or entered) and self.arena.fits(request.graph.regions):
+            except Exception as error:  # noqa: BLE001 - full, or what a device says that has no memory left
+                full = isinstance(error, ArenaFull)
+                if full and (self._stored or entered) and self.arena.fits(request.graph.regions):
                     waiting.append(request)
                     continue
-                self._fail(request, EngineError(f"the request needs more room than there is: {full}"))
+                self._fail(request, EngineError(f"the request needs more room than there is: {error}"))
                 self._end_turn(request)
                 continue
             entered.append(request)
@@ -355,9 +356,6 @@ class CellularEngine:
         if not entered:
             return
         graphs = [request.graph for request in entered]
-        for request in entered:
-            if request.session is not None:
-                request.session.save(self.arena)
         deadlines = [r.arrived_s + (r.slo_s if r.slo_s is not None else NO_OBJECTIVE_S) for r in entered]
         try:
             numbers = self.batching.add(graphs, np.array([request.bases for request in entered]), deadlines)
@@ -375,6 +373,9 @@ class CellularEngine:
     def _written(self, requests: list[Request]) -> list[Request]:
         """Store what requests brought and return them; if that fails, one by one, to find out whose fault it is."""
         try:
+            for request in requests:
+                if request.session is not None:
+                    request.session.save(self.arena)
             self.arena.write([request.graph for request in requests], np.array([one.bases for one in requests]))
         except Exception as error:  # noqa: BLE001 - whatever the data of a user's model leads to
             if len(requests) > 1:
@@ -405,9 +406,9 @@ class CellularEngine:
         """Bring the tables up to date, and collect who has ended or failed."""
         now = time.monotonic()
         table = self.batching.table
+        settled += self._failed(task, outcome)
         if self._streaming and self.model.streamed is not None and outcome.outputs:
             self._stream(task.nodes[live], outcome, self.model.streamed)
-        settled += self._failed(task, outcome)
         over = self.batching.complete(task, outcome.ended, outcome.failed)
         fresh = task.nodes[table.steps[task.nodes] == 1]
         for number in table.request[fresh].tolist():
@@ -483,6 +484,8 @@ class CellularEngine:
             return [(values, None) for values in self._results(ended)]
         except Exception as error:  # noqa: BLE001 - such as no memory for them
             if len(ended) == 1:
+                if isinstance(error, EngineError):
+                    return [({}, error)]
                 return [({}, EngineError(f"the results cannot be read: {error!r}"))]
             return [found for request in ended for found in self._results_of([request])]
 
@@ -492,7 +495,7 @@ class CellularEngine:
         last: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for place, request in enumerate(ended):
             for name, outputs in request.graph.results.items():
-                node, _, kind, first, collected = self._computed(request, outputs)
+                node, _, kind, first, collected = self._computed(request, name, outputs)
                 row = -1 - first if first < 0 else int(request.bases[kind]) + first - 1  # type: ignore[index]
                 if collected:
                     count = int(self.batching.table.steps[request.number + node])  # type: ignore[operator]
@@ -505,12 +508,13 @@ class CellularEngine:
                 found[place][name] = value
         return found
 
-    def _computed(self, request: Request, outputs: tuple[Result, ...]) -> Result:
+    def _computed(self, request: Request, name: str, outputs: tuple[Result, ...]) -> Result:
         """Return the last of a request's outputs that was computed."""
-        if len(outputs) == 1:
-            return outputs[0]
-        steps = self.batching.table.steps
-        return next(one for one in reversed(outputs) if steps[request.number + one.node])  # type: ignore[operator]
+        steps, number = self.batching.table.steps, request.number or 0
+        for one in reversed(outputs):
+            if steps[number + one.node]:
+                return one
+        raise EngineError(f"result {name!r}: the request left before any node that has it")
 
     def _gone(self, request: Request) -> None:
         """Count a request that is no longer open."""

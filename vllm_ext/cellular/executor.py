@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ext.cellular.arena import Arena
-from vllm_ext.cellular.cells import Cell
+from vllm_ext.cellular.cells import Cell, CellError
 from vllm_ext.cellular.graphs import CellTable, Ints
 from vllm_ext.cellular.scheduler import Task
 
@@ -67,7 +67,7 @@ class Outcome:
     errors: tuple[Exception, ...] = ()
     """What the failed ones raised."""
     outputs: tuple[torch.Tensor, ...] = ()
-    """Of the nodes that were computed."""
+    """Of the nodes that were computed; zeros of those that failed."""
 
 
 @dataclass
@@ -108,6 +108,11 @@ class Executor:
         self._before: list[tuple[int, Ints, torch.Tensor]] = []
         self._over: torch.Tensor | None = None
         """Node -> whether it has ended in this series; None where that is known before a task begins."""
+        self._nodes = np.empty(0, np.int64)
+        """Of the task before, where that matters."""
+        self._outputs = [
+            [(getattr(torch, port.dtype), torch.Size(port.shape)) for port in cell.outputs] for cell in cells
+        ]
         self.times = Times([0.0] * len(cells))
         prepare(compute, cells)
 
@@ -167,28 +172,25 @@ class Executor:
             nodes, in_rows, out_rows = task.nodes, task.in_rows, task.out_rows
         else:
             nodes, in_rows, out_rows = task.nodes[live], task.in_rows[live], task.out_rows[live]
-        index = None if self._over is None else self._arena.index(nodes)
         try:
-            outputs = self._batch(task.cell, in_rows, out_rows, task.padding, index)
+            outputs = self._batch(task.cell, nodes, in_rows, out_rows, task.padding)
         except Exception as error:  # noqa: BLE001 - whatever a user's module raises
             logger.warning("cell %s raised, its %d nodes are computed one by one: %r", self._cells[task.cell].name,
                            len(in_rows), error)  # fmt: skip
             return _Launched(outcome=self._one_by_one(task, live))
-        return self._launched(task.cell, outputs, len(nodes), index)
+        return self._launched(task.cell, nodes, outputs)
 
-    def _launched(
-        self, cell: int, outputs: tuple[torch.Tensor, ...], count: int, index: torch.Tensor | None
-    ) -> _Launched:
+    def _launched(self, cell: int, nodes: Ints, outputs: tuple[torch.Tensor, ...]) -> _Launched:
         """Have what a cell says of ends copied to the host, and do not wait for it."""
         outcome, until = Outcome(outputs=outputs), self._cells[cell].until
         if until is None:
             return _Launched(outcome=outcome)
-        said = outputs[self._table.out_place[cell][until]][:count]
+        said = outputs[self._table.out_place[cell][until]][: len(nodes)]
         if self._over is not None:
-            self._over[index] |= said
+            self._over[self._arena.index(nodes)] |= said
         if not said.is_cuda:
             return _Launched(outcome=outcome, said=said)
-        copy = torch.empty(count, dtype=torch.bool, pin_memory=True)
+        copy = torch.empty(len(nodes), dtype=torch.bool, pin_memory=True)
         copy.copy_(said, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
@@ -205,27 +207,42 @@ class Executor:
         return replace(launched.outcome, ended=ended)
 
     def _batch(
-        self, cell: int, in_rows: Ints, out_rows: Ints, padding: int = 0, index: torch.Tensor | None = None
+        self, cell: int, nodes: Ints, in_rows: Ints, out_rows: Ints, padding: int = 0
     ) -> tuple[torch.Tensor, ...]:
         """Compute a batch, with rows of zeros behind it whose outputs are thrown away, as are those of ended nodes."""
         begin = time.thread_time()
+        unwanted = None
+        if self._over is not None:
+            unwanted = self._over[self._arena.index(nodes)]
+            if not np.array_equal(nodes, self._nodes):  # what ended nodes have left was not stored
+                self._before = []
+            self._nodes = nodes
         inputs = [
             self._input(kind, in_rows[:, place], padding) for place, kind in enumerate(self._table.in_kinds[cell])
         ]
         gathered = time.thread_time()
         outputs = self._compute(self._cells[cell], inputs)
+        self._check(cell, outputs, len(in_rows) + padding)
         computed = time.thread_time()
         self._before = [
             (kind, in_rows[:, place], inputs[place])
             for place, kind in enumerate(self._table.in_kinds[cell]) if kind not in self._table.out_kinds[cell]
         ]  # fmt: skip
-        unwanted = None if self._over is None else self._over[index]
         for place, kind in enumerate(self._table.out_kinds[cell]):
             rows = out_rows[:, place]
             self._arena.scatter(kind, rows, outputs[place][: len(rows)], unwanted)
             self._before.append((kind, rows, outputs[place]))
         self.times.copying += gathered - begin + time.thread_time() - computed
         return outputs
+
+    def _check(self, cell: int, outputs: tuple[torch.Tensor, ...], rows: int) -> None:
+        """Raise CellError before anything is stored if outputs are not what the cell says."""
+        wanted = self._outputs[cell]
+        if len(outputs) != len(wanted):
+            raise CellError(f"returned {len(outputs)} tensors for {len(wanted)} outputs")
+        for value, (dtype, shape) in zip(outputs, wanted, strict=True):
+            if value.dtype != dtype or value.shape[1:] != shape or value.shape[0] < rows:
+                raise CellError(f"returned {value.dtype}{list(value.shape)}, must be {dtype}{[rows, *shape]}")
 
     def _input(self, kind: int, rows: Ints, padding: int) -> torch.Tensor:
         for other, known, value in self._before:
@@ -238,19 +255,23 @@ class Executor:
         """Find out whose inputs a cell cannot take; only these fail."""
         ended, failed, errors = np.zeros(len(live), bool), np.zeros(len(live), bool), []
         until = self._cells[task.cell].until
+        made = [self._arena.empty(kind, int(live.sum())) for kind in self._table.out_kinds[task.cell]]
         self.begin_series()
-        for place in np.flatnonzero(live).tolist():
+        for row, place in enumerate(np.flatnonzero(live).tolist()):
+            one, node = slice(place, place + 1), int(task.nodes[place])
+            if self._over is not None and bool(self._over[node]):
+                continue  # it has ended, whatever comes of it now
             try:
-                one = slice(place, place + 1)
-                index = None if self._over is None else self._arena.index(task.nodes[one])
-                outputs = self._batch(task.cell, task.in_rows[one], task.out_rows[one], index=index)
+                outputs = self._batch(task.cell, task.nodes[one], task.in_rows[one], task.out_rows[one])
             except Exception as error:  # noqa: BLE001 - whatever a user's module raises
                 failed[place] = True
                 errors.append(error)
                 continue
+            for into, value in zip(made, outputs, strict=True):
+                into[row] = value[0]
             if until is not None:
                 ended[place] = bool(outputs[self._table.out_place[task.cell][until]])
                 if self._over is not None:
-                    self._over[index] = bool(ended[place])
+                    self._over[node] = bool(ended[place])
         self.begin_series()
-        return Outcome(ended=None if until is None else ended, failed=failed, errors=tuple(errors))
+        return Outcome(ended=None if until is None else ended, failed=failed, errors=tuple(errors), outputs=tuple(made))

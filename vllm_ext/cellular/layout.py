@@ -216,6 +216,8 @@ class _Layout:
 
     def _reused(self, node: Node, port: str, kind: int) -> int:
         """Return the row of an input that nobody else reads, so that a chain or tree is computed in place; or 0."""
+        if node.times > 1 and node.feedback.get(port) != port:
+            return 0  # the input is read again by each execution
         source = node.inputs.get(port) or node.inputs.get(f"{port}_left")
         if not isinstance(source, Output) or self._readers[source] > 1 or not 0 <= source.node < len(self._out):
             return 0
@@ -291,7 +293,7 @@ class _Layout:
                 if self._numbers[source] == self._numbers[number]:
                     one, other = sorted((find(source), find(number)))
                     root[other] = one
-        sub = np.array([find(number) for number in range(len(nodes))])
+        sub = _without_cycles([find(number) for number in range(len(nodes))], before)
         pending, external = np.zeros(len(nodes), np.int64), np.zeros(len(nodes), np.int64)
         targets: list[list[int]] = [[] for _ in nodes]
         for number, sources in enumerate(before):
@@ -327,6 +329,30 @@ class _Layout:
         if not found or len({one.kind for one in found}) > 1:
             raise GraphError(f"result={name!r}: must be one output, or several of one kind")
         return tuple(sorted(found))
+
+
+def _without_cycles(sub: list[int], before: list[set[int]]) -> Ints:
+    """Return subgraphs none of which waits for itself: those that do, over nodes of others, fall apart into nodes.
+
+    A residual connection around another cell makes such a one.
+    """
+    waits: dict[int, set[int]] = {}
+    for number, sources in enumerate(before):
+        waits.setdefault(sub[number], set()).update(sub[source] for source in sources if sub[source] != sub[number])
+    feeds: dict[int, list[int]] = {}
+    for one, others in waits.items():
+        for other in others:
+            feeds.setdefault(other, []).append(one)
+    left = {one: len(others) for one, others in waits.items()}
+    ready = [one for one, count in left.items() if not count]
+    while ready:
+        one = ready.pop()
+        del left[one]
+        for other in feeds.get(one, ()):
+            left[other] -= 1
+            if not left[other]:
+                ready.append(other)
+    return np.array([number if one in left else one for number, one in enumerate(sub)])
 
 
 def _sources(node: Node) -> set[int]:

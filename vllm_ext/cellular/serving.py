@@ -109,7 +109,7 @@ class Inference:
         gone.cancel()
         if result.cancelled():
             raise SessionClosed
-        return JSONResponse(handle.answer(result.result()))
+        return JSONResponse(_finite(handle.answer(result.result())))
 
     def _accept(
         self, raw: bytes, headers: Mapping[str, str], place: object, tell: Callable[[Any], None]
@@ -137,7 +137,7 @@ class Inference:
                 while (value := await events.get()) is not handle:
                     yield f"data: {json.dumps({'output': value})}\n\n"
                 try:
-                    last = handle.result(0)
+                    last = _finite(handle.result(0))
                 except CancelledError:
                     last = {"error": str(SessionClosed())}
                 except EngineError as error:
@@ -224,6 +224,15 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise HttpError(400, f"body: must be a JSON object, not {type(found).__name__}")
     return found
+
+
+def _finite(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer that JSON can hold."""
+    try:
+        json.dumps(answer, allow_nan=False)
+    except ValueError as error:
+        raise EngineError("the result has numbers that are not finite, which JSON cannot hold") from error
+    return answer
 
 
 def _no_constant(name: str) -> None:

@@ -29,6 +29,7 @@ class RequestError(ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         shown = repr(value)
+        field = field if field.isprintable() and len(field) <= _SHOWN else f"{field[:_SHOWN]!r}"
         super().__init__(f"{field}={shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}: must be {allowed}")
         self.field = field
 
@@ -55,7 +56,7 @@ class Model:
     kind: ClassVar[str]
     sizes: ClassVar[Mapping[str, int]]
     """Sizes and their defaults."""
-    fields: ClassVar[frozenset[str]]
+    fields: frozenset[str]
     """What a request may have."""
     streamed: ClassVar[str | None] = None
     """Result that grows while the graph does."""

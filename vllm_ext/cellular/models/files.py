@@ -22,6 +22,7 @@ from vllm_ext.cellular.models.treelstm import TreeLstm
 KINDS: Mapping[str, type[Model]] = {model.kind: model for model in (Lstm, Seq2Seq, TreeLstm, Rnnt, Emformer)}
 _KEY = "vllm_ext_cellular"
 _MOST = 1 << 20
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SYMBOLS = "joiner.linear.bias"
 """Has a number for each symbol that torchaudio's model knows."""
 
@@ -67,6 +68,8 @@ def load(path: Path) -> Model:
     if not isinstance(about, dict) or not isinstance(about.get("sizes"), dict):
         raise ModelError(f"{path.name}: has no {_KEY} in its metadata, as files of `vllm-ext cellular train` have, nor "
                          f"weights {_SYMBOLS}, as torchaudio's have")  # fmt: skip
+    if unknown := {"kind", "seed"} & about["sizes"].keys():
+        raise ModelError(f"{path.name}: has a size {unknown.pop()!r} in its metadata, which no model has")
     model = build(str(about.get("kind")), **about["sizes"])
     _fill(_weights(model), tensors, path.name)
     return model
@@ -133,6 +136,8 @@ def _fill(weights: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tenso
     for name, value in tensors.items():
         if value.shape != weights[name].shape:
             raise ModelError(f"{file}: weights {name} are {list(value.shape)}, must be {list(weights[name].shape)}")
+        if value.dtype not in _DTYPES:
+            raise ModelError(f"{file}: weights {name} are {value.dtype}, must be {' or '.join(map(str, _DTYPES))}")
         if not torch.isfinite(value).all():
             raise ModelError(f"{file}: weights {name} hold values that are not finite")
         weights[name].copy_(value)

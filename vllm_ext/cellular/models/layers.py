@@ -57,7 +57,8 @@ class Layers(Model):
         Raises:
             ModelError: an argument is not allowed, or modules and heads do not fit each other.
         """
-        heads = list(exit) if isinstance(exit, Sequence) else [exit] * len(modules)
+        modules, lengths = list(modules), list(lengths)
+        heads = [*exit] if isinstance(exit, Sequence | nn.ModuleList) else [exit] * len(modules)
         if not modules or len(heads) != len(modules) or heads[-1] is None:
             raise ModelError(f"exit: {len(heads)} heads for {len(modules)} modules, must be as many, at least one, and "
                              "not None for the last")  # fmt: skip

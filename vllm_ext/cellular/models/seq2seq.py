@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_ext.cellular.cells import Cell, Port
 from vllm_ext.cellular.graphs import CellGraph, Data, Output, Source
-from vllm_ext.cellular.models.base import LstmStep, Model, Parsed, RequestError, tokens_of, whole
+from vllm_ext.cellular.models.base import LstmStep, Model, Parsed, tokens_of, whole
 from vllm_ext.cellular.models.lstm import chain
 
 GO, EOS = 0, 1
@@ -59,12 +59,14 @@ class Seq2Seq(Model):
 
     kind = "seq2seq"
     sizes = MappingProxyType({"hidden": 64, "vocabulary": 32, "forced": 0})
-    fields = frozenset({"tokens", "max_steps", "length"})
+    fields = frozenset({"tokens", "max_steps"})
     streamed = "tokens"
 
     def __init__(self, config: Mapping[str, int]) -> None:
         super().__init__(config)
         hidden, vocabulary = self.config["hidden"], self.config["vocabulary"]
+        if self.config["forced"]:
+            self.fields = Seq2Seq.fields | {"length"}
         decoder = ForcedDecoder if self.config["forced"] else Decoder
         self.modules = {"encoder": LstmStep(hidden, vocabulary=vocabulary), "decoder": decoder(hidden, vocabulary)}
 
@@ -89,8 +91,6 @@ class Seq2Seq(Model):
         control = [GO]
         if self.config["forced"]:
             control.append(whole("length", request.get("length"), 1, steps))
-        elif "length" in request:
-            raise RequestError("length", request["length"], "left out: the decoder ends by itself")
         data = {"tokens": tokens, "control": np.array(control)}
         return Parsed(shape=(len(tokens), steps), data=data, details=steps)
 
