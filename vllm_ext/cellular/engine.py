@@ -297,17 +297,14 @@ class CellularEngine:
                 return
             if not tasks[0].goes_on:
                 executor.begin_series()
-            for task, computed, outcome in executor.run(tasks, self._live, ahead=self._may_run_ahead(tasks)):
+            ahead = self._may_run_ahead(tasks)
+            for task, computed, outcome in executor.run(tasks, self.batching.table.are_live, ahead=ahead):
                 self._complete(task, computed, outcome)
 
     def _may_run_ahead(self, tasks: list[Task]) -> bool:
         """Whether a series is computed before its first result is read, as what only ends chains allows."""
         exits = self.batching.table.exits
         return self._ahead and len(tasks) > 1 and not any(exits[task.nodes].any() for task in tasks)
-
-    def _live(self, nodes: Ints) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.batching.table.live[nodes]
-        return found
 
     def _next(self, worker: int) -> list[Task] | None:
         """Wait for tasks; None when the engine closes or has died."""

@@ -176,6 +176,11 @@ class GraphTable:
         within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         return np.repeat(nodes, counts), self.target[np.repeat(starts, counts) + within]
 
+    def are_live(self, nodes: Ints) -> NDArray[np.bool_]:
+        """Return whether nodes have executions to come."""
+        found: NDArray[np.bool_] = self.live[nodes]
+        return found
+
     def nodes_of(self, request: int) -> Ints:
         """Return the nodes of a request."""
         return np.arange(request, request + self.count[request])
