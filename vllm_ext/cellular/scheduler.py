@@ -204,8 +204,9 @@ class Scheduler:
         over: list[int] = []
         if ended is not None:
             self._end_early(task.cell, nodes[live & ended])
-            over = self._exit(nodes[live & ended & table.exits[nodes]])
-            live = table.live[nodes]
+            if (leaving := nodes[live & ended & table.exits[nodes]]).size:
+                over = self._exit(leaving)
+                live = table.live[nodes]
         done = live & task.last if ended is None else live & (task.last | ended)
         return over + self._finish(nodes[done])
 
@@ -225,8 +226,10 @@ class Scheduler:
                 leaving.append(node)
             elif early or task.last[place]:
                 finished.append(node)
-        over = self._exit(np.array(leaving, np.int64))
-        return over + self._finish_few([node for node in finished if table.live[node]] if over else finished)
+        if not leaving:
+            return self._finish_few(finished)
+        over = self._exit(np.array(leaving))
+        return over + self._finish_few([node for node in finished if table.live[node]])
 
     def _finish_few(self, nodes: list[int]) -> list[int]:
         """`_finish` of a few."""
@@ -346,7 +349,7 @@ class Scheduler:
 
     def _exit(self, nodes: Ints) -> list[int]:
         """End the requests of nodes whose output says so."""
-        requests: list[int] = np.unique(self.table.request[nodes]).tolist() if len(nodes) else []
+        requests: list[int] = np.unique(self.table.request[nodes]).tolist()
         for request in requests:
             self._unqueue(request)
         self._end(requests)
