@@ -36,8 +36,17 @@ class Tier:
         self.keeper = Keeper(self.manager, **self.options)
         self.keeper.use(lambda: self.now, lambda end: 1.0)
 
-    def turn(self, name: str | None, *chunks: str, at: float, salt: str = "", **hints: Any) -> Conversation:
-        """Let a request store chunks, and end."""
+    def turn(
+        self,
+        name: str | None,
+        *chunks: str,
+        at: float,
+        salt: str = "",
+        lora: str = "",
+        generated: int = 0,
+        **hints: Any,
+    ) -> Conversation:
+        """Let a request store chunks as they are full, of which it generated the last ones, and end."""
         self.now = at
         self.keeper.sweep(at)
         extra = {**({} if name is None else {"conversation_id": name}), **hints}
@@ -46,9 +55,11 @@ class Tier:
             sampling_params=SimpleNamespace(extra_args=extra),
             session_id=None,
             cache_salt=salt or None,
+            lora_request=SimpleNamespace(lora_name=lora) if lora else None,
+            num_prompt_tokens=(len(chunks) - generated) * CHUNK,
         )
         found = [key(chunk) for chunk in chunks]
-        turn = self.keeper.enter(request, found, at)
+        turn = self.keeper.enter(request, found[: len(found) - generated], at)
         context = ReqContext(request.request_id)
         for number, one in enumerate(found):
             context.set_offload_key_position(one, (number + 1) * CHUNK)
@@ -58,8 +69,8 @@ class Tier:
         stored = self.manager.prepare_store(found, context)
         if stored is not None:
             self.manager.complete_store(stored.keys_to_store, context)
-        self.manager.on_request_finished(context)
         self.keeper.leave(turn, found, at)
+        self.manager.on_request_finished(context)
         self.keeper.sweep(at)
         return turn.conversation
 

@@ -78,7 +78,7 @@ def test_models_whose_kv_cannot_be_quantised_are_refused(options: dict[str, obje
     ("field", "value"),
     [
         ("gib", -1), ("gib", "4"), ("gib", float("inf")), ("bits", 4), ("bits", True), ("bits", "8"),
-        ("policy", "fifo"), ("store", "never"), ("prompt_only", 1),
+        ("policy", "fifo"), ("store", "never"), ("prompt_only", "yes"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused(field: str, value: object) -> None:

@@ -40,6 +40,8 @@ TIER: dict[str, Any] = {
     "loaded_chunks": 5,
     "refused_chunks": 6,
     "unsaved_chunks": 2,
+    "low_reuse_salts": 1,
+    "generated_chunks": {"contained": 3, "omitted": 4, "left_out": 7},
     "gone_chunks": dict.fromkeys(REASONS, 0) | {"room": 5},
     "copied_bytes": {"store": 8000, "load": 5000},
     "copy_jobs": {"store": 3, "load": 2},
@@ -211,6 +213,7 @@ def test_sizes_of_the_tier_follow_the_state() -> None:
     assert read("capacity_bytes", tier="disk") is None, "there is none"
     names = ("capacity_chunks", "used_chunks", "writing_chunks", "reading_chunks")
     assert [read(name) for name in names] == [10, 4, 1, 2]
+    assert read("low_reuse_salts") == 1
     assert [read("conversations", state=name) for name in ("running", "kept", "gone")] == [1, 2, 3]
     assert read("idle_device_blocks") == 7
     assert read("copy_bytes_per_second", direction="load") == 5e9
@@ -231,6 +234,7 @@ def test_totals_of_the_tier_become_increments() -> None:
         assert read("loaded_chunks_total") == tier["loaded_chunks"]
         assert read("refused_chunks_total") == tier["refused_chunks"]
         assert read("unsaved_chunks_total") == tier["unsaved_chunks"]
+        assert read("generated_chunks_total", fate="omitted") == tier["generated_chunks"]["omitted"]
         assert {reason: read("gone_chunks_total", reason=reason) for reason in REASONS} == tier["gone_chunks"]
         for direction in ("store", "load"):
             assert read("copy_seconds_total", direction=direction) == tier["copy_s"][direction]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.tier import build_tier
 
-from .parts import ask, engine_spec, rows
-from .tier_parts import BLOCK_BYTES, HARDWARE, conversation, drained, mixed, offload, own_tier, serve
+from .parts import ListWorkload, ask, engine_spec, rows
+from .tier_parts import BLOCK_BYTES, HARDWARE, conversation, drained, ids, mixed, offload, own_tier, serve
 
 _DEPTHS = pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 FP8 = HardwareSpec(model="opt-13b", device="a100-40", kv_dtype_bytes=1)
@@ -143,3 +145,38 @@ def test_settings_that_can_not_be_are_refused_as_by_the_server(settings: dict[st
 
 def test_without_memory_there_is_no_tier() -> None:
     assert serve([ask("a")], system="fcfs", options={"kv_tier": {"gib": 0}}, run=False).scheduler.connector is None
+
+
+# --- what was generated ---------------------------------------------------------------------------------------------
+
+
+def talks(*, drops: bool) -> ListWorkload:
+    """Twelve conversations of two turns, one after the other; next turns repeat the answer or have another instead."""
+    first = [
+        ask(f"turn-1-{i}", 10.0 * i, 64, 33, token_ids=ids(200 + 400 * i, 64), session_id=f"s{i}") for i in range(12)
+    ]
+    others = [ask(f"other-{i}", 2.5 * i + 1.0, 90, 4, token_ids=ids(9000 + 200 * i, 90)) for i in range(48)]
+
+    def follow_up(request: SimRequest, finished_s: float, output_ids: Sequence[int]) -> list[SimRequest]:
+        if not request.req_id.startswith("turn-1"):
+            return []
+        answer = ids(100, len(output_ids)) if drops else list(output_ids)
+        prompt = [*(request.token_ids or ()), *answer, *ids(150, 20)]
+        name = request.req_id.replace("turn-1", "turn-2")
+        return [ask(name, finished_s + 5.0, len(prompt), 3, token_ids=prompt, session_id=request.session_id)]
+
+    return ListWorkload(sorted([*first, *others], key=lambda asked: asked.arrival_s), follow_up)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_next_turns_leave_out_is_not_stored_once_that_is_known(drops: bool) -> None:
+    stored = {}
+    for prompt_only in ("auto", False):
+        server = drained(serve(talks(drops=drops), system="fcfs", options=own_tier(400, prompt_only=prompt_only)))
+        state = server.scheduler.vllm_ext_state()["kv_tier"]  # type: ignore[attr-defined]
+        counted = state["generated_chunks"]
+        assert (counted["contained"], counted["omitted"]) == ((0, 24) if drops else (24, 0))
+        assert state["low_reuse_salts"] == drops
+        assert (counted["left_out"] > 0) == (prompt_only == "auto" and drops)
+        stored[prompt_only] = state["stored_chunks"]
+    assert (stored["auto"] < stored[False]) == drops

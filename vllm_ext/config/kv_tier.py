@@ -33,6 +33,7 @@ _DEFAULTS = {
     "load": BETWEEN,
     "copies": PAYING,
     "gaps": OFF,
+    "prompt_only": AUTO,
 }
 """Of the options that are a system's to choose where the user does not."""
 
@@ -97,8 +98,11 @@ class KvTierConfig(Options):
     to others: what is evicted there, and what preempted requests leave. Almost twice as many tokens fit into it, and
     attention reads them where they are. Not beside a host tier; 0: none."""
 
-    prompt_only: bool = False
-    """Leave out the KV of generated tokens, which the next turn of a conversation brings back as its prompt."""
+    prompt_only: Literal[True, False, "auto"] | None = None
+    """Whether the KV of generated tokens is left out, which the next turn of a conversation brings back as its prompt
+    unless its template drops them, as those of reasoning models do: ``auto``, once next turns of the same
+    ``cache_salt`` and LoRA adapter contained less than half of what was generated; true, always, also that of preempted
+    requests, as vLLM's ``offload_prompt_only``; or false. By default what the system wants, else ``auto``."""
 
     disk_dir: Annotated[str, AfterValidator(_whole)] = ""
     """Directory to which chunks are copied on, and where they are found after a restart; empty: none."""
@@ -156,8 +160,8 @@ class KvTierConfig(Options):
         """Return these options with all that is left open as the system wants it, or else as it is by default.
 
         Args:
-            wanted: Of ``bits``, ``policy``, ``returns``, ``store``, ``load``, ``copies`` and ``gaps``, those that the
-                system cares for.
+            wanted: Of ``bits``, ``policy``, ``returns``, ``store``, ``load``, ``copies``, ``gaps`` and ``prompt_only``,
+                those that the system cares for.
 
         Raises:
             ConfigError: what comes out does not fit together.

@@ -140,7 +140,8 @@ def _allowed(first: ErrorDetails, model: type[BaseModel], path: list[str], noun:
         listed = f"; the {noun}s here are {', '.join(known)}" if known else ""
         return f"unknown {noun}{listed}{did_you_mean(path[-1], known)}"
     if kind == "literal_error":
-        known = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        expected = first["ctx"]["expected"].replace("True", "true").replace("False", "false")  # as JSON has them
+        known = expected.replace("'", "").replace(" or ", ", ").split(", ")
         return f"must be one of {', '.join(known)}{did_you_mean(first['input'], known)}"
     if kind in _WORDS:
         return _WORDS[kind]

@@ -92,10 +92,12 @@ class TieredConnector(OffloadingConnector):
                     ttl_s=options.ttl_s,
                     salt_share=options.salt_share,
                     returns=str(options.returns),
+                    prompt_only=options.prompt_only,
                 ),
             )
             self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
-            logger.info("KV tier: chunks are stored %s", self.connector_scheduler.store)
+            store = self.connector_scheduler.store
+            logger.info("KV tier: chunks are stored %s, prompts only: %s", store, options.prompt_only)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
             self.connector_worker = LayerwiseWorker(spec, vllm_config, kv_cache_config)

@@ -210,6 +210,8 @@ class IdleStoringScheduler(GapLoadingScheduler):
 
     def _store_job(self, chunks: list[IdleChunk]) -> tuple[ReqContext, TransferJob, set[Any]] | None:
         owner = chunks[0].owner
+        if (turn := owner.get_state(Turn)) is not None:  # which may have been left behind since
+            chunks = [c for c in chunks if (owner.get_offload_key_position(c.key) or 0) <= turn.kept_tokens]
         context = ReqContext(f"{owner.req_id}#idle-{self._job_counter}")
         for kind in (Chain, Turn):  # what the manager noted of the request is closed when that ends
             if (state := owner.get_state(kind)) is not None:

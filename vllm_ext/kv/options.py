@@ -43,7 +43,7 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
             "spec_module_path": "vllm_ext.kv.spec",
             "cpu_bytes_to_use": tier.host_bytes,
             "eviction_policy": tier.policy,
-            "offload_prompt_only": tier.prompt_only,
+            "offload_prompt_only": tier.prompt_only is True,
             TIER_KEY: tier.model_dump(),
         },
     )

@@ -23,6 +23,7 @@ from vllm_ext.kv.peek import prefix_tokens
 from vllm_ext.kv.prices import TransferPrices
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.block_pool import BlockPool
 
     from vllm_ext.hints import HintError
@@ -275,6 +276,12 @@ class TierScheduler(IdleStoringScheduler):
         jobs = super()._build_store_jobs(SimpleNamespace(num_scheduled_tokens=leaving, finished_req_ids=()))
         return jobs | self._idle_jobs(finished, given_up, dispositions)
 
+    def _calc_num_offloadable_tokens(self, req_status: RequestOffloadState, num_computed_tokens: int) -> int:
+        """Return how many of a request's first tokens may be stored: of an ended one those that are worth it."""
+        num_tokens: int = super()._calc_num_offloadable_tokens(req_status, num_computed_tokens)
+        turn = req_status.req_context.get_state(Turn)
+        return num_tokens if turn is None else int(min(num_tokens, turn.kept_tokens))
+
     def _paying(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Return those of a step's requests that have chunks to store whose copies will pay.
 
@@ -284,7 +291,10 @@ class TierScheduler(IdleStoringScheduler):
         found = {}
         filling = self._with_new_chunks({r: n for r, n in scheduled.items() if computed[r] >= asked.get(r, 0) + size})
         for req_id, num_tokens in filling.items():
-            if self._saves(statuses[req_id].req_context, after_this_turn=True):
+            owner = statuses[req_id].req_context
+            turn = owner.get_state(Turn)
+            in_answer = turn is not None and turn.prompts_only and computed[req_id] > turn.prompt_tokens
+            if not in_answer and self._saves(owner, after_this_turn=True):
                 found[req_id] = num_tokens
             else:
                 asked[req_id] = computed[req_id] // size * size

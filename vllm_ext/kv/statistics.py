@@ -106,6 +106,7 @@ class TierAccount:
             "refused_chunks": tally.refused,
             "unsaved_chunks": self.tier.unsaved,
             "gone_chunks": dict(tally.gone),
+            **({} if self.tier.keeper is None else self.tier.keeper.branches.state()),
             "copied_bytes": {"store": self.stores.num_bytes, "load": self.loads.num_bytes},
             "copy_jobs": {
                 "store": self.stores.jobs // self.num_workers,

@@ -68,6 +68,7 @@ class Retention(Residency):
             "load": AUTO if self.copies == PAYING else IN_STEP,
             "copies": self.copies,
             "gaps": FUSED,
+            "prompt_only": AUTO if self.copies == PAYING else False,
         }
 
     def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
 
 from vllm_ext.kv.disk.tier import DiskTier
+from vllm_ext.kv.keeping.conversations import Turn
 from vllm_ext.kv.manager import TierManager
 from vllm_ext.kv.tally import ROOM
 
@@ -116,9 +117,14 @@ class DiskBackedManager(TieringOffloadingManager):
         return self._unless_late(key, self.host.peek(key))
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Make chunks loadable, and copy them on to disk, but for those that could not be written."""
+        """Make chunks loadable, and copy them on to disk, but for those that are unwritten or for preemptions only."""
         unwritten = set(self.host.drop_unwritten(keys, req_context))
         written = [key for key in keys if key not in unwritten]
+        turn, position = req_context.get_state(Turn), req_context.get_offload_key_position
+        if turn is not None and turn.prompts_only:
+            passing = [key for key in written if (position(key) or 0) > turn.prompt_tokens]
+            self.host.complete_store(passing, req_context, success)
+            written = [key for key in written if (position(key) or 0) <= turn.prompt_tokens]
         super().complete_store(written, req_context, success and bool(written))
 
     def reset_cache(self) -> None:

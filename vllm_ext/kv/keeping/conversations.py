@@ -65,6 +65,8 @@ class Conversation:
     """Chunks in the tier that it owns, alone or with others; changed by `own` and `disown` only."""
     tail: OffloadKey | None = None
     """The last chunk of its last turn, whether it is still there or not."""
+    forked: bool = False
+    """Whether requests of its last turn ran side by side."""
     known: bool = True
     """Whether it is in its book still."""
     counts: StateCounts = field(default_factory=StateCounts)
@@ -72,6 +74,7 @@ class Conversation:
 
     def begin(self) -> None:
         """Note that a request of it came."""
+        self.forked = self.running > 0
         if not self.running:
             self.counts.running += 1
             self.counts.kept -= bool(self.keys)
@@ -105,11 +108,20 @@ class Conversation:
         return self.last_used_s + self.ttl_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Turn:
     """A request's place in a conversation, carried to the eviction policy as state of its context."""
 
     conversation: Conversation
+    origin: tuple[str, str] = ("", "")
+    """Its LoRA adapter, "" for none, and `Conversation.salt_tag`."""
+    prompt_tokens: int = 0
+    prompt_chunks: int = 0
+    """Whole chunks in the prompt."""
+    prompts_only: bool = False
+    """Whether what it generates is kept only until it ends, for preemptions: next turns won't ask for it."""
+    kept_tokens: float = math.inf
+    """Tokens from the first one on that are worth keeping; all, until it ended."""
 
 
 class ConversationBook:

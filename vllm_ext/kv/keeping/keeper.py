@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config.kv_tier import BY_AGE
+from vllm_ext.config.kv_tier import AUTO, BY_AGE
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
+from vllm_ext.kv.keeping.branches import Branches
 from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook, Turn
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.kv.tally import DROPPED, EXPIRED
@@ -37,8 +38,11 @@ class Keeper:
             never.
         salt_share: Most of the tier that chunks of one salt may hold, and where it is full all new salts together.
         returns: At which rate conversations are taken to come back (`config.kv_tier.RETURNS`).
+        prompt_only: ``auto`` keeps what was generated only where next turns ask for it; else it is not decided here.
 
     Attributes:
+        branches: How much of what was generated next turns ask for.
+        learns: Whether that decides what is kept.
         on_bad_hint: Told the id of a request, and what it may not ask for and does not get. Hints that are malformed by
             themselves are not followed either, and counted by the scheduler.
     """
@@ -50,8 +54,10 @@ class Keeper:
         ttl_s: float = 0.0,
         salt_share: float = 1.0,
         returns: str = BY_AGE,
+        prompt_only: bool | str | None = AUTO,
     ) -> None:
         self.book = ConversationBook(ttl_s or math.inf)
+        self.branches = Branches()
         self.expired = self.dropped = 0
         """Conversations whose time was over, and that were dropped by hand."""
         self.on_bad_hint: Callable[[str, HintError], None] = _nobody
@@ -59,6 +65,7 @@ class Keeper:
         self._manager = manager
         policy = manager.policy
         self._policy = policy if isinstance(policy, RetentionCachePolicy) else None
+        self.learns = self._policy is not None and prompt_only == AUTO
         if self._policy is not None:
             self._policy.return_rate = self.book.returns.by(returns)
             self._policy.quotas.most = max(1, int(salt_share * manager.num_chunks)) if salt_share < 1 else None
@@ -73,11 +80,25 @@ class Keeper:
         hints, salt_tag = self._hints_of(request), self.book.salt_tag(request.cache_salt)
         if self._policy is not None:
             self._policy.quotas.comes(salt_tag)
-        return Turn(self.book.enter(hints.conversation_id, salt_tag, keys, now, ttl_s=hints.kv_ttl_s))
+        conversation = self.book.enter(hints.conversation_id, salt_tag, keys, now, ttl_s=hints.kv_ttl_s)
+        origin = "" if request.lora_request is None else request.lora_request.lora_name, salt_tag
+        turn = Turn(conversation, origin, request.num_prompt_tokens, len(keys))
+        dead = self.branches.enter(turn, keys)
+        if self._policy is not None:
+            turn.prompts_only = self.learns and self.branches.is_low(origin)
+            if dead is not None:
+                self._policy.let_go(dead, conversation)
+        return turn
 
     def leave(self, turn: Turn, keys: Sequence[OffloadKey], now: float) -> None:
         """Note that a request ended; ``keys`` are all its chunks."""
         self.book.leave(turn.conversation, keys, now)
+        self.branches.leave(turn, keys)
+        if self._policy is not None and turn.prompts_only and len(keys) > turn.prompt_chunks:
+            turn.kept_tokens = turn.prompt_tokens
+            self.branches.counts["left_out"] += len(keys) - turn.prompt_chunks
+            if not turn.conversation.running:
+                self._policy.let_go(keys[turn.prompt_chunks], turn.conversation)
 
     def return_share(self, conversation: Conversation, *, after_this_turn: bool = False) -> float:
         """Return the probability that a conversation's KV is asked for again: 1 while a request of it is there.

@@ -169,8 +169,9 @@ class RetentionCachePolicy(CachePolicy):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Note that a request used chunks, or when one had that is gone: they belong to its conversation now."""
         now, turn, times = self.clock(), req_context.get_state(Turn), _times(req_context)
+        kept_tokens = math.inf if turn is None else turn.kept_tokens
         for key in keys:
-            if (node := self._nodes.get(key)) is not None:
+            if (node := self._nodes.get(key)) is not None and node.link.end <= kept_tokens:
                 node.used_s = max(node.used_s, times.get(key, now))
                 if turn is not None and node.conversation is not turn.conversation:
                     self.owners.use(key, node, turn.conversation)
@@ -219,6 +220,17 @@ class RetentionCachePolicy(CachePolicy):
                 node.used_s = -math.inf
                 self._push(key)
         return taken
+
+    def let_go(self, branch: OffloadKey, conversation: Conversation) -> None:
+        """Let those chunks go first, from one on, that only one conversation owns, and that it won't ask for again."""
+        branches = [branch]
+        while branches:
+            key = branches.pop()
+            branches += self._followers.get(key, ())
+            node = self._nodes.get(key)
+            if node is not None and node.conversation is conversation and not node.others:
+                node.used_s = -math.inf
+                self._push(key)
 
     # --- tails ------------------------------------------------------------------------------------------------------
 
