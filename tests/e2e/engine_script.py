@@ -8,9 +8,10 @@ arguments}, "arrivals": [{"step", "id", "prompt_token_ids", "sampling": {Samplin
 ``"disk"``: {"folder", "fills"} of a tier, see `disk_watch`; ``"naps"``: {step: level of sleep}; ``"spawn"``: whether
 tensor-parallel workers are spawned, as vLLM does on a CPU, and import it again; or ``"record"``: whether what the
 scheduler is told and decides is recorded. An arrival may name the turn it comes ``"after"``, be aborted by its client
-``"abort_after"`` so many steps, and have ``"images"`` in its prompt, noise: ``[height, width, seed]``. The engine core
-lives in this process, so that its scheduler can be looked at, and requests arrive between given steps. What our
-schedulers decide by goes by steps (`by_steps`): a run is the same on every machine, whatever else that does.
+``"abort_after"`` so many steps, ``"drops"`` so many first tokens of that turn's answer, as templates do with thinking,
+and have ``"images"`` in its prompt, noise: ``[height, width, seed]``. The engine core lives in this process, so that
+its scheduler can be looked at, and requests arrive between given steps. What our schedulers decide by goes by steps
+(`by_steps`): a run is the same on every machine, whatever else that does.
 
 ``v2`` and ``cuda`` need processes of their own, because Triton must be changed before vLLM is imported; the others may
 be forks of one that has imported it (`fork_server`).
@@ -97,11 +98,12 @@ def noise(height: int, width: int, seed: int) -> Any:
 
 
 def prompt_of(arrival: dict[str, Any], finished: dict[str, Any]) -> list[int]:
-    """An arrival's prompt; that of a later turn begins with the turn before it and its answer."""
+    """An arrival's prompt; that of a later turn begins with the turn before it and its answer, or the rest of that."""
     tokens: list[int] = arrival["prompt_token_ids"]
     if (before := finished.get(arrival.get("after", ""))) is None:
         return tokens
-    return [*before.prompt_token_ids, *before.outputs[0].token_ids, *tokens]
+    answer = before.outputs[0].token_ids[arrival.get("drops", 0) :]
+    return [*before.prompt_token_ids, *answer, *tokens]
 
 
 def nap(engine: Any, level: int) -> None:
@@ -232,6 +234,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         "fallbacks": steered_state(core.scheduler).get("fallbacks", 0),
         "gaps": steered_state(core.scheduler).get("kv_gaps", {}),
         "kv_device": steered_state(core.scheduler).get("kv_device", {}),
+        "kv_tier": steered_state(core.scheduler).get("kv_tier", {}),
         "attention": core.vllm_ext_state().get("attention", {}) if hasattr(core.scheduler, "clock") else {},
         "left": {} if leavers is None else leavers.left,
         "fullest": 0.0 if leavers is None else leavers.fullest,

@@ -59,6 +59,8 @@ class Outcome:
     """What was done about gaps in kept KV; empty where they are not crossed."""
     kv_device: dict[str, Any]
     """What became of KV in 8 bits on the device; empty where none is kept so."""
+    kv_tier: dict[str, Any]
+    """What became of KV in host memory; empty without it."""
     attention: dict[str, Any]
     """Steps and tokens by kernel; empty where vLLM's own backend serves."""
     left: dict[str, str]
@@ -115,17 +117,21 @@ def long_then_short(
 
 
 def conversations(
-    seed: int, *, num: int = 3, turns: int = 3, user_tokens: int = 70, answer_tokens: int = 40
+    seed: int, *, num: int = 3, turns: int = 3, user_tokens: int = 70, answer_tokens: int = 40, drops: int = 0
 ) -> list[dict[str, Any]]:
-    """Conversations that take turns, so that each has long lost its blocks when its next turn comes."""
+    """Conversations that take turns, so that each has long lost its blocks when its next turn comes.
+
+    Where next turns leave out what answers begin with, conversations have names: else nobody knows them again.
+    """
     rng = random.Random(seed)
     made = []
     for turn in range(turns):
         for i in range(num):
             said = [rng.randrange(32, 127) for _ in range(user_tokens)]
-            made.append(arrival(f"c{i}-t{turn}", 40 * (turn * num + i), said, answer_tokens))
+            named = {"extra_args": {"conversation_id": f"c{i}"}} if drops else {}
+            made.append(arrival(f"c{i}-t{turn}", 40 * (turn * num + i), said, answer_tokens, **named))
             if turn:
-                made[-1]["after"] = f"c{i}-t{turn - 1}"
+                made[-1] |= {"after": f"c{i}-t{turn - 1}", "drops": drops}
     return made
 
 

@@ -16,6 +16,8 @@ FEW_LARGE_BLOCKS: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 
 PRESSED: Mapping[str, Any] = {**FEW_BLOCKS, "num_gpu_blocks_override": 12, "max_model_len": 256, "max_num_seqs": 3}
 ROOM: Mapping[str, Any] = {"max_model_len": 448, "enable_prefix_caching": False}
 TURNS = conversations(seed=5)
+THINKING = conversations(seed=7, num=6, answer_tokens=80, drops=64)
+"""Next turns leave out most of what was generated."""
 LONGS = long_then_short(seed=1, num_long=8, num_short=30)
 """So many that some of the preempted requests lose their blocks, wherever their KV is stored."""
 PAUSES = (5, 130, 131, 220, 330)
@@ -49,6 +51,9 @@ def all_runs(llama: Path, opt: Path) -> list[dict[str, Any]]:
         spec("turns-ahead", llama, TURNS, **tier(store="auto"), **FEW_BLOCKS),
         spec("longs-ahead", llama, LONGS, **tier("alise-published", store="ahead"), **PRESSED),
         spec("turns-8", llama, TURNS, **tier(bits=8), **FEW_BLOCKS),
+        spec("thinking", llama, THINKING, **ROOM),
+        spec("thinking-all", llama, THINKING, **tier(store="auto", prompt_only=False), **FEW_BLOCKS),
+        spec("thinking-auto", llama, THINKING, **tier(store="auto"), **FEW_BLOCKS),
     ]
     naps = [
         {**spec("turns-paused", llama, TURNS, **tier(), **FEW_BLOCKS), "naps": dict.fromkeys(PAUSES, 0)},
@@ -105,6 +110,17 @@ def test_most_of_the_history_is_found(runs: dict[str, Outcome]) -> None:
     found = runs["turns-16"]
     assert HISTORY_TOKENS * 0.5 <= found.host_hit_tokens <= HISTORY_TOKENS, "the rest is still on the device"
     assert runs["turns-prompts"].host_hit_tokens < found.host_hit_tokens, "the answers' share was not kept"
+
+
+def test_4_what_next_turns_leave_out_is_not_stored_once_that_is_known(runs: dict[str, Outcome]) -> None:
+    everything, found = runs["thinking-all"], runs["thinking-auto"]
+    assert_same(everything, runs["thinking"])
+    assert_same(found, runs["thinking"])
+    counted = [run.kv_tier["generated_chunks"] for run in (everything, found)]
+    assert [counts["contained"] for counts in counted] == [0, 0]
+    assert (counted[0]["left_out"], counted[1]["left_out"] >= 5 * 2) == (0, True)
+    assert found.kv_tier["stored_chunks"] < everything.kv_tier["stored_chunks"]
+    assert found.host_hit_tokens == everything.host_hit_tokens > 200
 
 
 def test_a_tier_that_is_much_too_small_costs_hits_only(runs: dict[str, Outcome]) -> None:
