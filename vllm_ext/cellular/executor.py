@@ -255,7 +255,7 @@ class Executor:
         """Find out whose inputs a cell cannot take; only these fail."""
         ended, failed, errors = np.zeros(len(live), bool), np.zeros(len(live), bool), []
         until = self._cells[task.cell].until
-        made = [self._arena.empty(kind, int(live.sum())) for kind in self._table.out_kinds[task.cell]]
+        made = [self._arena.zeros(kind, int(live.sum())) for kind in self._table.out_kinds[task.cell]]
         self.begin_series()
         for row, place in enumerate(np.flatnonzero(live).tolist()):
             one, node = slice(place, place + 1), int(task.nodes[place])

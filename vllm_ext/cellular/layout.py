@@ -135,7 +135,7 @@ class _Layout:
         self._used = [0] * len(cells.kinds)
         self._numbers = [self._cell_of(place, node) for place, node in enumerate(graph.nodes)]
         self._readers: dict[Output, int] = {}
-        results = [one for of in graph.result.values() for one in _outputs(of)]
+        results = [one for of in graph.result.values() for one in _several(of)]
         for source in [s for node in graph.nodes for s in node.inputs.values()] + results:
             if isinstance(source, Output):
                 self._readers[source] = self._readers.get(source, 0) + 1
@@ -166,7 +166,7 @@ class _Layout:
             subgraph=sub, pending=pending, external=external, edges=edges, edge_start=edge_start,
             in_first=in_first, in_next=in_next, in_step=in_step, out_first=out_first, out_step=out_step,
             regions=tuple(Region(kind, rows) for kind, rows in enumerate(self._used) if rows),
-            inputs=tuple(inputs), results={name: self._result(name, _outputs(of)) for name, of in graph.result.items()},
+            inputs=tuple(inputs), results={name: self._result(name, _several(of)) for name, of in graph.result.items()},
             work=self._longest(),
         )  # fmt: skip
 
@@ -359,7 +359,7 @@ def _sources(node: Node) -> set[int]:
     return {source.node for source in node.inputs.values() if isinstance(source, Output)}
 
 
-def _outputs(of: Output | tuple[Output, ...]) -> tuple[Output, ...]:
+def _several(of: Output | tuple[Output, ...]) -> tuple[Output, ...]:
     return (of,) if isinstance(of, Output) else of
 
 
