@@ -58,7 +58,7 @@ def test_policies_differ_in_what_they_evict_alone() -> None:
     *others, by_turns, ours = tiers
     assert all(tier == others[0] for tier in others)
     assert by_turns == others[0] | {"returns": "turns"}
-    assert ours == others[0] | {"load": "auto", "copies": "paying"}
+    assert ours == others[0] | {"load": "auto", "copies": "paying", "prompt_only": "auto"}
     assert (others[0]["gaps"], others[0]["store"], others[0]["load"]) == ("fused", "auto", "in-step")
 
 
