@@ -10,7 +10,8 @@ asks them. 60 conversations of 6 turns begin within some minutes; each turn adds
 behind 0 or 600 tokens of thinking, and the next comes 5 s and an exponential minute later. Chunks are of 32 tokens.
 Rows: vLLM's own manager with ``lru`` and ``arc``, storing prompts only, which is its default, or all; ours with
 ``retention`` and each setting, storing a chunk as soon as it is full (early) or when its request has ended (ahead);
-``in turn`` are rows whose abandoned branches are evicted when it is their turn.
+``in turn`` are rows whose abandoned branches are evicted when it is their turn; in ``no names`` clients name no
+conversations, so that next turns must be recognised.
 The measure is the share of the histories' whole chunks that is found, from the front. Deterministic given the seed.
 
     python benchmarks/dead_branches.py --quick
@@ -52,6 +53,7 @@ class Turn(NamedTuple):
     """A request that ended, with what it generated."""
 
     at: float
+    session: str
     request: Request
     keys: list[OffloadKey]
     """All its chunks."""
@@ -66,16 +68,18 @@ class Setting(NamedTuple):
     store: str = AHEAD
     dead_first: bool = True
     """Whether branches that a turn has left behind go first; where vLLM keeps the books, none do."""
+    named: bool = True
+    """Whether clients name their conversations."""
 
     def __str__(self) -> str:
         kept = {True: "prompts", False: "all", AUTO: AUTO}[self.prompt_only]
         if self.policy != RETENTION:
             return f"vllm {self.policy}, {kept}"
-        return f"{kept}, {self.store}{'' if self.dead_first else ', in turn'}"
+        return f"{kept}, {self.store}{'' if self.dead_first else ', in turn'}{'' if self.named else ', no names'}"
 
 
 UPSTREAM = [Setting(policy, prompt_only) for policy in ("lru", "arc") for prompt_only in (True, False)]
-OURS = [Setting(RETENTION, True), Setting(RETENTION, False), Setting(), Setting(store=EARLY)]
+OURS = [Setting(RETENTION, True), Setting(RETENTION, False), Setting(), Setting(store=EARLY), Setting(named=False)]
 IN_TURN = [setting._replace(dead_first=False) for setting in OURS[:3]]
 
 
@@ -89,10 +93,10 @@ def conversations(thought: int, seed: int) -> Iterator[Turn]:
         at, number, turn = heappop(coming)
         history = histories[number]
         user, thinking, answer = ([rng.randrange(100, 4000) for _ in range(n)] for n in (USER, thought, ANSWER))
-        request = make_request(f"{number}-{turn}", history + user, session_id=f"s{number}", hasher=hasher)
+        request = make_request(f"{number}-{turn}", history + user, hasher=hasher)
         request.append_output_token_ids(thinking + answer)
         keys = [make_offload_key(block, 0) for block in request.block_hashes]
-        yield Turn(at, request, keys, len(history) // CHUNK)
+        yield Turn(at, f"s{number}", request, keys, len(history) // CHUNK)
         histories[number] = history + user + answer
         if turn + 1 < TURNS:
             heappush(coming, (at + 5 + rng.expovariate(1 / 60), number, turn + 1))
@@ -128,6 +132,7 @@ class _Tier:
         context.set_state(Chain({0: turn.keys}, {0: CHUNK}))
         for number, key in enumerate(turn.keys):
             context.set_offload_key_position(key, (number + 1) * CHUNK)
+        turn.request.session_id = turn.session if self._setting.named else None
         followed = None if keeper is None else keeper.enter(turn.request, prompt, self._now)
         if followed is not None:
             context.set_state(followed)
@@ -139,7 +144,7 @@ class _Tier:
         if self._setting.store == EARLY:
             self._store(kept, context)
         if keeper is not None and followed is not None:
-            keeper.leave(followed, turn.keys, self._now)
+            keeper.leave(followed, turn.keys, self._now, turn.request.output_token_ids)
             kept = kept[: int(min(len(kept), followed.kept_tokens // CHUNK))]
         if self._setting.store == AHEAD:
             self._store(kept, context)

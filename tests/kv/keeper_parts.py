@@ -57,6 +57,7 @@ class Tier:
             cache_salt=salt or None,
             lora_request=SimpleNamespace(lora_name=lora) if lora else None,
             num_prompt_tokens=(len(chunks) - generated) * CHUNK,
+            prompt_token_ids=None,
         )
         found = [key(chunk) for chunk in chunks]
         turn = self.keeper.enter(request, found[: len(found) - generated], at)

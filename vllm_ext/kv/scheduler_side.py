@@ -175,7 +175,8 @@ class TierScheduler(IdleStoringScheduler):
         status = self._req_status.get(request.request_id)
         turn = None if status is None else status.req_context.get_state(Turn)
         if self.keeper is not None and status is not None and turn is not None:
-            self.keeper.leave(turn, status.group_states[0].offload_keys, self.clock())
+            chunks, output = status.group_states[0].offload_keys, request.output_token_ids
+            self.keeper.leave(turn, chunks, self.clock(), output)
         return result
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

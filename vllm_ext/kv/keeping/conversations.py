@@ -1,9 +1,10 @@
 """Conversations, and which request belongs to which.
 
 A client names its conversation (vLLM's ``session_id`` or our hint ``conversation_id``); a request that names none
-belongs to the anonymous conversation whose last turn its prompt begins with, else to a new one. No name refers to an
-anonymous one. Nothing here decides whether KV may be reused: chunks are found by the hashes of their tokens alone
-(invariant 5). A conversation says how valuable its chunks are, how long they may stay, and which of them go together.
+belongs to the anonymous conversation whose last turn its prompt begins with, or goes on from without what the model
+thought (`keeping.endings`), else to a new one. No name refers to an anonymous one. Nothing here decides whether KV may
+be reused: chunks are found by the hashes of their tokens alone (invariant 5). A conversation says how valuable its
+chunks are, how long they may stay, and which of them go together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_ext.kv.keeping.endings import Ending, Endings
 from vllm_ext.kv.keeping.pages import Pages
 from vllm_ext.kv.keeping.returns import ReturnModel
 
@@ -143,6 +145,8 @@ class ConversationBook:
         self._pages: Pages[Conversation] = Pages()
         self._by_tail: dict[OffloadKey, Conversation] = {}
         """The anonymous ones."""
+        self._endings = Endings()
+        """Theirs."""
         self._expiry: list[tuple[float, int, Conversation]] = []
         self._numbers = 0
 
@@ -178,6 +182,7 @@ class ConversationBook:
         now: float,
         *,
         ttl_s: float | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Conversation:
         """Return the conversation of a new request.
 
@@ -188,8 +193,9 @@ class ConversationBook:
             now: Clock time, s.
             ttl_s: How long after its last use the client wants its chunks dropped, if that is earlier than was said
                 before; None leaves that as it is.
+            tokens: Of the prompt; None: they are not known.
         """
-        known = self._continued(salt_tag, keys) if name is None else self.find(name).get(salt_tag)
+        known = self._continued(salt_tag, keys, tokens or ()) if name is None else self.find(name).get(salt_tag)
         conversation = known or self._add(name, salt_tag)
         if conversation.turns and not conversation.running:
             self.returns.returned(conversation.turns)
@@ -201,11 +207,16 @@ class ConversationBook:
         self._forget_some()
         return conversation
 
-    def leave(self, conversation: Conversation, keys: Sequence[OffloadKey], now: float) -> None:
+    def leave(
+        self, conversation: Conversation, keys: Sequence[OffloadKey], now: float, left: Ending | None = None
+    ) -> None:
         """Note that a request of a conversation ended.
 
         Args:
+            conversation: Whose it was.
             keys: All its chunks, in order.
+            now: Clock time, s.
+            left: How its next turn is known, if the template leaves out what was thought.
         """
         conversation.end()
         conversation.last_used_s = now
@@ -215,6 +226,8 @@ class ConversationBook:
             self._forget_tail(conversation)
             conversation.tail = keys[-1]
             self._by_tail[keys[-1]] = conversation
+            if left is not None:
+                self._endings.add(conversation, left)
         self._watch(conversation)
 
     def expired(self, now: float, most: int) -> Iterator[Conversation]:
@@ -247,13 +260,14 @@ class ConversationBook:
                 self._expiry = [entry for entry in self._expiry if entry[0] == entry[2].watched_s]
                 heapq.heapify(self._expiry)
 
-    def _continued(self, salt_tag: str, keys: Sequence[OffloadKey]) -> Conversation | None:
-        """Return the conversation whose last turn the chunks contain; the longest, where there are several."""
+    def _continued(self, salt_tag: str, keys: Sequence[OffloadKey], tokens: Sequence[int]) -> Conversation | None:
+        """Return the conversation whose last turn a prompt contains; the longest, where there are several."""
         for key in reversed(keys):
             found = self._by_tail.get(key)
             if found is not None and found.salt_tag == salt_tag:
                 return found
-        return None
+        found = self._endings.find(keys, tokens)
+        return found if found is not None and found.salt_tag == salt_tag else None
 
     def _add(self, name: str | None, salt_tag: str) -> Conversation:
         self._numbers += 1
@@ -299,5 +313,6 @@ class ConversationBook:
                 del self._named[conversation.name]
 
     def _forget_tail(self, conversation: Conversation) -> None:
+        self._endings.forget(conversation)
         if conversation.tail is not None and self._by_tail.get(conversation.tail) is conversation:
             del self._by_tail[conversation.tail]

@@ -11,6 +11,7 @@ from vllm_ext.config.kv_tier import AUTO, BY_AGE
 from vllm_ext.hints import NO_HINTS, HintError, RequestHints, check_lifetime, from_extra_args
 from vllm_ext.kv.keeping.branches import Branches
 from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook, Turn
+from vllm_ext.kv.keeping.endings import ending
 from vllm_ext.kv.keeping.retention import RetentionCachePolicy
 from vllm_ext.kv.tally import DROPPED, EXPIRED
 
@@ -80,7 +81,8 @@ class Keeper:
         hints, salt_tag = self._hints_of(request), self.book.salt_tag(request.cache_salt)
         if self._policy is not None:
             self._policy.quotas.comes(salt_tag)
-        conversation = self.book.enter(hints.conversation_id, salt_tag, keys, now, ttl_s=hints.kv_ttl_s)
+        name, tokens = hints.conversation_id, request.prompt_token_ids
+        conversation = self.book.enter(name, salt_tag, keys, now, ttl_s=hints.kv_ttl_s, tokens=tokens)
         origin = "" if request.lora_request is None else request.lora_request.lora_name, salt_tag
         turn = Turn(conversation, origin, request.num_prompt_tokens, len(keys))
         dead = self.branches.enter(turn, keys)
@@ -90,9 +92,17 @@ class Keeper:
                 self._policy.let_go(dead, conversation)
         return turn
 
-    def leave(self, turn: Turn, keys: Sequence[OffloadKey], now: float) -> None:
-        """Note that a request ended; ``keys`` are all its chunks."""
-        self.book.leave(turn.conversation, keys, now)
+    def leave(self, turn: Turn, keys: Sequence[OffloadKey], now: float, output: Sequence[int] = ()) -> None:
+        """Note that a request ended.
+
+        Args:
+            turn: Its place in its conversation.
+            keys: All its chunks.
+            now: Clock time, s.
+            output: The tokens that it generated.
+        """
+        left = ending(keys[: turn.prompt_chunks], turn.prompt_tokens, output)
+        self.book.leave(turn.conversation, keys, now, left)
         self.branches.leave(turn, keys)
         if self._policy is not None and turn.prompts_only and len(keys) > turn.prompt_chunks:
             turn.kept_tokens = turn.prompt_tokens

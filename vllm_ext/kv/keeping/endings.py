@@ -1,0 +1,109 @@
+"""How a turn is known that names no conversation, and whose template left out what the model thought.
+
+Such a prompt does not begin with all of the last turn, but with that turn's prompt, and somewhere behind that it has
+the end of the answer. The prompt alone would not do: many share a system prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
+
+    from vllm_ext.kv.keeping.conversations import Conversation
+
+_MOST_TOKENS, _LEAST_TOKENS = 16, 8
+"""Of an answer's end that are looked for. Fewer would be said by others, too; more may come back as other tokens."""
+_MOST_ALIKE = 64
+"""Conversations behind one prompt that are looked at, those that ended last."""
+_ITEM_BYTES = array("i").itemsize
+
+
+class Ending(NamedTuple):
+    """What a turn left by which the next one is known."""
+
+    at: OffloadKey
+    """The last but one chunk of its prompt: the last one may end within what the template adds for the answer."""
+    prompt_tokens: int
+    tokens: bytes
+    """The end of the answer."""
+
+
+def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[int]) -> Ending | None:
+    """Return how the next turn is known; None if too little was said.
+
+    Args:
+        prompt: Whole chunks of the prompt, in order.
+        prompt_tokens: Tokens of the prompt.
+        output: What was generated. Its last token may be one that ends turns, which templates write in their own way.
+    """
+    said = output[-_MOST_TOKENS - 1 : -1]
+    if not prompt or len(said) < _LEAST_TOKENS:
+        return None
+    return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, _bytes(said))
+
+
+class Endings:
+    """The last turns of conversations without a name."""
+
+    def __init__(self) -> None:
+        self._of: dict[Conversation, Ending] = {}
+        self._at: dict[OffloadKey, OrderedDict[Conversation, None]] = {}
+        """Those whose prompts go on from a chunk, the one that ended last at the end."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, conversation: Conversation, left: Ending) -> None:
+        """Note what a conversation's last turn left."""
+        self.forget(conversation)
+        self._of[conversation] = left
+        alike = self._at.setdefault(left.at, OrderedDict())
+        alike[conversation] = None
+        if len(alike) > _MOST_ALIKE:
+            self.forget(next(iter(alike)))
+
+    def forget(self, conversation: Conversation) -> None:
+        """Forget a conversation, if it is known."""
+        left = self._of.pop(conversation, None)
+        if left is not None:
+            alike = self._at[left.at]
+            del alike[conversation]
+            if not alike:
+                del self._at[left.at]
+
+    def find(self, keys: Sequence[OffloadKey], tokens: Sequence[int]) -> Conversation | None:
+        """Return the conversation whose last turn a prompt goes on from; the longest, and of these the latest.
+
+        Cost: one look-up for each chunk; behind one that conversations left, a search through the tokens for each.
+
+        Args:
+            keys: Whole chunks of the prompt, in order.
+            tokens: Of the prompt.
+        """
+        text = b""
+        for key in reversed(keys):
+            for conversation in reversed(self._at.get(key, ())):
+                text = text or _bytes(tokens)
+                left = self._of[conversation]
+                if _contains(text, left.tokens, left.prompt_tokens * _ITEM_BYTES):
+                    return conversation
+        return None
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def _contains(text: bytes, part: bytes, start: int) -> bool:
+    """Whether whole tokens of a text are a part, from a byte on; less what templates add to a prompt for its answer."""
+    start = max(0, start - _MOST_TOKENS * _ITEM_BYTES)
+    while (start := text.find(part, start)) >= 0:
+        if start % _ITEM_BYTES == 0:
+            return True
+        start += 1
+    return False
