@@ -61,9 +61,15 @@ ROWS: Mapping[str, Row] = {
     "tier-arc": Row(tier={**_EARLY, "policy": "arc"}, baseline=True),
     RETENTION: Row(tier={**_EARLY, "policy": "retention"}),
     RETENTION_8: Row(tier={**_EARLY, "policy": "retention", "bits": 8}),
-    f"{LRU}-ahead": Row(tier={**_EARLY, "policy": "lru", "store": "ahead"}, by_default=False),
+    **{
+        f"tier-{policy}-ahead": Row(tier={**_EARLY, "policy": policy, "store": "ahead"}, by_default=False)
+        for policy in ("lru", "tail")
+    },
     PENSIEVE: Row(system="pensieve", tier={"bits": 16}),
     PENSIEVE_8: Row(system="pensieve", tier={"bits": 8}),
+    f"{PENSIEVE}-gaps": Row(
+        system="pensieve", tier={"bits": 16, "policy": "leading", "gaps": "fused"}, by_default=False
+    ),
     f"{PREFIX_CACHE}-own-kernel": Row(own_kernel=True, by_default=False),
     RECORDS: Row(**_RECORDS),
     PENSIEVE_RECORDS: Row(**_RECORDS, system="pensieve"),

@@ -23,7 +23,7 @@ from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import KEY, ConfigError, ExtConfig, flags, merge_flags
 from vllm_ext.config.attention import STOCK
-from vllm_ext.config.kv_tier import BETWEEN, FUSED, IN_STEP, LEADING, OFF, PHASED, RETENTION
+from vllm_ext.config.kv_tier import AUTO, BETWEEN, IN_STEP, LEADING, OFF, RETENTION
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import HookError
 from vllm_ext.hooks.patch import Patch
@@ -44,32 +44,27 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *args: Any, *
     usage = inspect.signature(original).bind(self, *args, **kwargs).arguments.get("usage_context")
     config, scheduler_cls = validate(self.scheduler_cls, self.additional_config or {})
     refuse_oracle(config, usage)
-    config = load_between_steps(config)
+    config = load_between_steps(with_host_memory(config, self.kv_transfer_config))
     if _opens_admin(config, usage):
         envs.admin_key()  # refuses to start without one
     chosen, transfer = self.scheduler_cls, self.kv_transfer_config
-    self.scheduler_cls = scheduler_cls
-    if config.kv_tier.gib:
-        self.kv_transfer_config = tier_connector(config, transfer)
-    try:
-        vllm_config = original(self, *args, **kwargs)
-    finally:  # the caller may build from the same arguments again
-        self.scheduler_cls, self.kv_transfer_config = chosen, transfer
+
+    def built() -> Any:
+        self.scheduler_cls = scheduler_cls
+        if config.kv_tier.gib:
+            replicas = self.data_parallel_size_local or self.data_parallel_size
+            self.kv_transfer_config = tier_connector(config, transfer, replicas)
+        try:
+            return original(self, *args, **kwargs)
+        finally:  # the caller may build from the same arguments again
+            self.scheduler_cls, self.kv_transfer_config = chosen, transfer
+
+    vllm_config = built()
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise ConfigError("system", config.system, "not for diffusion models, which bring a scheduler of their own")
-    if config.kv_tier.gib:
-        from vllm_ext.kv import support
-
-        support.refuse_model(vllm_config)
-        support.refuse_missing_compiler(vllm_config)
-        support.refuse_size(vllm_config)
-        support.choose_block_size(vllm_config)
-    if config.kv_tier.disk_dir:
-        from vllm_ext.kv import support
-        from vllm_ext.kv.disk.identity import note_model
-
-        support.share_disk(vllm_config)
-        note_model(vllm_config, config.kv_tier.disk_dir)
+    if reason := prepare_tier(config, vllm_config):
+        config = without_host_memory(config, reason)
+        vllm_config = built()
     if config.kv_tier.device_int8_share:
         keep_records(config, vllm_config)
     if config.attention.kernel != STOCK:
@@ -105,6 +100,7 @@ def refused_arguments(args: Any, *, serves: bool) -> str | None:
         config, _ = validate(scheduler_cls, {**additional, KEY: merge_flags(additional.get(KEY, {}), given)})
         if serves:
             refuse_oracle(config, _SERVERS[0])
+        config = with_host_memory(config, typed.get("kv_transfer_config"))
         if config.kv_tier.gib:
             tier_connector(config, typed.get("kv_transfer_config"))
         if serves and config.kv_tier.admin:
@@ -184,8 +180,43 @@ def refuse_oracle(config: ExtConfig, usage_context: object) -> None:
         raise ConfigError("system", config.system, "true output lengths are for offline benchmarks, never for a server")
 
 
-def tier_connector(config: ExtConfig, given: object) -> Any:
+def with_host_memory(config: ExtConfig, given: object) -> ExtConfig:
+    """Decide whether there is host memory for KV, where that is left to the system.
+
+    Args:
+        config: As the user has it.
+        given: Another connector that was asked for, or None: an engine has one.
+
+    Returns:
+        The configuration with a number of GiB, ``auto``, or nothing.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ext import systems
+
+    tier, by_name = config.kv_tier, config.kv_tier.gib is not None
+    gib = tier.gib if by_name else systems.build(config).residency.tier_options.get("gib", 0.0)
+    if gib == AUTO:
+        if current_platform.is_cpu():
+            return without_host_memory(config, "on vLLM's CPU backend copies take the model's cycles")
+        if not by_name and (given is not None or tier.device_int8_share):
+            return without_host_memory(config, "another connector, or kv_tier.device_int8_share, was asked for")
+    return config.changed(kv_tier=tier.changed(gib=gib)) if gib else config
+
+
+def without_host_memory(config: ExtConfig, reason: str) -> ExtConfig:
+    """Return the configuration without a host tier, where its size was left to the system, and say why."""
+    logger.info("no host memory is taken for KV: %s; --kv-tier-gib N has it all the same", reason)
+    return config.changed(kv_tier=config.kv_tier.changed(gib=0.0))
+
+
+def tier_connector(config: ExtConfig, given: object, replicas: int = 1) -> Any:
     """Return the connector of the host tier, as vLLM's configuration names it.
+
+    Args:
+        config: With a tier.
+        given: Another connector that was asked for, or None.
+        replicas: Engines that share this machine's memory.
 
     Raises:
         ConfigError: Another connector was asked for.
@@ -194,9 +225,37 @@ def tier_connector(config: ExtConfig, given: object) -> Any:
         raise ConfigError("kv_tier.gib", config.kv_tier.gib, "not beside --kv-transfer-config; leave one of them out")
     registry.verify("kv-tier", *(["kv-disk"] if config.kv_tier.disk_dir else []))
     from vllm_ext import systems
+    from vllm_ext.kv.host_memory import spare_bytes
     from vllm_ext.kv.options import transfer_config
 
-    return transfer_config(systems.build(config).tier(config.kv_tier))
+    return transfer_config(systems.build(config).tier(config.kv_tier), spare_bytes(replicas))
+
+
+def prepare_tier(config: ExtConfig, vllm_config: Any) -> str:
+    """Fit an engine to its host tier.
+
+    Returns:
+        Why what ``gib: auto`` may take is too little, to be built again without; else nothing.
+
+    Raises:
+        ConfigError: The model's KV, or this machine, does not go with it.
+    """
+    if not config.kv_tier.gib:
+        return ""
+    from vllm_ext.kv import support
+
+    support.refuse_model(vllm_config)
+    support.refuse_missing_compiler(vllm_config)
+    support.refuse_size(vllm_config)
+    support.choose_block_size(vllm_config)
+    if config.kv_tier.gib == AUTO and (reason := support.too_small(vllm_config)):
+        return reason
+    if config.kv_tier.disk_dir:
+        from vllm_ext.kv.disk.identity import note_model
+
+        support.share_disk(vllm_config)
+        note_model(vllm_config, config.kv_tier.disk_dir)
+    return ""
 
 
 def load_between_steps(config: ExtConfig) -> ExtConfig:
@@ -271,27 +330,20 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
     from vllm_ext import systems
     from vllm_ext.kv.gaps import support as gap_support
 
-    wanted = systems.build(config).tier(config.kv_tier).gaps
-    if wanted == OFF:
+    tier = systems.build(config).tier(config.kv_tier)
+    if tier.gaps == OFF:
         return config
     v2 = vllm_config.use_v2_model_runner
-    reason = None
-    if wanted == FUSED:
-        reason = gap_support.obstacle(vllm_config) or _not_verified(gap_support.GROUPS[v2])
-        if reason is None:
-            vllm_config.parallel_config.worker_extension_cls = gap_support.WORKERS[v2]
-            return config
-    phases = gap_support.obstacle_to_phases(vllm_config) or _not_verified(gap_support.PHASE_GROUPS[v2])
-    if phases is None:
-        if reason is not None:
-            logger.warning("what was dropped of conversations is computed in steps of its own: %s", reason)
-        return config.changed(kv_tier=config.kv_tier.changed(gaps=PHASED))
-    logger.warning("conversations are computed again from their first missing block on: %s", phases)
+    reason = gap_support.obstacle(vllm_config) or _not_verified(gap_support.GROUPS[v2])
+    if reason is None:
+        vllm_config.parallel_config.worker_extension_cls = gap_support.WORKERS[v2]
+        return config
+    logger.warning("conversations are computed again from their first missing block on: %s", reason)
     if config.kv_tier.gib:
         from vllm_ext.kv.options import keep_from_the_front
 
         keep_from_the_front(vllm_config.kv_transfer_config)
-    policy = None if config.kv_tier.policy == LEADING else config.kv_tier.policy
+    policy = RETENTION if tier.policy == LEADING else config.kv_tier.policy
     return config.changed(kv_tier=config.kv_tier.changed(gaps=OFF, policy=policy))
 
 

@@ -20,9 +20,8 @@ def install(kind: str, core: Any) -> Callable[[], None]:
     Args:
         kind: ``poison``: blocks that hold nothing, or that nobody can find, are overwritten before each step.
             ``drops``: so are chunks of the host, and now and then some of what is kept in either place is lost.
-            ``whole-rows`` and ``first-positions`` leave out one half each of what a worker does about gaps,
-            ``virtual-counts`` sends a worker that does nothing about them what the scheduler counts, and ``garbage``
-            spoils a kept block: the output must show these.
+            ``whole-rows`` and ``first-positions`` leave out one half each of what a worker does about gaps, and
+            ``garbage`` spoils a kept block: the output must show these.
         core: The engine core.
 
     Raises:
@@ -33,7 +32,6 @@ def install(kind: str, core: Any) -> Callable[[], None]:
         "drops": _drops,
         "whole-rows": _whole_rows,
         "first-positions": _first_positions,
-        "virtual-counts": _virtual_counts,
         "garbage": _garbage,
     }
     return kinds[kind](core)
@@ -134,13 +132,6 @@ def _whole_rows(core: Any) -> Callable[[], None]:
     import vllm_ext.patches.gap_attention as module
 
     module.split_rows = lambda metadata, rows: metadata
-    return lambda: None
-
-
-def _virtual_counts(core: Any) -> Callable[[], None]:
-    import vllm_ext.kv.gaps.crossing as module
-
-    module.send_positions = lambda *_: None
     return lambda: None
 
 

@@ -76,7 +76,7 @@ def test_4_prefixes_found_in_the_cache(run_engines: Engines, llama: Path) -> Non
     assert_served_by(found["cached"], "own")
 
 
-@pytest.mark.parametrize("name", ["device", "chunked", "phased"])
+@pytest.mark.parametrize("name", ["device", "chunked"])
 def test_4_gaps_are_ranges(run_engines: Engines, llama: Path, name: str) -> None:
     """What holds nothing is overwritten before each step."""
     found = run_engines(

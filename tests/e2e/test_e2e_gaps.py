@@ -45,17 +45,18 @@ def talks(seed: int, *, turns: int = 4, num: int = 4) -> list[dict[str, Any]]:
 RUNS: dict[str, dict[str, Any]] = {
     "device": {**SMALL, **steered("fcfs", gaps="fused")},
     "chunked": {**SMALL, **steered("fcfs", gaps="fused"), "max_num_batched_tokens": 40},
-    "pensieve": {**SMALL, **steered("pensieve", gib=0.7 * MIB)},
-    "pensieve-chunked": {**SMALL, **steered("pensieve", gib=0.7 * MIB), "max_num_batched_tokens": 40},
-    "phased": {**SMALL, **steered("fcfs", gaps="phased")},
-    "phased-pensieve": {**SMALL, **steered("pensieve", gib=0.7 * MIB, gaps="phased")},
-    "alise+pensieve": {**SMALL, "num_gpu_blocks_override": 20, **steered("alise+pensieve", gib=0.7 * MIB, bits=16)},
+    "pensieve": {**SMALL, **steered("pensieve-published", gib=0.7 * MIB)},
+    "pensieve-chunked": {**SMALL, **steered("pensieve-published", gib=0.7 * MIB), "max_num_batched_tokens": 40},
+    "alise+pensieve": {
+        **SMALL,
+        "num_gpu_blocks_override": 20,
+        **steered("alise+pensieve", gib=0.7 * MIB, bits=16, gaps="fused", policy="leading"),
+    },
 }
-POISONED = ("device", "chunked", "pensieve", "phased", "phased-pensieve")
+POISONED = ("device", "chunked", "pensieve")
 """Runs in which what holds nothing is overwritten before each step."""
-SPOILT = {"whole-rows": "device", "first-positions": "device", "garbage": "device", "virtual-counts": "phased"}
-"""What is spoilt -> the run."""
-FAILING = quick(("pensieve",), full=("pensieve", "phased-pensieve"))
+SPOILT = ("whole-rows", "first-positions", "garbage")
+FAILING = ("pensieve",)
 """Runs with loads that fail, behind gaps too."""
 SEEDS = quick({"llama": (1,), "opt": (1,)}, full={"llama": (1, 2), "opt": (1,)})
 CASES = [(model, seed, name) for model, seeds in SEEDS.items() for seed in seeds for name in RUNS]
@@ -131,15 +132,15 @@ def test_what_would_be_wrong_is_seen(
     outcomes: dict[tuple[str, str], Outcome], kind: str, run_engines: Engines, llama: Path
 ) -> None:
     """Negative controls: half of what a worker does about gaps left out, and a kept block overwritten."""
-    runs = [spec("spoilt", llama, seed, RUNS[SPOILT[kind]], odd_gaps=kind) for seed in SEEDS["llama"]]
+    runs = [spec("spoilt", llama, seed, RUNS["device"], odd_gaps=kind) for seed in SEEDS["llama"]]
     spoilt = run_engines(runs)
     assert sum(run.gaps["requests"] for run in spoilt.values()) > 0
     assert any(spoilt[f"spoilt-{seed}"].tokens != outcomes["llama", f"none-{seed}"].tokens for seed in SEEDS["llama"])
 
 
 BOOTED = quick(
-    {"v2": ("device",), "async": ("device", "phased-pensieve")},
-    full={"v2": ("device", "phased"), "async": ("device", "phased", "phased-pensieve", "chunked", "pensieve")},
+    {"v2": ("device",), "async": ("device", "pensieve")},
+    full={"v2": ("device",), "async": ("device", "chunked", "pensieve")},
 )
 
 
@@ -169,13 +170,12 @@ def test_conversations_with_an_adapter_keep_to_their_own_kv(run_engines: Engines
     arrivals = [{**a, "adapter": first if a["id"].startswith(("c0", "c2")) else second} for a in talks(1)]
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": lora_adapter.RANK}
     few = {"num_gpu_blocks_override": 28}
-    wanted = {"none": NO_CACHE, "device": {**RUNS["device"], **few}, "phased": {**RUNS["phased"], **few}}
+    wanted = {"none": NO_CACHE, "device": {**RUNS["device"], **few}}
     runs = [
         {**spec(name, llama, 1, {**engine, **lora}), "arrivals": arrivals, "odd_gaps": "poison"}
         for name, engine in wanted.items()
     ]
     found = run_engines(runs)
-    for name in ("device", "phased"):
-        assert_cleaned_up(found[f"{name}-1"])
-        assert found[f"{name}-1"].tokens == found["none-1"].tokens
-    assert sum(found[f"{name}-1"].gaps["requests"] for name in ("device", "phased")) > 0
+    assert_cleaned_up(found["device-1"])
+    assert found["device-1"].tokens == found["none-1"].tokens
+    assert found["device-1"].gaps["requests"] > 0

@@ -60,7 +60,7 @@ def test_all_options_travel_as_one_object_and_are_checked_where_they_arrive() ->
 
 
 def test_where_gaps_are_not_crossed_conversations_are_kept_from_the_front() -> None:
-    transfer = transfer_config(KvTierConfig(gib=1, policy="leading", gaps="phased", load="auto"))
+    transfer = transfer_config(KvTierConfig(gib=1, policy="leading", gaps="fused", load="auto"))
     assert transfer.kv_connector_extra_config["eviction_policy"] == "leading"
     keep_from_the_front(transfer)
     told = tier_of(transfer.kv_connector_extra_config)

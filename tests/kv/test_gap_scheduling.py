@@ -43,35 +43,10 @@ def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
     assert talks.pool.get_num_free_blocks() == 63
 
 
-@DEPTHS
-def test_where_tokens_are_said_to_cost_nothing_a_prefix_hit_is_still_one(depth: int) -> None:
-    talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(3, 5))
-    talks.scheduler.gaps.compute_s = lambda new, context: 0.0
-    first, *_ = talks.talk("a", words(2, 40))
-    assert first == {"a2": 9 * BLOCK + 4 + 40}
-    assert talks.scheduler.gaps.counts.requests == 0
-    assert talks.scheduler.gaps.counts.refused == {"cheaper": 1}
-
-
-def test_a_short_piece_between_gaps_may_be_computed_with_them() -> None:
-    """It was kept, so it counts as what was cheaper to compute: a gap more would have cost more than its one block."""
+def test_a_short_piece_between_gaps_is_used_too() -> None:
     talks = Talks(num_blocks=64, max_num_batched_tokens=512)
     talks.talk("a", words(1, 12 * BLOCK))
     talks.drop("a", [*range(3), *range(4, 7)])
-    talks.scheduler.gaps.compute_s = lambda new, context: new * 3e-6
-    talks.talk("a", words(2, 40))
-    counts = talks.scheduler.gaps.counts
-    assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({1: 1}, 7 * BLOCK, 6 * BLOCK)
-
-
-def test_as_published_what_is_kept_is_used_although_computing_it_would_be_quicker() -> None:
-    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", [*range(3), *range(4, 7)])
-    talks.scheduler.gaps.compute_s = lambda new, context: new * 3e-6
-    talks.scheduler.gaps.uses_all = True
     talks.talk("a", words(2, 40))
     counts = talks.scheduler.gaps.counts
     assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({2: 1}, 6 * BLOCK, 6 * BLOCK)
@@ -147,9 +122,8 @@ def test_one_that_is_aborted_before_it_gets_its_blocks_leaves_nothing_behind() -
     assert talks.pool.get_num_free_blocks() == 25
 
 
-@pytest.mark.parametrize("gaps", ["fused", "phased"])
-def test_what_is_kept_under_another_salt_is_nobodys(gaps: str) -> None:
-    talks = Talks(gaps=gaps, num_blocks=64, max_num_batched_tokens=512)
+def test_what_is_kept_under_another_salt_is_nobodys() -> None:
+    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
     talks.talk("a", words(1, 12 * BLOCK), salt="mine")
     talks.drop("a", range(5), salt="mine")
     talks.history["b"] = talks.history["a"]

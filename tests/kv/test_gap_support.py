@@ -10,12 +10,12 @@ import pytest
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from vllm_ext.config import KEY, ConfigError, parse, to_dict
-from vllm_ext.config.kv_tier import AUTO, FUSED, LEADING, OFF, PHASED, RETENTION, KvTierConfig
+from vllm_ext.config import ConfigError, parse
+from vllm_ext.config.kv_tier import AUTO, FUSED, IN_STEP, LEADING, OFF, RETENTION, KvTierConfig
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.kv.gaps.manager import can_have_gaps, with_gap_manager
-from vllm_ext.kv.gaps.support import WORKERS, gaps_mode, obstacle
+from vllm_ext.kv.gaps.support import WORKERS, crosses_gaps, obstacle
 from vllm_ext.patches import engine_config
 from vllm_ext.simulation.harness import make_kv_cache_config
 from vllm_ext.systems import build
@@ -46,14 +46,15 @@ def engine(**changes: Any) -> Any:
 
 
 def config(**tier: Any) -> Any:
-    return parse({"system": "pensieve", "kv_tier": tier})
+    return parse({"system": "pensieve-published", "kv_tier": tier})
 
 
-def start(found: Any, **tier: Any) -> str:
-    """What is done about gaps, as the scheduler of an engine finds it that was started with such options."""
+def start(found: Any, **tier: Any) -> bool:
+    """Whether gaps are crossed, as the scheduler of an engine finds it that was started with such options."""
     chosen = engine_config.let_gaps_be_crossed(config(**tier), found)
-    found.additional_config = {KEY: to_dict(chosen)}
-    return gaps_mode(found)
+    crossed = crosses_gaps(found)
+    assert build(chosen).tier(chosen.kv_tier).gaps == (FUSED if crossed else OFF)
+    return crossed
 
 
 @pytest.fixture
@@ -65,42 +66,13 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 @pytest.mark.parametrize("v2", [False, True])
 def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
     found = engine(v2=v2)
-    assert gaps_mode(found) == OFF
-    assert start(found, gib=1) == FUSED
+    assert not crosses_gaps(found)
+    assert start(found, gib=1)
     assert found.parallel_config.worker_extension_cls == WORKERS[v2]
     assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
     assert obstacle(found) is None, "asked again of the same engine"
 
 
-@pytest.mark.parametrize("v2", [False, True])
-def test_who_wants_phases_has_no_worker_told(v2: bool, told: pytest.LogCaptureFixture) -> None:
-    found = engine(v2=v2)
-    assert start(found, gib=1, gaps="phased") == PHASED
-    assert found.parallel_config.worker_extension_cls == ""
-    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
-    assert told.text == ""
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
-        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
-        ({"graphs": "FULL"}, "full CUDA graphs"),
-    ],
-)
-def test_what_is_in_the_way_of_one_step_is_said_and_gaps_are_computed_in_steps_of_their_own(
-    changes: dict[str, Any], said: str, told: pytest.LogCaptureFixture
-) -> None:
-    found = engine(**changes)
-    before = found.parallel_config.worker_extension_cls
-    assert start(found, gib=1) == PHASED
-    assert f"in steps of its own: {said}" in told.text or said in told.text
-    assert found.parallel_config.worker_extension_cls == before
-    assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == LEADING
-
-
-@pytest.mark.parametrize("gaps", [FUSED, PHASED])
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -113,30 +85,20 @@ def test_what_is_in_the_way_of_one_step_is_said_and_gaps_are_computed_in_steps_o
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "context parallelism"),
         ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
+        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
+        ({"graphs": "FULL"}, "full CUDA graphs"),
     ],
 )
-def test_what_is_in_the_way_of_both_is_said_and_conversations_shrink_from_their_tails(
-    changes: dict[str, Any], said: str, gaps: str, told: pytest.LogCaptureFixture
+def test_what_is_in_the_way_is_said_and_conversations_shrink_from_their_tails(
+    changes: dict[str, Any], said: str, told: pytest.LogCaptureFixture
 ) -> None:
     found = engine(**changes)
-    assert start(found, gib=1, gaps=gaps, policy=LEADING) == OFF
+    before = found.parallel_config.worker_extension_cls
+    assert not start(found, gib=1, policy=LEADING)
     assert said in told.text
-    assert found.parallel_config.worker_extension_cls == ""
+    assert found.parallel_config.worker_extension_cls == before
     assert found.kv_transfer_config.kv_connector_extra_config["eviction_policy"] == RETENTION
-
-
-def test_a_vllm_whose_workers_were_not_verified_computes_gaps_in_steps_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*names: str) -> None:
-        if "kv-gaps-fused" in names:
-            raise UpstreamChanged("kv-gaps-fused is not the verified one")
-
-    monkeypatch.setattr(registry, "verify", refuse)
-    found = engine()
-    assert start(found) == PHASED
-    assert "in steps of its own: kv-gaps-fused is not the verified one" in told.text
-    assert found.parallel_config.worker_extension_cls == ""
 
 
 def test_a_vllm_that_was_not_verified_is_left_alone(
@@ -147,7 +109,7 @@ def test_a_vllm_that_was_not_verified_is_left_alone(
 
     monkeypatch.setattr(registry, "verify", refuse)
     found = engine()
-    assert start(found) == OFF
+    assert not start(found)
     assert "kv-gaps is not the verified one" in told.text
     assert found.parallel_config.worker_extension_cls == ""
 
@@ -158,11 +120,13 @@ def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
         return build(options).tier(options.kv_tier)
 
     found = tier("pensieve", gib=1)
-    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, LEADING, AUTO, AUTO, FUSED)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, RETENTION, AUTO, AUTO, OFF)
+    found = tier("pensieve-published", gib=1)
+    assert (found.bits, found.policy, found.store, found.load, found.gaps) == (16, LEADING, AUTO, IN_STEP, FUSED)
     found = tier("pensieve", gib=1, gaps="off", policy="lru", load="between", bits=8)
     assert (found.bits, found.policy, found.store, found.load, found.gaps) == (8, "lru", AUTO, "between", OFF)
     found = tier("alise+pensieve", gib=1)
-    assert (found.bits, found.policy, found.gaps) == (8, LEADING, FUSED)
+    assert (found.bits, found.policy, found.gaps) == (8, RETENTION, OFF)
     assert tier("fcfs", gib=1) == tier("sarathi", gib=1)
     assert tier("fcfs", gib=1).gaps == OFF
 
@@ -170,10 +134,9 @@ def test_what_a_system_wants_of_the_tier_and_what_the_user_says() -> None:
 @pytest.mark.parametrize(
     ("tier", "message"),
     [
-        ({"gaps": "fill"}, "kv_tier.gaps='fill': must be one of fused, phased, off"),
+        ({"gaps": "fill"}, "kv_tier.gaps='fill': must be one of fused, off"),
         ({"policy": "leading"}, "kv_tier.policy='leading': needs gaps"),
         ({"gib": 1, "gaps": "fused"}, "kv_tier.load='between': must be in-step or auto with gaps"),
-        ({"gib": 1, "gaps": "phased"}, "kv_tier.load='between': must be in-step or auto with gaps"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(tier: dict[str, Any], message: str) -> None:

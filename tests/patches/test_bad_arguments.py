@@ -27,8 +27,9 @@ BAD = {
     "no system": (["--kv-tier-gib", "1"], ["add --scheduler-cls NAME, one of fcfs,"]),
     "two systems": (options(system="fcfs"), ["vllm_ext.system='fcfs': contradicts --scheduler-cls alise"]),
     "bits": ([*SYSTEM, "--kv-tier-bits", "4"], ["--kv-tier-bits 4: must be one of 16, 8"]),
-    "gib": ([*SYSTEM, "--kv-tier-gib", "-1"], ["--kv-tier-gib -1.0: must be greater than or equal to 0"]),
-    "gib that is not a number": ([*SYSTEM, "--kv-tier-gib", "nan"], ["--kv-tier-gib nan: must be a finite number"]),
+    "gib": ([*SYSTEM, "--kv-tier-gib", "-1"], ["--kv-tier-gib -1.0: must be a number of GiB of at least 0, or auto"]),
+    "gib that is not a number": ([*SYSTEM, "--kv-tier-gib", "nan"], ["--kv-tier-gib nan: must be a number of GiB of"]),
+    "gib that is a word": ([*SYSTEM, "--kv-tier-gib", "much"], ["--kv-tier-gib much: must be a number of GiB of"]),
     "admin without a tier": ([*SYSTEM, "--kv-tier-admin"], ["--kv-tier-admin: needs kv_tier.gib"]),
     "kernel": (
         [*SYSTEM, "--ext-attention-kernel", "ours"],

@@ -56,7 +56,7 @@ def test_a_load_within_the_step_saves_the_wait_for_another(async_scheduling: boo
 
 
 @pytest.mark.parametrize(("async_scheduling", "chunks"), [(False, 16), (True, 21)])
-@pytest.mark.parametrize("system", ["pensieve", "pensieve-published", "pensieve-published-turns"])
+@pytest.mark.parametrize("system", ["pensieve-published", "pensieve-published-turns"])
 def test_a_dropped_beginning_is_computed_with_the_new_prompt(system: str, async_scheduling: bool, chunks: int) -> None:
     """The tier has lost the first of the five chunks that turn 1 had; what it still holds is not computed again."""
     kept, options = 64, own_tier(chunks)
@@ -71,9 +71,9 @@ def test_a_dropped_beginning_is_computed_with_the_new_prompt(system: str, async_
     assert server.collector.prefill_tokens == 64 + 4 * 90 + (81 + 20 - kept)
 
 
-@pytest.mark.parametrize(("system", "loaded", "computed"), [("pensieve", 80, 0), ("pensieve-published", 64, 16)])
+@pytest.mark.parametrize(("system", "loaded", "computed"), [("pensieve", 80, None), ("pensieve-published", 64, 16)])
 def test_as_published_everything_is_stored_and_loaded_over_a_slow_link_too(
-    system: str, loaded: int, computed: int
+    system: str, loaded: int, computed: int | None
 ) -> None:
     """A block takes an eighth of a second over the link, and far less to compute: copies of the others do not pay.
 
@@ -82,8 +82,8 @@ def test_as_published_everything_is_stored_and_loaded_over_a_slow_link_too(
     options = own_tier(14)
     server = drained(serve(conversation(60.0), system=system, options=options, blocks_per_s=8.0))
     gaps = server.scheduler.gaps
-    assert gaps is not None
-    assert (server.counters["tier_hit_tokens"], gaps.counts.tokens_computed) == (loaded, computed)
+    assert server.counters["tier_hit_tokens"] == loaded
+    assert (None if gaps is None else gaps.counts.tokens_computed) == computed
     assert server.collector.prefill_tokens == 64 + 4 * 90 + (81 + 20 - loaded)
 
 
@@ -91,4 +91,4 @@ def test_kv_that_was_not_loaded_into_a_gap_is_found_out(monkeypatch: pytest.Monk
     """The check that the tests above rely on."""
     monkeypatch.setattr(GapLoadingScheduler, "_load_run", lambda *_: None)
     with pytest.raises(AuditError, match="turn-2 reads block"):
-        serve(conversation(), system="pensieve", options=own_tier(15))
+        serve(conversation(), system="pensieve-published", options=own_tier(15))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.model import Flag, Options
@@ -20,12 +21,13 @@ AUTO = "auto"
 EARLY, AHEAD = "early", "ahead"
 STORES = (EARLY, AHEAD)
 BETWEEN, IN_STEP = "between", "in-step"
-FUSED, PHASED, OFF = "fused", "phased", "off"
+FUSED, OFF = "fused", "off"
 BY_TURNS, BY_AGE = "turns", "age"
 RETURNS = (BY_TURNS, BY_AGE)
 PAYING, ALL = "paying", "all"
 COPIES = (PAYING, ALL)
 _DEFAULTS = {
+    "gib": 0.0,
     "bits": LOSSLESS,
     "policy": RETENTION,
     "returns": BY_AGE,
@@ -43,14 +45,33 @@ def _whole(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
+def _gib(value: object) -> float | str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not (number or value is None or value == AUTO):
+        raise ValueError(f"must be a number of GiB of at least 0, or {AUTO}")
+    return float(value) if isinstance(value, int) else value  # type: ignore[return-value]
+
+
+def _gib_of(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 class KvTierConfig(Options):
     """KV blocks in host memory: how much, in which form, and which of them go first."""
 
     at: ClassVar[str] = "kv_tier"
 
-    gib: Annotated[float, Flag("--kv-tier-gib", metavar="GIB")] = Field(default=0.0, ge=0)
+    gib: Annotated[
+        float | Literal["auto"] | None,
+        PlainValidator(_gib),
+        Flag("--kv-tier-gib", type=_gib_of, metavar="GIB|auto"),
+    ] = None
     """Host memory for KV blocks that leave the device, in GiB; 0 leaves the tier out. Of all workers of an engine
-    together."""
+    together; ``auto`` is twice the device's KV, at most 0.3 of what the machine has free, for all its replicas
+    together. By default ``auto`` under ``pensieve``, but on vLLM's CPU backend, else 0."""
 
     bits: Annotated[Literal[16, 8] | None, Flag("--kv-tier-bits", type=int, metavar="N")] = None
     """16 keeps KV in host memory as it is, whatever its type; 8 quantises it to half the bytes, so that outputs may
@@ -110,11 +131,10 @@ class KvTierConfig(Options):
     disk_gib: float = Field(default=0.0, ge=0)
     """Most that lies there, in GiB, of all replicas together."""
 
-    gaps: Literal["fused", "phased", "off"] | None = None
+    gaps: Literal["fused", "off"] | None = None
     """What is done about a conversation that comes back and of which a part was dropped in front of what was kept:
-    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``phased``
-    computes it in steps of its own before, which any worker can; ``off`` computes all from the first missing block on,
-    as vLLM does. By default what the system wants. Needs no host tier."""
+    ``fused`` computes that part in one forward pass with the new prompt, and drops leading ends first; ``off`` computes
+    all from the first missing block on, as vLLM does. By default what the system wants. Needs no host tier."""
 
     admin: Annotated[bool, Flag("--kv-tier-admin")] = False
     """Whether conversations in the KV tier can be listed and dropped with the key VLLM_EXT_ADMIN_KEY. A server
@@ -130,7 +150,7 @@ class KvTierConfig(Options):
         if self.policy == LEADING and self.gaps == OFF:
             allowed = "needs gaps: without them a conversation whose first chunk is gone is lost to vLLM's lookup"
             raise ConfigError("policy", self.policy, allowed)
-        if self.gaps in (FUSED, PHASED) and self.gib and self.load == BETWEEN:
+        if self.gaps == FUSED and self.gib and self.load == BETWEEN:
             allowed = (
                 f"must be {IN_STEP} or {AUTO} with gaps: what lies behind one comes within the step that computes it"
             )
@@ -148,8 +168,8 @@ class KvTierConfig(Options):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory."""
-        return int(self.gib * 2**30)
+        """Bytes of host memory that were asked for; 0 where that is left open, or ``auto``."""
+        return 0 if self.gib in (None, AUTO) else int(float(self.gib) * 2**30)
 
     @property
     def disk_bytes(self) -> int:
@@ -160,8 +180,8 @@ class KvTierConfig(Options):
         """Return these options with all that is left open as the system wants it, or else as it is by default.
 
         Args:
-            wanted: Of ``bits``, ``policy``, ``returns``, ``store``, ``load``, ``copies``, ``gaps`` and ``prompt_only``,
-                those that the system cares for.
+            wanted: Of ``gib``, ``bits``, ``policy``, ``returns``, ``store``, ``load``, ``copies``, ``gaps`` and
+                ``prompt_only``, those that the system cares for.
 
         Raises:
             ConfigError: what comes out does not fit together.

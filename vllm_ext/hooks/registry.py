@@ -31,8 +31,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "kv-arena": ("kv_arena",),
     "kv-records": ("kv_record_steps",),
     "attention-slot": ("attention_slot",),
-    "kv-phases-v1": ("phase_reliances_v1",),
-    "kv-phases-v2": ("phase_reliances_v2",),
 }
 """Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
 

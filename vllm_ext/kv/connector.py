@@ -72,7 +72,7 @@ class TieredConnector(OffloadingConnector):
         super(OffloadingConnector, self).__init__(vllm_config, role, kv_cache_config)
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = config.canonical_layout
-        spec = TierSpec(config)
+        spec = TierSpec(config, kv_cache_config.num_blocks)
         self.connector_scheduler = self.connector_worker = None
         self.account: TierAccount | None = None
         """Of the scheduler's side; None in a worker."""

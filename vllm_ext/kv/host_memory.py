@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_SPARE_SHARE = 0.3
+"""Of what is free, where nobody said how much the tier may take: weights are still to be loaded through host memory."""
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -21,6 +23,11 @@ def free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
     """
     of_machine: int = psutil.virtual_memory().available
     return min([of_machine, *_left_in_groups(root, membership)])
+
+
+def spare_bytes(replicas: int) -> int:
+    """Return the bytes that each of so many engines on this machine may take where nobody said how many."""
+    return int(_SPARE_SHARE * free_bytes() / max(1, replicas))
 
 
 def _left_in_groups(root: Path, membership: Path) -> Iterator[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config.kv_tier import LEADING, OFF, RETENTION, KvTierConfig
+from vllm_ext.config.kv_tier import AUTO, LEADING, OFF, RETENTION, KvTierConfig
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -17,11 +17,13 @@ TIER_KEY = "vllm_ext_kv_tier"
 """Key of ``kv_connector_extra_config`` that carries the options that vLLM does not know: those of `KvTierConfig`."""
 
 
-def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
+def transfer_config(tier: KvTierConfig, spare_bytes: int = 2**62) -> KVTransferConfig:
     """Return what ``--kv-transfer-config`` would have to say.
 
     Args:
         tier: The options; what they leave open is as it is by default.
+        spare_bytes: Most host memory that is taken where that is not said; twice the device's KV at most
+            (`vllm_ext.kv.spec.TierSpec`).
 
     Raises:
         ConfigError: the directory on disk can't be written.
@@ -41,7 +43,7 @@ def transfer_config(tier: KvTierConfig) -> KVTransferConfig:
         kv_connector_extra_config={
             "spec_name": "TierSpec",
             "spec_module_path": "vllm_ext.kv.spec",
-            "cpu_bytes_to_use": tier.host_bytes,
+            "cpu_bytes_to_use": spare_bytes if tier.gib == AUTO else tier.host_bytes,
             "eviction_policy": tier.policy,
             "offload_prompt_only": tier.prompt_only is True,
             TIER_KEY: tier.model_dump(),

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.cpu import common
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.kv_tier import QUANTISED
+from vllm_ext.config.kv_tier import AUTO, QUANTISED
 from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
 from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.host_memory import free_bytes
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.vllm_ext.kv")
 
+_DEVICE_MULTIPLE = 2
+"""So many times the device's KV where nobody said how much host memory the tier may take."""
 _LONGEST_KEY = 64
 """Bytes."""
 
@@ -69,8 +71,8 @@ class TierSpec(CPUOffloadingSpec):
 
         return tuple(TieringOffloadingSpec.config_info_keys(extra_config))
 
-    def __init__(self, config: OffloadingConfig) -> None:
-        """Take vLLM's configuration.
+    def __init__(self, config: OffloadingConfig, device_blocks: int | None = None) -> None:
+        """Take vLLM's configuration, and how many blocks of KV the device has, of which ``gib: auto`` is twice as many.
 
         Raises:
             ConfigError: the tier holds no chunk, or this model's KV can't be quantised.
@@ -88,6 +90,8 @@ class TierSpec(CPUOffloadingSpec):
 
             per_chunk = row_bytes(self.geometry, config.parallel.world_size)
         self.num_chunks = host_bytes // per_chunk
+        if self.options.gib == AUTO and device_blocks is not None:
+            self.num_chunks = min(self.num_chunks, _DEVICE_MULTIPLE * device_blocks)
         if not self.num_chunks:
             least = per_chunk / 2**30
             raise ConfigError("kv_tier.gib", host_bytes / 2**30, f"must be at least {least:.3g}, to hold one chunk")
@@ -220,7 +224,8 @@ class TierSpec(CPUOffloadingSpec):
                 raise ConfigError("kv_tier.gib", int(self.extra_config["cpu_bytes_to_use"]) / 2**30, allowed)
             pool = torch.empty(wanted, dtype=torch.uint8)
         logger.info(
-            "KV tier: %d blocks, %.2f GiB in this worker, %d bits",
+            "KV tier: %d blocks, %.2f GiB in this worker, %d bits%s",
             self.num_chunks, wanted / 2**30, self.geometry.bits,
+            "; --kv-tier-gib takes more, less, or with 0 none" if self.options.gib == AUTO else "",
         )  # fmt: skip
         return pool

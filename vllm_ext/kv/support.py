@@ -24,6 +24,8 @@ logger = init_logger("vllm.vllm_ext.kv")
 
 BLOCK_TOKENS = 64
 """Tokens of a KV block under a tier unless the user says otherwise: see docs/kv-tier.md."""
+_LEAST_BLOCKS = 64
+"""That a tier holds whose size nobody chose."""
 
 
 def choose_block_size(vllm_config: VllmConfig) -> None:
@@ -72,6 +74,24 @@ def share_disk(vllm_config: VllmConfig) -> None:
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     share = tier_of(extra).disk_gib / vllm_config.parallel_config.data_parallel_size
     extra[TIER_KEY] = {**extra[TIER_KEY], "disk_gib": share}
+
+
+def too_small(vllm_config: VllmConfig) -> str:
+    """Say why what ``gib: auto`` may take is not worth having, or nothing: it would hold only a few blocks.
+
+    Blocks are taken to have keys and values for all of the model's layers, as no worker has said yet.
+    """
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    item = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model).itemsize
+    parts = 1 if model.use_mla else 2
+    of_token = parts * model.get_total_num_hidden_layers() * model.get_total_num_kv_heads() * model.get_head_size()
+    block_bytes = of_token * item * cache.block_size
+    may_take = vllm_config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"]
+    if may_take >= _LEAST_BLOCKS * block_bytes:
+        return ""
+    return f"{may_take / 2**30:.2f} GiB, 0.3 of what is free, would hold fewer than {_LEAST_BLOCKS} blocks"
 
 
 def refuse_size(vllm_config: VllmConfig) -> None:

@@ -130,7 +130,7 @@ _GAPS = (
         },
         "Their tokens between prefix hit and new prompt, by source.", "source"),
     Row(Counter, "kv_gaps_computed_tokens",
-        lambda gaps: {"missing": gaps["tokens_missing"], "cheaper": gaps["tokens_computed"] - gaps["tokens_missing"]},
+        lambda gaps: {"missing": gaps["tokens_missing"], "rows": gaps["tokens_computed"] - gaps["tokens_missing"]},
         "Tokens of gaps that were computed again.", "reason"),
     Row(Counter, "kv_gaps_refused", "refused", "Requests that were not continued across gaps.", "reason"),
 )  # fmt: skip

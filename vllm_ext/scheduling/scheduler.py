@@ -19,7 +19,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.config import KEY, parse
-from vllm_ext.config.kv_tier import OFF
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
@@ -27,7 +26,7 @@ from vllm_ext.kv.cached_prefixes import CachedPrefixes
 from vllm_ext.kv.device.geometry import ArenaGeometry
 from vllm_ext.kv.device.holding import RecordHolding
 from vllm_ext.kv.device.manager import with_record_manager
-from vllm_ext.kv.gaps.crossing import GapCrossing, possible_mode
+from vllm_ext.kv.gaps.crossing import GapCrossing, can_cross
 from vllm_ext.kv.gaps.manager import with_gap_manager
 from vllm_ext.kv.loads.failed import discard_failed_loads
 from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
@@ -103,13 +102,13 @@ class SteeredScheduler(AsyncScheduler):
             ConfigError: the options under ``additional_config["vllm_ext"]`` are not valid.
             ValueError: the system can't work with this model.
         """
-        mode, geometry = possible_mode(vllm_config, kv_cache_config), ArenaGeometry.of(kv_cache_config)
+        crosses, geometry = can_cross(vllm_config, kv_cache_config), ArenaGeometry.of(kv_cache_config)
         if geometry is not None:
             kv_cache_config = with_record_manager(kv_cache_config)
-        elif mode != OFF:
+        elif crosses:
             kv_cache_config = with_gap_manager(kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self._keep_kv(mode, geometry)
+        self._keep_kv(crosses, geometry)
         registry.verify("scheduler")  # also where a class name brought us here and no front end checked
         registry.install("engine-core")
         config = parse((self.vllm_config.additional_config or {}).get(KEY) or {})
@@ -160,11 +159,11 @@ class SteeredScheduler(AsyncScheduler):
         if off:
             logger.info("vllm-ext, not switched on: %s", "; ".join(off))
 
-    def _keep_kv(self, mode: str, geometry: ArenaGeometry | None) -> None:
+    def _keep_kv(self, crosses: bool, geometry: ArenaGeometry | None) -> None:
         """Have KV on the device kept as the engine was told; vLLM's lookups are ours only where more is kept."""
-        if mode != OFF:
+        if crosses:
             clock = lambda: self.clock()  # noqa: E731, PLW0108 - simulations replace it
-            self.crossing = GapCrossing(self, mode, clock=clock, told=self._mind_chunks)
+            self.crossing = GapCrossing(self, clock=clock, told=self._mind_chunks)
             self.gaps = self.crossing.search
         if geometry is not None:
             self.holding = RecordHolding(self, geometry, self.gaps)

@@ -1,15 +1,32 @@
-"""Pensieve (EuroSys '25): KV of conversations survives the turn, and leaves from its leading end."""
+"""Pensieve (EuroSys '25): KV of conversations survives the turn; as published it leaves from its leading end."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vllm_ext.config.kv_tier import ALL, AUTO, BY_AGE, COPIES, FUSED, IN_STEP, LEADING, PAYING, RETURNS
+from vllm_ext.config.kv_tier import (
+    ALL,
+    AUTO,
+    BY_AGE,
+    COPIES,
+    FUSED,
+    IN_STEP,
+    LEADING,
+    OFF,
+    PAYING,
+    RETENTION,
+    RETURNS,
+)
 from vllm_ext.contract import KvDisposition, Need, PreemptionCost, RequestView, Residency
 from vllm_ext.contract.checks import require
 from vllm_ext.systems.alise import EstimatedWait
 from vllm_ext.systems.system import System
+
+_OURS: Mapping[str, Any] = {"gib": AUTO, "policy": RETENTION, "load": AUTO, "gaps": OFF, "prompt_only": AUTO}
+_PUBLISHED: Mapping[str, Any] = {"policy": LEADING, "load": IN_STEP, "gaps": FUSED, "prompt_only": False}
+"""Options of the KV tier in which the two differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +34,18 @@ class Retention(Residency):
     """Keep the KV of finished turns on the device and in host memory, and drop what is cheapest to compute again.
 
     Blocks on the device stay until they are needed, and are copied to the host before that, when less than a quarter
-    of them could be taken without loss. Chunks of least retention value go first, there and here, which are the leading
-    ones of conversations that were not active for long. A conversation that comes back computes those again in one
-    forward pass with its new prompt, while the others come back layer by layer.
+    of them could be taken without loss. In host memory chunks of least retention value go first.
+
+    As published these are the leading chunks of conversations that were not active for long, there and on the device; a
+    conversation that comes back computes them again in one forward pass with its new prompt, while the others come back
+    layer by layer. By default conversations shrink from their tails instead, which finds as much
+    (``benchmarks/kv_ablation.py``) with vLLM's own look-up and workers.
 
     What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
-    (``--kv-tier-gib``) conversations live on the device only.
+    (``--kv-tier-gib 0``, the default on vLLM's CPU backend) conversations live on the device only.
 
-    Source: Pensieve, sections 4.3 and 4.4. Ours, with a switch: copies are made only where they pay, and what a
-    suspended request has computed is copied when its blocks are needed.
+    Source: Pensieve, sections 4.3 and 4.4. Ours, with a switch (``copies``): copies are made only where they pay, what
+    a suspended request has computed is copied when its blocks are needed, and there are no gaps.
     """
 
     reserve: float = 0.1
@@ -36,8 +56,8 @@ class Retention(Residency):
     """At which rate conversations are taken to come back: ``age``, 1 / time since the last turn, as in the equation;
     ``turns``, the share that comes back after so many turns, over that time, as in the paper's text."""
     copies: str = PAYING
-    """``paying``, or ``all``, as published: everything is stored before it is lost, suspended requests at once, and
-    whatever the host holds is loaded, within the step that computes the request."""
+    """``paying``, or ``all``, as published: everything is stored before it is lost, suspended requests at once,
+    whatever the host holds is loaded, within the step that computes the request, and leading ends go first."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({Need.TIER_FOR_CONVERSATIONS})
 
@@ -62,13 +82,10 @@ class Retention(Residency):
         """Options of the KV tier that this policy wants where the user leaves them open."""
         return {
             "bits": self.tier_bits,
-            "policy": LEADING,
             "returns": self.returns,
             "store": AUTO,
-            "load": AUTO if self.copies == PAYING else IN_STEP,
             "copies": self.copies,
-            "gaps": FUSED,
-            "prompt_only": AUTO if self.copies == PAYING else False,
+            **(_OURS if self.copies == PAYING else _PUBLISHED),
         }
 
     def on_preempt(self, request: RequestView, cost: PreemptionCost) -> KvDisposition:
@@ -98,7 +115,7 @@ class RetentionWithSwaps(EstimatedWait, Retention):
     @property
     def tier_options(self) -> dict[str, Any]:
         """Options of the KV tier that this policy wants where the user leaves them open."""
-        return Retention.tier_options.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return {**Retention.tier_options.fget(self), "gib": 0.0}  # type: ignore[attr-defined]
 
 
 Retention.joined = {EstimatedWait: RetentionWithSwaps}
@@ -110,13 +127,13 @@ ROWS = (
         name="pensieve",
         residency=Retention,
         paper=_PAPER,
-        summary="conversations keep their KV between turns, and compute again what was dropped in front of it",
+        summary="conversations keep their KV between turns, on the device and in host memory",
     ),
     System(
         name="pensieve-published",
         residency=Retention,
         parameters={"residency": {"reserve": 0.1, "tier_bits": 16, "returns": BY_AGE, "copies": ALL}},
         paper=_PAPER,
-        summary="pensieve as published: stores and loads whatever it costs, and goes by equation 3.4, Cost / T",
+        summary="pensieve as published: leading ends are dropped and computed again, whatever copies cost",
     ),
 )

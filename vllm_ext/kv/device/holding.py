@@ -54,17 +54,11 @@ class RecordHolding:
         self.place = DevicePlace(
             self.records, measured(geometry, spec.block_size, spec.dtype, on_cpu=on_cpu, unpacks=self._unpacks)
         )
-        self._tell_gaps()
 
     def price(self, bytes_per_s: float) -> None:
         """Say how many bytes per second the device's memory moves, where that can't be measured here."""
         size = self._engine.block_size
         self.place.prices = RecordPrices.by_bandwidth(self._geometry, size, bytes_per_s, unpacks=self._unpacks)
-        self._tell_gaps()
-
-    def _tell_gaps(self) -> None:
-        if self._gaps is not None:
-            self._gaps.int8_s_per_block = self.place.prices.stay_s(self._engine.block_size, 1)
 
     def _spare_blocks(self) -> int:
         """Return the free blocks that neither who runs, nor who is admitted next, is expected to need soon."""

@@ -2,8 +2,7 @@
 
 vLLM's lookup ends at the first block that is missing. Here it goes on: what lies behind a gap is kept, the gap is
 computed again together with the new prompt, in one forward pass (Pensieve, section 4.4). The number of computed tokens
-that vLLM is told is virtual, see `kv.gaps.layout`; the workers are told where the tokens of a step really lie. Where
-they can't make use of that, gaps are computed one after the other, see `kv.gaps.phases`.
+that vLLM is told is virtual, see `kv.gaps.layout`; the workers are told where the tokens of a step really lie.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.config.kv_tier import OFF, PHASED
 from vllm_ext.kv.free_queue import RetentionQueue
-from vllm_ext.kv.gaps.layout import ATTRIBUTE, PHASES
+from vllm_ext.kv.gaps.layout import ATTRIBUTE
 from vllm_ext.kv.gaps.manager import GapManager, can_have_gaps
-from vllm_ext.kv.gaps.phases import send_positions
 from vllm_ext.kv.gaps.search import GapSearch
-from vllm_ext.kv.gaps.support import gaps_mode
+from vllm_ext.kv.gaps.support import crosses_gaps
 from vllm_ext.kv.keeping.worth import LINEAR_TOKENS
 from vllm_ext.kv.options import keep_from_the_front
 
@@ -33,18 +30,18 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.vllm_ext.gaps")
 
 
-def possible_mode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return what is done about gaps, ``off`` where the model's layers keep too little; what keeps KV is told then."""
-    mode = gaps_mode(vllm_config)
-    if mode == OFF or can_have_gaps(kv_cache_config):
-        return mode
+def can_cross(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Return whether gaps are crossed: not where the model's layers keep too little; what keeps KV is told then."""
+    wanted = crosses_gaps(vllm_config)
+    if not wanted or can_have_gaps(kv_cache_config):
+        return wanted
     logger.warning(
         "conversations are computed again from their first missing block on: not all layers of this model keep the KV "
         "of all tokens"
     )
     if vllm_config.kv_transfer_config is not None:
         keep_from_the_front(vllm_config.kv_transfer_config)
-    return OFF
+    return False
 
 
 class GapCrossing:
@@ -55,23 +52,21 @@ class GapCrossing:
         anybody: Whether anybody has gaps now.
     """
 
-    def __init__(self, engine: Scheduler, mode: str, *, clock: Callable[[], float], told: Callable[[], None]) -> None:
+    def __init__(self, engine: Scheduler, *, clock: Callable[[], float], told: Callable[[], None]) -> None:
         """Take vLLM's scheduler, with the block manager of `with_gap_manager`.
 
         Args:
             engine: The scheduler.
-            mode: ``fused`` or ``phased``.
             clock: Returns the time, in seconds.
             told: Called when `anybody` changes.
         """
         (manager,) = engine.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, GapManager)
-        self._engine, self._told, self._in_phases = engine, told, mode == PHASED
+        self._engine, self._told = engine, told
         self.anybody = False
         manager.told = self._mind
         self.search = GapSearch(manager, lambda new, context: new * (1.0 + context / LINEAR_TOKENS))
-        if not self._in_phases:
-            self.search.rows_left = self._rows_left
+        self.search.rows_left = self._rows_left
         RetentionQueue.serve(engine.kv_cache_manager.block_pool, clock, self.search.block_cost_s)
 
     def _mind(self, anybody: bool) -> None:
@@ -83,15 +78,11 @@ class GapCrossing:
         requests = self._engine.requests
         layouts = self.search.layouts(output, lambda req_id: requests[req_id].num_computed_tokens)
         if layouts:
-            setattr(output, PHASES if self._in_phases else ATTRIBUTE, layouts)
-        if self._in_phases and self.search.placements:
-            send_positions(output, self.search.placements, self._as_new if self._engine.use_v2_model_runner else None)
+            setattr(output, ATTRIBUTE, layouts)
 
     def chunk(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Return how many tokens of a request a step computes, of those that vLLM would give it."""
         req_id = request.request_id
-        if self._in_phases:
-            return self.search.room(req_id, num_computed_tokens, num_new_tokens)
         if request.status is not RequestStatus.RUNNING and self._rows_left(req_id) < 0:
             return 0  # it joins when gaps before it are computed
         if num_new_tokens == 1 and self.search.is_within(req_id, num_computed_tokens):
@@ -111,8 +102,3 @@ class GapCrossing:
         taken = self.search.extra_rows(lambda other: engine.requests[other].num_computed_tokens, without=req_id)
         rows: int = engine.scheduler_config.max_num_seqs - engine.get_request_counts()[0]
         return rows - 1 - taken
-
-    def _as_new(self, req_id: str) -> NewRequestData:
-        request = self._engine.requests[req_id]
-        blocks = self._engine.kv_cache_manager.get_block_ids(req_id)
-        return NewRequestData.from_request(request, blocks, list(request._all_token_ids))

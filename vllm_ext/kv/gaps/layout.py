@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 ATTRIBUTE = "vllm_ext_gaps"
 """Of a step's scheduler output: the layouts of its requests that are not beyond their gaps, by request."""
-PHASES = "vllm_ext_phases"
-"""The same, where workers need not know: what the step says of these requests is true as it stands."""
 
 
 class Span(NamedTuple):
@@ -117,7 +115,7 @@ class GapLayout:
 
 def layouts_of(output: Any) -> Mapping[str, GapLayout]:
     """Return the layouts that a step carries, whoever they are for."""
-    return getattr(output, ATTRIBUTE, None) or getattr(output, PHASES, None) or {}
+    return getattr(output, ATTRIBUTE, None) or {}
 
 
 def kept_ranges(kept_blocks: Sequence[tuple[int, int]], block_size: int) -> tuple[tuple[int, int], ...]:

@@ -38,14 +38,8 @@ class GapLoadingScheduler(StepLoadingScheduler):
     def cross_gaps(self, gaps: GapSearch) -> None:
         """Take who plans; chunks are found for it if loads within a step are possible at all."""
         self.gaps = gaps
-        gaps.uses_all = self.copies_all
         if self._engine is not None:
             gaps.host = self
-
-    @property
-    def load_s_per_block(self) -> float:
-        """Seconds to bring one of vLLM's blocks back."""
-        return self.prices.load_s(self.prices.chunk_tokens)
 
     def held_blocks(self, request: Request, numbers: Iterable[int]) -> set[int]:
         """Return which blocks of a request can be loaded now, of those with such numbers; changes nothing.

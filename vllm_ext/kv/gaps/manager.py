@@ -46,18 +46,11 @@ class Placement:
     num_missing: int = 0
     """Blocks of the gaps that are kept nowhere."""
     placed: bool = field(default=False, init=False)
-    sent_up_to: int | None = field(default=None, init=False)
-    """Position up to which workers were told to compute, where gaps are computed one after the other."""
 
     @property
     def num_blocks(self) -> int:
         """Blocks from the start of the sequence to the end of what is kept."""
         return self.runs[-1].end
-
-    @property
-    def is_passed(self) -> bool:
-        """Whether workers were told of tokens behind all that is kept."""
-        return self.sent_up_to is not None and self.sent_up_to > self.layout.end
 
     def front(self, index: int) -> int:
         """Return how many tokens from the first on have their KV once those before a virtual index are computed."""

@@ -7,9 +7,8 @@ and what is missing can be computed in one forward pass beside the new prompt (P
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 
@@ -18,8 +17,7 @@ class Place(Enum):
     """Where a block's KV is."""
 
     DEVICE = "device"
-    DEVICE_INT8 = "device-int8"
-    """In a record of 8 bits."""
+    """Also in a record of 8 bits."""
     HOST = "host"
     NOWHERE = "nowhere"
 
@@ -30,6 +28,9 @@ class Action(Enum):
     REUSE = "reuse"
     LOAD = "load"
     COMPUTE = "compute"
+
+
+_ACTIONS = {Place.DEVICE: Action.REUSE, Place.HOST: Action.LOAD, Place.NOWHERE: Action.COMPUTE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,121 +49,40 @@ class Run:
         return self.end - self.start
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds that the parts of a plan take.
+def plan(places: Sequence[Place], *, max_gaps: int) -> tuple[Run, ...]:
+    """Return what is done about the blocks of a prompt: all that is kept is used, as Pensieve has it.
 
-    Raises:
-        ValueError: a time is negative.
-    """
-
-    compute_s: Callable[[int, int], float]
-    """Of computing so many tokens after so many others; must grow with the latter, as attention does."""
-    load_s_per_block: float
-    """Of bringing one block back from the host."""
-    load_s: float = 0.0
-    """Of each run of blocks that is brought back, in addition."""
-    int8_s_per_block: float = 0.0
-    """Of reading a block in a record, beyond one in a block."""
-    gap_s: float = 0.0
-    """Of each gap, in addition: computed blocks before others that are reused or loaded."""
-
-    def __post_init__(self) -> None:
-        for field in ("load_s_per_block", "load_s", "int8_s_per_block", "gap_s"):
-            value = getattr(self, field)
-            if not value >= 0:
-                raise ValueError(f"{field}={value!r}: must be 0 or more seconds")
-
-    def block_s(self, place: Place) -> float:
-        """Return the seconds of using one block that is kept somewhere."""
-        return {Place.HOST: self.load_s_per_block, Place.DEVICE_INT8: self.int8_s_per_block}.get(place, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GapPlan:
-    """What is done about the blocks of a prompt, from its first on; what is behind them is computed."""
-
-    runs: tuple[Run, ...]
-    """Without gaps between them; two neighbours differ in what is done."""
-    cost_s: float
-
-    @property
-    def gaps(self) -> tuple[Run, ...]:
-        """Computed runs that reused or loaded ones follow, so that a request's queries are not one contiguous range."""
-        return tuple(run for run, _ in zip(self.runs, self.runs[1:], strict=False) if run.action is Action.COMPUTE)
-
-    def num_blocks(self, action: Action) -> int:
-        """How many blocks this is done about."""
-        return sum(run.num_blocks for run in self.runs if run.action is action)
-
-
-def plan(places: Sequence[Place], block_size: int, costs: Costs, *, max_gaps: int) -> GapPlan:
-    """Return the cheapest plan.
-
-    Computed blocks at the end are no gap: what follows them is computed too. Cost: a few operations per change of place
-    and allowed gap, and a bisection for each stretch on the host; of hundreds of blocks, that is some tens of steps.
+    A gap is a run of computed blocks before kept ones. Where there are more than are allowed, the shortest stretches of
+    kept blocks are computed again with the gaps around them. Runs of blocks that are kept and stand at the sequence's
+    start have no gap before them.
 
     Args:
         places: Of the prompt's whole blocks in order, without the one of its last token, which must be computed.
-        block_size: Tokens of a block.
-        costs: Of the parts.
         max_gaps: Gaps that may be left; 0: a plain prefix hit.
 
+    Returns:
+        Runs from the first block to the last one that is kept; neighbours differ in what is done.
+
     Raises:
-        ValueError: ``block_size`` or ``max_gaps`` is out of its range.
+        ValueError: ``max_gaps`` is negative.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size!r}: must be at least 1")
     if max_gaps < 0:
         raise ValueError(f"max_gaps={max_gaps!r}: must be 0 or more")
-    # By last action and gaps so far: cost and runs of the cheapest way through the blocks seen.
-    best: dict[tuple[Action | None, int], GapPlan] = {(None, 0): GapPlan(runs=(), cost_s=0.0)}
-    start = 0
-    for place, members in groupby(places):
-        end = start + len(list(members))
-        following: dict[tuple[Action | None, int], GapPlan] = {}
-        for (last, gaps), found in best.items():
-            for option in _options(place, start, end, block_size, costs):
-                state, grown = _append(last, gaps, found, option, block_size, costs)
-                if place is Place.DEVICE_INT8 and option[-1].action is Action.REUSE:
-                    grown = replace(grown, cost_s=grown.cost_s + option[-1].num_blocks * costs.int8_s_per_block)
-                if state[1] <= max_gaps and (state not in following or grown.cost_s < following[state].cost_s):
-                    following[state] = grown
-        best, start = following, end
-    return min(best.values(), key=lambda found: found.cost_s)
+    numbers = range(len(places))
+    stretches = [list(part) for kept, part in groupby(numbers, lambda n: places[n] is not Place.NOWHERE) if kept]
+    behind_gaps = [stretch for stretch in stretches if stretch[0]]
+    longest = sorted(behind_gaps, key=len, reverse=True)[:max_gaps]
+    used = {number for stretch in stretches if not stretch[0] or stretch in longest for number in stretch}
+    end = max(used, default=-1) + 1
+    actions = [_ACTIONS[places[number]] if number in used else Action.COMPUTE for number in range(end)]
+    runs, start = [], 0
+    for action, part in groupby(actions):
+        length = len(list(part))
+        runs.append(Run(action=action, start=start, end=start + length))
+        start += length
+    return tuple(runs)
 
 
-def _options(place: Place, start: int, end: int, block_size: int, costs: Costs) -> Iterable[tuple[Run, ...]]:
-    """Yield what may be done about blocks of one place: all in one way, or those behind the first ones in the other."""
-    yield (Run(action=Action.COMPUTE, start=start, end=end),)
-    if place is Place.NOWHERE:
-        return
-    action = Action.LOAD if place is Place.HOST else Action.REUSE
-    yield (Run(action=action, start=start, end=end),)
-    # A block takes longer to compute the more lies before it: from some block on, what is kept is quicker.
-    block_s = costs.block_s(place)
-    cut = bisect_left(range(start, end), True, key=lambda i: costs.compute_s(block_size, i * block_size) > block_s)
-    if 0 < cut < end - start:
-        middle = start + cut
-        yield (Run(action=Action.COMPUTE, start=start, end=middle), Run(action=action, start=middle, end=end))
-
-
-def _append(
-    last: Action | None, gaps: int, found: GapPlan, option: tuple[Run, ...], block_size: int, costs: Costs
-) -> tuple[tuple[Action | None, int], GapPlan]:
-    runs, cost_s = list(found.runs), found.cost_s
-    for run in option:
-        if run.action is Action.COMPUTE:
-            cost_s += costs.compute_s(run.num_blocks * block_size, run.start * block_size)
-        else:
-            if last is Action.COMPUTE:
-                gaps += 1
-                cost_s += costs.gap_s
-            if run.action is Action.LOAD:
-                cost_s += run.num_blocks * costs.load_s_per_block + (costs.load_s if last is not Action.LOAD else 0.0)
-        if runs and runs[-1].action is run.action:
-            runs[-1] = Run(action=run.action, start=runs[-1].start, end=run.end)
-        else:
-            runs.append(run)
-        last = run.action
-    return (last, gaps), GapPlan(runs=tuple(runs), cost_s=cost_s)
+def gaps_of(runs: Sequence[Run]) -> int:
+    """Return how many gaps a plan has, which ends with a kept block."""
+    return sum(run.action is Action.COMPUTE for run in runs)

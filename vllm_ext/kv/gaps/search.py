@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from vllm_ext.kv.gaps.layout import GapLayout, kept_ranges
 from vllm_ext.kv.gaps.manager import GapManager, Placement, Search
-from vllm_ext.kv.gaps.plan import Action, Costs, Place, Run, plan
+from vllm_ext.kv.gaps.plan import Action, Place, Run, gaps_of, plan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_GAP_S = 1e-4
-"""What a gap costs besides its tokens: one row more in the tables of the attention kernels."""
 _MAX_GAPS = 4
-UNSUPPORTED, CHEAPER, ROWS = "unsupported", "cheaper", "rows"
+UNSUPPORTED, ROWS = "unsupported", "rows"
 REFUSALS = {
     UNSUPPORTED: "the request's inputs are placed by more than a position, or it asked not to read what is kept",
-    CHEAPER: "computing all of it again is quicker than what is kept would save",
     ROWS: "each gap takes a row more in the attention kernels' tables, which hold --max-num-seqs rows",
 }
 """Why nothing behind a prefix hit is looked for, or used."""
@@ -31,11 +28,6 @@ _TRIES = 16
 
 class HostChunks(Protocol):
     """Chunks in host memory that can be brought back into the middle of a sequence."""
-
-    @property
-    def load_s_per_block(self) -> float:
-        """Seconds to bring one of vLLM's blocks back."""
-        ...
 
     def held_blocks(self, request: Request, numbers: Iterable[int]) -> set[int]:
         """Return which blocks of a request can be loaded now, of those with such numbers; changes nothing."""
@@ -53,7 +45,7 @@ class GapCounts:
     tokens_computed: int = 0
     """Tokens of gaps, which were computed again."""
     tokens_missing: int = 0
-    """Those of them that were kept nowhere; the others were, and computing them was cheaper."""
+    """Those of them that were kept nowhere; the others were, and would have made more gaps than a request may have."""
     requests_by_gaps: Counter[int] = field(default_factory=Counter)
     """How many requests were continued across so many gaps."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -92,10 +84,7 @@ class GapSearch:
 
     Attributes:
         host: Finds chunks in host memory, and brings them back; None: nothing is loaded behind gaps.
-        uses_all: Whether all that is kept is used, as if copies and gaps took no time: what is kept is computed again
-            only where there are more gaps than a request may have.
         compute_s: Seconds to compute so many tokens after so many others.
-        int8_s_per_block: Seconds to attend to a block in a record, beyond one in a block.
         rows_left: Returns how many rows of attention a step has left that also computes a request, of this id.
         counts: What became of them.
     """
@@ -104,8 +93,6 @@ class GapSearch:
         """Take the block manager, and what tokens cost."""
         self._manager = manager
         self.host: HostChunks | None = None
-        self.uses_all = False
-        self.int8_s_per_block = 0.0
         self.compute_s = compute_s
         self.rows_left: Callable[[str], int] = lambda _: _MAX_GAPS
         self.counts = GapCounts()
@@ -166,19 +153,6 @@ class GapSearch:
         placed = ((r, p.layout) for r, p in self._manager.placements.items() if p.placed and r != without)
         return sum(layout.num_ahead(index) for r, layout in placed if (index := computed(r)) < layout.end)
 
-    def room(self, req_id: str, index: int, num_tokens: int) -> int:
-        """Return how many of so many tokens stand before the next kept range, from a virtual index on."""
-        placement = self._manager.placements.get(req_id)
-        if placement is None or index >= placement.layout.end:
-            return num_tokens
-        room = placement.layout.room(index)
-        return num_tokens if room is None else min(num_tokens, room)
-
-    @property
-    def placements(self) -> Mapping[str, Placement]:
-        """What is done about blocks, by request that has gaps, from its lookup until its blocks are given back."""
-        return self._manager.placements
-
     def placement(self, req_id: str) -> Placement | None:
         """Return what is done about a request's blocks, if it has gaps."""
         return self._manager.placements.get(req_id)
@@ -220,24 +194,15 @@ class GapSearch:
         end = max(kept) + 1
         places = [Place.DEVICE] * num_hit
         places += (kept[n][0] if n in kept else Place.NOWHERE for n in range(num_hit, end))
-        refusal = CHEAPER
-        free = Costs(compute_s=self.compute_s, load_s_per_block=0.0)
-        load_s = 0.0 if self.host is None else self.host.load_s_per_block
-        priced = replace(free, load_s_per_block=load_s, int8_s_per_block=self.int8_s_per_block, gap_s=_GAP_S)
-        costs = free if self.uses_all else priced
-        size = self._manager.block_size
-        wanted = plan(places, size, costs, max_gaps=_MAX_GAPS)
-        rows = max(0, self.rows_left(request.request_id)) if wanted.gaps else 0
-        if len(wanted.gaps) > rows:
-            wanted, refusal = plan(places, size, costs, max_gaps=rows), ROWS
-        runs = wanted.runs
-        while runs and runs[-1].action is Action.COMPUTE:
-            runs = runs[:-1]
+        runs = plan(places, max_gaps=_MAX_GAPS)
+        rows = max(0, self.rows_left(request.request_id)) if gaps_of(runs) else 0
+        refusal = ROWS if gaps_of(runs) > rows else None
+        if refusal:
+            runs = plan(places, max_gaps=rows)
         behind = tuple(run for run in runs if run.start >= num_hit)
-        if not behind or (num_hit and runs[0] != Run(action=Action.REUSE, start=0, end=num_hit)):
-            return refusal  # perhaps even of vLLM's hit, which is not for us to give up
-        if not any(run.action is Action.COMPUTE for run in behind):
-            return ROWS if refusal is ROWS else None  # no gap: vLLM's own way, and the connector's, does as well
+        if not gaps_of(behind):
+            return refusal  # no gap: vLLM's own way, and the connector's, does as well
+        size = self._manager.block_size
         used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
         reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
         missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))
@@ -251,10 +216,9 @@ class GapSearch:
         if not looks_for_all:  # what was nowhere is hardly anywhere now, and who waits is asked for in each step
             numbers = [number for number in search.numbers if number in numbers]
         kept: dict[int, tuple[Place, Any]] = {}
-        first_record = self._manager.block_pool.num_gpu_blocks
         for number in numbers:
             if (found := lookup(hashes[number], [0])) is not None:
-                kept[number] = (Place.DEVICE_INT8 if found[0].block_id >= first_record else Place.DEVICE, found[0])
+                kept[number] = (Place.DEVICE, found[0])
         if self.host is not None:
             for number in self.host.held_blocks(request, (n for n in numbers if n not in kept)):
                 kept[number] = (Place.HOST, None)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ext.config import KEY
-from vllm_ext.config.kv_tier import FUSED, OFF, PHASED
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -14,33 +11,17 @@ WORKERS = {False: "vllm_ext.kv.gaps.worker.GapWorker", True: "vllm_ext.kv.gaps.w
 """By whether the runner is vLLM's V2: what tells workers to compute across gaps, and a scheduler that they do."""
 GROUPS = {False: ("kv-gaps", "kv-gaps-fused", "kv-gaps-v1"), True: ("kv-gaps", "kv-gaps-fused", "kv-gaps-v2")}
 """The hooks of these."""
-PHASE_GROUPS = {False: ("kv-gaps", "kv-phases-v1"), True: ("kv-gaps", "kv-phases-v2")}
-"""What is relied on where gaps are computed in steps of their own: nothing is patched."""
 
 
-def gaps_mode(vllm_config: VllmConfig) -> str:
-    """Return what is done about gaps in an engine: ``fused`` where its workers were told, ``phased`` or ``off``."""
-    if vllm_config.parallel_config.worker_extension_cls in WORKERS.values():
-        return FUSED
-    options = (vllm_config.additional_config or {}).get(KEY) or {}
-    return PHASED if (options.get("kv_tier") or {}).get("gaps") == PHASED else OFF
+def crosses_gaps(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine's workers were told to compute across gaps."""
+    return vllm_config.parallel_config.worker_extension_cls in WORKERS.values()
 
 
 def obstacle(vllm_config: VllmConfig) -> str | None:
-    """Return what keeps an engine from computing gaps in one step with what follows; None: nothing that is known."""
-    parallel = vllm_config.parallel_config
-    full_graphs = vllm_config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL"
-    found = {
-        "dual batch overlap splits batches by row": parallel.use_ubatching,
-        "full CUDA graphs of mixed batches are replayed with rows of their own": full_graphs,
-        "another --worker-extension-cls was given": parallel.worker_extension_cls not in ("", *WORKERS.values()),
-    }
-    return obstacle_to_phases(vllm_config) or next((reason for reason, is_so in found.items() if is_so), None)
-
-
-def obstacle_to_phases(vllm_config: VllmConfig) -> str | None:
-    """Return what keeps an engine from computing gaps at all; None: nothing that is known before it starts."""
+    """Return what keeps an engine from computing across gaps; None: nothing that is known before it starts."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    full_graphs = vllm_config.compilation_config.cudagraph_mode.mixed_mode().name == "FULL"
     multimodal = model.multimodal_config is not None and not model.multimodal_config.language_model_only
     context_parallel = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
     found = {
@@ -52,5 +33,8 @@ def obstacle_to_phases(vllm_config: VllmConfig) -> str | None:
         "context parallelism splits sequences by position": context_parallel,
         "pipeline parallelism was not tried": parallel.pipeline_parallel_size > 1,
         "hashes are finer than blocks": vllm_config.cache_config.prefix_match_unit is not None,
+        "dual batch overlap splits batches by row": parallel.use_ubatching,
+        "full CUDA graphs of mixed batches are replayed with rows of their own": full_graphs,
+        "another --worker-extension-cls was given": parallel.worker_extension_cls not in ("", *WORKERS.values()),
     }
     return next((reason for reason, is_so in found.items() if is_so), None)
