@@ -132,7 +132,7 @@ def test_all_rows_share_the_device_and_all_tiers_their_bytes(tmp_path: Path) -> 
     kernels = {name: found[name]["additional_config"]["vllm_ext"].get("attention") for name in tiers}
     assert {name for name, kernel in kernels.items() if kernel == {"kernel": "own"}} == on_device | {beside}
     without_host = {"records", "pensieve-records", beside}
-    assert {name: tier.gib for name, tier in tiers.items() if name in without_host} == dict.fromkeys(without_host, 0.0)
+    assert {name: tier.gib for name, tier in tiers.items() if name in without_host} == dict.fromkeys(without_host)
     assert {tier.gib for name, tier in tiers.items() if name not in without_host} == {0.25}
     upstream = {name: own["enable_prefix_caching"] for name, own in found.items() if "scheduler_cls" not in own}
     assert upstream == {"stateless": False, "prefix-cache": True}

@@ -89,7 +89,8 @@ def test_parts_of_tokens_are_no_tokens() -> None:
     """16 tokens whose bytes are there, one byte further on."""
     left = ending([OffloadKey(b"k")], 1, [0x01010101] * 17 + [STOP])
     assert left is not None
-    book, conversation = Endings(), Conversation(1, None, "")
+    book: Endings[Conversation] = Endings()
+    conversation = Conversation(1, None, "")
     book.add(conversation, left)
     shifted = array("i", b"\0" + b"\1" * 64 + b"\0\0\0").tolist()
     assert book.find([OffloadKey(b"k")], shifted) is None
@@ -98,7 +99,8 @@ def test_parts_of_tokens_are_no_tokens() -> None:
 
 def test_what_is_remembered_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "_MOST_ALIKE", 4)
-    book, prompt = Endings(), keys(list(range(3 * CHUNK)))
+    book: Endings[Conversation] = Endings()
+    prompt = keys(list(range(3 * CHUNK)))
     made = [Conversation(number, None, "") for number in range(10)]
     for number, conversation in enumerate(made):
         left = ending(prompt, 3 * CHUNK, [*range(100 * number, 100 * number + 30), STOP])

@@ -61,7 +61,7 @@ GAPS = {
     "tokens_computed": 96,
     "tokens_missing": 80,
     "requests_by_gaps": {"1": 1, "2": 1},
-    "refused": {"cheaper": 4},
+    "refused": {"rows": 4},
 }
 
 
@@ -299,5 +299,5 @@ def test_totals_of_gaps_become_increments_and_there_are_none_where_gaps_are_not_
     assert [read("_requests_total", gaps=gaps) for gaps in ("1", "2")] == [4, 1]
     assert read("_total") == 3
     assert [read("_tokens_total", source=source) for source in ("device", "host", "computed")] == [64, 33, 96]
-    assert [read("_computed_tokens_total", reason=reason) for reason in ("missing", "cheaper")] == [80, 16]
-    assert read("_refused_total", reason="cheaper") == 4
+    assert [read("_computed_tokens_total", reason=reason) for reason in ("missing", "rows")] == [80, 16]
+    assert read("_refused_total", reason="rows") == 4

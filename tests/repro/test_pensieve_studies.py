@@ -53,12 +53,12 @@ def test_policies_differ_in_what_they_evict_alone() -> None:
         "tail",
         "retention",
         "leading",
-        "leading",
+        "retention",
     ]
     *others, by_turns, ours = tiers
     assert all(tier == others[0] for tier in others)
     assert by_turns == others[0] | {"returns": "turns"}
-    assert ours == others[0] | {"load": "auto", "copies": "paying", "prompt_only": "auto"}
+    assert ours == others[0] | {"load": "auto", "copies": "paying", "prompt_only": "auto", "gaps": "off"}
     assert (others[0]["gaps"], others[0]["store"], others[0]["load"]) == ("fused", "auto", "in-step")
 
 

@@ -188,4 +188,6 @@ class KvTierConfig(Options):
         """
         # Only what was stored is found on disk after a restart, and what the device holds goes with the server.
         defaults = {**_DEFAULTS, "store": EARLY} if self.disk_dir else _DEFAULTS
+        if self.device_int8_share:  # beside which there is no host memory
+            wanted = {**wanted, "gib": 0.0}
         return self.changed(**{n: wanted.get(n, defaults[n]) for n in defaults if getattr(self, n) is None})

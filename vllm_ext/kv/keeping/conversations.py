@@ -145,7 +145,7 @@ class ConversationBook:
         self._pages: Pages[Conversation] = Pages()
         self._by_tail: dict[OffloadKey, Conversation] = {}
         """The anonymous ones."""
-        self._endings = Endings()
+        self._endings: Endings[Conversation] = Endings()
         """Theirs."""
         self._expiry: list[tuple[float, int, Conversation]] = []
         self._numbers = 0

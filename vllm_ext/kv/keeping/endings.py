@@ -9,12 +9,12 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
-    from vllm_ext.kv.keeping.conversations import Conversation
+Conversation = TypeVar("Conversation")
 
 _MOST_TOKENS, _LEAST_TOKENS = 16, 8
 """Of an answer's end that are looked for. Fewer would be said by others, too; more may come back as other tokens."""
@@ -47,7 +47,7 @@ def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[in
     return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, _bytes(said))
 
 
-class Endings:
+class Endings(Generic[Conversation]):
     """The last turns of conversations without a name."""
 
     def __init__(self) -> None:
