@@ -30,7 +30,7 @@ HOOKS = (
         remove_when="the CPU's platform honours --attention-backend",
         leave_out="attention.kernel",
         optional=True,
-        verified={"0.32.0": "c91e17aa8a7a5fad"},
+        only=("0.32.0",),
         replacement=_get_attn_backend_cls,
     ),
 )

@@ -73,11 +73,6 @@ HOOKS = (
         why="general plugins can't register command-line arguments",
         breaks_without="--ext-* flags are unknown; --additional-config still works",
         remove_when="a general plugin can register arguments",
-        verified={
-            "0.31.0": "3a96fe4a313de2fd",
-            "0.32.0": "aac69939b5957b28",
-            "0.33.0": "d206cf1386fbb08f",
-        },
         replacement=_add_cli_args,
     ),
 )

@@ -36,11 +36,6 @@ HOOKS = (
         why="EngineArgs drops parsed arguments it has no field for",
         breaks_without="--ext-* flags have no effect",
         remove_when="a general plugin can register arguments",
-        verified={
-            "0.31.0": "7110d2a18c3370e0",
-            "0.32.0": "7110d2a18c3370e0",
-            "0.33.0": "7110d2a18c3370e0",
-        },
         replacement=_from_cli_args,
     ),
 )

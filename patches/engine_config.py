@@ -391,11 +391,6 @@ HOOKS = (
         why="names of systems and our options must be checked where the user sees it, not in the engine core",
         breaks_without="--scheduler-cls NAME is an unknown class",
         remove_when="vLLM resolves names of scheduler plugins and validates plugin options at start",
-        verified={
-            "0.31.0": "ef49ffb8c104f0a8",
-            "0.32.0": "f8c65bf282b8debd",
-            "0.33.0": "ac940debee640002",
-        },
         replacement=_create_engine_config,
     ),
 )

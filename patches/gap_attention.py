@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_ext.kv.gaps.rows import Rows, split_rows
-from vllm_ext.patches.gap_hooks import gap_patch
+from vllm_ext.patches.gap_hooks import FUSED
 
 _building: Rows | None = None
 """The rows of the step whose metadata are being built; a worker builds those of one step at a time."""
@@ -39,10 +39,9 @@ def _build_metadata(
 
 
 HOOKS = (
-    gap_patch(
+    FUSED.patch(
         "vllm.v1.worker.utils:AttentionGroup.build_metadata",
         "hands the rows of a batch to any attention backend",
         _build_metadata,
-        "b20996d98411222c",
     ),
 )

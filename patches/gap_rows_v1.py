@@ -13,7 +13,7 @@ from typing import Any
 from vllm_ext.kv.gaps.layout import ATTRIBUTE
 from vllm_ext.kv.gaps.rows import Rows, place_queries
 from vllm_ext.patches.gap_attention import splitting
-from vllm_ext.patches.gap_hooks import gap_patch
+from vllm_ext.patches.gap_hooks import FUSED
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _STEP = "_vllm_ext_gaps"
@@ -56,23 +56,19 @@ def _build_attention_metadata(original: Callable[..., Any], self: Any, *args: An
 
 
 HOOKS = (
-    gap_patch(
+    FUSED.patch(
         f"{_RUNNER}._prepare_inputs",
         "is the first that is told of a step",
         _prepare_inputs,
-        "3d85c8a365d2e83f",
     ),
-    gap_patch(
+    FUSED.patch(
         f"{_RUNNER}._get_cumsum_and_arange",
         "makes the indices from which tokens, positions and the places of their KV follow",
         _get_cumsum_and_arange,
-        "9702e88d417ac253",
     ),
-    gap_patch(
+    FUSED.patch(
         f"{_RUNNER}._build_attention_metadata",
         "knows whose metadata are built; a dummy run's must not be changed",
         _build_attention_metadata,
-        "871b29ad1c58f27f",
-        "26d00b7aa64dfaf2",
     ),
 )

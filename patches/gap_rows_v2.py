@@ -14,7 +14,7 @@ from typing import Any
 from vllm_ext.kv.gaps.layout import ATTRIBUTE
 from vllm_ext.kv.gaps.rows import place_on_device
 from vllm_ext.patches.gap_attention import splitting
-from vllm_ext.patches.gap_hooks import gap_patch
+from vllm_ext.patches.gap_hooks import FUSED
 
 _ROWS = "_vllm_ext_rows"
 
@@ -36,18 +36,14 @@ def _prepare_attn(original: Callable[..., Any], self: Any, input_batch: Any, *ar
 
 
 HOOKS = (
-    gap_patch(
+    FUSED.patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs",
         "makes tokens and positions, from which the places of their KV follow",
         _prepare_inputs,
-        "5a81ab2f9c7d1e1b",
-        "784a71ced3dfc30d",
     ),
-    gap_patch(
+    FUSED.patch(
         "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
         "knows for which batch metadata are built",
         _prepare_attn,
-        "73d65f8be5f95311",
-        "f30356a4ddd55ec8",
     ),
 )

@@ -17,7 +17,6 @@ from typing import Any
 
 from vllm_ext import hints
 from vllm_ext.hooks.patch import Patch
-from vllm_ext.hooks.versions import SUPPORTED
 from vllm_ext.patches.additional_config import options_of, takes_turns_by_key
 from vllm_ext.patches.input_hints import refusal
 from vllm_ext.predictor import chat_messages
@@ -102,14 +101,13 @@ async def _raise(error: Exception) -> None:
     raise error
 
 
-def _patch(target: str, fingerprint: str) -> Patch:
+def _patch(target: str) -> Patch:
     return Patch(
         target=target,
         feature="hints",
         why="headers and extra body fields of a request reach nothing that a plugin can see",
         breaks_without="hints in headers and nvext are ignored",
         remove_when="headers or extra body fields reach SamplingParams.extra_args",
-        verified=dict.fromkeys(SUPPORTED, fingerprint),
         replacement=_create,
     )
 
@@ -117,7 +115,7 @@ def _patch(target: str, fingerprint: str) -> Patch:
 _HANDLERS = "vllm.entrypoints.openai"
 
 HOOKS = (
-    _patch(f"{_HANDLERS}.completion.serving:OpenAIServingCompletion.create_completion", "07243092e90dbe97"),
-    _patch(f"{_HANDLERS}.chat_completion.serving:OpenAIServingChat.create_chat_completion", "c26d4be269c2feb8"),
-    _patch(f"{_HANDLERS}.responses.serving:OpenAIServingResponses.create_responses", "9a5c17cac3631487"),
+    _patch(f"{_HANDLERS}.completion.serving:OpenAIServingCompletion.create_completion"),
+    _patch(f"{_HANDLERS}.chat_completion.serving:OpenAIServingChat.create_chat_completion"),
+    _patch(f"{_HANDLERS}.responses.serving:OpenAIServingResponses.create_responses"),
 )

@@ -56,11 +56,6 @@ HOOKS = (
         why="no seam sees every request in the front end on both of vLLM's model runners",
         breaks_without="malformed hints of offline requests are ignored instead of refused",
         remove_when="a plugin can validate requests",
-        verified={
-            "0.31.0": "2a90414d702472b4",
-            "0.32.0": "8e97b0e56c20cca6",
-            "0.33.0": "8e97b0e56c20cca6",
-        },
         replacement=_process_inputs,
     ),
 )

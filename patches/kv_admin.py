@@ -35,7 +35,6 @@ HOOKS = (
         why="endpoint plugins are loaded only if VLLM_PLUGINS names them, which switches off all others",
         breaks_without="conversations in the KV tier can't be listed or dropped over HTTP",
         remove_when="a plugin that an option of its own asks for need not be named in VLLM_PLUGINS",
-        verified=dict.fromkeys(("0.31.0", "0.32.0", "0.33.0"), "ef0c4a390c0388dd"),
         replacement=_load_endpoint_plugins,
         leave_out="--kv-tier-admin",
         optional=True,

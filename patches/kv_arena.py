@@ -17,10 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.config.errors import KEY
-from vllm_ext.hooks.patch import Patch, Reliance
+from vllm_ext.hooks.feature import Feature
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
-_VERSIONS = ("0.32.0",)
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _POOL = "vllm.v1.core.block_pool:BlockPool"
 
@@ -46,46 +45,31 @@ def _get_kv_cache_configs(original: Callable[..., Any], vllm_config: Any, *args:
     return divided
 
 
-def _facts(why: str, fingerprint: str) -> dict[str, Any]:
-    return {
-        "why": why,
-        "feature": "KV in 8 bits on the device",
-        "breaks_without": "what is evicted on the device is dropped, or goes to host memory",
-        "remove_when": "vLLM lets a scheduler or an attention backend keep a part of the KV memory",
-        "leave_out": "kv_tier.device_int8_share",
-        "optional": True,
-        "verified": dict.fromkeys(_VERSIONS, fingerprint),
-    }
-
-
+FEATURE = Feature(
+    name="KV in 8 bits on the device",
+    breaks_without="what is evicted on the device is dropped, or goes to host memory",
+    remove_when="vLLM lets a scheduler or an attention backend keep a part of the KV memory",
+    leave_out="kv_tier.device_int8_share",
+    optional=True,
+    only=("0.32.0",),
+)
+OVERRIDING = ("vllm_ext.kv.device.manager:RecordManager",)
 HOOKS = (
-    Patch(
-        target="vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
+    FEATURE.patch(
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
+        "says how many blocks the memory of each worker is divided into",
+        _get_kv_cache_configs,
         also_rebind=("vllm.v1.engine.core:get_kv_cache_configs",),
-        replacement=_get_kv_cache_configs,
-        **_facts("says how many blocks the memory of each worker is divided into", "4988dc18e3c7316b"),
     ),
-    Reliance(
-        target=f"{_POOL}.get_new_blocks", **_facts("evicts what the blocks hold that it gives away", "4fd973f686102289")
-    ),
-    Reliance(
-        target=f"{_POOL}._maybe_evict_cached_block",
-        **_facts("is called for each of them, and is where a block moves into a record", "a26b2091cc4164db"),
-    ),
-    Reliance(
-        target=f"{_POOL}.move_block_hashes",
-        **_facts("lets vLLM find a record where it found the block", "e619b9c1b372e697"),
-    ),
-    Reliance(
-        target=f"{_POOL}.reset_prefix_cache",
-        **_facts("forgets what all blocks hold, records among them", "416aaccb4b5016c6"),
-    ),
-    Reliance(
-        target=f"{_MANAGER}._apply_cow",
-        **_facts("copies a partly filled block for a request; a copy from a record becomes a move", "9e1789ea53781ef6"),
-    ),
-    Reliance(
-        target="vllm.v1.kv_cache_interface:create_kv_cache_views",
-        **_facts("lays out layers and blocks by the strides of the configuration", "3b010669e321153c"),
+    *FEATURE.relies(
+        {
+            f"{_POOL}.get_new_blocks": "evicts what the blocks hold that it gives away",
+            f"{_POOL}._maybe_evict_cached_block": "is called for each of them; there a block moves into a record",
+            f"{_POOL}.move_block_hashes": "lets vLLM find a record where it found the block",
+            f"{_POOL}.reset_prefix_cache": "forgets what all blocks hold, records among them",
+            f"{_MANAGER}._apply_cow": "copies a partly filled block for a request; a copy from a record becomes a move",
+            "vllm.v1.kv_cache_interface:create_kv_cache_views": "lays out layers and blocks by the strides of the "
+            "configuration",
+        }
     ),
 )

@@ -34,7 +34,7 @@ HOOKS = (
         remove_when="a worker extension is told of steps",
         leave_out="kv_tier.device_int8_share",
         optional=True,
-        verified={"0.32.0": "532aefe001b69b90+decorate_context"},
+        only=("0.32.0",),
         replacement=_execute_model,
     ),
 )

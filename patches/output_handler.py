@@ -38,11 +38,6 @@ HOOKS = (
         why="no plugin is told when the front end's event loop runs, or gets its engine client unasked",
         breaks_without="no vllm_ext:* metrics, no request log, and no predictions from prompts",
         remove_when="a plugin is told that the front end is ready",
-        verified={
-            "0.31.0": "a77175de0d81970e",
-            "0.32.0": "87aa85f9cb8507a7",
-            "0.33.0": "face7b8a887e609a",
-        },
         replacement=_run_output_handler,
         leave_out="metrics and predictions with --ext-metrics-interval-s 0 --ext-prediction-sources hint,history",
     ),

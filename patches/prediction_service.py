@@ -20,7 +20,6 @@ from typing import Any
 from vllm_ext import hints
 from vllm_ext.hooks.guard import Guard
 from vllm_ext.hooks.patch import Hook, Patch
-from vllm_ext.hooks.versions import SUPPORTED
 
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.predictor"),
@@ -89,14 +88,13 @@ def _step(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     return result
 
 
-def _patch(target: str, why: str, replacement: Callable[..., Any], *fingerprints: str) -> Patch:
+def _patch(target: str, why: str, replacement: Callable[..., Any]) -> Patch:
     return Patch(
         target=target,
         feature="prediction",
         why=why,
         breaks_without="output lengths are predicted from hints and history only",
         remove_when="a front-end plugin sees requests with their text, and can speak to the scheduler",
-        verified=dict(zip(SUPPORTED, fingerprints, strict=True)),
         replacement=replacement,
         leave_out="retrieval from --ext-prediction-sources",
     )
@@ -109,40 +107,25 @@ HOOKS: tuple[Hook, ...] = (
         f"{_ENGINE}.output_processor:OutputProcessor.add_request",
         "the one place where every request passes with its text and its final id",
         _add_request,
-        "a398fae834750b67",
-        "a398fae834750b67",
-        "a398fae834750b67",
     ),
     _patch(
         f"{_ENGINE}.output_processor:OutputProcessor._update_stats_from_finished",
         "the one place where every request passes when it ends, stop strings included",
         _update_stats_from_finished,
-        "079720ea588e8b47",
-        "079720ea588e8b47",
-        "079720ea588e8b47",
     ),
     _patch(
         f"{_ENGINE}.output_processor:OutputProcessor.abort_requests",
         "the one place where requests pass that their clients give up",
         _abort_requests,
-        "bac4bc6a6d9e74ca",
-        "bac4bc6a6d9e74ca",
-        "bac4bc6a6d9e74ca",
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.add_request",
         "offline, the service starts with the first request",
         _offline_add_request,
-        "6d65ad8afc945b93",
-        "44f23760def06df9",
-        "44f23760def06df9",
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.step",
         "offline, there is no event loop: answers are sent between steps",
         _step,
-        "6321ad9b21d9226b",
-        "765738bced688bf4",
-        "765738bced688bf4",
     ),
 )

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.hooks.patch import Hook, Patch, Reliance
-from vllm_ext.hooks.versions import SUPPORTED
 
 
 def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -25,14 +24,13 @@ def _init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     account_for(self)
 
 
-def _patch(target: str, *fingerprints: str) -> Patch:
+def _patch(target: str) -> Patch:
     return Patch(
         target=target,
         feature="objectives",
         why="no plugin is given the engine's front end, which sees requests and their tokens",
         breaks_without="no vllm_ext:slo_* metrics, no reports in usage, no load shedding",
         remove_when="a front-end plugin sees the outputs of requests",
-        verified=dict(zip(SUPPORTED, fingerprints, strict=True)),
         replacement=_init,
     )
 
@@ -42,15 +40,9 @@ _ENGINE = "vllm.v1.engine"
 HOOKS: tuple[Hook, ...] = (
     _patch(
         f"{_ENGINE}.async_llm:AsyncLLM.__init__",
-        "033daddd9c27df68",
-        "600db43f56b66f94",
-        "600db43f56b66f94",
     ),
     _patch(
         f"{_ENGINE}.llm_engine:LLMEngine.__init__",
-        "269c139f6dfd8c78",
-        "c7399de46d3ad2b5",
-        "c7399de46d3ad2b5",
     ),
     Reliance(
         target=f"{_ENGINE}.output_processor:RequestState.make_request_output",
@@ -58,10 +50,5 @@ HOOKS: tuple[Hook, ...] = (
         why="all tokens of a sequence, its end and its abort pass through it; replaced on requests with objectives",
         breaks_without="no vllm_ext:slo_* metrics, no reports in usage",
         remove_when="a front-end plugin sees the outputs of requests",
-        verified={
-            "0.31.0": "5ff12a1c3006228e",
-            "0.32.0": "376dde0babd98c5f",
-            "0.33.0": "5323d1e10af773c4",
-        },
     ),
 )

@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.hooks.patch import Patch
-from vllm_ext.hooks.versions import SUPPORTED
 
 if TYPE_CHECKING:
     from vllm_ext.slo.shedding import Refusal
@@ -77,7 +76,6 @@ HOOKS = (
         why="admission control is told neither the prompt's length nor the hints",
         breaks_without="requests queue although their objective can't be met",
         remove_when="admission control can be extended",
-        verified=dict.fromkeys(SUPPORTED, "87180477123d2169"),
         replacement=_log_inputs,
         leave_out="--ext-shed",
         optional=True,
@@ -88,7 +86,6 @@ HOOKS = (
         why="an exception's answer has no headers",
         breaks_without="refusals don't say when to try again",
         remove_when="refusals of admission control carry headers",
-        verified=dict.fromkeys(SUPPORTED, "0cc367bfb929e657"),
         replacement=_with_header,
         also_rebind=(
             f"{_SERVE}.exception_handling.handlers.vllm_error:exception_handler",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import headlines  # noqa: E402
 import readme_results  # noqa: E402
 import result_tables  # noqa: E402
 
+from vllm_ext.hooks import registry  # noqa: E402
 from vllm_ext.report import kept_result, provenance  # noqa: E402
 
 PAGES = readme_results.pages(ROOT)
@@ -47,25 +47,20 @@ def test_the_readme_has_at_most_130_lines() -> None:
 
 
 def versions(*features: str) -> set[str]:
-    """The versions of vLLM that all hooks of the features are verified with, as docs/patches.md lists them."""
-    verified = []
-    for hook in (ROOT / "docs" / "patches.md").read_text().split("\n## ")[1:]:
-        group = re.search(r"group `[^`]+`, for ([^\n]+)", hook)
-        with_vllm = re.search(r"verified with vLLM ([0-9., ]+)", hook)
-        if group and with_vllm and group[1] in features:
-            verified.append({version.removesuffix(".0") for version in with_vllm[1].split(", ")})
+    """The versions of vLLM that all hooks of the features are verified with; what is overridden may differ by them."""
+    verified = [
+        {version.removesuffix(".0") for version in hook.versions}
+        for hook in registry.hooks()
+        if hook.feature in features and hook.versions and not hook.why.startswith("is overridden")
+    ]
     return set.intersection(*verified)
 
 
 def test_supported_features_are_those_whose_hooks_are_verified() -> None:
     usual = ("flags", "scheduling", "hints", "objectives", "metrics and prediction", "prediction")
-    disk, gaps = "KV tier on disk", "gaps in kept KV"
-    columns = [versions(*usual), versions("KV tier"), versions("KV tier", disk), versions(gaps)]
-    fused = versions(gaps, f"{gaps} in one step")
-    expected = {}
-    for version in versions(*usual):
-        *cells, crosses = ["yes" if version in column else "no" for column in columns]
-        expected[version] = [*cells, crosses if version in fused or crosses == "no" else "in steps of their own"]
+    tier, disk, gaps = "KV tier", "KV tier on disk", ("gaps in kept KV", "gaps in kept KV in one step")
+    columns = [versions(*usual), versions(tier), versions(tier, disk), versions(*gaps)]
+    expected = {version: ["yes" if version in column else "no" for column in columns] for version in versions(*usual)}
     section = (ROOT / "README.md").read_text().split("## Supported")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
     assert {version: cells for version, *cells, _tested in rows[2:]} == expected

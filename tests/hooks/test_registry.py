@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.cli import patches as command
-from vllm_ext.hooks import errors, registry
+from vllm_ext.hooks import errors, registry, verified, versions
 from vllm_ext.hooks.errors import UpstreamChanged
+from vllm_ext.hooks.feature import overridable, target_of
 from vllm_ext.hooks.patch import Hook, Patch, Reliance, resolve_owner
+from vllm_ext.simulation.recorded import forced_length, recorder
 
 HOOKS = registry.hooks()
 ids = [hook.target.partition(":")[2] for hook in HOOKS]
@@ -28,8 +30,30 @@ def test_every_hook_says_why_it_exists(hook: Hook) -> None:
     assert all((hook.feature, hook.why, hook.breaks_without, hook.remove_when, hook.leave_out))
 
 
-def test_no_symbol_is_hooked_twice() -> None:
-    assert len({hook.target for hook in HOOKS}) == len(HOOKS)
+def test_no_symbol_is_changed_twice() -> None:
+    changed = [hook.target for hook in HOOKS if not isinstance(hook, Reliance)]
+    assert len(set(changed)) == len(changed)
+
+
+def test_what_our_classes_override_is_relied_upon() -> None:
+    """A method of an abstract class, one that only vLLM's newest has, and one that a class below ours overrides."""
+    relied = {hook.target for hook in registry.group("kv-tier")}
+    offloading = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+    assert "vllm.v1.kv_offload.base:OffloadingWorker.submit_store" in relied
+    assert f"{offloading}.scheduler:OffloadingConnectorScheduler.update_state_after_alloc" in relied
+    assert not any("__repr__" in target for target in relied), "made up by dataclasses"
+    newest = verified.of_version(versions.SUPPORTED[-1])
+    assert "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.config_info_keys" in newest
+
+
+@pytest.mark.parametrize("version", versions.SUPPORTED)
+def test_the_file_of_a_version_names_what_is_relied_upon_and_nothing_else(version: str) -> None:
+    """If not: python -m vllm_ext.hooks --source SOURCE --write VERSION."""
+    wanted = {hook.target for hook in (*HOOKS, forced_length.PATCH, recorder.PATCH)}
+    known = set(verified.of_version(version))
+    wanted |= {target_of(base, name) for _, classes in registry.overriding() for one in classes
+               for name, bases in overridable(one) for base in bases}  # fmt: skip
+    assert known - wanted == set()
 
 
 @pytest.mark.parametrize("name", registry.GROUPS)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import installed_vllm
@@ -22,8 +23,10 @@ What is left is listed here. Nothing below has an effect until a system is chose
 `additional_config`; then every hook is compared with the code it was verified with, and a vLLM that differs is refused.
 
 A *patch* wraps a function and calls the original; an *addition* adds a function under our name; a *reliance* changes
-nothing: it insists that the code our scheduler builds on is what was read. *Verified* means that the code in
-that version was read and the hook is right for it; `vllm-ext patches --check` compares with the version installed.
+nothing: it insists that the code our scheduler builds on is what was read, as every method that a class of ours
+overrides. *Verified* means that the code in that version was read and the hook is right for it;
+`vllm-ext patches --check` compares with the version installed. The fingerprints of a version are in
+`vllm_ext/hooks/verified/VERSION.json`; `python -m vllm_ext.hooks --source SOURCE --write VERSION` writes them.
 """
 
 
@@ -67,21 +70,29 @@ def markdown() -> str:
     """Return the documentation page, made from the hooks alone."""
     parts = [_HEAD]
     for name in registry.GROUPS:
-        parts.extend(_section(hook, name) for hook in registry.group(name))
+        for _, hooks in groupby(registry.group(name), key=_facts):
+            parts.append(_section(name, list(hooks)))
     return "\n".join(parts)
 
 
-def _section(hook: Hook, group: str) -> str:
+def _facts(hook: Hook) -> tuple[str, ...]:
+    return hook.feature, hook.breaks_without, hook.remove_when, hook.leave_out
+
+
+def _section(group: str, hooks: Sequence[Hook]) -> str:
+    """Return the section of neighbours in a group that are for the same feature."""
+    feature, breaks_without, remove_when, leave_out = _facts(hooks[0])
     rows = [
-        f"## `{hook.target.partition(':')[2]}`\n",
-        f"- {hook.kind} of `{hook.target}`, group `{group}`, for {hook.feature}",
-        f"- why: {hook.why}",
-        f"- without it: {hook.breaks_without}",
-        f"- can go when {hook.remove_when}",
-        f"- to run without it, leave out {hook.leave_out}",
+        f"## {feature} (group `{group}`)\n",
+        f"- without it: {breaks_without}",
+        f"- can go when {remove_when}",
+        f"- to run without it, leave out {leave_out}\n",
+        "| | of `vllm.` | why | verified with vLLM |",
+        "|---|---|---|---|",
     ]
-    if hook.versions:
-        rows.append(f"- verified with vLLM {', '.join(hook.versions)}")
+    for hook in hooks:
+        target = hook.target.removeprefix("vllm.")
+        rows.append(f"| {hook.kind} | `{target}` | {hook.why} | {', '.join(hook.versions) or 'any'} |")
     return "\n".join(rows) + "\n"
 
 

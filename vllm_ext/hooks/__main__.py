@@ -1,20 +1,26 @@
-"""Print fingerprints of functions in sources, without importing them.
+"""Print fingerprints of functions in sources, without importing them, or write those of a version.
 
 ::
 
     python -m vllm_ext.hooks --source DIRECTORY_WHEEL_OR_SDIST TARGET...
     python -m vllm_ext.hooks --source vllm-0.33.0.whl --all
+    python -m vllm_ext.hooks --source vllm-0.33.0.whl --write 0.33.0
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vllm_ext.hooks.fingerprint import fingerprint_source, read_module
-from vllm_ext.hooks.registry import hooks
+from vllm_ext.files import replaced
+from vllm_ext.hooks import registry, verified
+from vllm_ext.hooks.feature import overridable, target_of
+from vllm_ext.hooks.fingerprint import fingerprint, fingerprint_source, read_module
+from vllm_ext.hooks.patch import Addition, Hook, resolve
+from vllm_ext.simulation.recorded import forced_length, recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,21 +28,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Print fingerprints of functions without importing them.")
     parser.add_argument("--source", type=Path, required=True, help="directory that holds vllm/, a wheel, or an sdist")
     parser.add_argument("--all", action="store_true", help="every hook of vllm-ext")
+    parser.add_argument("--write", metavar="VERSION", help="keep those of every hook as this version's, once read")
     parser.add_argument("target", nargs="*", help="package.module:Class.method or package.module:function")
     args = parser.parse_args(argv)
+    if args.write:
+        return _write(args.source, args.write)
     targets: list[str] = list(args.target)
     if args.all:
-        targets += [hook.target for hook in hooks()]
+        targets += [hook.target for hook in _hooks()]
     if not targets:
         parser.error("name a target, or give --all")
     for target in targets:
-        module, _, qualname = target.partition(":")
         try:
-            found = fingerprint_source(read_module(args.source, module), qualname)
+            found = _in_source(args.source, target)
         except LookupError as error:
             found = f"absent: {error}"
         print(f"{target}  {found}")
     return 0
+
+
+def _write(source: Path, version: str) -> int:
+    """Write the file of a version: what hooks name, and what our classes override in it."""
+    known, found = verified.of_version(version), {}
+    for hook in _hooks():
+        if isinstance(hook, Addition) or version not in (getattr(hook, "only", ()) or (version,)):
+            continue
+        try:
+            found[hook.target] = _in_source(source, hook.target) + _wrappers(hook)
+        except LookupError as error:  # a name that its module imports, or gone
+            print(f"{hook.target}  absent: {error}", file=sys.stderr)
+            found |= {hook.target: known[hook.target]} if hook.target in known else {}
+    found |= _overridden(source, version)
+    with replaced(Path(verified.__file__).with_name(f"{version}.json")) as file:
+        file.write(json.dumps(dict(sorted(found.items())), indent=1).encode() + b"\n")
+    print(f"{len(found)} functions of vLLM {version}")
+    return 0
+
+
+def _hooks() -> Iterator[Hook]:
+    yield from registry.hooks()
+    yield from (forced_length.PATCH, recorder.PATCH)
+
+
+def _overridden(source: Path, version: str) -> dict[str, str]:
+    """Return what our classes override in a source, which may have methods that the vLLM installed has not."""
+    found = {}
+    for feature, classes in registry.overriding():
+        for qualified in classes if version in (feature.only or (version,)) else ():
+            for name, bases in overridable(qualified):
+                for target in (target_of(base, name) for base in bases):
+                    try:
+                        found[target] = _in_source(source, target)
+                    except LookupError:
+                        continue
+                    break
+    return found
+
+
+def _in_source(source: Path, target: str) -> str:
+    module, _, qualname = target.partition(":")
+    return fingerprint_source(read_module(source, module), qualname)
+
+
+def _wrappers(hook: Hook) -> str:
+    """Return the names of the decorators of a function, as the vLLM installed has them."""
+    try:
+        _, plus, names = fingerprint(resolve(hook.target).function).partition("+")
+    except LookupError:
+        return ""
+    return plus + names
 
 
 if __name__ == "__main__":

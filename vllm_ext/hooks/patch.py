@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from vllm_ext.hooks.errors import UpstreamChanged, UpstreamMissing, installed_vllm
 from vllm_ext.hooks.fingerprint import fingerprint
+from vllm_ext.hooks.verified import of_target
 
 Undo = Callable[[], None]
 _PATCH = "_vllm_ext_patch"
@@ -88,15 +89,20 @@ class Hook:
 class _Verified(Hook):
     """A hook on a function whose body was read by us."""
 
-    verified: Mapping[str, str]
-    """vLLM version -> fingerprint of the upstream function."""
+    only: tuple[str, ...] = ()
+    """Versions of vLLM that it is for; empty: all that are supported."""
+
+    verified: Mapping[str, str] | None = None
+    """vLLM version -> fingerprint of the upstream function; None: as the files of the versions have it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "verified", MappingProxyType(dict(self.verified)))
+        known = of_target(self.target) if self.verified is None else self.verified
+        of_ours = {version: found for version, found in known.items() if version in (self.only or known)}
+        object.__setattr__(self, "verified", MappingProxyType(of_ours))
 
     @property
     def versions(self) -> tuple[str, ...]:
-        return tuple(self.verified)
+        return tuple(self.verified or ())
 
     def verify(self) -> str:
         self._check(self._resolve().function)
@@ -113,7 +119,7 @@ class _Verified(Hook):
             found = fingerprint(function, ignore=_is_ours)
         except LookupError as error:
             raise UpstreamChanged(f"{self.target} can't be checked: {error}; {self._remedy()}") from error
-        if found not in self.verified.values():
+        if found not in (self.verified or {}).values():
             raise UpstreamChanged(f"{self.target} is not the verified one (found {found}); {self._remedy()}")
 
 

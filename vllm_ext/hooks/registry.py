@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_ext.hooks.errors import HookError, UpstreamChanged, UpstreamMissing, installed_vllm
+from vllm_ext.hooks.feature import Feature
 from vllm_ext.hooks.fingerprint import forget_sources
 from vllm_ext.hooks.patch import Addition, Hook, Patch, Undo
 
@@ -32,7 +33,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "kv-records": ("kv_record_steps",),
     "attention-slot": ("attention_slot",),
 }
-"""Group -> modules of this package; each module lists its hooks in ``HOOKS``. Groups are applied all or nothing."""
+"""Group -> modules of `patches`; each lists its hooks in ``HOOKS``. What classes in its ``OVERRIDING`` override of
+vLLM's is relied upon besides, for its ``FEATURE``. Groups are applied all or nothing."""
 
 
 Status = Literal["verified", "changed", "missing", "not-checked"]
@@ -60,10 +62,20 @@ def group(name: str) -> tuple[Hook, ...]:
     """
     if name not in GROUPS:
         raise ValueError(f"group={name!r}: must be one of {', '.join(GROUPS)}")
-    found: list[Hook] = []
-    for module in GROUPS[name]:
-        found += importlib.import_module(f"vllm_ext.patches.{module}").HOOKS
-    return tuple(found)
+    modules = [importlib.import_module(f"vllm_ext.patches.{module}") for module in GROUPS[name]]
+    found = {hook.target: hook for module in modules for hook in module.HOOKS}
+    for module in modules:
+        for hook in module.FEATURE.overrides(module.OVERRIDING) if hasattr(module, "OVERRIDING") else ():
+            found.setdefault(hook.target, hook)
+    return tuple(found.values())
+
+
+def overriding() -> Iterator[tuple[Feature, tuple[str, ...]]]:
+    """Yield which classes of ours override methods of vLLM's, with the feature they are for."""
+    for names in GROUPS.values():
+        for module in (importlib.import_module(f"vllm_ext.patches.{name}") for name in names):
+            if hasattr(module, "OVERRIDING"):
+                yield module.FEATURE, module.OVERRIDING
 
 
 def hooks() -> tuple[Hook, ...]:
