@@ -13,7 +13,6 @@ from vllm_ext.hooks import errors, registry, verified, versions
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.hooks.feature import overridable, target_of
 from vllm_ext.hooks.patch import Hook, Patch, Reliance, resolve_owner
-from vllm_ext.simulation.recorded import forced_length, recorder
 
 HOOKS = registry.hooks()
 ids = [hook.target.partition(":")[2] for hook in HOOKS]
@@ -49,7 +48,7 @@ def test_what_our_classes_override_is_relied_upon() -> None:
 @pytest.mark.parametrize("version", versions.SUPPORTED)
 def test_the_file_of_a_version_names_what_is_relied_upon_and_nothing_else(version: str) -> None:
     """If not: python -m vllm_ext.hooks --source SOURCE --write VERSION."""
-    wanted = {hook.target for hook in (*HOOKS, forced_length.PATCH, recorder.PATCH)}
+    wanted = {hook.target for hook in HOOKS}
     known = set(verified.of_version(version))
     wanted |= {target_of(base, name) for _, classes in registry.overriding() for one in classes
                for name, bases in overridable(one) for base in bases}  # fmt: skip

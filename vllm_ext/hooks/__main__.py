@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ext.files import replaced
@@ -20,7 +20,6 @@ from vllm_ext.hooks import registry, verified
 from vllm_ext.hooks.feature import overridable, target_of
 from vllm_ext.hooks.fingerprint import fingerprint, fingerprint_source, read_module
 from vllm_ext.hooks.patch import Addition, Hook, resolve
-from vllm_ext.simulation.recorded import forced_length, recorder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _write(args.source, args.write)
     targets: list[str] = list(args.target)
     if args.all:
-        targets += [hook.target for hook in _hooks()]
+        targets += [hook.target for hook in registry.hooks()]
     if not targets:
         parser.error("name a target, or give --all")
     for target in targets:
@@ -49,25 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(source: Path, version: str) -> int:
     """Write the file of a version: what hooks name, and what our classes override in it."""
-    known, found = verified.of_version(version), {}
-    for hook in _hooks():
+    found = {}
+    for hook in registry.hooks():
         if isinstance(hook, Addition) or version not in (getattr(hook, "only", ()) or (version,)):
             continue
         try:
             found[hook.target] = _in_source(source, hook.target) + _wrappers(hook)
-        except LookupError as error:  # a name that its module imports, or gone
+        except LookupError as error:
             print(f"{hook.target}  absent: {error}", file=sys.stderr)
-            found |= {hook.target: known[hook.target]} if hook.target in known else {}
     found |= _overridden(source, version)
     with replaced(Path(verified.__file__).with_name(f"{version}.json")) as file:
         file.write(json.dumps(dict(sorted(found.items())), indent=1).encode() + b"\n")
     print(f"{len(found)} functions of vLLM {version}")
     return 0
-
-
-def _hooks() -> Iterator[Hook]:
-    yield from registry.hooks()
-    yield from (forced_length.PATCH, recorder.PATCH)
 
 
 def _overridden(source: Path, version: str) -> dict[str, str]:

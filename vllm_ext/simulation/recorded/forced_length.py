@@ -68,7 +68,7 @@ PATCH = Patch(
     breaks_without="benchmarks would have to tell every scheduler the true lengths through max_tokens",
     remove_when="vLLM ends requests at a hidden length of its own",
     leave_out=f"{envs.BENCH_FORCED_LENGTH}=1",
-    only=("0.32.0",),
+    verified={"0.32.0": "7a090f3f60a06f69"},
     replacement=_check_stop,
 )
 """The hook; not part of any group, because no feature for users needs it."""

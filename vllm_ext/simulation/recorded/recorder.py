@@ -317,7 +317,7 @@ PATCH = Patch(
     breaks_without="runs of the real engine can't be replayed in virtual time",
     remove_when="vLLM records its schedulers' inputs and decisions itself",
     leave_out=_LEAVE_OUT,
-    only=("0.32.0",),
+    verified={"0.32.0": "6cc765d0cbcb743a"},
     replacement=_get_scheduler_cls,
 )
 ADDITION = Addition(
