@@ -177,13 +177,9 @@ def main(argv: Sequence[str]) -> None:
     emit(result, tables, args.out)
 
 
-PAIRS = (
-    (GAPS, f"no gaps, {RETENTION}"),
-    (f"no gaps, {RETENTION}", f"no gaps, {TAIL}"),
-    (f"no gaps, {RETENTION}", "no gaps, lru"),
-    (f"no gaps, {RETENTION}", UPSTREAM),
-)
-"""What each part is worth, and all of them."""
+BASE = f"no gaps, {RETENTION}"
+PAIRS = [(row, BASE) for row in (*ROWS, UPSTREAM) if row != BASE]
+"""What is compared: all with what `pensieve` does."""
 _ENDS = ("", "_low", "_high")
 
 

@@ -26,10 +26,17 @@ _CHATS = {
     "tier-arc": "ARC, early",
     "tier-retention": "retention value, early",
     "tier-retention-8": "retention value, early, 8 bits",
-    "pensieve": "`pensieve`",
-    "pensieve-8": "`pensieve`, 8 bits",
+    "pensieve": "`pensieve` with gaps",
+    "pensieve-8": "`pensieve` with gaps, 8 bits",
 }
-"""Rows of multi_turn."""
+"""Rows of multi_turn; when these were measured `pensieve` had gaps."""
+_ABLATION = {
+    "gaps, leading": "gaps, leading ends first",
+    "no gaps, retention": "no gaps, retention value: `pensieve`",
+    "no gaps, tail": "no gaps, tails",
+    "no gaps, lru": "no gaps, LRU",
+}
+"""Rows of kv_ablation."""
 _KEPT = {
     "alise-published:defer": "Defer",
     "alise-published:recompute": "Recompute",
@@ -38,6 +45,7 @@ _KEPT = {
     "alise-published:in-place-20": "records, a fifth",
 }
 """Rows of engine_compare that differ in what becomes of preempted requests' KV."""
+_RANGE = ("", "_low", "_high")
 _SIZES = ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json")
 
 
@@ -156,6 +164,26 @@ def sizes(root: Path) -> str:
     return table(["host memory", "", "P90, ms per output token", "found in host memory", "computed again"], rows)
 
 
+def ablation(root: Path) -> str:
+    """What gaps and eviction policies are worth at equal stores; ratios are over `pensieve`, paired by seed."""
+    result, base, upstream = Result(root, "kv_ablation.json"), "no gaps, retention", "vLLM, lru, early"
+    rows = []
+    for scene, setting in result.setting("scenes").items():
+        for at in (f"{scene}, {host_gb:g} GB" for host_gb in setting["host_gb"]):
+            for name, shown in {**_ABLATION, upstream: upstream}.items():
+                row, prefix = (name, f"{at}.{name}.") if name == upstream else (f"{at}.{name}", "")
+                found = result.value(row, f"{prefix}history_found_fraction")
+                times = [result.value(row, prefix + metric) for metric in ("e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")]
+                ratio = "1"
+                if name != base:
+                    ends = [result.value(f"{at}: {name} over {base}", f"e2e_mean_ms_ratio{end}") for end in _RANGE]
+                    ratio = "{:.3f} ({:.3f} to {:.3f})".format(*ends)
+                seconds = [f"{times[0] / 1000:.2f}", ratio, f"{times[1] / 1000:.1f}", f"{times[2]:.0f}"]
+                rows.append([at, shown, f"{100 * found:.1f} %", *seconds])
+    header = ["", "", "histories found", "mean end-to-end, s", "over `pensieve`'s", "P99, s", "mean TTFT, ms"]
+    return table(header, rows)
+
+
 def _histories(result: Result, name: str, rate: str) -> list[str]:
     shares = ("device_hit_share", "host_hit_share", "recomputed_share")
     return [_share(result.value(name, f"rate_{rate}.{share}")) for share in shares]
@@ -266,6 +294,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "in-place": in_place,
     "conversations": conversations,
     "sizes": sizes,
+    "ablation": ablation,
     "step-cost": step_cost,
     "papers": papers,
     "ordering-long": functools.partial(workloads, name="ordering_long.json"),
