@@ -160,7 +160,7 @@ def _hold_copies_to_disk() -> None:
     found = DiskTier.get_finished_jobs
 
     def finished(self: DiskTier) -> list[JobResult]:
-        self._scan.join()
+        self._scanned.wait()
         self._pool.wait_idle()
         return sorted(found(self), key=lambda result: result.job_id)
 

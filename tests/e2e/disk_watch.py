@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -46,36 +47,34 @@ class DiskWatch:
     def found(self, metrics: list[Any]) -> dict[str, float]:
         """Return what was seen, what lies there at last, and what the tier says of the disk in vLLM's metrics."""
         told = {each.name.removeprefix(_PREFIX): each.value for each in metrics if each.name.startswith(_PREFIX)}
-        left = sum(path.stat().st_size for path in self._folder.rglob("*.kv"))
+        left = sum(path.stat().st_size for path in self._folder.rglob("*.bin.*"))
         return {**told, "largest_bytes": self.largest_bytes, "booked_bytes": self._bytes, "left_bytes": left}
 
     def _watch_writes(self) -> None:
-        from vllm_ext.kv.disk import folder as module
-        from vllm_ext.kv.disk.format import file_bytes
+        from vllm_ext.kv.disk import tier as module
 
-        write_chunk = module.write_chunk
+        store = module.batch_store_block
 
-        def writing(path: Path, key: bytes, payload: memoryview) -> None:
-            size = file_bytes(key, len(payload))
-            self._book(size)
+        def storing(paths: list[str], rows: memoryview, offsets: list[int], num_bytes: int, direct: bool) -> None:
+            self._book(num_bytes)
             try:
-                write_chunk(path, key, payload)
+                store(paths, rows, offsets, num_bytes, direct)
             except OSError:
-                self._book(-size)
+                self._book(-num_bytes)
                 raise
 
-        module.write_chunk = writing
+        module.batch_store_block = storing
 
     def _watch_deletions(self) -> None:
-        unlink = Path.unlink
+        unlink = os.unlink
 
-        def deleting(path: Path, missing_ok: bool = False) -> None:
-            ours = path.suffix == ".kv" and path.is_relative_to(self._folder) and path.exists()
-            size = path.stat().st_size if ours else 0
-            unlink(path, missing_ok=missing_ok)
+        def deleting(path: str, **where: Any) -> None:
+            ours = not where and ".bin." in str(path) and str(path).startswith(str(self._folder))
+            size = os.stat(path).st_size if ours else 0
+            unlink(path, **where)
             self._book(-size)
 
-        Path.unlink = deleting  # type: ignore[method-assign]
+        os.unlink = deleting
 
     def _book(self, num_bytes: int) -> None:
         with self._guard:

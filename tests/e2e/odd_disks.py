@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.kv_offload.tiering.fs import io
+
 VARIABLE = "ODD_DISK"
 FULL, READ_ONLY = "full", "read-only"
 
@@ -22,6 +24,8 @@ _CHANGES_FOLDERS = ("mkdir", "replace", "rmdir", "unlink", "utime")
 def install(switch: Path) -> None:
     """Let writes below the folder of ``switch`` fail as it says."""
     folder = str(switch.parent)
+
+    io._HAS_FSIO_C = False  # vLLM's writes in Python make the system calls that are replaced here
 
     def state() -> str:
         return switch.read_text(encoding="utf-8").strip() if switch.exists() else ""

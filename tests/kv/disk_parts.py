@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import mmap
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 
-from vllm_ext.config.kv_tier import RETENTION
-from vllm_ext.kv.disk.folder import Folder
-from vllm_ext.kv.disk.format import file_bytes
+from vllm_ext.config.kv_tier import RETENTION, KvTierConfig
+from vllm_ext.kv.disk.files import DiskFiles
+from vllm_ext.kv.disk.identity import MODEL_KEY, format_facts
 from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier
 from vllm_ext.kv.disk.tier import DiskTier
+from vllm_ext.kv.geometry import TierGeometry
 from vllm_ext.kv.keeping.retention import Chain
+from vllm_ext.kv.options import TIER_KEY
 
-ROW_BYTES, PAYLOAD_BYTES = 64, 48
-FILE_BYTES = file_bytes(bytes(36), PAYLOAD_BYTES)
+from .tier_worker_parts import LAYOUT
+
+FILE_BYTES, PAYLOAD_BYTES = mmap.PAGESIZE, 48
 CHUNK_TOKENS = 32
 
 
@@ -32,11 +46,45 @@ def content(number: int) -> bytes:
     return hashlib.blake2b(str(number).encode(), digest_size=PAYLOAD_BYTES).digest()
 
 
+def offloading(
+    directory: Path | str,
+    bits: int = 16,
+    world_size: int = 1,
+    *,
+    num_tensors: int = 2,
+    disk_bytes: int = 2**20,
+    **extra: Any,
+) -> OffloadingConfig:
+    """What vLLM tells a spec of a tiny model."""
+    tier = KvTierConfig(gib=1, bits=bits, disk_dir=str(directory), disk_gib=disk_bytes / 2**30)  # type: ignore[arg-type]
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=4, layer_names=("a", "b"), group_id=0),),
+        worker_kv_bytes_per_block=num_tensors * LAYOUT.page_bytes,
+        enable_kv_cache_events=False,
+        extra_config={
+            "cpu_bytes_to_use": 2**20,
+            "eviction_policy": "retention",
+            TIER_KEY: tier.model_dump(),
+            MODEL_KEY: {"models": [{"name": "some/model"}]},
+            **extra,
+        },
+        engine_id=str(uuid.uuid4()),
+        model=OffloadingModelConfig(name="some/model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True),
+    )
+
+
+def chunk_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.bin.*"))
+
+
 class Memory:
-    """Stands for vLLM's shared region."""
+    """Stands for vLLM's shared region: whole pages, as direct reads and writes need."""
 
     def __init__(self, num_chunks: int) -> None:
-        self.rows = np.zeros((num_chunks, ROW_BYTES), np.uint8)
+        pages = mmap.mmap(-1, num_chunks * FILE_BYTES)
+        self.rows = np.frombuffer(pages, np.uint8).reshape(num_chunks, FILE_BYTES)
 
     def create_kv_memoryview(self) -> memoryview:
         return memoryview(self.rows)
@@ -56,14 +104,23 @@ class Rig:
     """Both tiers, and a worker that copies at once."""
 
     def __init__(
-        self, root: Path, *, host: int = 4, files: int = 64, policy: str = RETENTION, ttl_s: float = 0.0
+        self,
+        root: Path,
+        *,
+        host: int = 4,
+        files: int = 64,
+        policy: str = RETENTION,
+        ttl_s: float = 0.0,
+        **changed: Any,
     ) -> None:
         self.memory = Memory(host)
         self.clock = Clock()
         tier: Any = HostTier(host, mmap_region=self.memory, cache_policy=policy)
-        folder = Folder(root, "kv-model-0", max_bytes=files * FILE_BYTES, facts={}, ttl_s=ttl_s)
-        spec: Any = None
-        self.disk = DiskTier(spec, tier.get_kv_memoryview(), folder, PAYLOAD_BYTES)
+        on_disk = DiskFiles(str(root), max_bytes=files * FILE_BYTES, ttl_s=ttl_s)
+        config = dataclasses.replace(offloading(root), **changed)
+        spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
+        facts = format_facts(config, TierGeometry.of(config, bits=16))
+        self.disk = DiskTier(spec, tier.get_kv_memoryview(), on_disk, facts)
         self.manager = DiskBackedManager(tier, self.disk, clock=self.clock)
         self._requests = 0
 
@@ -108,6 +165,7 @@ class Rig:
         """End a step, and let the disk do what it was told."""
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
         self.disk.drain_jobs()
+        self.disk.files.sweep()
 
     def load(self, context: ReqContext, *numbers: int, steps: int = 20) -> list[bytes]:
         """Load the longest prefix that is found, as vLLM does; returns what was in it.
@@ -135,7 +193,12 @@ class Rig:
         return loaded
 
     def on_disk(self, *numbers: int) -> list[bool]:
-        return [key(number) in self.disk.folder.index for number in numbers]
+        return [self.disk.name(key(number)) in self.disk.files for number in numbers]
+
+    def file(self, number: int) -> Path:
+        path = self.disk.files.path(self.disk.name(key(number)))
+        assert path is not None
+        return Path(path)
 
 
 def contents(*numbers: int) -> list[bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.disk.identity import MODEL_KEY, folder_name, model_facts, note_model, weights_facts
+from vllm_ext.kv.disk.identity import MODEL_KEY, model_facts, note_model, weights_facts
 
 
 def model_folder(path: Path) -> Path:
@@ -129,11 +128,3 @@ def test_images_told_apart_by_number_are_refused(tmp_path: Path) -> None:
     config.cache_config.enable_prefix_caching = False
     with pytest.raises(ConfigError, match="told apart by number only"):
         note_model(config, "/disk")
-
-
-def test_equal_facts_give_equal_names_and_a_name_says_which_model() -> None:
-    first = {"model": {"models": [{"name": "org/some model"}]}, "bits": 16}
-    name = folder_name(first)
-    assert name.startswith("kv-some_model-")
-    assert folder_name(copy.deepcopy(first)) == name
-    assert folder_name({**first, "bits": 8}) != name

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
@@ -14,15 +15,14 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from tests.extent import HANG_S
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv.disk import folder as disk_folder
 from vllm_ext.kv.disk import manager as disk_manager
-from vllm_ext.kv.disk.format import DamagedChunk
-from vllm_ext.kv.disk.tier import Backlog, DiskTier, counter_name
+from vllm_ext.kv.disk import tier as disk_tier
+from vllm_ext.kv.disk.tier import Backlog, DamagedChunk, DiskTier, counter_name
 from vllm_ext.kv.keeping.conversations import Turn
 from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.tally import DROPPED
 
-from .disk_parts import FILE_BYTES, Rig, contents, key, rig
+from .disk_parts import FILE_BYTES, Rig, chunk_files, contents, key, rig
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -100,16 +100,16 @@ def test_what_cannot_be_brought_back_is_computed_again(
     """The chunks before it are loaded, and it is not asked for again and again."""
     with rig(tmp_path) as tiers:
         fill(tiers, 1, 2, 3, 4)
-    real = disk_folder.read_chunk
+    real = disk_tier.batch_load_block
 
-    def failing(path: Path, name: bytes, into: memoryview) -> None:
-        real(path, name, into)
-        if name == key(3):
-            into[:4] = b"\xee" * 4
+    def failing(paths: list[str], rows: memoryview, offsets: list[int], *args: Any) -> None:
+        real(paths, rows, offsets, *args)
+        if key(3)[:32].hex() in paths[0]:
+            rows.cast("B")[offsets[0]] ^= 1
             raise failure
 
     with rig(tmp_path, policy=policy) as tiers:
-        monkeypatch.setattr(disk_folder, "read_chunk", failing)
+        monkeypatch.setattr(disk_tier, "batch_load_block", failing)
         context = tiers.request(1, 2, 3, 4)
         assert tiers.load(context, 1, 2, 3, 4) == contents(1, 2)
         monkeypatch.undo()
@@ -152,13 +152,13 @@ def test_a_chunk_that_is_late_is_computed(tmp_path: Path, monkeypatch: pytest.Mo
         fill(tiers, 1, 2)
     with rig(tmp_path) as tiers:
         go = threading.Event()
-        real = disk_folder.read_chunk
+        real = disk_tier.batch_load_block
 
-        def slow(path: Path, name: bytes, into: memoryview) -> None:
+        def slow(*args: Any) -> None:
             go.wait(20)
-            real(path, name, into)
+            real(*args)
 
-        monkeypatch.setattr(disk_folder, "read_chunk", slow)
+        monkeypatch.setattr(disk_tier, "batch_load_block", slow)
         context = tiers.request(1, 2)
         assert tiers.lookup(context, 1, 2) == [PENDING] * 2
         tiers.manager.on_schedule_end(ScheduleEndContext((), ()))
@@ -178,14 +178,14 @@ def test_a_slow_disk_does_not_keep_host_memory_from_taking_more(
 ) -> None:
     """What waits for the disk can't be evicted; so only a part of host memory ever waits."""
     go = threading.Event()
-    real = disk_folder.write_chunk
+    real = disk_tier.batch_store_block
 
-    def slow(path: Path, name: bytes, payload: memoryview) -> None:
+    def slow(*args: Any) -> None:
         go.wait(20)
-        real(path, name, payload)
+        real(*args)
 
     with rig(tmp_path, host=8) as tiers:
-        monkeypatch.setattr(disk_folder, "write_chunk", slow)
+        monkeypatch.setattr(disk_tier, "batch_store_block", slow)
         context = tiers.request(*range(30))
         for number in range(30):
             assert tiers.store(context, number), "a place was found for each"
@@ -212,7 +212,7 @@ def test_a_full_disk_costs_chunks_only(tmp_path: Path, monkeypatch: pytest.Monke
 
     with rig(tmp_path) as tiers:
         with monkeypatch.context() as patched:
-            patched.setattr(disk_folder, "write_chunk", full)
+            patched.setattr(disk_tier, "batch_store_block", full)
             fill(tiers, 1, 2)
         assert tiers.on_disk(1, 2) == [False, False]
         assert tiers.load(tiers.request(1, 2), 1, 2) == contents(1, 2), "host memory has them"
@@ -242,7 +242,7 @@ def test_chunks_that_are_given_up_go_from_disk_too(tmp_path: Path) -> None:
         tiers.manager.forget(tiers.manager.policy.evict(1, set()), DROPPED)
         tiers.step()
         assert tiers.on_disk(1, 2) == [True, False]
-        assert len(list(tmp_path.rglob("*.kv"))) == 1
+        assert len(chunk_files(tmp_path)) == 1
         assert tiers.manager.host._get_num_free_chunks() == tiers.manager.num_chunks - 1
 
 
@@ -250,7 +250,7 @@ def test_an_idle_server_deletes_what_was_not_used_for_its_time(tmp_path: Path) -
     with rig(tmp_path, ttl_s=0.3) as tiers:
         fill(tiers, 1, 2)
         deadline = time.monotonic() + HANG_S
-        while len(tiers.disk.folder.index) and time.monotonic() < deadline:
+        while len(tiers.disk.files) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert tiers.on_disk(1, 2) == [False, False]
         assert tiers.load(tiers.request(1, 2), 1, 2) == contents(1, 2), "host memory goes by the scheduler's own clock"
@@ -270,7 +270,7 @@ def test_a_reset_forgets_the_disk_for_good(tmp_path: Path) -> None:
         tiers.manager.reset_cache()
         tiers.step()
         assert tiers.lookup(tiers.request(1, 2), 1) == [MISS]
-        assert not list(tmp_path.rglob("*.kv"))
+        assert not chunk_files(tmp_path)
         fill(tiers, 1, 3)
         assert tiers.load(tiers.request(1, 3), 1, 3) == contents(1, 3)
     with rig(tmp_path) as tiers:
@@ -314,22 +314,21 @@ def test_the_metrics_are_those_that_are_defined(tmp_path: Path) -> None:
 def test_random_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, seed: int) -> None:
     """Stores, loads, restarts, resets, failing reads and writes: what is loaded was stored, nobody waits for ever."""
     rng = random.Random(seed)
-    real_read, real_write = disk_folder.read_chunk, disk_folder.write_chunk
+    real_read, real_write = disk_tier.batch_load_block, disk_tier.batch_store_block
     chains = [[10 * chain + place for place in range(6)] for chain in range(5)]
 
-    def read(path: Path, name: bytes, into: memoryview) -> None:
-        real_read(path, name, into)
+    def read(paths: list[str], rows: memoryview, offsets: list[int], *args: Any) -> None:
+        real_read(paths, rows, offsets, *args)
         if rng.random() < 0.05:
-            into[:] = b"\xee" * len(into)
-            raise DamagedChunk("it is")
+            rows.cast("B")[offsets[0]] ^= 1
 
-    def write(path: Path, name: bytes, payload: memoryview) -> None:
+    def write(*args: Any) -> None:
         if rng.random() < 0.05:
             raise OSError(errno.ENOSPC, "full")
-        real_write(path, name, payload)
+        real_write(*args)
 
-    monkeypatch.setattr(disk_folder, "read_chunk", read)
-    monkeypatch.setattr(disk_folder, "write_chunk", write)
+    monkeypatch.setattr(disk_tier, "batch_load_block", read)
+    monkeypatch.setattr(disk_tier, "batch_store_block", write)
     loaded = 0
     for _ in range(4):
         with rig(tmp_path, host=8, files=18, policy=policy) as tiers:
@@ -348,7 +347,7 @@ def test_random_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: st
                     tiers.manager.reset_cache()
                 held = [n for c in chains for n in c if tiers.manager.host._policy.get(key(n)) is not None]
                 assert len(held) + tiers.manager.host._get_num_free_chunks() == 8
-                assert tiers.disk.folder.index.used_bytes <= 18 * FILE_BYTES
+                assert tiers.disk.files.used_bytes <= 18 * FILE_BYTES
             tiers.step()
             tiers.step()
             assert not tiers.manager.has_pending_work()

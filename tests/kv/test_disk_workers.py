@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,15 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu import common
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.region import row_bytes
-from vllm_ext.kv.options import TIER_KEY
 from vllm_ext.kv.spec import TierSpec
 
-from .disk_parts import key
+from .disk_parts import key, offloading
 from .tier_worker_parts import LAYOUT, random_kv
 
 NUM_TENSORS, NUM_BLOCKS = 2, 12
@@ -90,29 +81,6 @@ class Engine:
 
 def device_blocks() -> GPULoadStoreSpec:
     return GPULoadStoreSpec(BLOCKS, group_sizes=[len(BLOCKS)], block_indices=[0])
-
-
-def offloading(
-    directory: Path | str, bits: int, world_size: int, *, disk_bytes: int = 2**20, **extra: Any
-) -> OffloadingConfig:
-    tier = KvTierConfig(gib=1, bits=bits, disk_dir=str(directory), disk_gib=disk_bytes / 2**30)  # type: ignore[arg-type]
-    parallel = OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True)
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=4, layer_names=("a", "b"), group_id=0),),
-        worker_kv_bytes_per_block=NUM_TENSORS * LAYOUT.page_bytes,
-        enable_kv_cache_events=False,
-        extra_config={
-            "cpu_bytes_to_use": 2**20,
-            "eviction_policy": "retention",
-            TIER_KEY: tier.model_dump(),
-            MODEL_KEY: {"models": [{"name": "some/model"}]},
-            **extra,
-        },
-        engine_id=str(uuid.uuid4()),
-        model=OffloadingModelConfig(name="m", dtype="bfloat16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1),
-        parallel=parallel,
-    )
 
 
 def ranked(config: OffloadingConfig, rank: int) -> OffloadingConfig:

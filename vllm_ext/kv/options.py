@@ -32,7 +32,7 @@ def transfer_config(tier: KvTierConfig, spare_bytes: int = 2**62) -> KVTransferC
 
     tier = tier.resolved({})
     if tier.disk_dir:
-        from vllm_ext.kv.disk.folder import check_writable
+        from vllm_ext.kv.disk.files import check_writable
 
         check_writable(tier.disk_dir)
     return KVTransferConfig(

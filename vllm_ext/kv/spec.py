@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +33,6 @@ logger = init_logger("vllm.vllm_ext.kv")
 
 _DEVICE_MULTIPLE = 2
 """So many times the device's KV where nobody said how much host memory the tier may take."""
-_LONGEST_KEY = 64
-"""Bytes."""
-
 
 class TierSpec(CPUOffloadingSpec):
     """Our tier.
@@ -127,28 +124,25 @@ class TierSpec(CPUOffloadingSpec):
 
     def _with_disk(self, options: dict[str, Any]) -> DiskBackedManager:
         """Return the books of both tiers, over the memory that the workers share."""
-        from vllm_ext.kv.disk.folder import Folder
-        from vllm_ext.kv.disk.format import file_bytes
-        from vllm_ext.kv.disk.identity import folder_name, format_facts
+        from vllm_ext.kv.disk.files import DiskFiles
+        from vllm_ext.kv.disk.identity import format_facts
         from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier
-        from vllm_ext.kv.disk.region import scheduler_region
+        from vllm_ext.kv.disk.region import row_bytes, scheduler_region
         from vllm_ext.kv.disk.tier import DiskTier
 
         parallel, max_bytes = self.config.parallel, self.options.disk_bytes
-        chunk_bytes = self._chunk_bytes_of_all
-        if max_bytes < (least := file_bytes(bytes(_LONGEST_KEY), chunk_bytes)):
+        if max_bytes < (least := row_bytes(self.geometry, parallel.world_size)):
             allowed = f"must be at least {least / 2**30:.3g} for each replica, to hold one chunk"
             raise ConfigError("kv_tier.disk_gib", max_bytes / 2**30, allowed)
-        facts = format_facts(self.config, self.geometry)
-        root = Path(self.options.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
-        folder = Folder(root, folder_name(facts), max_bytes=max_bytes, facts=facts, ttl_s=self.options.ttl_s)
+        root = os.path.join(self.options.disk_dir, f"vllm-ext-kv-{parallel.data_parallel_index}")
+        files = DiskFiles(root, max_bytes=max_bytes, ttl_s=self.options.ttl_s)
         try:
             region = scheduler_region(self.config, self.geometry, self.num_chunks)
+            host = HostTier(self.num_chunks, mmap_region=region, **options)
+            disk = DiskTier(self, host.get_kv_memoryview(), files, format_facts(self.config, self.geometry))
         except BaseException:
-            folder.close()
+            files.close()
             raise
-        host = HostTier(self.num_chunks, mmap_region=region, **options)
-        disk = DiskTier(self, host.get_kv_memoryview(), folder, chunk_bytes)
         logger.info("KV tier: at most %.2f GiB on disk, in %s", max_bytes / 2**30, root)
         return DiskBackedManager(host, disk)
 

@@ -146,8 +146,8 @@ class TierAccount:
         disk: Any = getattr(self.tier.manager, "disk", None)
         if disk is None:
             return None
-        index = disk.folder.index
-        return {"used_chunks": len(index), "used_bytes": index.used_bytes, "capacity_bytes": index.max_bytes}
+        files = disk.files
+        return {"used_chunks": len(files), "used_bytes": files.used_bytes, "capacity_bytes": files.max_bytes}
 
     def _conversations(self) -> dict[str, int]:
         keeper = self.tier.keeper

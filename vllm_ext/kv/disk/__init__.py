@@ -1,1 +1,1 @@
-"""KV on disk behind the host tier: a folder of chunks, its index, and the tier that vLLM sees."""
+"""KV on disk behind the host tier: vLLM's tier of files, with a limit, an order of use, checksums and an identity."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from blake3 import blake3
 from vllm.platforms import current_platform
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.disk.format import VERSION
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
     from vllm_ext.kv.geometry import TierGeometry
 
+VERSION = 3
+"""Of how chunks lie in files."""
 _FIELD = "kv_tier.disk_dir"
 MODEL_KEY = "vllm_ext_kv_tier_model"
 """Key of ``kv_connector_extra_config`` that tells the engine's process what the model is."""
@@ -111,15 +111,12 @@ def weights_facts(name: str, revision: str | None, disk_dir: str) -> str:
 
 
 def format_facts(config: OffloadingConfig, geometry: TierGeometry) -> dict[str, Any]:
-    """Return all that a chunk's bytes depend on."""
+    """Return what a chunk's bytes depend on, beside the groups of layers and types that vLLM's `FileMapper` names."""
     parallel = config.parallel
     return {
         "format": VERSION,
         "vllm": vllm.__version__,
         "model": config.extra_config[MODEL_KEY],
-        "dtype": config.model.dtype,
-        "groups": [[group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "tokens_per_hash": config.cache.tokens_per_hash,
         "bits": geometry.bits,
         "chunk_bytes": geometry.chunk_bytes,
         "record_bytes": geometry.record_bytes,
@@ -133,12 +130,6 @@ def machine_facts() -> list[str]:
     """Return what decides how attention kernels lay out a page."""
     amx = str(torch.cpu._is_amx_tile_supported())
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), amx, str(current_platform.get_device_name())]
-
-
-def folder_name(facts: dict[str, Any]) -> str:
-    """Return a folder's name: equal for equal facts, and one that says which model it is of."""
-    model = Path(facts["model"]["models"][0]["name"]).name
-    return f"kv-{re.sub(r'[^A-Za-z0-9._-]', '_', model)[:64]}-{_digest(facts)}"
 
 
 def _file_facts(path: Path, folder: Path) -> list[str]:
