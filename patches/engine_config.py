@@ -376,6 +376,10 @@ def needed_groups(config: ExtConfig, usage_context: object) -> tuple[str, ...]:
         groups.append("http")
     if _opens_admin(config, usage_context):
         groups.append("kv-admin")
+    if config.token_memory_mib:
+        groups.append("token-memory")
+    if config.response_store and usage_context in _HTTP:
+        groups.append("response-store")
     predicts = ext_config.RETRIEVAL in config.prediction.sources and systems.build(config).use_predictions
     if predicts:
         groups.append("prediction")

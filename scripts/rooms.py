@@ -29,7 +29,7 @@ LAYERS = """
     plugin
     simulation
     patches
-    predictor slo metrics
+    predictor slo metrics token_memory
     scheduling
     kv attention
     systems

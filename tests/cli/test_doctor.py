@@ -163,7 +163,8 @@ def all_hooks(**statuses: str) -> list[Finding]:
     kinds = dict.fromkeys(kind for feature in FEATURES.values() for kind in feature.hooks)
     gaps = {"gaps in kept KV", "gaps in kept KV in one step"}
     device = "KV in 8 bits on the device"
-    optional = {"load shedding", "attention", "KV tier", "KV tier on disk", device, "exit status", *gaps}
+    own = {"load shedding", "token memory", "response store", "exit status"}
+    optional = {*own, "attention", "KV tier", "KV tier on disk", device, *gaps}
     return diagnosis.check_hooks(
         hook(statuses.get(kind.replace(" ", "_"), "verified"), kind, optional=kind in optional) for kind in kinds
     )

@@ -68,6 +68,8 @@ BAD = {
         ["--scheduler-cls", "fair", "--ext-share-by", "colour"],
         ["--ext-share-by colour:", "tag, salt, adapter, key"],
     ),
+    "token memory": ([*SYSTEM, "--ext-token-memory", "-1"], ["--ext-token-memory -1: must be greater than or equal"]),
+    "response store": ([*SYSTEM, "--ext-response-store", "-1"], ["--ext-response-store -1: must be greater than or"]),
     "modules": ([*SYSTEM, "--ext-modules", "a/b.py"], ["must be a dotted Python module name"]),
     "module that is not there": ([*SYSTEM, "--ext-modules", "no_such_module"], ["a module that can be imported"]),
     "policy file": (["--ext-policy", "nowhere.py:Mine"], ["--ext-policy nowhere.py:Mine:", "a file that can be read"]),

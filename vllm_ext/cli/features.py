@@ -29,6 +29,8 @@ FEATURES: Mapping[str, Feature] = MappingProxyType(
         "metrics": Feature(hooks=("metrics", "metrics and prediction")),
         PREDICTION: Feature(hooks=("prediction", "metrics and prediction")),
         "load shedding": Feature(hooks=("load shedding",), needs=("objectives",)),
+        "token memory": Feature(hooks=("token memory",), needs=("objectives",)),
+        "response store": Feature(hooks=("response store",)),
         ATTENTION: Feature(hooks=("attention",)),
         "KV in 8 bits on the device": Feature(hooks=("KV in 8 bits on the device",), needs=(ATTENTION,)),
         KV_TIER: Feature(hooks=(KV_TIER,)),

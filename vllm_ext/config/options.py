@@ -116,6 +116,14 @@ class ExtConfig(Options):
     attention: AttentionConfig = AttentionConfig()
     """Which kernel computes attention."""
 
+    token_memory_mib: Annotated[int, Flag("--ext-token-memory", metavar="MIB")] = Field(default=0, ge=0)
+    """Memory of each API server for token ids of conversations, in MiB: a next turn's history keeps the ids that were
+    generated, and is not tokenised again. 0: none."""
+
+    response_store: Annotated[int, Flag("--ext-response-store", metavar="N")] = Field(default=0, ge=0)
+    """Responses that an API server keeps for ``previous_response_id``; more are dropped, those used least recently
+    first. Needs VLLM_ENABLE_RESPONSES_API_STORE=1. 0: all are kept, for ever, as by vLLM."""
+
     modules: Annotated[
         tuple[Annotated[str, AfterValidator(_module)], ...],
         Field(strict=False),

@@ -21,6 +21,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "front-end": ("output_handler",),
     "exit-status": ("exit_status",),
     "prediction": ("prediction_service",),
+    "token-memory": ("token_memory",),
+    "response-store": ("response_store",),
     "shed": ("slo_shedding",),
     "kv-tier": ("kv_tier_reliances",),
     "kv-disk": ("kv_disk_reliances",),
