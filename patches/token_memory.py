@@ -71,9 +71,7 @@ _RENDERER = "vllm.renderers.base:BaseRenderer"
 _SALTED = ("render_chat", "render_chat_async", "render_cmpl", "render_cmpl_async")
 
 HOOKS = (
-    FEATURE.patch(
-        f"{_RENDERER}._tokenize_prompt", "the one place where a prompt's text becomes ids", _tokenize_prompt
-    ),
+    FEATURE.patch(f"{_RENDERER}._tokenize_prompt", "the one place where a prompt's text becomes ids", _tokenize_prompt),
     *(
         FEATURE.patch(f"{_RENDERER}.{name}", "the cache_salt is known here, and not where ids are made", _render)
         for name in _SALTED

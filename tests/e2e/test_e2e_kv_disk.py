@@ -119,7 +119,7 @@ def test_damaged_kv_is_computed_again_and_reported(story: Story) -> None:
     assert_same(story.damaged, story.second["computed"])
     assert story.damaged.host_hit_tokens == 0
     log = Path(story.damaged.log).read_text(errors="replace")
-    assert log.count("a chunk of KV on disk is damaged and deleted") == 1
+    assert log.count("a chunk of KV on disk is damaged and set aside") == 1
 
 
 def test_the_disk_gives_back_what_host_memory_had_no_room_for(story: Story) -> None:

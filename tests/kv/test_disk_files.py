@@ -272,7 +272,7 @@ def counted(tiers: Rig) -> dict[str, float]:
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "long", "swapped", "emptied"])
-def test_a_damaged_chunk_is_reported_deleted_and_computed_again(
+def test_a_damaged_chunk_is_reported_set_aside_and_computed_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, damage: str, fast: bool
 ) -> None:
     """With vLLM's compiled reads and writes, and with those in Python."""
@@ -286,8 +286,10 @@ def test_a_damaged_chunk_is_reported_deleted_and_computed_again(
         assert tiers.load(tiers.request(1, 2, 3), 1, 2, 3) == contents(1)
         assert counted(tiers) == {"damaged": 1}
         assert tiers.on_disk(1, 2, 3) == [True, False, True]
-        assert [record.message for record in caplog.records if "is damaged and deleted" in record.message]
+        assert [record.message for record in caplog.records if "is damaged and set aside" in record.message]
         assert not path.exists()
+        assert [*tmp_path.rglob(path.name)] == [*tmp_path.rglob(f"damaged/{path.name}")]
+        assert next(tmp_path.rglob(f"damaged/{path.name}")).read_bytes() == damaged[damage]
         keep(tiers, 2)
         assert tiers.file(2).read_bytes() == raw
 

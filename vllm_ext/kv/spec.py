@@ -34,6 +34,7 @@ logger = init_logger("vllm.vllm_ext.kv")
 _DEVICE_MULTIPLE = 2
 """So many times the device's KV where nobody said how much host memory the tier may take."""
 
+
 class TierSpec(CPUOffloadingSpec):
     """Our tier.
 

@@ -28,6 +28,8 @@ from vllm_ext.config.errors import ConfigError
 
 _MODE = 0o700
 """Prompts can be reconstructed from KV: nobody but the owner may look below the root."""
+_DAMAGED = "damaged"
+"""Folder of files that were not what they should be."""
 _UNFINISHED, _CHUNK, _EARLIER, _FLEETING = ".tmp", ".bin.", ".kv", "fleeting-"
 """What tells vLLM's unfinished files, chunks, and those of earlier versions from files of strangers."""
 
@@ -148,6 +150,23 @@ class DiskFiles:
         """Delete a file; returns false if it was deleted already."""
         with self._guard:
             return self._remove(name)
+
+    def set_aside(self, name: str) -> None:
+        """Move a damaged file out of its chunk's way, for whoever asks what happened; it goes when it is the oldest."""
+        with self._guard:
+            if (file := self._files.get(name)) is None:
+                return
+            aside = f"{self.root}/{_DAMAGED}/{name.rpartition('/')[2]}"
+            try:
+                os.makedirs(f"{self.root}/{_DAMAGED}", exist_ok=True)
+                os.replace(f"{name}.{file.suffix}", f"{aside}.{file.suffix}")
+            except OSError:
+                self._remove(name)
+                return
+            del self._files[name]
+            if (before := self._files.pop(aside, None)) is not None:
+                self.used_bytes -= before.num_bytes
+            self._files[aside] = file
 
     def count(self, kind: str) -> None:
         """Count what happened."""

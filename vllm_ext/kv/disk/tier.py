@@ -58,7 +58,7 @@ _PINNED_SHARE = 4
 CHUNKS, BYTES = "vllm:kv_offload_disk_chunks", "vllm:kv_offload_disk_bytes"
 """Named as vLLM names its own of this kind: vLLM registers them, and takes only such names back."""
 COUNTERS = {
-    "damaged": "Chunks of KV on disk that were damaged: deleted, and computed again.",
+    "damaged": "Chunks of KV on disk that were damaged: set aside, and computed again.",
     "unreadable": "Chunks of KV on disk that could not be read, and were computed again.",
     "unwritten": "Chunks of KV that could not be written to disk, and were not kept there.",
     "evicted": "Chunks of KV that were deleted from disk to make room for others.",
@@ -272,7 +272,8 @@ class DiskTier(FileSystemTierManager):
                 raise DamagedChunk("its checksum is wrong")
             whole = True
         except DamagedChunk as error:
-            self._report("damaged", f"a chunk of KV on disk is damaged and deleted ({path})", error)
+            self.files.set_aside(name)
+            self._report("damaged", f"a chunk of KV on disk is damaged and set aside ({path})", error)
         except OSError as error:
             if self.files.remove(name):
                 self._report("unreadable", "a chunk of KV on disk can't be read and is forgotten", error)
