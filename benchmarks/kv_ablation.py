@@ -7,7 +7,7 @@ again, and what becomes of latency, with gaps and without, and by which policy c
 Method: the real schedulers in virtual time on simulated GPUs. All rows are `pensieve` with 16 bits, the same bytes in
 the host, copies ahead of time that pay, and loads in the manner that costs less; rows differ in ``gaps`` and ``policy``
 alone. Beside them stands vLLM 0.32 with its own tier (LRU, early stores). Scenes: *short*, conversations with the means
-of ShareGPT; *shared heads*, a model with few KV heads, whose KV is cheap to move; *long*, histories eight times as
+of ShareGPT; *shared heads*, a model with few KV heads, whose KV is cheap to move; *long*, prompts 32 times as
 long, where leading chunks cost much less to compute again than late ones. Rates leave the device too small for the
 conversations that are active. Shares and latencies are means over seeds; ratios are paired by seed, with the least and
 the most.
@@ -65,7 +65,7 @@ class Scene(NamedTuple):
 SCENES = {
     "short": Scene("opt-13b", 40.0, (22.0, 66.0), 4.5),
     "shared heads": Scene("llama-2-13b-gqa10", 10.0, (5.0, 20.0), 8.0),
-    "long": Scene("llama-3.1-8b", 20.0, (20.0, 60.0), 2.5, 8.0, 65_536),
+    "long": Scene("llama-3.1-8b", 20.0, (20.0, 60.0), 2.5, 32.0, 65_536),
 }
 
 
