@@ -92,6 +92,56 @@ def test_the_end_of_a_prefix_goes_before_its_beginning(tmp_path: Path) -> None:
         assert known(files) == {1, 2, 4}
 
 
+def test_damaged_files_of_one_chunk_replace_each_other(tmp_path: Path) -> None:
+    with opened(tmp_path) as files:
+        for model in ("one_r0", "two_r0"):
+            damaged = Path(f"{name(files, 1, model)}.{model[0].encode().hex()}")
+            damaged.parent.mkdir(parents=True)
+            damaged.write_bytes(bytes(SIZE))
+            assert files.begin_write(name(files, 1, model), SIZE)
+            files.end_write(name(files, 1, model), SIZE, damaged.suffix[1:])
+            files.set_aside(name(files, 1, model))
+        assert [path.name for path in chunk_files(tmp_path)] == ["0001.bin.74"]
+        assert files.used_bytes == SIZE
+
+
+@pytest.mark.parametrize("left", ["abc", "def"], ids=["the same", "an earlier one"])
+def test_a_chunk_that_is_found_while_it_is_written_counts_once(tmp_path: Path, left: str) -> None:
+    with opened(tmp_path) as files:
+        folder = Path(name(files, 1)).parent
+        folder.mkdir(parents=True)
+        assert files.begin_write(name(files, 1), SIZE)
+        for suffix in {left, "abc"}:
+            (folder / f"0001.bin.{suffix}").write_bytes(bytes(SIZE))
+            os.utime(folder / f"0001.bin.{suffix}", (9, 9) if suffix == left else (1, 1))
+        files.scan(threading.Event())
+        (folder / "0001.bin.abc").write_bytes(bytes(SIZE))
+        files.end_write(name(files, 1), SIZE, "abc")
+        assert [path.name for path in chunk_files(tmp_path)] == ["0001.bin.abc"]
+        assert files.used_bytes == SIZE
+
+
+def test_files_of_strangers_stay(tmp_path: Path) -> None:
+    names = ("pytorch_model.bin.index.json", "notes.kv", "model.bin.tmp", "add.bin.old")
+    for stranger in names:
+        (tmp_path / stranger).write_bytes(bytes(SIZE))
+        os.utime(tmp_path / stranger, (1, 1))
+    with opened(tmp_path, files=1, ttl_s=60) as files:
+        assert len(files) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {*names, ".lock"}
+
+
+def test_a_file_of_the_future_keeps_no_other_from_expiring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is put back by a day."""
+    with opened(tmp_path, ttl_s=60) as files:
+        now = time.time()
+        for number, clock in enumerate((now + 86400, now, now + 100)):
+            monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+            write(files, number)
+        files.sweep()
+        assert known(files) == {0, 2}
+
+
 def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
         write(files, *range(8))

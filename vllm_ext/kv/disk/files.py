@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -30,8 +30,9 @@ _MODE = 0o700
 """Prompts can be reconstructed from KV: nobody but the owner may look below the root."""
 _DAMAGED = "damaged"
 """Folder of files that were not what they should be."""
-_UNFINISHED, _CHUNK, _EARLIER, _FLEETING = ".tmp", ".bin.", ".kv", "fleeting-"
-"""What tells vLLM's unfinished files, chunks, and those of earlier versions from files of strangers."""
+_UNFINISHED, _FLEETING = ".tmp", "fleeting-"
+_OURS = re.compile(r"[0-9a-f]+\.(bin\.[0-9a-f]+(.*\.tmp)?|kv)")
+"""Names of chunks, of those that vLLM did not finish, and of earlier versions' files; others are strangers'."""
 
 
 def check_writable(directory: str) -> None:
@@ -141,10 +142,11 @@ class DiskFiles:
     def end_write(self, name: str, num_bytes: int, suffix: str) -> None:
         """Note that a file is written, and found from now on; an empty suffix: it is not."""
         with self._guard:
-            if suffix:
-                self._files[name] = _File(suffix, num_bytes, time.time())
-            else:
+            if not suffix:
                 self.used_bytes -= num_bytes
+                return
+            self._remove(name, but=suffix)  # one that the scan found meanwhile
+            self._files[name] = _File(suffix, num_bytes, time.time())
 
     def remove(self, name: str) -> bool:
         """Delete a file; returns false if it was deleted already."""
@@ -164,8 +166,7 @@ class DiskFiles:
                 self._remove(name)
                 return
             del self._files[name]
-            if (before := self._files.pop(aside, None)) is not None:
-                self.used_bytes -= before.num_bytes
+            self._remove(aside, but=file.suffix)
             self._files[aside] = file
 
     def count(self, kind: str) -> None:
@@ -184,7 +185,7 @@ class DiskFiles:
         """Find what earlier servers left, the most recently used first; remove what they did not finish."""
         found = []
         for folder, _, files in os.walk(self.root):
-            for path in (f"{folder}/{file}" for file in files if _CHUNK in file or file.endswith(_EARLIER)):
+            for path in (f"{folder}/{file}" for file in files if _OURS.fullmatch(file)):
                 with contextlib.suppress(OSError):
                     status = os.stat(path)
                     if not path.endswith(_UNFINISHED):
@@ -244,16 +245,19 @@ class DiskFiles:
         return True
 
     def _expire(self, before_s: float) -> None:
-        old = list(itertools.takewhile(lambda item: item[1].used_s < before_s, self._files.items()))
-        for name in (name for name, _ in old if name not in self.reading):
+        # All are looked at: where the clock was put back, those used last are not the youngest.
+        old = [name for name, file in self._files.items() if file.used_s < before_s]
+        for name in (name for name in old if name not in self.reading):
             self._remove(name)
             self.counts["expired"] += 1
 
-    def _remove(self, name: str) -> bool:
+    def _remove(self, name: str, *, but: str = "") -> bool:
+        """Let go of a file and delete it, unless its suffix says that another was put in its place."""
         if (file := self._files.pop(name, None)) is None:
             return False
-        with contextlib.suppress(OSError):
-            os.unlink(f"{name}.{file.suffix}")
+        if file.suffix != but:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{name}.{file.suffix}")
         self.used_bytes -= file.num_bytes
         return True
 
