@@ -6,6 +6,7 @@ the end of the answer. The prompt alone would not do: many share a system prompt
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ _MOST_TOKENS, _LEAST_TOKENS = 16, 8
 """Of an answer's end that are looked for. Fewer would be said by others, too; more may come back as other tokens."""
 _MOST_ALIKE = 64
 """Conversations behind one prompt that are looked at, those that ended last."""
-_ITEM_BYTES = array("i").itemsize
+_ENCODING = f"utf-32-{sys.byteorder[0]}e"
 
 
 class Ending(NamedTuple):
@@ -29,8 +30,8 @@ class Ending(NamedTuple):
     at: OffloadKey
     """The last but one chunk of its prompt: the last one may end within what the template adds for the answer."""
     prompt_tokens: int
-    tokens: bytes
-    """The end of the answer."""
+    tokens: str
+    """The end of the answer, a character for each token."""
 
 
 def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[int]) -> Ending | None:
@@ -44,7 +45,7 @@ def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[in
     said = output[-_MOST_TOKENS - 1 : -1]
     if not prompt or len(said) < _LEAST_TOKENS:
         return None
-    return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, _bytes(said))
+    return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, _text(said))
 
 
 class Endings(Generic[Conversation]):
@@ -85,25 +86,17 @@ class Endings(Generic[Conversation]):
             keys: Whole chunks of the prompt, in order.
             tokens: Of the prompt.
         """
-        text = b""
+        text = ""
         for key in reversed(keys):
             for conversation in reversed(self._at.get(key, ())):
-                text = text or _bytes(tokens)
+                text = text or _text(tokens)
                 left = self._of[conversation]
-                if _contains(text, left.tokens, left.prompt_tokens * _ITEM_BYTES):
+                start = left.prompt_tokens - _MOST_TOKENS  # less what templates add to a prompt for its answer
+                if text.find(left.tokens, max(0, start)) >= 0:
                     return conversation
         return None
 
 
-def _bytes(tokens: Sequence[int]) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-def _contains(text: bytes, part: bytes, start: int) -> bool:
-    """Whether whole tokens of a text are a part, from a byte on; less what templates add to a prompt for its answer."""
-    start = max(0, start - _MOST_TOKENS * _ITEM_BYTES)
-    while (start := text.find(part, start)) >= 0:
-        if start % _ITEM_BYTES == 0:
-            return True
-        start += 1
-    return False
+def _text(tokens: Sequence[int]) -> str:
+    """Return a character for each token: searched as bytes, tokens would also be found between two others."""
+    return array("i", tokens).tobytes().decode(_ENCODING, "surrogatepass")
