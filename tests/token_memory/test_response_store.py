@@ -21,6 +21,7 @@ def test_the_least_recently_used_goes_with_all_that_is_kept_beside_it() -> None:
     assert responses.get("a") is not None
     responses["c"] = ended()
     assert list(responses) == ["a", "c"] == list(messages)
+    messages["d"] = 0
     responses["d"] = ended()
     assert list(responses) == ["c", "d"]
     assert not events
@@ -28,7 +29,7 @@ def test_the_least_recently_used_goes_with_all_that_is_kept_beside_it() -> None:
 
 
 def test_running_responses_stay_and_go_when_they_have_ended() -> None:
-    responses = BoundedResponses(1)
+    responses = BoundedResponses(1, dict.fromkeys("ab", 0), {})
     responses["a"], responses["b"] = ended("queued"), ended("in_progress")
     assert list(responses) == ["a", "b"]
     responses["a"] = ended()
@@ -39,10 +40,21 @@ def test_running_responses_stay_and_go_when_they_have_ended() -> None:
 
 def test_messages_of_requests_that_failed_are_bounded_too() -> None:
     messages = dict.fromkeys("xyz", 0)
-    responses = BoundedResponses(1, messages)
+    responses = BoundedResponses(1, messages, {})
     messages["a"] = 0
     responses["a"] = ended()
     assert list(messages) == ["z", "a"]
+
+
+def test_a_response_whose_messages_went_while_it_ran_is_unknown() -> None:
+    """Who went on from it would otherwise go on without its history, and not be told."""
+    messages = dict.fromkeys("abc", 0)
+    responses = BoundedResponses(1, messages, {})
+    responses["c"] = ended()
+    assert list(messages) == ["b", "c"]
+    responses["a"] = ended()
+    assert responses.get("a") is None
+    assert list(responses) == ["c"]
 
 
 class Serving:
