@@ -45,6 +45,16 @@ def test_what_our_classes_override_is_relied_upon() -> None:
     assert "vllm.v1.kv_offload.cpu.spec:CPUOffloadingSpec.config_info_keys" in newest
 
 
+@pytest.mark.parametrize("method", ["lookup", "submit_store"])
+def test_an_overridden_method_that_a_stranger_replaced_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function stands in another file than its class; what is below it in vLLM is as verified."""
+    replaced = "vllm.v1.kv_offload.tiering.fs.manager:FileSystemTierManager"
+    owner, name = resolve_owner(f"{replaced}.{method}")
+    monkeypatch.setattr(owner, name, stored)
+    with pytest.raises(UpstreamChanged, match=f"FileSystemTierManager.{method} is not the verified one"):
+        registry.verify("kv-disk")
+
+
 @pytest.mark.parametrize("version", versions.SUPPORTED)
 def test_the_file_of_a_version_names_what_is_relied_upon_and_nothing_else(version: str) -> None:
     """If not: python -m vllm_ext.hooks --source SOURCE --write VERSION."""

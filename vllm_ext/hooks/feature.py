@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -80,7 +80,10 @@ def target_of(base: type, name: str) -> str:
 
 
 def _is_written(cls: type, name: str) -> bool:
-    """Whether a class has a method of its own that stands in its file, as those that dataclasses make up do not."""
+    """Whether a class has a method of its own that stands in a file, as those that dataclasses make up do not.
+
+    The file may be a stranger's, who replaced it.
+    """
     value = vars(cls).get(name)
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    return isinstance(function, FunctionType) and function.__code__.co_filename == sys.modules[cls.__module__].__file__
+    return isinstance(function, FunctionType) and inspect.unwrap(function).__code__.co_filename != "<string>"
