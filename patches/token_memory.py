@@ -38,7 +38,8 @@ def _tokenize_prompt(original: Callable[..., Any], self: Any, prompt: Any, param
     made: list[Any] = []
     tokenize = functools.partial(original, self)
     guarded(lambda: made.append(memory.tokenize(tokenize, prompt, params, prompt.get("cache_salt") or salt)))
-    return made[0] if made else original(self, prompt, params)
+    found = made[0] if made else None
+    return original(self, prompt, params) if found is None else found
 
 
 def _render(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -95,6 +95,17 @@ def test_a_next_turn_keeps_bos_and_all_ids_and_only_its_rest_is_tokenised() -> N
     assert again["prompt"] == f"{TEXT}{ANSWER}</a><u>And then?</u><a>"
 
 
+def test_a_text_that_the_tokenizer_refuses_is_no_failure_of_the_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first failure only is logged: a lone surrogate would hide those that follow."""
+    monkeypatch.setattr(hooks.guarded, "_logged", False)
+    monkeypatch.setattr(hooks.guarded._logger, "propagate", True)
+    with caplog.at_level(logging.ERROR), pytest.raises(TypeError):
+        Renderer().asked(f"{TEXT}\ud800")
+    assert not caplog.records
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "truncation": {"params": dataclasses.replace(PARAMS, truncate_prompt_tokens=300)},
     "padding": {"params": dataclasses.replace(PARAMS, pad_prompt_tokens=300)},

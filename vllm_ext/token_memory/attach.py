@@ -65,7 +65,7 @@ class PromptMemory:
         self._off = False
 
     def tokenize(self, tokenize: Callable[[Any, Any], Any], prompt: Mapping[str, Any], params: Any, salt: str) -> Any:
-        """Return what vLLM's ``_tokenize_prompt`` returns, with known ids in it where there are any.
+        """Return what vLLM's ``_tokenize_prompt`` returns, with known ids in it; None if the tokenizer must do it all.
 
         Args:
             tokenize: That function.
@@ -76,12 +76,12 @@ class PromptMemory:
         front = self._fronts[params.add_special_tokens]
         if self._off or front is None or _needs_tokenizer(prompt, params):
             self._metrics.refused()
-            return tokenize(prompt, params)
+            return None
         text = prompt["prompt"]
         try:
             prefix, known, rest = self._memory.find(text, salt)
         except UnicodeEncodeError:  # lone surrogates, which the tokenizer refuses
-            return tokenize(prompt, params)
+            return None
         if known:
             # Truncated, too: what then has max_input_tokens is too long with the known ids before it.
             made = tokenize({**prompt, "prompt": rest}, dataclasses.replace(params, add_special_tokens=False))
@@ -90,7 +90,7 @@ class PromptMemory:
             most = params.max_input_tokens
             too_long = most is not None and len(made["prompt_token_ids"]) > most
             if too_long or not self._is_right(made["prompt_token_ids"], len(front), text):
-                return tokenize(prompt, params)
+                return None
         else:
             made = tokenize(prompt, params)
             new = made["prompt_token_ids"][len(front) :]
