@@ -113,3 +113,14 @@ def test_what_is_remembered_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyP
         book.forget(conversation)
     assert len(book) == 0
     assert book.find(prompt, tokens) is None
+
+
+def test_ids_that_are_no_characters_are_not_looked_for() -> None:
+    prompt = keys(list(range(2 * CHUNK)))
+    assert ending(prompt, 2 * CHUNK, [2_000_000] * 20) is None
+    book: Endings[Conversation] = Endings()
+    left = ending(prompt, 2 * CHUNK, [*range(20), STOP])
+    assert left is not None
+    book.add(Conversation(1, None, ""), left)
+    assert book.find(prompt, [2_000_000, *range(20)] * 3) is None
+    assert book.find(prompt, [*range(2 * CHUNK), *range(20)]) is not None

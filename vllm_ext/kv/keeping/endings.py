@@ -42,10 +42,10 @@ def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[in
         prompt_tokens: Tokens of the prompt.
         output: What was generated. Its last token may be one that ends turns, which templates write in their own way.
     """
-    said = output[-_MOST_TOKENS - 1 : -1]
+    said = _text(output[-_MOST_TOKENS - 1 : -1])
     if not prompt or len(said) < _LEAST_TOKENS:
         return None
-    return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, _text(said))
+    return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, said)
 
 
 class Endings(Generic[Conversation]):
@@ -98,5 +98,11 @@ class Endings(Generic[Conversation]):
 
 
 def _text(tokens: Sequence[int]) -> str:
-    """Return a character for each token: searched as bytes, tokens would also be found between two others."""
-    return array("i", tokens).tobytes().decode(_ENCODING, "surrogatepass")
+    """Return a character for each token: searched as bytes, tokens would also be found between two others.
+
+    Empty, so that nothing is found, where ids are no characters: there are 1.1 million.
+    """
+    try:
+        return array("i", tokens).tobytes().decode(_ENCODING, "surrogatepass")
+    except ValueError:
+        return ""
