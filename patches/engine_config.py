@@ -276,7 +276,9 @@ def load_between_steps(config: ExtConfig) -> ExtConfig:
     tier = systems.build(config).tier(config.kv_tier)
     if tier.load == BETWEEN:
         return config
-    logger.warning(
+    unasked = config.kv_tier.load is None and tier.gaps == OFF  # nothing is lost that anybody named
+    logger.log(
+        logging.INFO if unasked else logging.WARNING,
         "KV is loaded between steps%s: on this device loads within a step would hold the whole step up; "
         "kv_tier.load=in-step has them all the same",
         "" if tier.gaps == OFF else ", and conversations are computed again from their first missing block on",
