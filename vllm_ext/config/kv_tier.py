@@ -69,9 +69,9 @@ class KvTierConfig(Options):
         PlainValidator(_gib),
         Flag("--kv-tier-gib", type=_gib_of, metavar="GIB|auto"),
     ] = None
-    """Host memory for KV blocks that leave the device, in GiB; 0 leaves the tier out. Of all workers of an engine
-    together; ``auto`` is twice the device's KV, at most 0.3 of what the machine has free, for all its replicas
-    together. By default ``auto`` under ``pensieve``, but on vLLM's CPU backend, else 0."""
+    """Host memory for KV blocks that leave the device, in GiB; 0 leaves the tier out, and ``auto``, the default under
+    ``pensieve`` but on vLLM's CPU backend, is twice the device's KV within 0.3 of what is free. Of all workers of an
+    engine together; what is free is shared by the replicas of a machine. Else the default is 0."""
 
     bits: Annotated[Literal[16, 8] | None, Flag("--kv-tier-bits", type=int, metavar="N")] = None
     """16 keeps KV in host memory as it is, whatever its type; 8 quantises it to half the bytes, so that outputs may
