@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from vllm_ext.hooks.patch import Addition, Patch, Reliance
+from vllm_ext.hooks.patch import Patch, Reliance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +28,17 @@ class Feature:
         """Return a patch for the feature."""
         return Patch(target=target, why=why, replacement=replacement, only=self.only, **{**self._texts, **more})
 
-    def addition(self, target: str, why: str, value: Callable[..., Any]) -> Addition:
-        """Return an addition for the feature."""
-        return Addition(target=target, why=why, value=value, **self._texts)
-
     def relies(self, on: Mapping[str, str]) -> tuple[Reliance, ...]:
         """Return a reliance on each function, given with why it must be the one we read."""
         return tuple(Reliance(target=target, why=why, only=self.only, **self._texts) for target, why in on.items())
 
-    def overrides(self, classes: Sequence[str]) -> tuple[Reliance, ...]:
+    def overrides(self, classes: tuple[str, ...]) -> tuple[Reliance, ...]:
         """Return a reliance on each method of vLLM's that classes of ours override: what we call, and who calls us.
 
         Args:
             classes: ``package.module:Class``, the most derived ones.
         """
-        found = {}
-        for qualified in classes:
-            for name, bases in overridable(qualified):
-                base = next((base for base in bases if _is_written(base, name)), None)
-                if base is not None:
-                    found[target_of(base, name)] = f"is overridden in `{qualified.partition(':')[2]}`"
-        return self.relies(found)
+        return self.relies(_overridden(classes))
 
     @property
     def _texts(self) -> dict[str, Any]:
@@ -58,6 +49,18 @@ class Feature:
             "leave_out": self.leave_out,
             "optional": self.optional,
         }
+
+
+@functools.cache  # a scheduler is verified whenever one is built, and classes stay what they are
+def _overridden(classes: tuple[str, ...]) -> Mapping[str, str]:
+    """Return which methods of vLLM's classes of ours override, by target, and in which class."""
+    found = {}
+    for qualified in classes:
+        for name, bases in overridable(qualified):
+            base = next((base for base in bases if _is_written(base, name)), None)
+            if base is not None:
+                found[target_of(base, name)] = f"is overridden in `{qualified.partition(':')[2]}`"
+    return found
 
 
 def overridable(qualified: str) -> Iterator[tuple[str, list[type]]]:
