@@ -22,8 +22,9 @@ from typing import Any
 
 from vllm_ext.hooks.feature import Feature
 from vllm_ext.hooks.guard import Guard
+from vllm_ext.token_memory.attach import ATTRIBUTE
 
-_MEMORY, _SALT = "_vllm_ext_token_memory", "_vllm_ext_salt"
+_SALT = "_vllm_ext_salt"
 guarded = Guard(
     logging.getLogger("vllm.vllm_ext.token_memory"),
     "the token memory failed; prompts are tokenised whole where it does",
@@ -32,7 +33,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _tokenize_prompt(original: Callable[..., Any], self: Any, prompt: Any, params: Any) -> Any:
-    memory, salt = getattr(self, _MEMORY, None), getattr(params, _SALT, None)
+    memory, salt = getattr(self, ATTRIBUTE, None), getattr(params, _SALT, None)
     if memory is None or salt is None:  # who came by another way may have a salt that is not known here
         return original(self, prompt, params)
     made: list[Any] = []
@@ -43,7 +44,7 @@ def _tokenize_prompt(original: Callable[..., Any], self: Any, prompt: Any, param
 
 
 def _render(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if getattr(self, _MEMORY, None) is None:
+    if getattr(self, ATTRIBUTE, None) is None:
         return original(self, *args, **kwargs)
     call = _signature(original).bind(self, *args, **kwargs)
     is_chat = original.__name__.startswith("render_chat")
