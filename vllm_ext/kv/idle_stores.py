@@ -60,6 +60,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
         idle: What could be copied; None: copies are made at other times.
         free_fraction: Share of the device's blocks that is kept free or copied.
         takes_cycles: Whether what computes also copies, as on the CPU.
+        copies_all: Whether copies are made that are not expected to pay.
         keeper: Follows conversations; None: nobody does, and all of them may come back.
         unsaved: Chunks that were given up on the device without a copy.
     """
@@ -67,6 +68,7 @@ class IdleStoringScheduler(GapLoadingScheduler):
     idle: IdleChunks | None = None
     free_fraction: float = 0.25
     takes_cycles: bool = False
+    copies_all: bool = False
     keeper: Keeper | None = None
     unsaved: int = 0
     _pool: BlockPool | None = None

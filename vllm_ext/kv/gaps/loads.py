@@ -29,11 +29,9 @@ class GapLoadingScheduler(StepLoadingScheduler):
 
     Attributes:
         gaps: Who has gaps, and what is done about them; None: nobody.
-        copies_all: Whether copies are made that are not expected to pay.
     """
 
     gaps: GapSearch | None = None
-    copies_all: bool = False
 
     def cross_gaps(self, gaps: GapSearch) -> None:
         """Take who plans; chunks are found for it if loads within a step are possible at all."""
