@@ -213,3 +213,13 @@ def rig(root: Path, **options: Any) -> Iterator[Rig]:
         yield made
     finally:
         made.manager.shutdown()
+
+
+def fill(tiers: Rig, *numbers: int) -> None:
+    """Store chunks one by one, each with time to get to disk."""
+    context = tiers.request(*numbers)
+    for number in numbers:
+        assert tiers.store(context, number)
+        tiers.step()
+    tiers.step()
+    tiers.manager.on_request_finished(context)

@@ -23,7 +23,7 @@ from vllm_ext.kv.disk.files import DiskFiles, check_writable
 from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.tier import counter_name
 
-from .disk_parts import FILE_BYTES, Rig, chunk_files, contents, key, rig
+from .disk_parts import FILE_BYTES, Rig, chunk_files, contents, fill, key, rig
 
 SIZE = 100
 
@@ -302,17 +302,8 @@ def test_a_directory_that_cannot_be_written_is_refused_at_start(tmp_path: Path) 
 def stored(root: Path, *numbers: int, **options: Any) -> list[Path]:
     """Let a server keep chunks; returns their files."""
     with rig(root, **options) as tiers:
-        keep(tiers, *numbers)
+        fill(tiers, *numbers)
         return [tiers.file(number) for number in numbers]
-
-
-def keep(tiers: Rig, *numbers: int) -> None:
-    context = tiers.request(*numbers)
-    for number in numbers:
-        assert tiers.store(context, number)
-        tiers.step()
-    tiers.step()
-    tiers.manager.on_request_finished(context)
 
 
 def counted(tiers: Rig) -> dict[str, float]:
@@ -340,7 +331,7 @@ def test_a_damaged_chunk_is_reported_set_aside_and_computed_again(
         assert not path.exists()
         assert [*tmp_path.rglob(path.name)] == [*tmp_path.rglob(f"damaged/{path.name}")]
         assert next(tmp_path.rglob(f"damaged/{path.name}")).read_bytes() == damaged[damage]
-        keep(tiers, 2)
+        fill(tiers, 2)
         assert tiers.file(2).read_bytes() == raw
 
 
@@ -378,7 +369,7 @@ def test_kv_of_something_else_is_not_found(tmp_path: Path, change: dict[str, Any
     with rig(tmp_path, **change) as tiers:
         assert tiers.load(tiers.request(1), 1) == []
         assert len(tiers.disk.files) == 1, "but it counts"
-        keep(tiers, 1)
+        fill(tiers, 1)
     assert len(list(tmp_path.glob("*/config.json"))) == 2, "and both say what they are of"
     with rig(tmp_path) as tiers:
         assert tiers.load(tiers.request(1), 1) == contents(1)
@@ -394,36 +385,36 @@ def test_a_chunk_that_cannot_be_written_is_counted_and_reported_once(
     with rig(tmp_path) as tiers:
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, disk_tier.logger.name):
             patched.setattr(disk_tier, "batch_store_block", refusing)
-            keep(tiers, 2, 3)
+            fill(tiers, 2, 3)
         assert counted(tiers) == {"unwritten": 2}
         said = [record.message for record in caplog.records if "written" in record.message]
         assert [os.strerror(error) in message for message in said] == [True]
         assert tiers.disk.files.used_bytes == 0
-        keep(tiers, 4)
+        fill(tiers, 4)
         assert tiers.on_disk(2, 3, 4) == [False, False, True]
 
 
 def test_a_folder_that_is_removed_costs_what_was_in_it(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with rig(root) as tiers:
-        keep(tiers, 1, 2, 3, 4)
-        keep(tiers, 11, 12, 13, 14)
+        fill(tiers, 1, 2, 3, 4)
+        fill(tiers, 11, 12, 13, 14)
         shutil.rmtree(root)
         assert tiers.load(tiers.request(1, 2), 1, 2) == []
         assert counted(tiers) == {"unreadable": 2}
-        keep(tiers, 5)
+        fill(tiers, 5)
         assert tiers.on_disk(1, 2, 5) == [False, False, True]
         assert root.stat().st_mode & 0o777 == 0o700
 
 
 def test_after_a_reset_nothing_is_found_and_a_restart_finds_nothing_of_it(tmp_path: Path) -> None:
     with rig(tmp_path) as tiers:
-        keep(tiers, 1, 2)
+        fill(tiers, 1, 2)
         tiers.manager.reset_cache()
         assert tiers.on_disk(1, 2) == [False, False]
         tiers.step()
         assert chunk_files(tmp_path) == []
-        keep(tiers, 1, 3)
+        fill(tiers, 1, 3)
         assert tiers.on_disk(1, 3) == [True, True]
         killed = tiers.file(1)
         copy = killed.read_bytes()
@@ -438,7 +429,7 @@ def test_after_a_reset_nothing_is_found_and_a_restart_finds_nothing_of_it(tmp_pa
 def test_nothing_is_read_or_written_on_the_step_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every system call on files refused, it answers as before."""
     with rig(tmp_path) as tiers:
-        keep(tiers, 1, 2)
+        fill(tiers, 1, 2)
         context = tiers.request(1, 2)
 
         def refused(*_: object, **__: object) -> None:
@@ -457,7 +448,7 @@ def test_nothing_is_read_or_written_on_the_step_path(tmp_path: Path, monkeypatch
 
 def test_a_limit_of_the_tier_counts_whole_rows(tmp_path: Path) -> None:
     with rig(tmp_path, files=2) as tiers:
-        keep(tiers, 1, 2, 3)
+        fill(tiers, 1, 2, 3)
         assert tiers.on_disk(1, 2, 3) == [False, True, True]
         assert tiers.disk.files.used_bytes == sum(path.stat().st_size for path in chunk_files(tmp_path))
         assert tiers.disk.files.used_bytes == 2 * FILE_BYTES

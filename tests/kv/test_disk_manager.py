@@ -22,20 +22,10 @@ from vllm_ext.kv.keeping.conversations import Turn
 from vllm_ext.kv.keeping.keeper import Keeper
 from vllm_ext.kv.tally import DROPPED
 
-from .disk_parts import FILE_BYTES, Rig, chunk_files, contents, key, rig
+from .disk_parts import FILE_BYTES, chunk_files, contents, fill, key, rig
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-
-
-def fill(tiers: Rig, *numbers: int) -> None:
-    """Store chunks one by one, each with time to get to disk."""
-    context = tiers.request(*numbers)
-    for number in numbers:
-        assert tiers.store(context, number)
-        tiers.step()
-    tiers.step()
-    tiers.manager.on_request_finished(context)
 
 
 @POLICIES
