@@ -34,9 +34,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.request import Request
 
 from vllm_ext.config.kv_tier import AHEAD, AUTO, EARLY, RETENTION
-from vllm_ext.kv.keeping.keeper import Keeper
-from vllm_ext.kv.keeping.retention import Chain, default_cost
-from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.conversations.keeper import Keeper
+from vllm_ext.kv.eviction.retention import Chain, default_cost
+from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
 from vllm_ext.simulation.harness import block_hasher, make_request
 

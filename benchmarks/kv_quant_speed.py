@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.codec import Codec, QuantisedCodec, RawCodec
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.codec import Codec, QuantisedCodec, RawCodec
+from vllm_ext.kv.host.geometry import TierGeometry
 
 LAYOUTS = {"cpu": PageLayout.transposed_keys, "rows": PageLayout.rows}
 """``cpu``: vLLM's CPU backend, K transposed within a block; ``rows``: its CUDA backends."""

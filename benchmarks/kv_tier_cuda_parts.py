@@ -16,7 +16,7 @@ from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.cuda.codec import Ids, Piece, QuantisedCudaCodec, RawCudaCodec, StagedCodec
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 
 @dataclass(frozen=True, kw_only=True)

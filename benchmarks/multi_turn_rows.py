@@ -16,7 +16,7 @@ from multi_turn_workload import ModelKv
 
 from vllm_ext.config.attention import OWN
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 STATELESS, LRU, RETENTION, RETENTION_8 = "stateless", "tier-lru", "tier-retention", "tier-retention-8"
 PENSIEVE, PENSIEVE_8 = "pensieve", "pensieve-8"

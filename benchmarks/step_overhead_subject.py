@@ -18,7 +18,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_ext.config.kv_tier import STORES, KvTierConfig
-from vllm_ext.kv.options import transfer_config
+from vllm_ext.kv.connector.options import transfer_config
 from vllm_ext.simulation.cost.link import TransferLink
 from vllm_ext.simulation.harness import block_hasher, make_requests, make_scheduler
 from vllm_ext.simulation.simulated_copies import SimulatedCopies

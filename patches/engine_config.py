@@ -225,8 +225,8 @@ def tier_connector(config: ExtConfig, given: object, replicas: int = 1) -> Any:
         raise ConfigError("kv_tier.gib", config.kv_tier.gib, "not beside --kv-transfer-config; leave one of them out")
     registry.verify("kv-tier", *(["kv-disk"] if config.kv_tier.disk_dir else []))
     from vllm_ext import systems
-    from vllm_ext.kv.host_memory import spare_bytes
-    from vllm_ext.kv.options import transfer_config
+    from vllm_ext.kv.connector.options import transfer_config
+    from vllm_ext.kv.host.memory import spare_bytes
 
     return transfer_config(systems.build(config).tier(config.kv_tier), spare_bytes(replicas))
 
@@ -242,7 +242,7 @@ def prepare_tier(config: ExtConfig, vllm_config: Any) -> str:
     """
     if not config.kv_tier.gib:
         return ""
-    from vllm_ext.kv import support
+    from vllm_ext.kv.connector import support
 
     support.refuse_model(vllm_config)
     support.refuse_missing_compiler(vllm_config)
@@ -296,7 +296,7 @@ def keep_records(config: ExtConfig, vllm_config: Any) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_ext.kv.device.support import let_records_be_read
+    from vllm_ext.kv.int8.support import let_records_be_read
 
     registry.verify("kv-arena", "kv-records", *(["attention-slot"] if current_platform.is_cpu() else []))
     let_records_be_read(vllm_config, config.kv_tier.device_int8_share)
@@ -330,7 +330,7 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
         The configuration with what will be done.
     """
     from vllm_ext import systems
-    from vllm_ext.kv.gaps import support as gap_support
+    from vllm_ext.kv.partial_prefix import support as gap_support
 
     tier = systems.build(config).tier(config.kv_tier)
     if tier.gaps == OFF:
@@ -342,7 +342,7 @@ def let_gaps_be_crossed(config: ExtConfig, vllm_config: Any) -> ExtConfig:
         return config
     logger.warning("conversations are computed again from their first missing block on: %s", reason)
     if config.kv_tier.gib:
-        from vllm_ext.kv.options import keep_from_the_front
+        from vllm_ext.kv.connector.options import keep_from_the_front
 
         keep_from_the_front(vllm_config.kv_transfer_config)
     policy = RETENTION if tier.policy == LEADING else config.kv_tier.policy

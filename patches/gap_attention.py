@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_ext.kv.gaps.rows import Rows, split_rows
+from vllm_ext.kv.partial_prefix.rows import Rows, split_rows
 from vllm_ext.patches.gap_hooks import FUSED
 
 _building: Rows | None = None

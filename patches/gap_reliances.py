@@ -1,8 +1,8 @@
 """What continuing across gaps in kept KV relies on in vLLM's block manager without replacing it.
 
-`vllm_ext.kv.gaps.manager` is a subclass of vLLM's manager of full attention, brought in through its registry of cache
-specs, and `vllm_ext.kv.free_queue` one of its queue of free blocks. Can go: when vLLM's manager finds blocks behind a
-missing one.
+`vllm_ext.kv.partial_prefix.manager` is a subclass of vLLM's manager of full attention, brought in through its registry
+of cache specs, and `vllm_ext.kv.eviction.free_queue` one of its queue of free blocks. Can go: when vLLM's manager finds
+blocks behind a missing one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FEATURE = Feature(
     leave_out="kv_tier.gaps",
     optional=True,
 )
-OVERRIDING = ("vllm_ext.kv.gaps.manager:GapManager", "vllm_ext.kv.free_queue:RetentionQueue")
+OVERRIDING = ("vllm_ext.kv.partial_prefix.manager:GapManager", "vllm_ext.kv.eviction.free_queue:RetentionQueue")
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager"
 _SINGLE = f"{_MANAGER}:SingleTypeKVCacheManager"
 

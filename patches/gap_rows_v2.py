@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ext.kv.gaps.layout import ATTRIBUTE
-from vllm_ext.kv.gaps.rows import place_on_device
+from vllm_ext.kv.partial_prefix.layout import ATTRIBUTE
+from vllm_ext.kv.partial_prefix.rows import place_on_device
 from vllm_ext.patches.gap_attention import splitting
 from vllm_ext.patches.gap_hooks import FUSED
 

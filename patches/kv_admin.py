@@ -20,7 +20,7 @@ from vllm_ext.hooks.patch import Patch
 def _load_endpoint_plugins(
     original: Callable[..., Any], supported_tasks: tuple[str, ...] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    from vllm_ext.kv.admin_http import AdminPlugin
+    from vllm_ext.kv.conversations.admin_http import AdminPlugin
 
     plugins = original(supported_tasks, *args, **kwargs)
     ours = AdminPlugin()

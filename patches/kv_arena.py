@@ -32,7 +32,7 @@ def _get_kv_cache_configs(original: Callable[..., Any], vllm_config: Any, *args:
         return configs
     from vllm_ext.attention.support import chosen_kernel
     from vllm_ext.config.attention import OWN
-    from vllm_ext.kv.device.geometry import ArenaGeometry, with_arenas
+    from vllm_ext.kv.int8.geometry import ArenaGeometry, with_arenas
 
     unpacks = chosen_kernel(vllm_config) != OWN
     divided = with_arenas(configs, share, vllm_config.model_config.max_model_len, unpacks=unpacks)
@@ -53,7 +53,7 @@ FEATURE = Feature(
     optional=True,
     only=("0.32.0",),
 )
-OVERRIDING = ("vllm_ext.kv.device.manager:RecordManager",)
+OVERRIDING = ("vllm_ext.kv.int8.manager:RecordManager",)
 HOOKS = (
     FEATURE.patch(
         "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",

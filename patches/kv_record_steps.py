@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ext.hooks.patch import Patch
-from vllm_ext.kv.device.step import step_of
-from vllm_ext.kv.device.worker import executing
+from vllm_ext.kv.int8.step import step_of
+from vllm_ext.kv.int8.worker import executing
 
 
 def _execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,13 +16,13 @@ FEATURE = Feature(
     optional=True,
 )
 OVERRIDING = (
-    "vllm_ext.kv.connector:TieredConnector",
-    "vllm_ext.kv.connector:TierWorkerMetadata",
-    "vllm_ext.kv.scheduler_side:TierScheduler",
-    "vllm_ext.kv.loads.layers:LayerwiseWorker",
-    "vllm_ext.kv.manager:TierManager",
-    "vllm_ext.kv.spec:TierSpec",
-    "vllm_ext.kv.worker:TierWorker",
+    "vllm_ext.kv.connector.tiered:TieredConnector",
+    "vllm_ext.kv.connector.tiered:TierWorkerMetadata",
+    "vllm_ext.kv.connector.scheduler:TierScheduler",
+    "vllm_ext.kv.connector.worker:LayerwiseWorker",
+    "vllm_ext.kv.host.manager:TierManager",
+    "vllm_ext.kv.connector.spec:TierSpec",
+    "vllm_ext.kv.host.worker:TierWorker",
 )
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _SIDE = f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler"

@@ -393,7 +393,7 @@ TIER = {"vllm_ext": {"kv_tier": {"gib": 2, "bits": 8, "policy": "lru", "store": 
 
 def test_a_kv_tier_is_vllms_connector_with_our_parts(model: str) -> None:
     found = make_config(model, scheduler_cls="fcfs", additional_config=TIER).kv_transfer_config
-    assert found.kv_connector_module_path == "vllm_ext.kv.connector"
+    assert found.kv_connector_module_path == "vllm_ext.kv.connector.tiered"
     assert found.kv_load_failure_policy == "recompute"
     assert found.kv_connector_extra_config["cpu_bytes_to_use"] == 2 * 2**30
     assert found.kv_connector_extra_config["eviction_policy"] == "lru"

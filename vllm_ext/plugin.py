@@ -24,7 +24,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    from vllm_ext.kv.affinity import note_allowed_cores
+    from vllm_ext.kv.host.affinity import note_allowed_cores
 
     note_allowed_cores()
     try:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kv.device.test_memory import BLOCKS, LAYOUT, TOKENS, allocated, device_records
+from tests.kv.int8.test_memory import BLOCKS, LAYOUT, TOKENS, allocated, device_records
 from vllm_ext.attention.records import UnpacksRecords, note_reads, records_behind
-from vllm_ext.kv.device import worker
-from vllm_ext.kv.device.step import Direction, RecordMove, RecordStep
+from vllm_ext.kv.int8 import worker
+from vllm_ext.kv.int8.step import Direction, RecordMove, RecordStep
 
 LENGTHS = torch.tensor([3 * TOKENS, TOKENS + 1], dtype=torch.int32)
 JUNK = BLOCKS + 6

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import TransferResult
 
-    from vllm_ext.kv.failures import Failures
-    from vllm_ext.kv.loads.layers import LayerJob, LayerLoads
-    from vllm_ext.kv.worker import TierWorker
+    from vllm_ext.kv.connector.worker import LayerJob, LayerLoads
+    from vllm_ext.kv.host.failures import Failures
+    from vllm_ext.kv.host.worker import TierWorker
 
 _START_S = 2.0**24
 """Where clocks begin: the same in each run, to the last bit, and later than what the scheduler saw of the machine's."""
@@ -100,7 +100,7 @@ def hold_copies() -> None:
 
 
 def _hold_copies_to_host() -> None:
-    from vllm_ext.kv.worker import TierWorker
+    from vllm_ext.kv.host.worker import TierWorker
 
     known: WeakKeyDictionary[TierWorker, _Reports] = WeakKeyDictionary()
     submit, load_by_layer, wait, get_finished = (

@@ -93,7 +93,7 @@ class _Gate:
 
 
 def _tardy(connector: Any, worker: Any, *, brings_when_asked: bool = True) -> None:
-    from vllm_ext.kv.loads.layers import LayerLoad, LayerLoads
+    from vllm_ext.kv.connector.worker import LayerLoad, LayerLoads
 
     gate, load, ask = _Gate(), LayerLoad.load, LayerLoads.wait
     begin, wait = worker.load_by_layer, worker.wait

@@ -10,7 +10,7 @@ import torch
 
 from vllm_ext.kernels.kv_quant import reference
 from vllm_ext.kernels.kv_quant.format import RecordFormat
-from vllm_ext.kv.device import worker as module
+from vllm_ext.kv.int8 import worker as module
 
 _POISON_BYTE = 0x47
 

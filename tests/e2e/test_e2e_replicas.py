@@ -19,7 +19,7 @@ from engines import BASE_ENGINE, EAGER, Engines, arrival
 from forks import ENVIRONMENT, HANG_S, VLLM, ForkServer, run
 from servers import MAX_MODEL_LEN, MODEL, SMALL_ENGINE, Served, wait_until
 
-from vllm_ext.kv.host_memory import free_bytes
+from vllm_ext.kv.host.memory import free_bytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3 * HANG_S)]
 

@@ -18,11 +18,11 @@ sys.path.append(str(Path(__file__).parents[2]))
 from tests.kernels.comparison import Facts, compare
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.codec import QuantisedCodec, RawCodec
 from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec, StagedCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.codec import QuantisedCodec, RawCodec
+from vllm_ext.kv.host.geometry import TierGeometry
 
 BLOCKS, CHUNKS, LAYERS = 40, 12, 3
 GROUPS = [[0, 1, 2], [0, 2]]

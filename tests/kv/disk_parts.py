@@ -23,13 +23,13 @@ from vllm.v1.kv_offload.config import (
 )
 
 from vllm_ext.config.kv_tier import RETENTION, KvTierConfig
+from vllm_ext.kv.connector.options import TIER_KEY
 from vllm_ext.kv.disk.files import DiskFiles
 from vllm_ext.kv.disk.identity import MODEL_KEY, format_facts
 from vllm_ext.kv.disk.manager import DiskBackedManager, HostTier
 from vllm_ext.kv.disk.tier import DiskTier
-from vllm_ext.kv.geometry import TierGeometry
-from vllm_ext.kv.keeping.retention import Chain
-from vllm_ext.kv.options import TIER_KEY
+from vllm_ext.kv.eviction.retention import Chain
+from vllm_ext.kv.host.geometry import TierGeometry
 
 from .tier_worker_parts import LAYOUT
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagedCodec, StagingSlot
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 REFUSED = 0xFF
 """First byte of a block that the codec of tests does not keep."""

@@ -14,8 +14,8 @@ import pytest
 from tests.support.audit import audit
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
-from vllm_ext.kv.gaps.layout import ATTRIBUTE
-from vllm_ext.kv.gaps.manager import GapManager
+from vllm_ext.kv.partial_prefix.layout import ATTRIBUTE
+from vllm_ext.kv.partial_prefix.manager import GapManager
 from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.virtual_clock import VirtualClock
 

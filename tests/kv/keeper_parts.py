@@ -8,10 +8,10 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.kv.keeping.conversations import Conversation
-from vllm_ext.kv.keeping.keeper import Keeper
-from vllm_ext.kv.keeping.retention import Chain, RetentionCachePolicy
-from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.conversations.conversation import Conversation
+from vllm_ext.kv.conversations.keeper import Keeper
+from vllm_ext.kv.eviction.retention import Chain, RetentionCachePolicy
+from vllm_ext.kv.host.manager import TierManager
 
 from .tier_stateful_books import audit_owners
 

@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.audit import AuditError
 from tests.support.tier_audit import TransferAuditor
-from vllm_ext.kv.loads.layers import LayerJob
+from vllm_ext.kv.connector.worker import LayerJob
 from vllm_ext.simulation.cost.link import Direction
 
 from .tier_stateful_copies import ChaosCopies

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.kv.admin import MOST_SHOWN
+from vllm_ext.kv.conversations.admin import MOST_SHOWN
 
 from .tier_stateful_rig import BLOCK_SIZE, Setup, TierRig
 

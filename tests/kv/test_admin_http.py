@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext import envs
 from vllm_ext.hooks import registry
-from vllm_ext.kv import admin_http
+from vllm_ext.kv.conversations import admin_http
 
 Answer = Callable[..., Any]
 URL, KEY, API_KEY = admin_http.PREFIX, "key-of-the-administrator", "key-of-the-clients"

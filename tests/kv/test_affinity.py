@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests.extent import HANG_S
-from vllm_ext.kv import affinity
+from vllm_ext.kv.host import affinity
 
 CORES = frozenset(os.sched_getaffinity(0))
 needs_two = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
@@ -58,7 +58,7 @@ def test_copies_of_an_engine_in_the_users_process_stay_where_the_user_put_it() -
     """They went where the process that started it may run: under ``taskset`` a shell, which may run anywhere."""
     program = (
         "import os, vllm_ext.plugin; vllm_ext.plugin.register()\n"
-        "from vllm_ext.kv.affinity import leave_the_engines_core\n"
+        "from vllm_ext.kv.host.affinity import leave_the_engines_core\n"
         "leave_the_engines_core(); print(sorted(os.sched_getaffinity(0)))"
     )
     core = min(CORES)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
-from vllm_ext.kv.keeping import branches
-from vllm_ext.kv.keeping.conversations import Conversation, Turn
+from vllm_ext.kv.conversations import branches
+from vllm_ext.kv.conversations.conversation import Conversation, Turn
 
 from .disk_parts import CHUNK_TOKENS
 from .disk_parts import rig as disk_rig

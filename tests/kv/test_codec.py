@@ -8,8 +8,8 @@ import torch
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.codec import RawCodec
-from vllm_ext.kv.layout import PackedPages
+from vllm_ext.kv.host.codec import RawCodec
+from vllm_ext.kv.host.layout import PackedPages
 
 from .tier_worker_parts import LAYOUT, codec, geometry, random_kv
 

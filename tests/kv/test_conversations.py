@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook
-from vllm_ext.kv.keeping.returns import NUM_TURN_CLASSES, ReturnModel, turn_class
+from vllm_ext.kv.conversations.conversation import Conversation, ConversationBook
+from vllm_ext.kv.conversations.returns import NUM_TURN_CLASSES, ReturnModel, turn_class
 
 
 def keys(*names: str) -> list[OffloadKey]:
@@ -51,7 +51,7 @@ def test_of_a_salt_only_a_tag_is_kept() -> None:
 
 
 def test_a_name_that_is_forgotten_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ext.kv.keeping.conversations._MOST_KNOWN", 3)
+    monkeypatch.setattr("vllm_ext.kv.conversations.conversation._MOST_KNOWN", 3)
     book = ConversationBook()
     for number in range(10):
         turn(book, f"c{number}", [f"{number}"], [], float(number))
@@ -119,7 +119,7 @@ def test_of_many_that_end_at_once_so_many_are_looked_at() -> None:
 
 
 def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ext.kv.keeping.conversations._MOST_KNOWN", 10)
+    monkeypatch.setattr("vllm_ext.kv.conversations.conversation._MOST_KNOWN", 10)
     book = ConversationBook()
     holding = turn(book, "holding", ["h"], [], 0.0)
     holding.own(*keys("h"))
@@ -135,7 +135,7 @@ def test_a_forgotten_conversation_whose_chunks_are_stored_after_all_is_known_aga
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks that lay on the device may be copied when 65,536 others have come."""
-    monkeypatch.setattr("vllm_ext.kv.keeping.conversations._MOST_KNOWN", 3)
+    monkeypatch.setattr("vllm_ext.kv.conversations.conversation._MOST_KNOWN", 3)
     book = ConversationBook(ttl_s=10.0)
     late, taken = turn(book, "late", ["x"], [], 0.0), turn(book, "taken", ["y"], [], 0.0)
     for number in range(10):
@@ -153,7 +153,7 @@ def test_a_forgotten_conversation_whose_chunks_are_stored_after_all_is_known_aga
 
 def test_who_is_forgotten_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a long time to live every request left an entry, and its conversation, until that was over."""
-    monkeypatch.setattr("vllm_ext.kv.keeping.conversations._MOST_KNOWN", 10)
+    monkeypatch.setattr("vllm_ext.kv.conversations.conversation._MOST_KNOWN", 10)
     book = ConversationBook(ttl_s=1e6)
     kept = turn(book, "kept", ["k"], [], 0.0)
     kept.own(*keys("k"))

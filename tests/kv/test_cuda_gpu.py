@@ -12,7 +12,7 @@ from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import Piece, RawCudaCodec
 from vllm_ext.kv.cuda.device import CudaDevice, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Depth, Transfers
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

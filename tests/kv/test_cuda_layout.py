@@ -13,7 +13,7 @@ import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.layout import UnknownLayout, layout_of
+from vllm_ext.kv.host.layout import UnknownLayout, layout_of
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 5, 4, 16, 8
 

@@ -12,7 +12,7 @@ import torch
 from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import STAGING_BYTES, Piece, pieces_of
 from vllm_ext.kv.cuda.transfers import Depth, Transfers
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 from .fake_device import REFUSED, FakeDevice, PlainCodec, TimedCodec, TimedDevice
 

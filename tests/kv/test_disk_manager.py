@@ -15,12 +15,12 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from tests.extent import HANG_S
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.config.kv_tier import KvTierConfig
+from vllm_ext.kv.conversations.conversation import Turn
+from vllm_ext.kv.conversations.keeper import Keeper
 from vllm_ext.kv.disk import manager as disk_manager
 from vllm_ext.kv.disk import tier as disk_tier
 from vllm_ext.kv.disk.tier import Backlog, DamagedChunk, DiskTier, counter_name
-from vllm_ext.kv.keeping.conversations import Turn
-from vllm_ext.kv.keeping.keeper import Keeper
-from vllm_ext.kv.tally import DROPPED
+from vllm_ext.kv.host.tally import DROPPED
 
 from .disk_parts import FILE_BYTES, chunk_files, contents, fill, key, rig
 
@@ -283,8 +283,8 @@ def test_a_reset_in_the_middle_of_everything(tmp_path: Path) -> None:
 
 
 def test_the_metrics_are_those_that_are_defined(tmp_path: Path) -> None:
-    from vllm_ext.kv.options import transfer_config
-    from vllm_ext.kv.spec import TierSpec
+    from vllm_ext.kv.connector.options import transfer_config
+    from vllm_ext.kv.connector.spec import TierSpec
 
     tier = KvTierConfig(gib=1, disk_dir=str(tmp_path), disk_gib=1)
     defined = TierSpec.build_metric_definitions(transfer_config(tier).kv_connector_extra_config)

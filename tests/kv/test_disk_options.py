@@ -9,7 +9,7 @@ import pytest
 
 from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv.options import TIER_KEY, keep_from_the_front, tier_of, transfer_config
+from vllm_ext.kv.connector.options import TIER_KEY, keep_from_the_front, tier_of, transfer_config
 
 
 def test_there_is_none_by_default() -> None:

@@ -22,9 +22,9 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu import common
 
 from vllm_ext.config.errors import ConfigError
+from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.region import row_bytes
-from vllm_ext.kv.spec import TierSpec
 
 from .disk_parts import key, offloading
 from .tier_worker_parts import LAYOUT, random_kv

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
-from vllm_ext.kv.keeping import endings
-from vllm_ext.kv.keeping.conversations import Conversation, ConversationBook
-from vllm_ext.kv.keeping.endings import Endings, ending
+from vllm_ext.kv.conversations import endings
+from vllm_ext.kv.conversations.conversation import Conversation, ConversationBook
+from vllm_ext.kv.conversations.endings import Endings, ending
 
 CHUNK = 16
 STOP = 2

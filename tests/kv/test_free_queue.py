@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id
 
-from vllm_ext.kv.free_queue import RetentionQueue
+from vllm_ext.kv.eviction.free_queue import RetentionQueue
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
 BLOCK = 16

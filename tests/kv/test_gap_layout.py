@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kv.gaps.layout import GapLayout, Span, kept_ranges
+from vllm_ext.kv.partial_prefix.layout import GapLayout, Span, kept_ranges
 
 
 def test_a_dropped_leading_end() -> None:

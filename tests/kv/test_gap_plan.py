@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kv.gaps.plan import Action, Place, gaps_of, plan
+from vllm_ext.kv.partial_prefix.plan import Action, Place, gaps_of, plan
 
 D, H, N = Place.DEVICE, Place.HOST, Place.NOWHERE
 MANY = 9

@@ -7,8 +7,8 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_ext.kv.gaps.layout import GapLayout
-from vllm_ext.kv.gaps.rows import place_queries, split_rows
+from vllm_ext.kv.partial_prefix.layout import GapLayout
+from vllm_ext.kv.partial_prefix.rows import place_queries, split_rows
 
 DECODE, GAPPED, LATER = "decode", "gapped", "later"
 

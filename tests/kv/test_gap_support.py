@@ -14,8 +14,8 @@ from vllm_ext.config import ConfigError, parse
 from vllm_ext.config.kv_tier import AUTO, FUSED, IN_STEP, LEADING, OFF, RETENTION, KvTierConfig
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
-from vllm_ext.kv.gaps.manager import can_have_gaps, with_gap_manager
-from vllm_ext.kv.gaps.support import WORKERS, crosses_gaps, obstacle
+from vllm_ext.kv.partial_prefix.manager import can_have_gaps, with_gap_manager
+from vllm_ext.kv.partial_prefix.support import WORKERS, crosses_gaps, obstacle
 from vllm_ext.patches import engine_config
 from vllm_ext.simulation.harness import make_kv_cache_config
 from vllm_ext.systems import build

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.config import (
 from vllm_ext.config import ConfigError, ExtConfig, parse, to_dict
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.geometry import TierGeometry
+from vllm_ext.kv.host.geometry import TierGeometry
 
 
 def offloading(

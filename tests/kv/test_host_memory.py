@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from vllm_ext.kv.host_memory import free_bytes
+from vllm_ext.kv.host.memory import free_bytes
 
 MIB = 2**20
 

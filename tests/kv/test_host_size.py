@@ -21,10 +21,10 @@ from vllm.v1.kv_offload.config import (
 from vllm_ext.config import parse
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv import host_memory
-from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.spec import TierSpec
-from vllm_ext.kv.support import too_small
+from vllm_ext.kv.connector.options import transfer_config
+from vllm_ext.kv.connector.spec import TierSpec
+from vllm_ext.kv.connector.support import too_small
+from vllm_ext.kv.host import memory as host_memory
 from vllm_ext.patches.engine_config import with_host_memory
 
 BLOCK_BYTES = 2 * 32 * 8 * 128 * 2 * 64

@@ -8,10 +8,10 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.kv.idle import IdleChunk
-from vllm_ext.kv.keeping.conversations import Conversation, Turn
-from vllm_ext.kv.keeping.retention import Chain
-from vllm_ext.kv.prices import Bandwidth
+from vllm_ext.kv.connector.idle import IdleChunk
+from vllm_ext.kv.connector.prices import Bandwidth
+from vllm_ext.kv.conversations.conversation import Conversation, Turn
+from vllm_ext.kv.eviction.retention import Chain
 
 from .tier_stateful_books import resident
 from .tier_stateful_copies import BYTES_PER_S

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_ext.kv.keeping.retention import RetentionCachePolicy
+from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 
 from .keeper_parts import CHUNK, Tier
 

@@ -10,7 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.layout import PackedPages, UnknownLayout, layout_of, probe
+from vllm_ext.kv.host.layout import PackedPages, UnknownLayout, layout_of, probe
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
-from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.host.manager import TierManager
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 REQUEST = ReqContext(req_id="r")

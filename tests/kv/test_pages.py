@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kv.keeping.pages import _BLOCK, Pages
+from vllm_ext.kv.conversations.pages import _BLOCK, Pages
 
 
 def pages(numbers: range) -> Pages[str]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
+from vllm_ext.kv.connector.gap_loads import GapLoadingScheduler
 from vllm_ext.kv.disk.manager import PATIENCE_S
-from vllm_ext.kv.gaps.loads import GapLoadingScheduler
-from vllm_ext.kv.gaps.search import Kept
+from vllm_ext.kv.partial_prefix.search import Kept
 
 from .disk_parts import contents, key, rig
 from .fingerprint import fingerprint

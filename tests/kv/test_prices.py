@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.kv.prices import Bandwidth, TransferPrices
+from vllm_ext.kv.connector.prices import Bandwidth, TransferPrices
 
 
 def test_a_bandwidth_starts_as_told_and_is_then_what_was_measured() -> None:

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.kv.loads.resets import discard_loads, overlook_discarded
+from vllm_ext.kv.connector.resets import discard_loads, overlook_discarded
 
 
 class Waiting(SimpleNamespace):

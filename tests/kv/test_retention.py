@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from vllm_ext.kv.keeping.retention import Chain, LastUse, LeadingCachePolicy, RetentionCachePolicy, default_cost
+from vllm_ext.kv.eviction.retention import Chain, LastUse, LeadingCachePolicy, RetentionCachePolicy, default_cost
 
 CHUNK = 32
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import DirectionalTransferStats, TransferStats
 
-from vllm_ext.kv import tally
-from vllm_ext.kv.times import WorkerTimes
+from vllm_ext.kv.host import tally
+from vllm_ext.kv.host.times import WorkerTimes
 
 from .tier_stateful_books import resident
 from .tier_stateful_driver import Walked, _Client, draw_setup

@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from tests.extent import HANG_S
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED, KvTierConfig
-from vllm_ext.kv.connector import TieredConnector
-from vllm_ext.kv.loads.layers import LayerJob, LayerwiseWorker, LoadsByLayer
-from vllm_ext.kv.loads.steps import TierMetadata
-from vllm_ext.kv.options import transfer_config
-from vllm_ext.kv.worker import TierWorker
+from vllm_ext.kv.connector.options import transfer_config
+from vllm_ext.kv.connector.step_loads import TierMetadata
+from vllm_ext.kv.connector.tiered import TieredConnector
+from vllm_ext.kv.connector.worker import LayerJob, LayerwiseWorker, LoadsByLayer
+from vllm_ext.kv.host.worker import TierWorker
 
 from .tier_worker_parts import LAYOUT, codec, device, host, random_kv
 

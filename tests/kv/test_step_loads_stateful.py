@@ -11,7 +11,7 @@ import pytest
 
 from tests.extent import quick
 from tests.support.audit import AuditError
-from vllm_ext.kv.loads.steps import Engine
+from vllm_ext.kv.connector.step_loads import Engine
 
 from .step_loads_rig import StepRig
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live

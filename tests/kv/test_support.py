@@ -12,8 +12,8 @@ from vllm.platforms import current_platform
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kernels import native
-from vllm_ext.kv.options import tier_of, transfer_config
-from vllm_ext.kv.support import (
+from vllm_ext.kv.connector.options import tier_of, transfer_config
+from vllm_ext.kv.connector.support import (
     BLOCK_TOKENS,
     choose_block_size,
     refuse_missing_compiler,
@@ -67,7 +67,7 @@ def test_more_than_is_left_for_all_workers_is_refused(
     monkeypatch: pytest.MonkeyPatch, gib: float, parallel: dict[str, Any], refused: bool
 ) -> None:
     """Each worker compared its own share with all that the machine had left, whatever its container allowed."""
-    monkeypatch.setattr("vllm_ext.kv.support.free_bytes", lambda: 4 * 2**30)
+    monkeypatch.setattr("vllm_ext.kv.connector.support.free_bytes", lambda: 4 * 2**30)
     if not refused:
         refuse_size(sized(gib, **parallel))
         return

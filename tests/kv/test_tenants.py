@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from vllm_ext.kv.keeping.conversations import ConversationBook
-from vllm_ext.kv.keeping.retention import RetentionCachePolicy
+from vllm_ext.kv.conversations.conversation import ConversationBook
+from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 
 from .keeper_parts import Tier, key
 

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from vllm_ext.kv.keeping.retention import Chain
-from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.eviction.retention import Chain
+from vllm_ext.kv.host.manager import TierManager
 
 from .tier_stateful_rig import MIN_BLOCKS, Setup, TierRig
 

@@ -11,8 +11,8 @@ from vllm.v1.kv_offload.base import TransferResult
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.connector import TieredConnector
-from vllm_ext.kv.manager import TierManager
+from vllm_ext.kv.connector.tiered import TieredConnector
+from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.simulation.cost.link import Direction
 
 from . import tier_stateful_rig

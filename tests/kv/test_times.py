@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 
-from vllm_ext.kv.connector import TierWorkerMetadata
-from vllm_ext.kv.times import LoadStall, WorkerTimes
-from vllm_ext.kv.worker import TierWorker
+from vllm_ext.kv.connector.tiered import TierWorkerMetadata
+from vllm_ext.kv.host.times import LoadStall, WorkerTimes
+from vllm_ext.kv.host.worker import TierWorker
 
 from .tier_worker_parts import SlowCodec, device, host
 

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from vllm_ext.kv.transfer_plan import group_transfers
+from vllm_ext.kv.host.transfer_plan import group_transfers
 
 
 def plan(

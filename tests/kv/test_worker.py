@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_ext.config.kv_tier import LOSSLESS
-from vllm_ext.kv.worker import TierWorker
+from vllm_ext.kv.host.worker import TierWorker
 
 from .tier_worker_parts import LAYOUT, SlowCodec, codec, device, host, random_kv
 

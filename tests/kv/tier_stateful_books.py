@@ -8,8 +8,8 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.audit import AuditError, audit_drained
-from vllm_ext.kv.keeping.conversations import ConversationBook
-from vllm_ext.kv.keeping.retention import RetentionCachePolicy
+from vllm_ext.kv.conversations.conversation import ConversationBook
+from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 
 
 def audit_tier(scheduler: Scheduler) -> None:

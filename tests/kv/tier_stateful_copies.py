@@ -6,8 +6,8 @@ import random
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, TransferResult
 
-from vllm_ext.kv.times import WorkerTimes
-from vllm_ext.kv.worker import Failures, TierWorker
+from vllm_ext.kv.host.times import WorkerTimes
+from vllm_ext.kv.host.worker import Failures, TierWorker
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
 

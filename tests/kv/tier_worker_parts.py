@@ -12,9 +12,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.kv.codec import Codec, Ids, QuantisedCodec, RawCodec
-from vllm_ext.kv.geometry import TierGeometry
-from vllm_ext.kv.layout import PackedPages
+from vllm_ext.kv.host.codec import Codec, Ids, QuantisedCodec, RawCodec
+from vllm_ext.kv.host.geometry import TierGeometry
+from vllm_ext.kv.host.layout import PackedPages
 
 LAYOUT = PageLayout.transposed_keys(torch.bfloat16, 2, 8, 4)
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import REGISTRY
 from vllm.v1.metrics import prometheus
 
-from vllm_ext.kv.tally import REASONS
+from vllm_ext.kv.host.tally import REASONS
 from vllm_ext.metrics.engine import EngineFeed
 
 _numbers = itertools.count()

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.device.step import step_of
+from vllm_ext.kv.int8.step import step_of
 
 from .parts import rows
 from .tier_parts import Server, conversation, offload, serve

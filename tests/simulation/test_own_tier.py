@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.keeping.retention import RetentionCachePolicy
+from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import build_scheduler

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.gaps.loads import GapLoadingScheduler
-from vllm_ext.kv.gaps.search import GapCounts
+from vllm_ext.kv.connector.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.partial_prefix.search import GapCounts
 
 from .parts import SteadyCost, rows
 from .tier_parts import Server, conversation, drained, own_tier, serve

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from tests.support.audit import AuditError
 from vllm_ext.config.kv_tier import PREFIX_POLICIES
-from vllm_ext.kv.connector import TieredConnector
+from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import simulate_parts

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_ext.kv.device.step import Direction, step_of
-from vllm_ext.kv.gaps.layout import ATTRIBUTE, GapLayout
+from vllm_ext.kv.int8.step import Direction, step_of
+from vllm_ext.kv.partial_prefix.layout import ATTRIBUTE, GapLayout
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 
 FIRST_TOKEN_ID = 16

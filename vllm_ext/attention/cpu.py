@@ -25,7 +25,7 @@ from vllm_ext.config.attention import AUTO, OWN
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels import native
 from vllm_ext.kernels.paged_attention import Ranges, cpu
-from vllm_ext.kv.device.worker import current
+from vllm_ext.kv.int8.worker import current
 
 logger = logging.getLogger("vllm.vllm_ext")
 

@@ -24,7 +24,7 @@ from vllm_ext.config.attention import OWN
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels.kv_quant.format import PageLayout, Side
 from vllm_ext.kernels.paged_attention import PagedKV, gpu
-from vllm_ext.kv.device.worker import current
+from vllm_ext.kv.int8.worker import current
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

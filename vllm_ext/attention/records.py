@@ -15,9 +15,9 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_ext.config.errors import KEY, ConfigError
-from vllm_ext.kv.device.codec import CpuRecordCodec
-from vllm_ext.kv.device.geometry import SHARE
-from vllm_ext.kv.device.worker import DeviceRecords, StepAtHand, common_layout, current
+from vllm_ext.kv.int8.codec import CpuRecordCodec
+from vllm_ext.kv.int8.geometry import SHARE
+from vllm_ext.kv.int8.worker import DeviceRecords, StepAtHand, common_layout, current
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_ext.contract import Candidate, Demand, Pool
-from vllm_ext.kv.cached_prefixes import CachedPrefixes
+from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
 from vllm_ext.scheduling.engine_state import EngineState
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Candidate, Demand, Victim
-    from vllm_ext.kv.cached_prefixes import CachedPrefixes
+    from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
     from vllm_ext.scheduling.engine_state import EngineState
 
 ENCODER = "encoder"

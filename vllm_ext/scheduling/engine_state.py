@@ -9,8 +9,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_ext.contract.room import AdapterPlaces
 
 if TYPE_CHECKING:
-    from vllm_ext.kv.device.place import DevicePlace
-    from vllm_ext.kv.device.records import Records
+    from vllm_ext.kv.int8.place import DevicePlace
+    from vllm_ext.kv.int8.records import Records
 
 _STREAMING = RequestStatus.WAITING_FOR_STREAMING_REQ
 _NOBODY: list[Request] = []

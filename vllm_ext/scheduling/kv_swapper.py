@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank, Residency
-    from vllm_ext.kv.cached_prefixes import CachedPrefixes
-    from vllm_ext.kv.scheduler_side import TierScheduler
+    from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
+    from vllm_ext.kv.connector.scheduler import TierScheduler
     from vllm_ext.scheduling.engine_state import EngineState
     from vllm_ext.scheduling.observer import Observer
     from vllm_ext.scheduling.running_order import RunningOrder

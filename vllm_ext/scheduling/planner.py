@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.contract import NO_PLAN, RequestView, Room, Server, Split, StepPlan, Victim
-from vllm_ext.kv.cached_prefixes import CachedPrefixes
+from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
 from vllm_ext.scheduling.encoder_room import EncoderRoom, has_encoder
 from vllm_ext.scheduling.engine_state import EngineState
 from vllm_ext.scheduling.step import LOOK_AHEAD, EngineStep, could_join, pool_of

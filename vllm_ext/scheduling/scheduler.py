@@ -22,15 +22,15 @@ from vllm_ext.config import KEY, parse
 from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, check_rank
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
-from vllm_ext.kv.cached_prefixes import CachedPrefixes
-from vllm_ext.kv.device.geometry import ArenaGeometry
-from vllm_ext.kv.device.holding import RecordHolding
-from vllm_ext.kv.device.manager import with_record_manager
-from vllm_ext.kv.gaps.crossing import GapCrossing, can_cross
-from vllm_ext.kv.gaps.manager import with_gap_manager
-from vllm_ext.kv.loads.failed import discard_failed_loads
-from vllm_ext.kv.loads.resets import discard_loads, forget_blocks, overlook_discarded
-from vllm_ext.kv.loads.steps import Engine
+from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
+from vllm_ext.kv.connector.failed_loads import discard_failed_loads
+from vllm_ext.kv.connector.resets import discard_loads, forget_blocks, overlook_discarded
+from vllm_ext.kv.connector.step_loads import Engine
+from vllm_ext.kv.int8.geometry import ArenaGeometry
+from vllm_ext.kv.int8.holding import RecordHolding
+from vllm_ext.kv.int8.manager import with_record_manager
+from vllm_ext.kv.partial_prefix.crossing import GapCrossing, can_cross
+from vllm_ext.kv.partial_prefix.manager import with_gap_manager
 from vllm_ext.prediction.length import LengthPredictor
 from vllm_ext.scheduling.aged_turns import AgedTurns
 from vllm_ext.scheduling.apply_plan import applied, stalled
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from vllm_ext.kv.admin import TierAdmin
-    from vllm_ext.kv.device.place import DevicePlace
-    from vllm_ext.kv.device.records import Records
-    from vllm_ext.kv.gaps.search import GapSearch
+    from vllm_ext.kv.conversations.admin import TierAdmin
+    from vllm_ext.kv.int8.place import DevicePlace
+    from vllm_ext.kv.int8.records import Records
+    from vllm_ext.kv.partial_prefix.search import GapSearch
 
 logger = init_logger("vllm.vllm_ext.scheduler")
 
@@ -544,7 +544,7 @@ class SteeredScheduler(AsyncScheduler):
         Raises:
             ValueError: there is no tier.
         """
-        from vllm_ext.kv.admin import TierAdmin
+        from vllm_ext.kv.conversations.admin import TierAdmin
 
         if self.tier_account is None:
             raise ValueError("kv_tier.gib=0: there is no KV tier")

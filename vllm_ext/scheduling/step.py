@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_ext.contract import Rank
-    from vllm_ext.kv.cached_prefixes import CachedPrefixes
+    from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
     from vllm_ext.scheduling.running_order import RunningOrder
     from vllm_ext.scheduling.tracked_requests import TrackedRequests
     from vllm_ext.scheduling.waiting_table import WaitingTable

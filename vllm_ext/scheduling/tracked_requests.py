@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.request import Request
 
-    from vllm_ext.kv.cached_prefixes import CachedPrefix
+    from vllm_ext.kv.connector.cached_prefixes import CachedPrefix
 
 
 _NO_DEFAULTS = SloConfig()

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kernels.kv_quant.format import ITEM_BYTES
-from vllm_ext.kv.device.geometry import SHARE, with_arenas
+from vllm_ext.kv.int8.geometry import SHARE, with_arenas
 
 _LAYERS = 32
 """Where nothing is known of the model: as many as most have."""

@@ -25,7 +25,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.kv.gaps.layout import layouts_of
+from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.simulation.cohort_copies import HiddenCopies
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
 from vllm_ext.simulation.cohort_step import Launch, QuietOutput, limits_less, merged, most_blocks, together

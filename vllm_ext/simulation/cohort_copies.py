@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import Request
 
-from vllm_ext.kv.scheduler_side import TierScheduler
+from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.simulation.cohort_step import QuietOutput
 
 Metadata = TypeVar("Metadata")

@@ -39,7 +39,7 @@ from vllm_ext.attention.support import chosen_kernel
 from vllm_ext.config import KEY, parse
 from vllm_ext.config.attention import OWN
 from vllm_ext.config.kv_tier import FUSED
-from vllm_ext.kv.gaps.support import WORKERS
+from vllm_ext.kv.partial_prefix.support import WORKERS
 from vllm_ext.simulation.arena import simulated_arena
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build

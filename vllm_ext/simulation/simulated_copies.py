@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from vllm_ext.kv.loads.layers import LayerJob, LayerLoads
+from vllm_ext.kv.connector.worker import LayerJob, LayerLoads
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 
 

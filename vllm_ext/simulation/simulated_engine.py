@@ -24,8 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext.kv.device.step import step_of
-from vllm_ext.kv.gaps.layout import layouts_of
+from vllm_ext.kv.int8.step import step_of
+from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
 from vllm_ext.simulation.decision import Decision, Stalled

@@ -30,9 +30,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 from vllm_ext.config import parse
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.kv.device.geometry import SHARE
-from vllm_ext.kv.keeping.retention import RetentionCachePolicy
-from vllm_ext.kv.options import transfer_config
+from vllm_ext.kv.connector.options import transfer_config
+from vllm_ext.kv.eviction.retention import RetentionCachePolicy
+from vllm_ext.kv.int8.geometry import SHARE
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.spec import build_link
 from vllm_ext.simulation.harness import KvShape

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.kv.gaps.layout import GapLayout
+from vllm_ext.kv.partial_prefix.layout import GapLayout
 from vllm_ext.simulation.step_shape import EMPTY_SHAPE, StepShape
 from vllm_ext.simulation.workloads.token_ids import EOS_TOKEN_ID as EOS_TOKEN_ID
 from vllm_ext.simulation.workloads.token_ids import FILLER_TOKEN_ID as FILLER_TOKEN_ID

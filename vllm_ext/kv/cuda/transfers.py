@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from vllm_ext.kv.cuda.codec import Buffer, DeviceCodec, Piece, StagingSlot
 from vllm_ext.kv.cuda.device import Device, Event
-from vllm_ext.kv.failures import Failures
+from vllm_ext.kv.host.failures import Failures
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
 

@@ -12,14 +12,14 @@ from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kv.cuda.codec import DeviceCodec, Piece, QuantisedCudaCodec, RawCudaCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
-from vllm_ext.kv.failures import Failures
-from vllm_ext.kv.transfer_plan import group_transfers
+from vllm_ext.kv.host.failures import Failures
+from vllm_ext.kv.host.transfer_plan import group_transfers
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
     from vllm_ext.kernels.kv_quant.format import PageLayout
-    from vllm_ext.kv.geometry import TierGeometry
+    from vllm_ext.kv.host.geometry import TierGeometry
 
 
 class CudaTierWorker(OffloadingWorker):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-    from vllm_ext.kv.geometry import TierGeometry
+    from vllm_ext.kv.host.geometry import TierGeometry
 
 VERSION = 3
 """Of how chunks lie in files."""

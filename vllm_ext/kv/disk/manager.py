@@ -16,10 +16,10 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
 
+from vllm_ext.kv.conversations.conversation import Turn
 from vllm_ext.kv.disk.tier import DiskTier
-from vllm_ext.kv.keeping.conversations import Turn
-from vllm_ext.kv.manager import TierManager
-from vllm_ext.kv.tally import ROOM
+from vllm_ext.kv.host.manager import TierManager
+from vllm_ext.kv.host.tally import ROOM
 
 PATIENCE_S = 5.0
 """How long a request waits for a chunk from disk, before it computes what the chunk holds."""

@@ -24,8 +24,8 @@ import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from vllm_ext.config.errors import ConfigError
-from vllm_ext.kv.geometry import TierGeometry
-from vllm_ext.kv.host_memory import free_bytes
+from vllm_ext.kv.host.geometry import TierGeometry
+from vllm_ext.kv.host.memory import free_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig

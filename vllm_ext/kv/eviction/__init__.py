@@ -1,0 +1,1 @@
+"""What leaves first: chunks of host memory, and blocks of the device."""
