@@ -8,7 +8,7 @@ import pytest
 
 from vllm_ext.config import ConfigError, parse
 from vllm_ext.config.flags import merge_flags
-from vllm_ext.patches.engine_config import needed_groups
+from vllm_ext.launch.features import needed_groups
 
 ADMIN = {"kv_tier": {"gib": 1.0, "admin": True}}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
+from vllm_ext.kv.connector.ahead_stores import AheadStores
 from vllm_ext.kv.conversations import branches
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
 
@@ -177,7 +178,7 @@ def thinking(store: str, **options: Any) -> TierRig:
     """An engine that has learned to keep prompts only."""
     rig = TierRig(Setup(store=store, slow=0.0, num_blocks=2 * MIN_BLOCKS, host_chunks=400, **options))
     if store == "ahead":
-        rig.side.free_fraction = 0.9
+        rig.side.stores.free_fraction = 0.9
     for number in range(9):
         prompt = [1000 * number + 100 + i for i in range(2 * BLOCK_SIZE)]
         for added in ([], [3, 1, 4, 1] * 3):
@@ -217,8 +218,8 @@ def test_generated_chunks_are_there_for_a_preempted_request_and_go_when_it_ends(
 def test_ahead_of_time_no_generated_chunk_is_copied() -> None:
     rig = thinking("ahead")
     queued: list[Any] = []
-    add = rig.side.idle.add
-    rig.side.idle.add = lambda chunks: add(queued.extend(chunks) or chunks)
+    add = rig.side.stores.idle.add
+    rig.side.stores.idle.add = lambda chunks: add(queued.extend(chunks) or chunks)
     req_id = rig.add([90_000 + i for i in range(2 * BLOCK_SIZE)], 5 * BLOCK_SIZE, session="ends")
     rig.step()
     keys = chunks_of(rig, req_id)
@@ -236,9 +237,9 @@ def test_ahead_of_time_no_generated_chunk_is_copied() -> None:
 
 def test_on_a_full_device_no_generated_chunk_is_copied_while_its_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = thinking("ahead")
-    rig.side.free_fraction = 0.01
-    monkeypatch.setattr(rig.side, "_is_full", lambda: True)
-    monkeypatch.setattr(rig.side, "_saves", lambda *_, **__: True)
+    rig.side.stores.free_fraction = 0.01
+    monkeypatch.setattr(AheadStores, "looks_at_all", True)
+    monkeypatch.setattr(rig.side.stores, "_saves", lambda *_, **__: True)
     req_id = rig.add([90_000 + i for i in range(2 * BLOCK_SIZE)], 5 * BLOCK_SIZE, session="runs")
     while len(rig.history(req_id)) < 6 * BLOCK_SIZE:
         rig.step()
@@ -249,7 +250,7 @@ def test_on_a_full_device_no_generated_chunk_is_copied_while_its_request_runs(mo
 
 def test_a_branch_that_is_left_behind_on_the_device_is_not_copied() -> None:
     rig = TierRig(Setup(store="ahead", slow=0.0, num_blocks=6 * MIN_BLOCKS, host_chunks=400))
-    rig.side.free_fraction = 0.001
+    rig.side.stores.free_fraction = 0.001
     prompt = list(range(100, 100 + 2 * BLOCK_SIZE))
     req_id = rig.add(prompt, 4 * BLOCK_SIZE, session="c")
     rig.step()
@@ -259,7 +260,7 @@ def test_a_branch_that_is_left_behind_on_the_device_is_not_copied() -> None:
     rig.step()
     second = chunks_of(rig, req_id)
     rig.settle()
-    rig.side.free_fraction = 0.999
+    rig.side.stores.free_fraction = 0.999
     for number in range(3):
         rig.add([1000 * number + i for i in range(2 * BLOCK_SIZE)], 2)
         rig.settle()

@@ -16,7 +16,7 @@ from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.kv.partial_prefix.manager import can_have_gaps, with_gap_manager
 from vllm_ext.kv.partial_prefix.support import WORKERS, crosses_gaps, obstacle
-from vllm_ext.patches import engine_config
+from vllm_ext.launch import features, host_memory
 from vllm_ext.simulation.harness import make_kv_cache_config
 from vllm_ext.systems import build
 
@@ -51,7 +51,7 @@ def config(**tier: Any) -> Any:
 
 def start(found: Any, **tier: Any) -> bool:
     """Whether gaps are crossed, as the scheduler of an engine finds it that was started with such options."""
-    chosen = engine_config.let_gaps_be_crossed(config(**tier), found)
+    chosen = features.let_gaps_be_crossed(config(**tier), found)
     crossed = crosses_gaps(found)
     assert build(chosen).tier(chosen.kv_tier).gaps == (FUSED if crossed else OFF)
     return crossed
@@ -59,7 +59,7 @@ def start(found: Any, **tier: Any) -> bool:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(engine_config, "logger", logging.getLogger("told"))
+    monkeypatch.setattr(features, "logger", logging.getLogger("told"))
     return caplog
 
 
@@ -186,9 +186,9 @@ def test_on_cuda_loads_within_a_step_are_for_who_asks_for_them(
     told: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: on_cpu)
-    tier = engine_config.load_between_steps(config(gib=1, **asked)).kv_tier
+    tier = host_memory.load_between_steps(config(gib=1, **asked)).kv_tier
     assert (tier.load, tier.gaps, tier.policy) == done
     said = "conversations are computed again from their first missing block on" in told.text
     assert said == (not on_cpu and done[0] == "between" and asked.get("load") != "between")
     without_tier = config(**{name: value for name, value in asked.items() if name != "load"})
-    assert engine_config.load_between_steps(without_tier) is without_tier, "gaps on the device need no loads"
+    assert host_memory.load_between_steps(without_tier) is without_tier, "gaps on the device need no loads"

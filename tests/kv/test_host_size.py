@@ -25,7 +25,7 @@ from vllm_ext.kv.connector.options import transfer_config
 from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.connector.support import too_small
 from vllm_ext.kv.host import memory as host_memory
-from vllm_ext.patches.engine_config import with_host_memory
+from vllm_ext.launch.host_memory import with_host_memory
 
 BLOCK_BYTES = 2 * 32 * 8 * 128 * 2 * 64
 

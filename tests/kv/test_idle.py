@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-from vllm_ext.kv.connector.idle import IdleChunk, IdleChunks
+from vllm_ext.kv.connector.ahead_stores import IdleChunk, IdleChunks
 
 OWNER = ReqContext("owner")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from vllm_ext.kv.connector.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.disk.manager import PATIENCE_S
 from vllm_ext.kv.partial_prefix.search import Kept
 
@@ -138,7 +138,7 @@ def test_a_look_up_behind_gaps_leaves_on_disk_what_it_cannot_wait_for(tmp_path: 
         )
         side: Any = SimpleNamespace(_req_status={"r": status}, config=config, manager=tiers.manager)
         request: Any = SimpleNamespace(request_id="r")
-        assert GapLoadingScheduler.held_blocks(side, request, range(4)) == {1}
+        assert TierScheduler.held_blocks(side, request, range(4)) == {1}
         assert tiers.manager._awaited == {}
 
 

@@ -44,7 +44,7 @@ def check(rig: TierRig) -> dict[str, Any]:
 def test_how_chunks_are_stored_is_told(store: str, prefix_caching: bool, meant: str) -> None:
     rig = TierRig(Setup(store=store, prefix_caching=prefix_caching))
     assert check(rig)["store"] == rig.side.store == meant
-    assert (rig.side.idle is not None) == (meant == "ahead")
+    assert (rig.side.stores is not None) == (meant == "ahead")
 
 
 def settle(rig: TierRig) -> None:

@@ -100,7 +100,7 @@ def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> Non
     seen.hit_tokens += int(counters["tier_hit_tokens"])
     seen.evicted_chunks += int(counters["tier_evicted_chunks"])
     seen.dropped_chunks += int(counters["tier_dropped_chunks"])
-    seen.unsaved_chunks += rig.side.unsaved
+    seen.unsaved_chunks += 0 if rig.side.stores is None else rig.side.stores.unsaved
 
 
 class _Client:

@@ -105,8 +105,8 @@ class TierRig:
         self.copies.auditor = self.auditor
         self.tier = Tier(self.scheduler, worker_side(self.scheduler), self.copies)
         self.tier.use_clock(self.clock)
-        if not setup.copies_pay:
-            self.side.price(lambda end: 0.0)
+        if not setup.copies_pay and self.side.stores is not None:
+            self.side.stores.use(self.clock, lambda end: 0.0)
         self.loop = EngineLoop(self.scheduler, _Runner(self), depth=2 if setup.async_scheduling else 1)
         self.steps = self.num_preemptions = 0
         self._waited = 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.audit import AuditError
-from vllm_ext.kv.connector.gap_loads import GapLoadingScheduler
+from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.partial_prefix.search import GapCounts
 
 from .parts import SteadyCost, rows
@@ -89,6 +89,6 @@ def test_as_published_everything_is_stored_and_loaded_over_a_slow_link_too(
 
 def test_kv_that_was_not_loaded_into_a_gap_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check that the tests above rely on."""
-    monkeypatch.setattr(GapLoadingScheduler, "_load_run", lambda *_: None)
+    monkeypatch.setattr(TierScheduler, "_load_in_step", lambda *_: None)
     with pytest.raises(AuditError, match="turn-2 reads block"):
         serve(conversation(), system="pensieve-published", options=own_tier(15))

@@ -57,8 +57,9 @@ class KvSwapper:
 
     def look_ahead(self, step: EngineStep, room: Room) -> None:
         """Let the tier copy the KV of those who will have to leave; one that stores early has done so."""
-        if not self._tier.stores_early and step.number % self._policy.look_ahead_steps == 0:
-            self._tier.leaving = frozenset(self._policy.leaving_soon(step, room))
+        stores = self._tier.stores
+        if stores is not None and step.number % self._policy.look_ahead_steps == 0:
+            stores.leaving = frozenset(self._policy.leaving_soon(step, room))
 
     def preempting(self, request: Request) -> None:
         """Decide about the KV of a running request that is preempted now.

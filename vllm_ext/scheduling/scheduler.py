@@ -23,8 +23,12 @@ from vllm_ext.contract import NO_PLAN, Ordering, Rank, RequestView, StepPlan, ch
 from vllm_ext.contract.aging import AGED_RANK
 from vllm_ext.hooks import registry
 from vllm_ext.kv.connector.cached_prefixes import CachedPrefixes
-from vllm_ext.kv.connector.failed_loads import discard_failed_loads
-from vllm_ext.kv.connector.resets import discard_loads, forget_blocks, overlook_discarded
+from vllm_ext.kv.connector.recovery import (
+    discard_failed_loads,
+    discard_loads,
+    forget_blocks,
+    overlook_discarded,
+)
 from vllm_ext.kv.connector.step_loads import Engine
 from vllm_ext.kv.int8.geometry import ArenaGeometry
 from vllm_ext.kv.int8.holding import RecordHolding

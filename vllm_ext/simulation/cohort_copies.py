@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.request import Request
 
+from vllm_ext.config.kv_tier import EARLY
+from vllm_ext.kv.connector.ahead_stores import AheadStores
 from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.simulation.cohort_step import QuietOutput
 
@@ -32,7 +34,7 @@ class HiddenCopies:
     def __init__(self, connector: OffloadingConnector) -> None:
         self._side: Any = connector.connector_scheduler
         self._tier = self._side if isinstance(self._side, TierScheduler) else None
-        self._early = self._tier is None or self._tier.stores_early
+        self._early = self._tier is None or self._tier.store == EARLY
         self._refused: set[str] = set()
 
     def build(
@@ -72,8 +74,8 @@ class HiddenCopies:
     def _wanted(self, hidden: Mapping[str, Any]) -> Container[str]:
         if self._early:
             return self._refused & hidden.keys()
-        assert self._tier is not None
-        return hidden if self._tier.looks_at_all else self._tier.leaving & hidden.keys()
+        stores = self._stores()
+        return hidden if stores.looks_at_all else stores.leaving & hidden.keys()
 
     def _has_chunks_left(self, req_id: str, scheduled: int) -> bool:
         side = self._side
@@ -89,5 +91,9 @@ class HiddenCopies:
     def shown(self, request: Request) -> None:
         """Let the connector know how far a request has come that is hidden no more."""
         if not self._early:
-            assert self._tier is not None
-            self._tier.note_front(request.request_id, request.num_computed_tokens)
+            self._stores().note_front(request.request_id, request.num_computed_tokens)
+
+    def _stores(self) -> AheadStores:
+        assert self._tier is not None
+        assert self._tier.stores is not None
+        return self._tier.stores

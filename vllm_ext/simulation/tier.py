@@ -166,7 +166,9 @@ class Tier:
         self._loads_in_step = False
         """Whether the step that is being launched has begun its loads already."""
         side: Any = scheduler.connector.connector_scheduler
-        side.takes_cycles = side.makes_way = False  # of the simulated device, whatever this process runs on
+        for part in (getattr(side, "stores", None), getattr(side, "loads", None)):
+            if part is not None:
+                part.takes_cycles = False  # of the simulated device, whatever this process runs on
         self._manager = side.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()

@@ -94,8 +94,8 @@ class TieredConnector(OffloadingConnector):
                     returns=str(options.returns),
                     prompt_only=options.prompt_only,
                 ),
+                takes_cycles=current_platform.is_cpu(),
             )
-            self.connector_scheduler.takes_cycles = self.connector_scheduler.makes_way = current_platform.is_cpu()
             store = self.connector_scheduler.store
             logger.info("KV tier: chunks are stored %s, prompts only: %s", store, options.prompt_only)
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from vllm_ext.kv.connector.idle import IdleChunk
+from vllm_ext.kv.connector.ahead_stores import AheadStores, IdleChunk
 from vllm_ext.kv.connector.prices import Bandwidth
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from vllm_ext.kv.eviction.retention import Chain
@@ -27,8 +29,12 @@ def rig(*, num_blocks: int = CROWDED, recompute: float) -> TierRig:
     """An engine that runs two requests; computing a chunk again takes so many times as long as copying it out."""
     found = TierRig(Setup(store="ahead", slow=0.0, num_blocks=num_blocks, host_chunks=500, max_num_seqs=2))
     found.side.prices.out.observe(BYTES_PER_S, 1.0)
-    found.side.price(lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
+    price(found, lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
     return found
+
+
+def price(found: TierRig, recompute_s: Callable[[int], float]) -> None:
+    found.side.stores.use(found.clock, recompute_s)
 
 
 def nobody_comes_back(found: TierRig) -> None:
@@ -88,7 +94,7 @@ def test_what_pays_is_waited_for(recompute: float, known: bool) -> None:
 @pytest.mark.parametrize("takes_cycles", [False, True], ids=["copied-beside-the-model", "copied-by-the-model-s-cores"])
 def test_copies_that_nobody_waits_for_need_not_pay_unless_they_take_cycles(takes_cycles: bool) -> None:
     found = rig(num_blocks=ROOMY, recompute=0.0)
-    found.side.takes_cycles = takes_cycles
+    found.side.stores.takes_cycles = takes_cycles
     nobody_comes_back(found)
     serve(found, 60)
     counts = state(found)
@@ -100,14 +106,14 @@ def test_a_preempted_request_comes_back_for_certain() -> None:
     found = rig(recompute=2.0)
     nobody_comes_back(found)
     waiting, ended = idle("waiting", running=1), idle("ended", running=0)
-    assert found.side._worth_a_copy([waiting, ended]) == [waiting]
-    found.side.price(lambda end: 0.0)
-    assert found.side._worth_a_copy([waiting, ended]) == []
+    assert found.side.stores._worth_a_copy([waiting, ended]) == [waiting]
+    price(found, lambda end: 0.0)
+    assert found.side.stores._worth_a_copy([waiting, ended]) == []
 
 
 def test_as_published_all_that_would_be_lost_is_waited_for_and_nothing_is_copied_while_its_request_runs() -> None:
     found = rig(recompute=5.0)
-    found.side.copies_all = True
+    found.side.stores.copies_all = True
     nobody_comes_back(found)
     for number in range(2):
         ask(found, number)
@@ -139,20 +145,23 @@ def test_on_a_full_device_chunks_are_copied_while_their_requests_run(known: bool
 def test_what_the_host_holds_takes_no_share_of_a_step_s_copies() -> None:
     """Questions that were stored and are asked again, and a new one behind them: that is copied in the first step."""
     found = rig(num_blocks=ROOMY, recompute=5.0)
-    side, pool = found.side, found.scheduler.kv_cache_manager.block_pool
-    side.free_fraction = 1.0
+    side = found.side
+    side.stores.free_fraction = 1.0
     serve(found, 8)
     ask(found, 8)
     found.settle()
     assert state(found)["stored_chunks"] >= 8 * PROMPT // BLOCK_SIZE
-    side.free_fraction = 0.0
+    side.stores.free_fraction = 0.0
     serve(found, 8)
     ask(found, 100)
     found.settle()
-    side._idle_jobs(sorted(found.scheduler.finished_req_ids), {}, {})
-    assert side.idle.num_blocks >= 9 * PROMPT // BLOCK_SIZE
-    side.free_fraction = 1.0
-    chunks = side._taken_soon(side.idle, pool, 0)
+    ended: Any = SimpleNamespace(
+        preempted_req_ids=None, num_scheduled_tokens={}, finished_req_ids=found.scheduler.finished_req_ids
+    )
+    side.stores.of_idle(ended, {})
+    assert side.stores.idle.num_blocks >= 9 * PROMPT // BLOCK_SIZE
+    side.stores.free_fraction = 1.0
+    chunks = side.stores._taken_soon(0)
     assert len(chunks) == PROMPT // BLOCK_SIZE
     assert {chunk.owner.req_id for chunk in chunks} == {list(found.prompts)[-1]}
     found.drain()
@@ -160,41 +169,41 @@ def test_what_the_host_holds_takes_no_share_of_a_step_s_copies() -> None:
 
 def test_a_link_that_is_behind_gets_no_more_to_copy_ahead_of_time() -> None:
     found = rig(num_blocks=ROOMY, recompute=5.0)
-    side, pool = found.side, found.scheduler.kv_cache_manager.block_pool
+    side = found.side
     serve(found, 4)
-    side.free_fraction = 1.0
+    side.stores.free_fraction = 1.0
     side.prices.out = Bandwidth()
     side.prices.out.observe(10 * side.prices._chunk_bytes, 0.2)
     ask(found, 50)
     found.step()
-    under_way = side._under_way_s()
+    under_way = side.stores.under_way_s
     assert under_way > 0.1
-    assert side._taken_soon(side.idle, pool, 0) == []
+    assert side.stores._taken_soon(0) == []
     found.drain()
 
 
 def test_until_a_copy_was_measured_all_pay() -> None:
     found = rig(recompute=0.0)
-    assert found.side._worth_a_copy([idle("a")]) == []
+    assert found.side.stores._worth_a_copy([idle("a")]) == []
     found.side.prices.out = Bandwidth()
-    assert len(found.side._worth_a_copy([idle("a")])) == 1
+    assert len(found.side.stores._worth_a_copy([idle("a")])) == 1
 
 
 def test_all_of_a_sequence_is_copied_or_nothing() -> None:
     """What costs more to compute again since it stands further behind is of no use without what stands before it."""
     found = rig(recompute=0.0)
     copy_s = found.side.prices.store_s(BLOCK_SIZE)
-    found.side.price(lambda end: copy_s * (0.5 + end / (20 * BLOCK_SIZE)))
+    price(found, lambda end: copy_s * (0.5 + end / (20 * BLOCK_SIZE)))
     short, long = idle("short", length=5), idle("long", length=40)
-    assert found.side._worth_a_copy([short, long]) == [long]
+    assert found.side.stores._worth_a_copy([short, long]) == [long]
 
 
 def test_what_host_memory_has_already_is_not_lost() -> None:
     found = rig(recompute=1000.0)
     serve(found, 8)
-    found.side.price(lambda end: 0.0)
+    price(found, lambda end: 0.0)
     held = next(iter(resident(found.side.manager.policy)))
-    assert found.side._worth_a_copy([idle(held), idle("elsewhere")]) == []
+    assert found.side.stores._worth_a_copy([idle(held), idle("elsewhere")]) == []
     assert state(found)["unsaved_chunks"] == 1
 
 
@@ -206,8 +215,8 @@ def test_on_a_full_device_a_chunk_whose_copy_does_not_pay_is_asked_about_once(mo
         asked.append(after_this_turn)
         return False
 
-    monkeypatch.setattr(found.side, "_saves", saves)
-    monkeypatch.setattr(found.side, "_is_full", lambda: True)
+    monkeypatch.setattr(found.side.stores, "_saves", saves)
+    monkeypatch.setattr(AheadStores, "looks_at_all", True)
     found.add(range(PROMPT), 2 * BLOCK_SIZE)
     steps = 0
     while found.live():
@@ -216,19 +225,19 @@ def test_on_a_full_device_a_chunk_whose_copy_does_not_pay_is_asked_about_once(mo
     assert steps >= 2 * BLOCK_SIZE
     assert asked.count(True) in (2, 3), "the prompt's chunks, and each that decoding has filled"
     found.drain()
-    assert not found.side._asked
+    assert not found.side.stores._asked
 
 
 def test_a_copy_ahead_of_time_is_no_use_of_a_chunk() -> None:
     """It was stamped with the time of the copy: Cost / T took a conversation for active that had paused for minutes."""
     found = rig(num_blocks=ROOMY, recompute=5.0)
     side = found.side
-    side.free_fraction = 0.0
+    side.stores.free_fraction = 0.0
     ask(found, 1)
     found.settle()
     left = found.clock()
     found.clock.advance(600.0)
-    side.free_fraction = 1.0
+    side.stores.free_fraction = 1.0
     for number in range(2, 5):
         ask(found, number)
         found.settle()

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.kv.connector.resets import discard_loads, overlook_discarded
+from vllm_ext.kv.connector.recovery import discard_loads, overlook_discarded
 
 
 class Waiting(SimpleNamespace):
@@ -49,6 +49,7 @@ class Tier:
         self.discarded: dict[str, frozenset[int]] = {}
         self.blocks_of_step_loads = step_loads
         self.awaited: list[str] = []
+        self.jobs = self
 
     def wait_for_loads(self, req_ids: Any) -> None:
         self.awaited += req_ids
