@@ -45,7 +45,7 @@ def _refuse_in_one_line(parser: argparse.ArgumentParser) -> None:
     parse = parser.parse_known_args
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-        from vllm_ext.patches.engine_config import refused_arguments
+        from vllm_ext.launch.arguments import refused_arguments
 
         found, rest = parse(*args, **kwargs)
         problem = refused_arguments(found, serves=parser.prog.endswith("serve"))

@@ -29,6 +29,7 @@ LAYERS = """
     plugin
     simulation
     patches
+    launch
     predictor slo metrics token_memory
     scheduling
     kv attention

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from vllm_ext import config as ext_config
 from vllm_ext import envs
 from vllm_ext.config import FLAGS, KEY, ConfigError, ExtConfig, PredictionConfig, flags, merge_flags, parse, to_dict
-from vllm_ext.patches import engine_config
+from vllm_ext.launch import arguments
 from vllm_ext.patches.cli_flags import add_flags
 from vllm_ext.systems import build
 
@@ -259,8 +259,8 @@ def test_policy_of_ones_own_needs_no_system(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from vllm_ext.systems.upstream import Arrival\nclass Mine(Arrival):\n    pass\n")
     options = merge_flags({}, given_flags("--policy", f"{file}:Mine"))
-    config, scheduler = engine_config.validate(None, {KEY: options})
-    assert (config.system, config.policies, scheduler) == ("fcfs", (f"{file}:Mine",), engine_config.SCHEDULER)
+    config, scheduler = arguments.validate(None, {KEY: options})
+    assert (config.system, config.policies, scheduler) == ("fcfs", (f"{file}:Mine",), arguments.SCHEDULER)
     assert type(build(config).ordering).__name__ == "Mine"
 
 

@@ -21,10 +21,10 @@ from vllm_ext.config import ConfigError, ExtConfig, PredictionConfig, parse
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.hooks.patch import Undo
-from vllm_ext.patches import engine_config
+from vllm_ext.launch import arguments, features
 from vllm_ext.patches.additional_config import AdditionalConfig, with_options
 
-STEERED = engine_config.SCHEDULER
+STEERED = arguments.SCHEDULER
 UPSTREAM = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
@@ -215,16 +215,16 @@ def test_an_oracle_is_allowed_offline_and_never_in_a_server(model: str, options:
 
 @pytest.mark.parametrize("usage", [None, "LLM_CLASS", "ENGINE_CONTEXT", "OPENAI_API_SERVER", "OPENAI_BATCH_RUNNER"])
 def test_only_the_hooks_that_a_process_needs_are_installed(usage: str | None) -> None:
-    groups = engine_config.needed_groups(ExtConfig(), usage)
+    groups = features.needed_groups(ExtConfig(), usage)
     assert ("http" in groups) == (usage in ("OPENAI_API_SERVER", "OPENAI_BATCH_RUNNER"))
     assert "hints" in groups
     assert "front-end" in groups
     assert "prediction" not in groups, "fcfs looks at no length"
-    assert "front-end" not in engine_config.needed_groups(ExtConfig(metrics_interval_s=0), usage)
-    predicting = engine_config.needed_groups(ExtConfig(system="alise", metrics_interval_s=0), usage)
+    assert "front-end" not in features.needed_groups(ExtConfig(metrics_interval_s=0), usage)
+    predicting = features.needed_groups(ExtConfig(system="alise", metrics_interval_s=0), usage)
     assert {"prediction", "front-end"} <= set(predicting)
     no_retrieval = ExtConfig(system="alise", prediction=PredictionConfig(sources=("hint", "history")))
-    assert "prediction" not in engine_config.needed_groups(no_retrieval, usage)
+    assert "prediction" not in features.needed_groups(no_retrieval, usage)
 
 
 @pytest.mark.parametrize(("system", "rank", "named"), [("alise", -1, True), ("alise", 1, False), ("fcfs", -1, False)])

@@ -11,7 +11,8 @@ import pytest
 
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import UpstreamChanged
-from vllm_ext.patches import engine_config, exit_status
+from vllm_ext.launch import features
+from vllm_ext.patches import exit_status
 
 
 async def dummy_shutdown() -> None:
@@ -66,5 +67,5 @@ def test_where_it_cannot_be_had_the_server_starts_all_the_same_and_says_so(
     monkeypatch.setattr(registry, "verify", verify)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ext"):
-        engine_config.let_failure_show()
+        features.let_failure_show()
     assert "exits with vLLM's own status, which may be 0: ('exit-status',) changed" in caplog.text

@@ -18,7 +18,8 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm_ext.config import ConfigError, ExtConfig, SloConfig, to_dict
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.patch import Patch, resolve_owner
-from vllm_ext.patches import engine_config, slo_accounting, slo_shedding
+from vllm_ext.launch import features
+from vllm_ext.patches import slo_accounting, slo_shedding
 from vllm_ext.slo.shedding import ATTRIBUTE, Refusal, Shedder
 
 REFUSED = Refusal(forecast_s=5.1, objective_s=3.0, retry_after_s=3)
@@ -105,7 +106,7 @@ def test_shedding_without_readings_of_the_queue_is_refused() -> None:
 
 
 def test_every_process_that_validates_hints_notices_objectives() -> None:
-    assert "hints" in engine_config.needed_groups(ExtConfig(), "LLM_CLASS")
+    assert "hints" in features.needed_groups(ExtConfig(), "LLM_CLASS")
     assert all(hook in registry.group("hints") for hook in slo_accounting.HOOKS)
 
 

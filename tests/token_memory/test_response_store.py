@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_ext.config import ExtConfig, to_dict
-from vllm_ext.patches import engine_config, response_store
+from vllm_ext.launch import features
+from vllm_ext.patches import response_store
 from vllm_ext.token_memory.response_store import BoundedResponses
 
 
@@ -71,6 +72,6 @@ def test_a_server_has_a_bound_only_if_one_was_chosen() -> None:
         serving = Serving.__new__(Serving)
         response_store._init(Serving.__init__, serving, ExtConfig(response_store=most))
         assert type(serving.response_store) is kind
-        groups = engine_config.needed_groups(ExtConfig(response_store=most), "OPENAI_API_SERVER")
+        groups = features.needed_groups(ExtConfig(response_store=most), "OPENAI_API_SERVER")
         assert ("response-store" in groups) == bool(most)
-    assert "response-store" not in engine_config.needed_groups(ExtConfig(response_store=3), "LLM_CLASS")
+    assert "response-store" not in features.needed_groups(ExtConfig(response_store=3), "LLM_CLASS")
