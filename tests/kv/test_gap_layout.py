@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kv.partial_prefix.layout import GapLayout, Span, kept_ranges
+from vllm_ext.kv.partial_prefix.layout import GapLayout, Span
 
 
 def test_a_dropped_leading_end() -> None:
@@ -36,11 +36,6 @@ def test_what_is_no_layout_is_refused() -> None:
             GapLayout(kept)
     with pytest.raises(ValueError, match="index=95: must be at least 96"):
         GapLayout(((64, 160),)).position(95)
-
-
-def test_blocks_as_tokens() -> None:
-    assert kept_ranges([(0, 1), (1, 3), (5, 6)], 16) == ((0, 48), (80, 96))
-    assert kept_ranges([], 16) == ()
 
 
 @given(data=st.data())

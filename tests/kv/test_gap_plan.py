@@ -8,19 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.kv.partial_prefix.plan import Action, Place, gaps_of, plan
+from vllm_ext.kv.partial_prefix.plan import Action, gaps_of, plan
 
-D, H, N = Place.DEVICE, Place.HOST, Place.NOWHERE
+D, H, N = Action.REUSE, Action.LOAD, Action.COMPUTE
 MANY = 9
-_ACTIONS = {D: Action.REUSE, H: Action.LOAD, N: Action.COMPUTE}
 
 
-def shown(places: list[Place], max_gaps: int = MANY) -> list[tuple[str, int, int]]:
+def shown(places: list[Action], max_gaps: int = MANY) -> list[tuple[str, int, int]]:
     return [(run.action.value, run.start, run.end) for run in plan(places, max_gaps=max_gaps)]
 
 
 @pytest.mark.parametrize("places", [[], [N, N]])
-def test_where_nothing_is_kept_nothing_is_planned(places: list[Place]) -> None:
+def test_where_nothing_is_kept_nothing_is_planned(places: list[Action]) -> None:
     assert plan(places, max_gaps=MANY) == ()
 
 
@@ -50,15 +49,15 @@ def test_a_bad_value_is_refused() -> None:
         plan([N], max_gaps=-1)
 
 
-@given(places=st.lists(st.sampled_from(Place), max_size=24), max_gaps=st.integers(0, 4))
-def test_all_is_used_that_the_gaps_allow(places: list[Place], max_gaps: int) -> None:
+@given(places=st.lists(st.sampled_from(Action), max_size=24), max_gaps=st.integers(0, 4))
+def test_all_is_used_that_the_gaps_allow(places: list[Action], max_gaps: int) -> None:
     runs = plan(places, max_gaps=max_gaps)
     assert [run.start for run in runs] == [0, *(run.end for run in runs)][: len(runs)]
     assert all(before.action is not after.action for before, after in pairwise(runs))
     assert not runs or runs[-1].action is not Action.COMPUTE
     assert gaps_of(runs) <= max_gaps
     chosen = [run.action for run in runs for _ in range(run.num_blocks)]
-    given_up = [n for n, action in enumerate(chosen) if action is not _ACTIONS[places[n]]]
+    given_up = [n for n, action in enumerate(chosen) if action is not places[n]]
     assert all(chosen[n] is Action.COMPUTE for n in given_up)
     if gaps_of(runs) < max_gaps:
         assert not given_up

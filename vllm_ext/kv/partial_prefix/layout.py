@@ -9,9 +9,9 @@ and real positions are the same, and so is everything that vLLM derives from the
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 ATTRIBUTE = "vllm_ext_gaps"
@@ -39,8 +39,6 @@ class GapLayout:
     """
 
     kept: tuple[tuple[int, int], ...]
-    _virtual_starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Virtual index at which the computed tokens before each kept range begin, and at last those behind all of them."""
 
     def __post_init__(self) -> None:
         last = -1
@@ -48,16 +46,16 @@ class GapLayout:
             if not last < start < end:
                 raise ValueError(f"kept={self.kept!r}: must be ranges in order that do not touch each other")
             last = end
-        if not self.kept or self.kept[-1][0] == 0:
+        if not self.gaps:
             raise ValueError(f"kept={self.kept!r}: must leave a gap before the last range")
-        starts, index, position = [], self.num_kept, 0
-        for start, end in self.kept:
-            starts.append(index)
-            index += start - position
-            position = end
-        object.__setattr__(self, "_virtual_starts", (*starts, index))
 
-    @property
+    @functools.cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """What is to be computed before the last kept range."""
+        ends = (0, *(end for _, end in self.kept))
+        return tuple(Span(end, start) for end, (start, _) in zip(ends, self.kept, strict=False) if end < start)
+
+    @functools.cached_property
     def num_kept(self) -> int:
         """Tokens kept: the virtual number of computed tokens before anything is computed."""
         return sum(end - start for start, end in self.kept)
@@ -73,30 +71,15 @@ class GapLayout:
         Raises:
             ValueError: ``index`` is below `num_kept`.
         """
-        if index < self.num_kept:
-            raise ValueError(f"index={index!r}: must be at least {self.num_kept}, the number of kept tokens")
-        # Of several starts alike, the ranges between them have nothing before them: the last one counts.
-        number = bisect_right(self._virtual_starts, index) - 1
-        after = self.kept[number - 1][1] if number else 0
-        return after + index - self._virtual_starts[number]
-
-    def room(self, index: int) -> int | None:
-        """Return how many tokens are computed from a virtual index on before a kept range; None: none is ahead.
-
-        Raises:
-            ValueError: as `position`.
-        """
-        start = self.position(index)
-        return next((kept - start for kept, _ in self.kept if kept > start), None)
+        return next(self._left(index), Span(index, index)).start
 
     def num_ahead(self, index: int) -> int:
-        """Return how many kept ranges begin behind the token of a virtual index: so many gaps are still to be computed.
+        """Return how many gaps are still to be computed, from a virtual index on.
 
         Raises:
             ValueError: as `position`.
         """
-        position = self.position(index)
-        return sum(start > position for start, _ in self.kept)
+        return sum(1 for _ in self._left(index))
 
     def spans(self, index: int, num_tokens: int) -> Iterator[Span]:
         """Yield where so many tokens lie that are computed from a virtual index on.
@@ -104,31 +87,24 @@ class GapLayout:
         Raises:
             ValueError: as `position`.
         """
-        while num_tokens > 0:
-            start = self.position(index)
-            room = self.room(index)
-            length = num_tokens if room is None else min(room, num_tokens)
-            yield Span(start, start + length)
-            index += length
+        behind = max(index, self.end)
+        for start, end in (*self._left(index), (behind, behind + num_tokens)):
+            length = min(end - start, num_tokens)
+            if length:
+                yield Span(start, start + length)
             num_tokens -= length
+
+    def _left(self, index: int) -> Iterator[Span]:
+        """Yield what is left of the gaps from a virtual index on."""
+        done = index - self.num_kept
+        if done < 0:
+            raise ValueError(f"index={index!r}: must be at least {self.num_kept}, the number of kept tokens")
+        for start, end in self.gaps:
+            if done < end - start:
+                yield Span(start + done, end)
+            done = max(0, done - (end - start))
 
 
 def layouts_of(output: Any) -> Mapping[str, GapLayout]:
     """Return the layouts that a step carries, whoever they are for."""
     return getattr(output, ATTRIBUTE, None) or {}
-
-
-def kept_ranges(kept_blocks: Sequence[tuple[int, int]], block_size: int) -> tuple[tuple[int, int], ...]:
-    """Return ranges of blocks as ranges of tokens, those that touch each other as one.
-
-    Args:
-        kept_blocks: Ranges ``(start, end)`` in order.
-        block_size: Tokens of a block.
-    """
-    ranges: list[tuple[int, int]] = []
-    for first, behind in kept_blocks:
-        if ranges and ranges[-1][1] == first * block_size:
-            ranges[-1] = (ranges[-1][0], behind * block_size)
-        else:
-            ranges.append((first * block_size, behind * block_size))
-    return tuple(ranges)

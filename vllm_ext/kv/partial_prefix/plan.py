@@ -13,24 +13,15 @@ from enum import Enum
 from itertools import groupby
 
 
-class Place(Enum):
-    """Where a block's KV is."""
-
-    DEVICE = "device"
-    """Also in a record of 8 bits."""
-    HOST = "host"
-    NOWHERE = "nowhere"
-
-
 class Action(Enum):
-    """What is done about a block."""
+    """What is done about a block, by where its KV is."""
 
     REUSE = "reuse"
+    """It is on the device, also in a record of 8 bits."""
     LOAD = "load"
+    """In host memory."""
     COMPUTE = "compute"
-
-
-_ACTIONS = {Place.DEVICE: Action.REUSE, Place.HOST: Action.LOAD, Place.NOWHERE: Action.COMPUTE}
+    """Nowhere, or it would make one gap too many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +40,7 @@ class Run:
         return self.end - self.start
 
 
-def plan(places: Sequence[Place], *, max_gaps: int) -> tuple[Run, ...]:
+def plan(blocks: Sequence[Action], *, max_gaps: int) -> tuple[Run, ...]:
     """Return what is done about the blocks of a prompt: all that is kept is used, as Pensieve has it.
 
     A gap is a run of computed blocks before kept ones. Where there are more than are allowed, the shortest stretches of
@@ -57,7 +48,8 @@ def plan(places: Sequence[Place], *, max_gaps: int) -> tuple[Run, ...]:
     start have no gap before them.
 
     Args:
-        places: Of the prompt's whole blocks in order, without the one of its last token, which must be computed.
+        blocks: What can be done about the prompt's whole blocks, in order, without that of its last token, which must
+            be computed.
         max_gaps: Gaps that may be left; 0: a plain prefix hit.
 
     Returns:
@@ -68,13 +60,13 @@ def plan(places: Sequence[Place], *, max_gaps: int) -> tuple[Run, ...]:
     """
     if max_gaps < 0:
         raise ValueError(f"max_gaps={max_gaps!r}: must be 0 or more")
-    numbers = range(len(places))
-    stretches = [list(part) for kept, part in groupby(numbers, lambda n: places[n] is not Place.NOWHERE) if kept]
+    numbers = range(len(blocks))
+    stretches = [list(part) for kept, part in groupby(numbers, lambda n: blocks[n] is not Action.COMPUTE) if kept]
     behind_gaps = [stretch for stretch in stretches if stretch[0]]
     longest = sorted(behind_gaps, key=len, reverse=True)[:max_gaps]
     used = {number for stretch in stretches if not stretch[0] or stretch in longest for number in stretch}
     end = max(used, default=-1) + 1
-    actions = [_ACTIONS[places[number]] if number in used else Action.COMPUTE for number in range(end)]
+    actions = [blocks[number] if number in used else Action.COMPUTE for number in range(end)]
     runs, start = [], 0
     for action, part in groupby(actions):
         length = len(list(part))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm_ext.kv.partial_prefix.layout import GapLayout, kept_ranges
+from vllm_ext.kv.partial_prefix.layout import GapLayout
 from vllm_ext.kv.partial_prefix.manager import GapManager, Placement, Search
-from vllm_ext.kv.partial_prefix.plan import Action, Place, Run, gaps_of, plan
+from vllm_ext.kv.partial_prefix.plan import Action, Run, gaps_of, plan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -192,36 +193,41 @@ class GapSearch:
         if not kept:
             return None
         end = max(kept) + 1
-        places = [Place.DEVICE] * num_hit
-        places += (kept[n][0] if n in kept else Place.NOWHERE for n in range(num_hit, end))
-        runs = plan(places, max_gaps=_MAX_GAPS)
+        blocks = [Action.REUSE] * num_hit
+        blocks += (kept[n][0] if n in kept else Action.COMPUTE for n in range(num_hit, end))
+        runs = plan(blocks, max_gaps=_MAX_GAPS)
         rows = max(0, self.rows_left(request.request_id)) if gaps_of(runs) else 0
         refusal = ROWS if gaps_of(runs) > rows else None
         if refusal:
-            runs = plan(places, max_gaps=rows)
+            runs = plan(blocks, max_gaps=rows)
         behind = tuple(run for run in runs if run.start >= num_hit)
         if not gaps_of(behind):
             return refusal  # no gap: vLLM's own way, and the connector's, does as well
-        size = self._manager.block_size
-        used = [(run.start, run.end) for run in runs if run.action is not Action.COMPUTE]
         reused = {n: kept[n][1] for run in behind if run.action is Action.REUSE for n in range(run.start, run.end)}
         missing = sum(n not in kept for run in _computed(behind) for n in range(run.start, run.end))
-        return Placement(GapLayout(kept_ranges(used, size)), num_hit, behind, reused, missing)
+        return Placement(GapLayout(self._ranges(runs)), num_hit, behind, reused, missing)
 
-    def _kept_blocks(self, request: Request, num_hit: int, search: Search) -> dict[int, tuple[Place, Any]]:
+    def _ranges(self, runs: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+        """Return the kept ranges of a plan, in tokens."""
+        size = self._manager.block_size
+        parts = groupby(runs, lambda run: run.action is Action.COMPUTE)
+        kept = (list(part) for computed, part in parts if not computed)
+        return tuple((part[0].start * size, part[-1].end * size) for part in kept)
+
+    def _kept_blocks(self, request: Request, num_hit: int, search: Search) -> dict[int, tuple[Action, Any]]:
         """Return where blocks behind the prefix hit are, by number, and those of the device; not the last token's."""
         lookup, hashes = self._manager.block_pool.get_cached_block, request.block_hashes
         numbers: Sequence[int] = range(num_hit, min((request.num_tokens - 1) // self._manager.block_size, len(hashes)))
         looks_for_all = search.tries % _TRIES == 1
         if not looks_for_all:  # what was nowhere is hardly anywhere now, and who waits is asked for in each step
             numbers = [number for number in search.numbers if number in numbers]
-        kept: dict[int, tuple[Place, Any]] = {}
+        kept: dict[int, tuple[Action, Any]] = {}
         for number in numbers:
             if (found := lookup(hashes[number], [0])) is not None:
-                kept[number] = (Place.DEVICE, found[0])
+                kept[number] = (Action.REUSE, found[0])
         if self.host is not None:
             for number in self.host.held_blocks(request, (n for n in numbers if n not in kept)):
-                kept[number] = (Place.HOST, None)
+                kept[number] = (Action.LOAD, None)
         if looks_for_all:
             search.numbers = sorted(kept)
         return kept
