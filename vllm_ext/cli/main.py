@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import vllm_ext
+from vllm_ext.cli import missing
+from vllm_ext.cli.exit_status import FAILED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[name].load()(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        print(f"vllm-ext {name}: {missing.told(error)}", file=sys.stderr)
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

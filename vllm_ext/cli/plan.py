@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vllm_ext.cli import kept_runs, left_out, spec_flags
 from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.missing import need
 from vllm_ext.report import json_output, results
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.provenance import result_path
@@ -58,6 +59,7 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.print_spec:
         print(base.model_dump_json(indent=1))
         return 0
+    need("vllm")
     loads = LOADS if args.loads is None else _loads(args.loads)
     base, candidates = with_own_policies(base)
     workload = build(base.workload)

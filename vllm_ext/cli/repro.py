@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ext.cli import kept_runs
 from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.missing import need
 from vllm_ext.report import json_output, provenance, results
 from vllm_ext.report.provenance import check_committed, result_path
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         for study in studies.values():
             print(f"{study.id:16} {study.title} ({study.paper})")
         return 0
+    need("vllm")
     chosen = list(studies) if args.id == ["all"] else args.id
     problem = ""
     if unknown := [name for name in chosen or [""] if name not in studies]:

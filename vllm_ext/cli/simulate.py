@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.missing import need
 from vllm_ext.report import json_output, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.provenance import result_path
@@ -78,6 +79,7 @@ def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
         described = [spec.model_dump(mode="json") for spec in specs]
         print(json.dumps(described if len(specs) > 1 else described[0], indent=1))
         return 0
+    need("vllm")
     workload = build(specs[0].workload)
     if not args.quiet:
         for note in workload.source.notes:

@@ -184,6 +184,8 @@ def guarded(prog: str, run: Callable[[], int], *, again: str = "") -> int:
     """Run a command; 2 and one line where a flag, a field or a file is wrong, 130 and how to go on after Ctrl-C."""
     try:
         return run()
+    except ModuleNotFoundError:  # `cli.main` says what to install
+        raise
     except (ValueError, OSError, ImportError) as error:
         return complain(prog, error)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_ext.cli import left_out, spec_flags
 from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.missing import need
 from vllm_ext.cli.spec_flags import UsageError
 from vllm_ext.config import flagged, flags
 from vllm_ext.files import replaced
@@ -50,6 +51,7 @@ def _main(args: argparse.Namespace) -> int:
     if args.print_spec:
         print(described)
         return 0
+    need("vllm")
     num_points = len(grid.expand(sweep))  # a wrong sweep is refused before anything is written, as is a missing file:
     workload = build(sweep.base.workload)
     expected = num_points * (1 if sweep.capacity is None else expected_runs(sweep.capacity))
