@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.kv.connector.load_choice import between_s, exposed_s, in_step_is_cheaper
+from vllm_ext.kv.connector.step_loads import between_s, exposed_s, in_step_is_cheaper
 
 
 @pytest.mark.parametrize(

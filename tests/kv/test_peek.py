@@ -37,6 +37,7 @@ class Compared:
 
     def _ask(self, request: Any, local_tokens: int, *limit: Any, **named: Any) -> Any:
         self._count += 1
+        self.side._req_status[request.request_id].update_offload_keys()  # which each look-up may do
         exact = self._count % _LOOKED_AT == 0
         before = fingerprint(vars(self.side)) if exact else ""
         peeked = self.side.peek(request, local_tokens)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.extent import quick
 from tests.support.audit import AuditError
-from vllm_ext.kv.connector.step_loads import Engine
 
 from .step_loads_rig import StepRig
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live
@@ -64,7 +63,7 @@ def test_no_step_waits_behind_a_long_load_that_nobody_waits_for(first: int, make
     rig = quiet(load="auto")
     on_the_host_only(rig, range(100, 100 + first + 1))
     on_the_host_only(rig, range(200, 209))
-    rig.side.load_in_steps(Engine(step_s=lambda: 1.0, num_running=lambda: 1))
+    rig.side.load_in_steps(step_s=lambda: 1.0, num_running=lambda: 1)
     rig.side.loads.takes_cycles = makes_way
     rig.side.prices.back.observe(1000 * rig.side.prices._chunk_bytes, 1000.0)
     for start, num_tokens in ((100, first), (200, 8)):

@@ -29,7 +29,6 @@ from vllm_ext.kv.connector.recovery import (
     forget_blocks,
     overlook_discarded,
 )
-from vllm_ext.kv.connector.step_loads import Engine
 from vllm_ext.kv.int8.geometry import ArenaGeometry
 from vllm_ext.kv.int8.holding import RecordHolding
 from vllm_ext.kv.int8.manager import with_record_manager
@@ -183,9 +182,7 @@ class SteeredScheduler(AsyncScheduler):
             return
         self.tier.use(lambda: self.clock(), lambda *tokens: self.tracked.runtime.prefill_s(*tokens))  # noqa: PLW0108
         self.tier.report_bad_hints(self.observer.bad_hint)
-        self.tier.load_in_steps(
-            Engine(lambda: self.tracked.step_stats.latest.step_s, lambda: self.get_request_counts()[0])
-        )
+        self.tier.load_in_steps(lambda: self.tracked.step_stats.latest.step_s, lambda: self.get_request_counts()[0])
         if self.gaps is not None:
             self.tier.cross_gaps(self.gaps)
         self.swapper = KvSwapper(

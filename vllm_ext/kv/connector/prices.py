@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 _START_BYTES_PER_S = 4e9
 """Taken until a copy was measured: about half of what a PCIe 3 link or one core's memory copy does."""
 _MEMORY_BYTES = 2**30
@@ -11,14 +9,9 @@ _MEMORY_BYTES = 2**30
 
 
 class Bandwidth:
-    """Bytes per second of one direction; copies count by their bytes, and old ones less.
+    """Bytes per second of one direction; copies count by their bytes, and old ones less."""
 
-    Args:
-        bytes_per_s: To begin with; replaced by the first copy that is measured.
-    """
-
-    def __init__(self, bytes_per_s: float = _START_BYTES_PER_S) -> None:
-        self._start = bytes_per_s
+    def __init__(self) -> None:
         self._bytes = self._seconds = 0.0
 
     @property
@@ -29,7 +22,7 @@ class Bandwidth:
     @property
     def bytes_per_s(self) -> float:
         """The mean of the copies so far."""
-        return self._bytes / self._seconds if self._seconds > 0 else self._start
+        return self._bytes / self._seconds if self._seconds > 0 else _START_BYTES_PER_S
 
     def observe(self, num_bytes: float, seconds: float) -> None:
         """Take in copies that moved so many bytes in so many seconds; one without either is passed over."""
@@ -46,14 +39,9 @@ class TransferPrices:
     Args:
         chunk_bytes: What a chunk moves over the link of one worker; workers copy side by side.
         chunk_tokens: Tokens of a chunk.
-
-    Raises:
-        ValueError: a chunk without tokens.
     """
 
     def __init__(self, chunk_bytes: int, chunk_tokens: int) -> None:
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={chunk_tokens!r}: must be at least 1")
         self.chunk_tokens = chunk_tokens
         self._chunk_bytes = chunk_bytes
         self.out = Bandwidth()
@@ -72,4 +60,4 @@ class TransferPrices:
         return self._chunks(num_tokens) * self.chunk_tokens
 
     def _chunks(self, num_tokens: int) -> int:
-        return math.floor(num_tokens / self.chunk_tokens)
+        return num_tokens // self.chunk_tokens

@@ -19,9 +19,8 @@ from vllm_ext.config.kv_tier import AHEAD, ALL, AUTO, BETWEEN, EARLY, IN_STEP, P
 from vllm_ext.contract.preemption import KvDisposition
 from vllm_ext.kv.connector.ahead_stores import AheadStores, filling
 from vllm_ext.kv.connector.jobs import Jobs
-from vllm_ext.kv.connector.peek import chunk_key, prefix_tokens
 from vllm_ext.kv.connector.prices import TransferPrices
-from vllm_ext.kv.connector.step_loads import Engine, FailedLoads, StepLoads, TierMetadata
+from vllm_ext.kv.connector.step_loads import FailedLoads, StepLoads, TierMetadata
 from vllm_ext.kv.conversations.conversation import Turn
 from vllm_ext.kv.conversations.keeper import Keeper
 from vllm_ext.kv.eviction.retention import Chain
@@ -127,11 +126,18 @@ class TierScheduler(OffloadingConnectorScheduler):
             if part is not None:
                 part.use(clock, recompute_s)
 
-    def load_in_steps(self, engine: Engine) -> None:
-        """Take what a scheduler tells and promises, after `use`; without it all loads are between steps."""
+    def load_in_steps(self, step_s: Callable[[], float], num_running: Callable[[], int]) -> None:
+        """Let loads be within steps, after `use`; without it all are between them.
+
+        Who calls it promises to ask `failed_step_loads` before a step's output is used.
+
+        Args:
+            step_s: Mean duration of a step, in seconds.
+            num_running: Requests in the step that is being scheduled.
+        """
         if self._load != BETWEEN:
             self.loads = StepLoads(
-                self._load, self.prices, engine, self.clock,
+                self._load, self.prices, step_s, num_running, self.clock,
                 num_layers=self._num_layers, takes_cycles=self._takes_cycles,
             )  # fmt: skip
 
@@ -172,8 +178,10 @@ class TierScheduler(OffloadingConnectorScheduler):
     def peek(self, request: Request, local_tokens: int, max_num_new_tokens: int | None = None) -> tuple[int, bool]:
         """Return what `get_num_new_matched_tokens` would say now, and change nothing: to price an admission.
 
-        Cost: one look-up in a dictionary per chunk that would be loaded (`peek.prefix_tokens`); a request without
-        anything on the host costs one.
+        vLLM's own counts what it finds, and a look-up on disk begins to bring a chunk back. Cost: one look-up in a
+        dictionary per chunk that would be loaded, and one more; what the device holds, and what lies behind the first
+        missing chunk, is not looked at. The chunks on the host are no prefix that could be bisected: those of a
+        sequence's end are copied first, and those whose copy failed are missing.
 
         Args:
             request: One that waits.
@@ -192,7 +200,7 @@ class TierScheduler(OffloadingConnectorScheduler):
         placement = self._placement(request)
         if placement is not None and placement.layout.num_kept == local_tokens:
             return 0, False
-        found = prefix_tokens(self, status, local_tokens, max_num_new_tokens)
+        found = self._prefix_tokens(status, local_tokens, max_num_new_tokens)
         return self._when(request, local_tokens, found) if found else (0, False)
 
     def can_tell(self, request: Request, local_tokens: int) -> bool:
@@ -205,7 +213,7 @@ class TierScheduler(OffloadingConnectorScheduler):
         if known is not None and known.transfer_jobs:
             return False
         status = self._readable(request)
-        return status is None or self.gaps is not None or prefix_tokens(self, status, local_tokens, None) is not None
+        return status is None or self.gaps is not None or self._prefix_tokens(status, local_tokens) is not None
 
     def held_blocks(self, request: Request, numbers: Iterable[int]) -> set[int]:
         """Return which blocks of a request can be loaded now, of those with such numbers; changes nothing.
@@ -215,8 +223,37 @@ class TierScheduler(OffloadingConnectorScheduler):
         status = self._req_status.get(request.request_id)
         if status is None:
             return set()
-        keys = ((number, chunk_key(status, number)) for number in numbers)
-        return {number for number, key in keys if key is not None and self.manager.peek(key) is LookupResult.HIT}
+        status.update_offload_keys()
+        keys = status.group_states[0].offload_keys
+        books: Any = self.manager
+        return {number for number in numbers if number < len(keys) and books.peek(keys[number]) is LookupResult.HIT}
+
+    def _prefix_tokens(
+        self, status: RequestOffloadState, local: int, max_num_new_tokens: int | None = None
+    ) -> int | None:
+        """Return how many tokens beyond the local ones vLLM would load now, of a model for which that is simple.
+
+        Returns:
+            None if a chunk is still being written, or being loaded for somebody else: vLLM asks again later.
+        """
+        size, most = self.prices.chunk_tokens, status.req.num_tokens
+        for bound in (max_num_new_tokens, status.max_load_tokens):
+            if bound is not None:
+                most = min(most, local + bound)
+        if status.max_load_tokens is not None:
+            most = most // size * size
+        status.update_offload_keys()
+        books: Any = self.manager
+        first, found, loading = local // size, 0, self._chunks_being_loaded or ()
+        for key in status.group_states[0].offload_keys[first : -(-most // size)]:
+            chunk = books.policy.get(key)
+            if chunk is None or (chunk.ref_cnt < 0 and books.peek(key) is LookupResult.MISS):
+                break
+            if chunk.ref_cnt < 0 or key in loading:
+                return None
+            found += 1
+        num_tokens = min(most, (first + found) * size) - local
+        return num_tokens if num_tokens >= size else 0
 
     def _readable(self, request: Request) -> RequestOffloadState | None:
         """Return what is known of a request, if a look-up is made for it that can be foreseen."""

@@ -13,6 +13,7 @@ stores chunks that were computed from what was not loaded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 
 from vllm_ext.config.kv_tier import IN_STEP
-from vllm_ext.kv.connector.load_choice import in_step_is_cheaper
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -34,15 +34,6 @@ class TierMetadata(OffloadingConnectorMetadata):
 
     in_step: frozenset[int] = frozenset()
     """Ids of jobs in ``load_jobs``."""
-
-
-class Engine(NamedTuple):
-    """What the choice is made by. Who gives it promises to ask `failed_step_loads` before a step's output is used."""
-
-    step_s: Callable[[], float]
-    """Mean duration of a step, in seconds."""
-    num_running: Callable[[], int]
-    """Requests in the step that is being scheduled."""
 
 
 class FailedLoads(NamedTuple):
@@ -69,7 +60,8 @@ class StepLoads:
     Args:
         mode: Within steps, or what costs less.
         prices: What copies take.
-        engine: What the choice is made by.
+        step_s: Returns the mean duration of a step, in seconds.
+        num_running: Returns how many requests are in the step that is being scheduled.
         clock: Returns the time, in seconds.
         num_layers: Layers of the model.
         takes_cycles: Whether what computes also copies, as on the CPU: there other copies make way for these.
@@ -79,11 +71,12 @@ class StepLoads:
     """
 
     def __init__(
-        self, mode: str, prices: TransferPrices, engine: Engine, clock: Callable[[], float],
+        self, mode: str, prices: TransferPrices, step_s: Callable[[], float], num_running: Callable[[], int],
+        clock: Callable[[], float],
         *, num_layers: int, takes_cycles: bool,
     ) -> None:  # fmt: skip
         self._always = mode == IN_STEP
-        self._prices, self._engine, self._clock = prices, engine, clock
+        self._prices, self._step_s, self._num_running, self._clock = prices, step_s, num_running, clock
         self._num_layers, self.takes_cycles = num_layers, takes_cycles
         self.chosen: set[str] = set()
         self._loads: dict[int, _Load] = {}
@@ -102,9 +95,9 @@ class StepLoads:
         return self._always or in_step_is_cheaper(
             self._prices.load_s(num_tokens),
             planned_s=self._planned_s,
-            step_s=self._engine.step_s(),
+            step_s=self._step_s(),
             num_layers=self._num_layers,
-            others=self._engine.num_running(),
+            others=self._num_running(),
             behind_s=behind_s,
         )
 
@@ -126,7 +119,7 @@ class StepLoads:
     def close(self) -> frozenset[int]:
         """End the scheduling of a step; return the jobs that it waits for."""
         if self._unhurried_s:
-            behind_step_s = self._clock() + self._engine.step_s()
+            behind_step_s = self._clock() + self._step_s()
             self._link_free_s = max(self._link_free_s, behind_step_s) + self._unhurried_s
         starting, self._starting = frozenset(self._starting), set()
         self._planned_s = self._unhurried_s = 0.0
@@ -147,3 +140,59 @@ class StepLoads:
             return None
         blocks = frozenset().union(*(load.blocks for load in failed.values())) & unfilled
         return FailedLoads(min(failed), blocks, frozenset().union(*(load.since for load in failed.values())))
+
+
+def exposed_s(load_s: float, step_s: float, num_layers: int, *, behind_s: float = 0.0) -> float:
+    """Return by how much a step gets longer which loads KV layer by layer, and computes meanwhile.
+
+    The first layer's attention waits for a layer's share of the load. After that the slower of both sets the pace: the
+    last layer's share is there after ``load_s``, by when all layers but the last one can be through. All of it waits
+    for what the link has to bring before.
+
+    Args:
+        load_s: To load all layers, in seconds; 0: there is nothing to wait for.
+        step_s: A step that loads nothing, in seconds.
+        num_layers: At least 1.
+        behind_s: Until the load can begin, in seconds.
+
+    Source: Pensieve, section 4.3.3, for the pipeline.
+    """
+    if not load_s:
+        return 0.0
+    first, hidden = load_s / num_layers, step_s * (num_layers - 1) / num_layers
+    return behind_s + max(first, load_s - hidden)
+
+
+def between_s(load_s: float, step_s: float, others: int, *, behind_s: float = 0.0) -> float:
+    """Return how much later a request computes if its KV is loaded between steps.
+
+    The load begins behind the step at hand, and is seen to be through at the end of a step; where nothing else runs
+    there is no step to wait for.
+
+    Args:
+        load_s: To load it, in seconds.
+        step_s: A step, in seconds; greater than 0.
+        others: Requests that run in the step at hand.
+        behind_s: Until the link is free, from the step's begin on, in seconds.
+    """
+    if not others:
+        return behind_s + load_s
+    return step_s * (1 + math.ceil((max(0.0, behind_s - step_s) + load_s) / step_s))
+
+
+def in_step_is_cheaper(
+    load_s: float, *, planned_s: float, step_s: float, num_layers: int, others: int, behind_s: float = 0.0
+) -> bool:
+    """Return whether to load within the step at hand, for which all that run in it wait.
+
+    Args:
+        load_s: What this request's load takes, in seconds.
+        planned_s: What the loads take that this step makes already.
+        step_s: A step that loads nothing; greater than 0.
+        num_layers: At least 1.
+        others: Requests that run in the step beside this one.
+        behind_s: Until the link is through with the loads of the steps before, which nobody waits for, in seconds.
+    """
+    together = exposed_s(planned_s + load_s, step_s, num_layers, behind_s=behind_s)
+    added = together - exposed_s(planned_s, step_s, num_layers, behind_s=behind_s)
+    return together + added * others <= between_s(planned_s + load_s, step_s, others, behind_s=behind_s)
