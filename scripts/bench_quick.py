@@ -35,11 +35,12 @@ class Ran:
 
 
 def benchmarks(folder: Path) -> list[Path]:
-    """Return the scripts of a folder whose docstring shows how to run them with ``--quick``, sorted."""
+    """Return the scripts of a folder of subjects whose docstring shows how to run them with ``--quick``, sorted."""
     return [
         file
-        for file in sorted(folder.glob("*.py"))
-        if f"benchmarks/{file.name} --quick" in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
+        for file in sorted(folder.glob("*/*.py"))
+        if f"benchmarks/{file.parent.name}/{file.name} --quick"
+        in (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
     ]
 
 

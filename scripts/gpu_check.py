@@ -202,7 +202,7 @@ def environment(bundle: Path | None, folder: Path) -> dict[str, str]:
     """
     found = gpu_site.lay_out(bundle, ROOT, folder)
     if bundle is None and importlib.util.find_spec("vllm_ext") is None:
-        found |= gpu_site.search_path(gpu_site.install(ROOT, folder), ROOT / "benchmarks")
+        found |= gpu_site.search_path(gpu_site.install(ROOT, folder), ROOT / "benchmarks" / "gpu")
     if "PYTHONPATH" in found:
         found["PYTHONPATH"] += f"{os.pathsep}{ROOT}"  # for tests
     return {**found, "VLLM_EXT_COMMIT": commit()}

@@ -113,7 +113,7 @@ class Part:
 
 def benchmark(name: str, script: str, *options: str, least_s: float, most_s: float, needs: str = "vllm") -> Command:
     """Return a command that writes its result."""
-    arguments = (f"benchmarks/{script}", "--out", "{out}", *options)
+    arguments = (f"benchmarks/gpu/{script}", "--out", "{out}", *options)
     return Command(name=name, arguments=arguments, share=Share(least_s=least_s, most_s=most_s), needs=needs)
 
 
@@ -151,7 +151,7 @@ PARTS = (
             ),
             Command(
                 name="simulated", background=True,
-                arguments=("benchmarks/gpu_budget.py", "--out", "{out}", "--simulate", "{folder}/measured.json"),
+                arguments=("benchmarks/gpu/gpu_budget.py", "--out", "{out}", "--simulate", "{folder}/measured.json"),
             ),
         ),
     ),

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make vLLM and this checkout importable on a machine where neither is installed, from the bundle of gpu_bundle.py.
 
-    eval "$(python3 scripts/gpu_site.py .gpu/vllm.tar.xz)"          # then: python3 benchmarks/attention_gpu.py
+    eval "$(python3 scripts/gpu_site.py .gpu/vllm.tar.xz)"          # then: python3 benchmarks/gpu/attention_gpu.py
 
 Standard library only. Below a folder of its own it lays out the bundle and vllm-ext as an installed package, with the
 entry points by which vLLM finds it, and says which environment variables processes need. Nothing is installed, and
@@ -67,7 +67,7 @@ def lay_out(bundle: Path | None, checkout: Path, folder: Path) -> dict[str, str]
         **ENGINE,
         # Ours first: its distribution is found there. The benchmarks last: they import each other, and below
         # PYTHONSAFEPATH Python does not look beside a script.
-        **search_path(install(checkout, folder), site, checkout / "benchmarks"),
+        **search_path(install(checkout, folder), site, checkout / "benchmarks" / "gpu"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         # The bundle has no FlashInfer; vLLM's sampler would import it before it asks.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -19,7 +19,7 @@ from vllm_ext.report.provenance import RESULTS, measured_at
 _WHERE_TO = ("--out", "--keep")
 """Options that say where a benchmark writes, not what it measures."""
 AGAIN = "upstream tuned, other seeds"
-"""The A/A row of benchmarks/ordering.py."""
+"""The A/A row of benchmarks/simulated/ordering.py."""
 _LOCAL = ("--dataset", "--conversations")
 """Options that name a file of the machine that measured."""
 

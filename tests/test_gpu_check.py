@@ -324,7 +324,7 @@ def test_scripts_of_all_commands_exist(parts: ModuleType) -> None:
 def test_engines_with_what_is_ours_are_compared_before_others(
     parts: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu"))
     (engines,) = [one for one in parts.PARTS[0].commands if one.name == "engines"]
     settings = engines.arguments[engines.arguments.index("--settings") + 1].split(",")
     assert sorted(settings) == sorted(importlib.import_module("gpu_right").SETTINGS)

@@ -58,7 +58,7 @@ def test_vllm_and_this_checkout_are_found_as_installed(site: ModuleType, tmp_pat
     assert need.parent.parent == folder
     ours = next(folder.glob("vllm-ext-*")) / "vllm_ext"
     assert all(ours in path.parents for path in (kernels, patches, plugin))
-    assert checkout == ROOT / "benchmarks" / "checkout.py"
+    assert checkout == ROOT / "benchmarks" / "gpu" / "checkout.py"
     assert list(need.parent.glob("vllm/__pycache__/*.pyc")), "compiled once, before many processes import it"
 
 

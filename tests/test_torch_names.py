@@ -23,11 +23,7 @@ ON_GPUS = (
     "kernels/**/*.py",
     "vllm_ext/**/*.py",
     "patches/**/*.py",
-    "benchmarks/*gpu*.py",
-    "benchmarks/*cuda*.py",
-    "benchmarks/checkout.py",
-    "benchmarks/findings.py",
-    "benchmarks/turns.py",
+    "benchmarks/gpu/*.py",
     "scripts/gpu_*.py",
 )
 """What runs on a machine with a GPU."""

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+GPU = BENCHMARKS / "gpu"
+FOLDERS = sorted({file.parent for file in BENCHMARKS.glob("*/*.py")})
 
 
 @pytest.fixture(autouse=True)
 def _scripts_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
 
 
 @pytest.fixture

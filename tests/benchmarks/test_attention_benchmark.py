@@ -10,6 +10,8 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
+from vllm_ext.report.timing import check_output
+
 current_platform.import_kernels()
 
 
@@ -20,13 +22,12 @@ def step() -> Any:
 
 
 def test_every_subject_computes_the_same_step(step: Any) -> None:
-    check = script("turns").check_output
     expected = step.contiguous_kv()().float().clone()
     for name in ("own", "stock", "copied_out", "single_tokens"):
-        check(name, getattr(step, name)()(), expected)
+        check_output(name, getattr(step, name)()(), expected)
     mixed = step.unpacked(0.5)().float().clone()
-    check("own", step.own(0.5)(), mixed)
-    check("two_passes", step.two_passes(0.5)(), mixed)
+    check_output("own", step.own(0.5)(), mixed)
+    check_output("two_passes", step.two_passes(0.5)(), mixed)
     assert not torch.equal(mixed, expected), "nothing was in INT8"
 
 

@@ -22,13 +22,14 @@ def bench_quick(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def script(folder: Path, name: str, status: int) -> None:
     text = f'''"""A question.
 
-    python benchmarks/{name} --quick
+    python benchmarks/subject/{name} --quick
 """
 import pathlib, sys
 pathlib.Path(__file__).with_suffix(".ran").write_text(" ".join(sys.argv[1:]))
 sys.exit({status})
 '''
-    (folder / name).write_text(text, encoding="utf-8")
+    (folder / "subject").mkdir(exist_ok=True)
+    (folder / "subject" / name).write_text(text, encoding="utf-8")
 
 
 def test_each_benchmark_is_run_and_no_part(bench_quick: ModuleType) -> None:
@@ -42,9 +43,11 @@ def test_failure_and_absent_device_do_not_end_the_run(
 ) -> None:
     for name, status in (("a.py", 3), ("b.py", NEEDS_DEVICE), ("c.py", 0)):
         script(tmp_path, name, status)
-    (tmp_path / "part.py").write_text('"""Of `benchmarks/c.py --quick`."""\nraise SystemExit(9)\n', encoding="utf-8")
+    (tmp_path / "subject" / "part.py").write_text(
+        '"""Of `benchmarks/subject/c.py --quick`."""\nraise SystemExit(9)\n', encoding="utf-8"
+    )
     assert bench_quick.main(["--seed", "1"], tmp_path) == 1
-    assert {file.name: file.read_text() for file in tmp_path.glob("*.ran")} == dict.fromkeys(
+    assert {file.name: file.read_text() for file in tmp_path.glob("*/*.ran")} == dict.fromkeys(
         ("a.ran", "b.ran", "c.ran"), "--quick --seed 1"
     )
     assert capsys.readouterr().err.splitlines()[-4:] == [

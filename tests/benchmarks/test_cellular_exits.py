@@ -19,7 +19,7 @@ from vllm_ext.cellular.options import EngineOptions
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "cellular"))
         yield script("cellular_exits")
 
 

@@ -20,7 +20,7 @@ from vllm_ext.datasets import WorkloadRow
 
 from .conftest import BENCHMARKS, Letters
 
-SCRIPT = BENCHMARKS / "engine_compare.py"
+SCRIPT = BENCHMARKS / "engine" / "engine_compare.py"
 
 
 def fit(row: WorkloadRow, **limits: Any) -> Any:

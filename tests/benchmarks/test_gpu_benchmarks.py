@@ -17,7 +17,7 @@ from tests.extent import HANG_S
 from vllm_ext.report.results import NEEDS_DEVICE
 from vllm_ext.step_time import profile as profiles
 
-from .conftest import BENCHMARKS
+from .conftest import GPU
 
 ENGINES = ("gpu_right", "gpu_budget", "gpu_decode", "gpu_return", "gpu_talks")
 
@@ -136,7 +136,7 @@ def test_conversations_say_that_int8_has_no_graphs(tmp_path: Path, monkeypatch: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("name", ENGINES)
 def test_without_a_gpu_it_says_so(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--out", str(tmp_path / "out.json")]
+    command = [sys.executable, str(GPU / f"{name}.py"), "--out", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == NEEDS_DEVICE
     assert "needs a CUDA device" in done.stderr
@@ -154,7 +154,14 @@ def test_a_try_on_the_cpu_starts_its_engines_and_writes_its_result(name: str, tm
             "--total-s", str(HANG_S),
         ],
     }  # fmt: skip
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--dry", "--out", str(out), *options.get(name, [])]
+    command = [
+        sys.executable,
+        str(GPU / f"{name}.py"),
+        "--dry",
+        "--out",
+        str(out),
+        *options.get(name, []),
+    ]
     limits = [] if name == "gpu_budget" else ["--limit-s", str(HANG_S)]
     done = subprocess.run([*command, *limits], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

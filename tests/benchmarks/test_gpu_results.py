@@ -16,7 +16,7 @@ import pytest
 
 from tests.extent import HANG_S
 
-from .conftest import BENCHMARKS
+from .conftest import GPU
 from .fake_gpu_engine import FakeEngine
 
 
@@ -268,7 +268,7 @@ def test_a_benchmark_killed_in_its_grid_leaves_the_cells(tmp_path: Path) -> None
     """A process that kills itself after the third cell: nothing more is written, and the file is whole."""
     script = f"""
 import os, sys
-sys.path[:0] = [{str(BENCHMARKS)!r}, {str(BENCHMARKS.parent)!r}]
+sys.path[:0] = [{str(GPU)!r}, {str(GPU.parents[1])!r}]
 import gpu_engine, gpu_budget, gpu_grid, on_gpu
 from tests.benchmarks.fake_gpu_engine import FakeEngine
 gpu_engine.Engine = lambda *_, **__: FakeEngine(seats=28, budget=128)

@@ -15,7 +15,7 @@ import torch
 from tests.extent import HANG_S
 from vllm_ext.report.results import NEEDS_DEVICE
 
-from .conftest import BENCHMARKS
+from .conftest import GPU
 
 CHANGED = """
 import os, sys
@@ -38,7 +38,7 @@ benchmark.polled = lambda tier, repeats: os._exit(9)
 
 def run(*args: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], env={**os.environ, **environment}, cwd=BENCHMARKS, input=stdin, capture_output=True,
+        [sys.executable, *args], env={**os.environ, **environment}, cwd=GPU, input=stdin, capture_output=True,
         text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Templates that drop what was thought: `auto` finds as much as the better of the fixed settings, with the real books.
 
-The scene is the benchmark's (`benchmarks/dead_branches.py`): 60 conversations of 6 turns.
+The scene is the benchmark's (`benchmarks/simulated/dead_branches.py`): 60 conversations of 6 turns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from vllm_ext.config.kv_tier import EARLY
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "simulated"
 SEEDS = (0, 1)
 
 

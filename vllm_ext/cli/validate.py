@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG,
         description=(
             "Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and report how "
-            "far prediction and measurement differ. A recording is written by benchmarks/engine_compare.py --record."
+            "far prediction and measurement differ. benchmarks/engine/engine_compare.py --record writes a recording."
         ),
     )
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="file of recorded runs (.jsonl or .jsonl.gz)")

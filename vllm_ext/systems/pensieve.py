@@ -39,7 +39,7 @@ class Retention(Residency):
     As published these are the leading chunks of conversations that were not active for long, there and on the device; a
     conversation that comes back computes them again in one forward pass with its new prompt, while the others come back
     layer by layer. By default conversations shrink from their tails instead, which finds as much
-    (``benchmarks/kv_ablation.py``) with vLLM's own look-up and workers.
+    (``benchmarks/simulated/kv_ablation.py``) with vLLM's own look-up and workers.
 
     What this asks for are options of the KV tier, which a user may set otherwise (``kv_tier``); without host memory
     (``--kv-tier-gib 0``, the default on vLLM's CPU backend) conversations live on the device only.

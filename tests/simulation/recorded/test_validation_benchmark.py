@@ -17,7 +17,7 @@ from vllm_ext.simulation.recorded import recording
 
 from .recorded_runs import simulate
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "engine"
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ DYNET, FOLD, IDEAL = "dynet", "fold", "ideal"
 WIDE = f"{OURS}, 512"
 """Ours: batches are not held to 64."""
 DYNET_NODE_S, FOLD_NODE_S = 3.9e-6, 22e-6
-"""CPU seconds of building and merging a node of a cell graph, by `benchmarks/cellular.py`: by operators, with arrays
-(`merge_operators`), and by cells, in an interpreter (``unfold``, layout, `merge_cells`)."""
+"""CPU seconds of building and merging a node of a cell graph, by `benchmarks/cellular/cellular.py`: by operators, with
+arrays (`merge_operators`), and by cells, in an interpreter (``unfold``, layout, `merge_cells`)."""
 LIMIT_MS = 1500.0
 """P90 latency up to which a load of figure 13 is sustained: padded batching passes 500 ms early."""
 MOST = 20_000
@@ -34,7 +34,7 @@ TREES = (
     base.DEVICE,
     f"The cells cost {INTERNAL:g} (internal) and {LEAF:g} (leaf) of an LSTM's step, by the size of their products.",
     f"Building and merging a node costs {DYNET_NODE_S * 1e6:g} us in DyNet's manner, {FOLD_NODE_S * 1e6:g} in Fold's, "
-    "as measured here (see benchmarks/cellular.py); DyNet's launches per operator are left out.",
+    "as measured here (see benchmarks/cellular/cellular.py); DyNet's launches per operator are left out.",
     "Trees are made up with the shape of Stanford TreeBank's: 19 leaves, depth 11 on average.",
     base.SUSTAINED,
 )
