@@ -6,17 +6,17 @@ been compiled. Copies are still made by threads of their own, beside the model: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.kv_offload.base import TransferResult
 
-    from vllm_ext.kv.connector.worker import LayerJob, LayerLoads
-    from vllm_ext.kv.host.failures import Failures
+    from vllm_ext.kv.host.copies import Copy, LayerCopies
     from vllm_ext.kv.host.worker import TierWorker
 
 _START_S = 2.0**24
@@ -71,7 +71,7 @@ class _Reports:
         self._step = 0
         self._due: dict[int, int] = {}
         """Step at whose end a copy is reported, by its job."""
-        self.ended: dict[int, tuple[list[TransferResult], Failures]] = {}
+        self.ended: dict[int, Sequence[Copy]] = {}
         """By the first job of each report; changed by the worker's thread."""
 
     def began(self, job_id: int, *, in_step: bool = False) -> None:
@@ -103,45 +103,41 @@ def _hold_copies_to_host() -> None:
     from vllm_ext.kv.host.worker import TierWorker
 
     known: WeakKeyDictionary[TierWorker, _Reports] = WeakKeyDictionary()
-    submit, load_by_layer, wait, get_finished = (
-        TierWorker._submit, TierWorker.load_by_layer, TierWorker.wait, TierWorker.get_finished,
+    submit, load_by_layer, wait, end, get_finished = (
+        TierWorker._submit, TierWorker.load_by_layer, TierWorker.wait, TierWorker._end, TierWorker.get_finished,
     )  # fmt: skip
 
     def reports(worker: TierWorker) -> _Reports:
         return known.setdefault(worker, _Reports())
 
-    def submitting(self: TierWorker, job: Any) -> bool:
-        reports(self).began(job.job_id)
-        return submit(self, job)
+    def submitting(self: TierWorker, direction: int, job_id: int, *specs: Any) -> bool:
+        reports(self).began(job_id)
+        return submit(self, direction, job_id, *specs)
 
-    def loading(self: TierWorker, jobs: Sequence[LayerJob]) -> LayerLoads:
-        for job in jobs:
-            reports(self).began(job.job_id, in_step=True)
+    def loading(self: TierWorker, jobs: Mapping[int, TransferJob]) -> LayerCopies:
+        for job_id in jobs:
+            reports(self).began(job_id, in_step=True)
         return load_by_layer(self, jobs)
 
     def waiting(self: TierWorker, job_ids: set[int]) -> None:
         reports(self).waited_for(job_ids)
         wait(self, job_ids)
 
-    def report(self: TierWorker, results: list[TransferResult], failed: Failures) -> None:
+    def ending(self: TierWorker, copies: Sequence[Copy]) -> None:
         with self._changed:
-            reports(self).ended[results[0].job_id] = [_as_if(result) for result in results], failed
-            self._open.difference_update(result.job_id for result in results)
+            reports(self).ended[copies[0].job_id] = copies  # several jobs may end at once
+            self._open.difference_update(copy.job_id for copy in copies)
             self._changed.notify_all()
 
     def finished(self: TierWorker) -> list[TransferResult]:
         due = reports(self).end_step()
         wait(self, set(due))
-        with self._changed:
-            for job_id in due:
-                results, failed = reports(self).ended.pop(job_id, ([], None))  # several jobs may have one report
-                self._results += results
-                if failed is not None:
-                    self._failures.add(failed)
-        return get_finished(self)
+        for job_id in due:
+            end(self, reports(self).ended.pop(job_id, ()))
+        return [_as_if(result) for result in get_finished(self)]
 
     changed = {
-        "_submit": submitting, "load_by_layer": loading, "wait": waiting, "_report": report, "get_finished": finished,
+        "_submit": submitting, "load_by_layer": loading, "wait": waiting, "_end": ending, "get_finished": finished,
     }  # fmt: skip
     for name, method in changed.items():
         setattr(TierWorker, name, method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from forks import HANG_S
@@ -93,29 +93,32 @@ class _Gate:
 
 
 def _tardy(connector: Any, worker: Any, *, brings_when_asked: bool = True) -> None:
-    from vllm_ext.kv.connector.worker import LayerLoad, LayerLoads
+    from vllm_ext.kv.host.copies import Copy, LayerCopies
 
-    gate, load, ask = _Gate(), LayerLoad.load, LayerLoads.wait
+    gate, run, ask = _Gate(), Copy.run, LayerCopies.wait
     begin, wait = worker.load_by_layer, worker.wait
+    of_step: set[int] = set()
 
-    def loading(self: LayerLoad, codec: Any, tensor: int) -> None:
-        gate.wait(tensor)
-        load(self, codec, tensor)
+    def loading(self: Copy, codec: Any, tensor: int) -> None:
+        if self.job_id in of_step:
+            gate.wait(tensor)
+        run(self, codec, tensor)
 
-    def asking(self: LayerLoads, tensor: int | None = None) -> None:
+    def asking(self: LayerCopies, tensor: int | None = None) -> None:
         gate.open_up_to(_LAST if tensor is None else tensor)
         ask(self, tensor)
 
-    def beginning(jobs: Sequence[Any]) -> Any:
+    def beginning(jobs: Mapping[int, Any]) -> Any:
         gate.close()
+        of_step.update(jobs)
         return begin(jobs)
 
     def waiting(job_ids: Iterable[int]) -> None:
         gate.open_up_to(_LAST)
         wait(job_ids)
 
-    LayerLoad.load = loading  # type: ignore[method-assign]
-    LayerLoads.wait = asking if brings_when_asked else lambda self, tensor=None: None  # type: ignore[method-assign]
+    Copy.run = loading  # type: ignore[method-assign]
+    LayerCopies.wait = asking if brings_when_asked else lambda self, tensor=None: None  # type: ignore[method-assign]
     worker.load_by_layer, worker.wait = beginning, waiting
 
 

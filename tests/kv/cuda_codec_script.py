@@ -84,7 +84,7 @@ def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Fac
     assert codec.chunks_per_piece == 2
     transfers.submit(1, pieces_of(codec, tuple(GROUPS[0]), chunks, blocks), is_load=False)
     transfers.wait({1})
-    unreadable = transfers.take_failures().chunks
+    unreadable = transfers.take_report().chunks
     refused = set(chunks[~holds].tolist())
 
     wanted = np.array([30, 32, 35])

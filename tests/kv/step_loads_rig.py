@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.audit import AuditError
 from tests.support.tier_audit import TransferAuditor
-from vllm_ext.kv.connector.worker import LayerJob
 from vllm_ext.simulation.cost.link import Direction
 
 from .tier_stateful_copies import ChaosCopies
@@ -82,20 +82,19 @@ class SteppingCopies(ChaosCopies):
         """Let so many of the loads fail."""
         self._share[Direction.TO_DEVICE] = share
 
-    def load_by_layer(self, jobs: Sequence[LayerJob]) -> Any:
+    def load_by_layer(self, jobs: Mapping[int, TransferJob]) -> Any:
         """Load all at once."""
         failed_before = self.failed_jobs
-        for job in jobs:
-            self.submit_load(job.job_id, job.host, job.device)
-            self._end(job.job_id)
-            self.loaded += len(job.device.block_ids)
+        for job_id, job in jobs.items():
+            self.submit_load(job_id, job.src_spec, job.dst_spec)
+            self._end(job_id)
+            self.loaded += len(job.dst_spec.block_ids)
         self.step_loads += len(jobs)
         failed = self.failed_jobs - failed_before
         self.failed_step_loads += failed
         auditor: Any = self.auditor
         auditor.load_failed |= failed > 0
-        loads = [SimpleNamespace(job=job) for job in jobs]
-        return SimpleNamespace(wait=lambda tensor=None: None, tensors=(), loads=loads)
+        return SimpleNamespace(wait=lambda tensor=None: None, tensors=())
 
 
 class StepRig(TierRig):

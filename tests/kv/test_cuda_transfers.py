@@ -13,6 +13,7 @@ from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import STAGING_BYTES, Piece, pieces_of
 from vllm_ext.kv.cuda.transfers import Depth, Transfers
 from vllm_ext.kv.host.geometry import TierGeometry
+from vllm_ext.kv.host.report import WorkerReport
 
 from .fake_device import REFUSED, FakeDevice, PlainCodec, TimedCodec, TimedDevice
 
@@ -320,7 +321,7 @@ def test_a_launch_that_fails_costs_its_job_and_nobody_else(at: int, is_load: boo
     ended = {job.job_id: job.failed for job in tier.transfers.take_ended()}
     assert ended == {1: True, 2: False, 3: False}
     assert not any(stream.queue for stream in device.streams[1:]), "nothing is under way"
-    failures = tier.transfers.take_failures()
+    failures = tier.transfers.take_report()
     assert failures.chunks == set(chunks)
     assert failures.blocks == ({1, 3, 4, 7, 9} if is_load else set())
     assert failures.load_jobs == ({1} if is_load else set())
@@ -336,18 +337,18 @@ def test_a_lost_device_fails_all_jobs_and_raises_nowhere() -> None:
     tier.transfers.wait({1})
     tier.transfers.drain()
     assert {(job.job_id, job.failed) for job in tier.transfers.take_ended()} == {(1, True), (2, True)}
-    assert tier.transfers.take_failures() == ({1, 2}, {5}, {2})
+    assert tier.transfers.take_report() == WorkerReport({1, 2}, {5}, {2})
 
 
 def test_chunks_that_were_not_kept_are_told_with_the_end_of_their_job() -> None:
     tier = Tier(FakeDevice(None), chunks_per_piece=1)
     tier.kv[1][3] = REFUSED - 256
     tier.submit(1, [4, 5, 6], [1, 3, 5], is_load=False)
-    assert not any(tier.transfers.take_failures())
+    assert tier.transfers.take_report() == WorkerReport()
     tier.transfers.drain()
     assert [job.failed for job in tier.transfers.take_ended()] == [False]
-    assert tier.transfers.take_failures() == ({5}, set(), set())
-    assert not any(tier.transfers.take_failures()), "each is told once"
+    assert tier.transfers.take_report() == WorkerReport({5}, set(), set())
+    assert tier.transfers.take_report() == WorkerReport(), "each is told once"
 
 
 @pytest.mark.parametrize(

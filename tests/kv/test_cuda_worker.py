@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.worker import CudaTierWorker, cuda_worker
+from vllm_ext.kv.host.report import WorkerReport
 
 from .fake_device import FakeDevice, PlainCodec
 from .tier_worker_parts import LAYOUT, device, geometry, host, random_kv
@@ -37,7 +38,7 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
     assert [result.transfer_size for result in results] == [4 * LAYOUT.page_bytes, 2 * LAYOUT.page_bytes]
     assert all(result.transfer_time and result.transfer_time > 0 for result in results)
     assert worker.tier.get_finished() == []
-    assert not any(worker.tier.take_failures())
+    assert worker.tier.take_report() == WorkerReport()
     for tensor, original in zip(worker.kv, worker.before, strict=True):
         assert tensor[9].equal(original[7])
         assert tensor[8].equal(original[8])
@@ -51,7 +52,7 @@ def test_groups_of_layers_have_their_own_tensors() -> None:
     back = GPULoadStoreSpec([10, 11], group_sizes=[0, 2], block_indices=[0, 2])
     worker.tier.submit_load(2, host([3, 4]), back)
     worker.tier.wait({2})
-    assert not any(worker.tier.take_failures())
+    assert worker.tier.take_report() == WorkerReport()
     assert worker.kv[1][10].equal(worker.before[1][5])
     assert worker.kv[1][11].equal(worker.before[1][6])
     assert worker.kv[0].equal(worker.before[0])
@@ -75,8 +76,8 @@ def test_a_failed_load_names_its_blocks_and_its_chunks() -> None:
     results = {result.job_id: result for result in worker.tier.get_finished() if result.success}
     assert set(results) == {1, 2}, "vLLM knows nothing else"
     assert (results[2].transfer_size, results[2].transfer_time) == (None, None), "no bandwidth is learned from it"
-    assert worker.tier.take_failures() == ({5, 2}, {2, 3}, {2})
-    assert not any(worker.tier.take_failures()), "each is told once"
+    assert worker.tier.take_report() == WorkerReport({5, 2}, {2, 3}, {2})
+    assert worker.tier.take_report() == WorkerReport(), "each is told once"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_job_that_cannot_begin_is_over_and_failed(chunks: list[int], blocks: l
     assert worker.tier.submit_load(1, host(chunks), device(blocks))
     assert worker.tier.submit_store(2, device(blocks), host(chunks))
     assert [(result.job_id, result.success) for result in worker.tier.get_finished()] == [(1, True), (2, True)]
-    assert worker.tier.take_failures() == (set(chunks), set(blocks), {1})
+    assert worker.tier.take_report() == WorkerReport(set(chunks), set(blocks), {1})
     worker.tier.submit_store(3, device([0]), host([1]))
     worker.tier.wait({3})
     assert [result.job_id for result in worker.tier.get_finished()] == [3], "and the worker lives on"

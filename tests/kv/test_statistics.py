@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import DirectionalTransferStats, TransferStats
 
 from vllm_ext.kv.host import tally
-from vllm_ext.kv.host.times import WorkerTimes
+from vllm_ext.kv.host.report import LOAD, STORE, WorkerReport
 
 from .tier_stateful_books import resident
 from .tier_stateful_driver import Walked, _Client, draw_setup
@@ -106,7 +106,8 @@ def test_seconds_are_those_of_one_worker() -> None:
     stats = TransferStats(
         load=DirectionalTransferStats(100, 2.0, [50, 50]), store=DirectionalTransferStats(400, 8.0, [200, 200])
     )
-    account.observe(stats, WorkerTimes(store_wait_s=1.0, load_wait_s=0.5, store_codec_s=6.0, load_codec_s=1.0))
+    report = WorkerReport(wait_s={STORE: 1.0, LOAD: 0.5}, codec_s={STORE: 6.0, LOAD: 1.0})
+    account.observe(stats, report)
     state = account.state()
     assert state["copied_bytes"] == {"store": 400, "load": 100}
     assert state["copy_jobs"] == {"store": 1, "load": 1}
@@ -117,7 +118,7 @@ def test_seconds_are_those_of_one_worker() -> None:
 
 def test_kv_that_is_kept_as_it_is_takes_no_time_to_quantise() -> None:
     account = TierRig(Setup(bits=16)).scheduler.tier_account
-    account.observe(TransferStats(), WorkerTimes(store_codec_s=6.0, load_codec_s=1.0))
+    account.observe(TransferStats(), WorkerReport(codec_s={STORE: 6.0, LOAD: 1.0}))
     assert account.state()["quantise_s"] == {"store": 0.0, "load": 0.0}
 
 
@@ -126,18 +127,18 @@ def test_without_others_to_compute_a_load_holds_the_engine_up() -> None:
     tokens = range(100, 100 + 8 * BLOCK_SIZE)
     rig.add(tokens, 2)
     settle(rig)
-    before = rig.scheduler.tier_account.stall.seconds
+    before = rig.scheduler.tier_account.stalled_s
     rig.add(tokens, 2)
     settle(rig)
     state = check(rig)
     assert state["loaded_chunks"] > 0
-    assert state["exposed_s"]["load"] >= rig.scheduler.tier_account.stall.seconds
-    idle_s = rig.scheduler.tier_account.stall.seconds
+    assert state["exposed_s"]["load"] >= rig.scheduler.tier_account.stalled_s
+    idle_s = rig.scheduler.tier_account.stalled_s
     assert idle_s > before
     rig.clock.advance(1000.0)
     rig.add(range(500, 500 + 4 * BLOCK_SIZE), 2)
     settle(rig)
-    assert rig.scheduler.tier_account.stall.seconds == idle_s, "an engine without requests does not wait"
+    assert rig.scheduler.tier_account.stalled_s == idle_s, "an engine without requests does not wait"
 
 
 def test_a_reset_takes_all_chunks() -> None:

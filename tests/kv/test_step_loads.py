@@ -18,7 +18,7 @@ from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED, KvTierConfig
 from vllm_ext.kv.connector.options import transfer_config
 from vllm_ext.kv.connector.step_loads import TierMetadata
 from vllm_ext.kv.connector.tiered import TieredConnector
-from vllm_ext.kv.connector.worker import LayerJob, LayerwiseWorker, LoadsByLayer
+from vllm_ext.kv.connector.worker import LayerwiseWorker
 from vllm_ext.kv.host.worker import TierWorker
 
 from .tier_worker_parts import LAYOUT, codec, device, host, random_kv
@@ -64,9 +64,9 @@ def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
     worker.shutdown()
 
 
-def job(number: int) -> LayerJob:
+def jobs(*numbers: int) -> dict[int, TransferJob]:
     """Load ``number`` brings the chunk of that number into the block of that number."""
-    return LayerJob(number, host([number]), device([number]))
+    return {number: TransferJob(f"r{number}", host([number]), device([number])) for number in numbers}
 
 
 def came(copies: SteppedCodec, times: int = 1) -> None:
@@ -80,7 +80,7 @@ def came(copies: SteppedCodec, times: int = 1) -> None:
 def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: tuple[SteppedCodec, TierWorker]) -> None:
     copies, worker = stepped
     copies.go()
-    worker.load_by_layer([job(1), job(2)])
+    worker.load_by_layer(jobs(1, 2))
     worker.wait({1, 2})
     assert copies.calls == [("load", layer, [number]) for layer in range(LAYERS) for number in (1, 2)]
     results = worker.get_finished()
@@ -93,7 +93,7 @@ def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: tuple[Stepp
 
 def test_a_layer_waits_for_itself_only(stepped: tuple[SteppedCodec, TierWorker]) -> None:
     copies, worker = stepped
-    loads = worker.load_by_layer([job(1)])
+    loads = worker.load_by_layer(jobs(1))
     copies.go(1)
     loads.wait(0)
     came(copies, 2)  # layer 1 is under way
@@ -123,7 +123,7 @@ def test_a_copy_under_way_makes_way_before_its_next_layer(
     came(copies)
     worker.submit_store(8, device([8]), host([8]))
     worker.submit_load(9, host([9]), device([9]))
-    worker.load_by_layer([job(1)])
+    worker.load_by_layer(jobs(1))
     copies.go()
     worker.wait({1, 7, 8, 9})
     expected = [(under_way, 0, [7])]
@@ -138,13 +138,13 @@ def test_a_load_that_fails_leaves_the_others_alone(stepped: tuple[SteppedCodec, 
     copies, worker = stepped
     copies.fails = {(1, 2)}
     copies.go()
-    loads = worker.load_by_layer([job(1), job(2), LayerJob(3, host([3, 4]), device([3]))])
+    loads = worker.load_by_layer({**jobs(1, 2), 3: TransferJob("r3", host([3, 4]), device([3]))})
     loads.wait()
     worker.wait({1, 2, 3})
     assert copies.calls == [("load", 0, [1]), ("load", 0, [2]), ("load", 1, [1]), ("load", 1, [2]), ("load", 2, [1])]
     assert {result.job_id for result in worker.get_finished()} == {1, 2, 3}
-    failures = worker.take_failures()
-    assert (failures.chunks, failures.blocks, failures.load_jobs) == ({2, 3, 4}, {2, 3}, {2, 3})
+    report = worker.take_report()
+    assert (report.chunks, report.blocks, report.load_jobs) == ({2, 3, 4}, {2, 3}, {2, 3})
 
 
 @pytest.mark.parametrize("bits", [LOSSLESS, QUANTISED])
@@ -155,9 +155,10 @@ def test_layer_by_layer_brings_what_a_load_between_steps_brings(bits: int) -> No
     worker.wait({1})
     worker.submit_load(2, host([4, 2]), device([0, 1]))
     worker.wait({2})
-    worker.load_by_layer([LayerJob(3, host([4, 2]), device([8, 9])), LayerJob(4, host([2]), device([11], index=1))])
+    more = TransferJob("r3", host([4, 2]), device([8, 9])), TransferJob("r4", host([2]), device([11], index=1))
+    worker.load_by_layer(dict(enumerate(more, start=3)))
     worker.wait({3, 4})
-    assert not any(worker.take_failures())
+    assert not worker.take_report().chunks
     for tensor in kv:
         assert tensor[8].equal(tensor[0])
         assert tensor[9].equal(tensor[1])
@@ -183,8 +184,7 @@ class Side(LayerwiseWorker):
 
 
 def metadata(in_step: set[int], between: set[int] = frozenset()) -> TierMetadata:  # type: ignore[assignment]
-    jobs = {n: TransferJob(f"r{n}", host([n]), device([n])) for n in sorted(in_step | between)}
-    return TierMetadata(load_jobs=jobs, store_jobs={}, in_step=frozenset(in_step))
+    return TierMetadata(load_jobs=jobs(*sorted(in_step | between)), store_jobs={}, in_step=frozenset(in_step))
 
 
 def test_loads_of_the_step_are_reported_with_it_and_to_no_request(stepped: tuple[SteppedCodec, TierWorker]) -> None:
@@ -270,7 +270,6 @@ def test_a_worker_that_knows_no_layers_is_waited_for_before_the_forward() -> Non
             self.calls.append(set(job_ids))
 
     worker = Plain()
-    assert not isinstance(worker, LoadsByLayer)
     side = Side(worker)
     side.start_kv_transfers(metadata({1, 2}))
     assert worker.calls == [1, 2, {1, 2}]

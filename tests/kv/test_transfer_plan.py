@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from vllm_ext.kv.host.transfer_plan import group_transfers
+from vllm_ext.kv.host.copies import group_transfers
 
 
 def plan(
@@ -14,7 +14,7 @@ def plan(
 ) -> list[tuple[int, list[int], list[int]]]:
     device = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=indices)
     parts = group_transfers(device, CPULoadStoreSpec(chunks))
-    return [(part.group, part.chunks.tolist(), part.blocks.tolist()) for part in parts]
+    return [(group, chunks.tolist(), blocks.tolist()) for group, chunks, blocks in parts]
 
 
 def test_a_block_is_a_chunk() -> None:

@@ -35,7 +35,7 @@ def test_kv_goes_to_the_host_and_comes_back() -> None:
     assert [result.transfer_size for result in results] == [4 * LAYOUT.page_bytes, 2 * LAYOUT.page_bytes]
     assert all(result.transfer_time > 0 for result in results)
     assert worker.get_finished() == []
-    assert not any(worker.take_failures())
+    assert not worker.take_report().chunks
     for tensor, original in zip(kv, before, strict=True):
         assert tensor[9].equal(original[7])
     worker.shutdown()
@@ -75,11 +75,11 @@ def test_a_failed_load_names_its_blocks_and_its_chunk(slow: tuple[SlowCodec, Tie
     worker.submit_load(2, host([5, 6]), device([2, 3]))
     worker.wait({1, 2})
     assert {result.job_id for result in worker.get_finished() if result.success} == {1, 2}, "vLLM knows nothing else"
-    failures = worker.take_failures()
-    assert failures.chunks == {5, 6}
-    assert failures.blocks == {2, 3}
-    assert failures.load_jobs == {2}
-    assert not any(worker.take_failures()), "each is told once"
+    report = worker.take_report()
+    assert report.chunks == {5, 6}
+    assert report.blocks == {2, 3}
+    assert report.load_jobs == {2}
+    assert not worker.take_report().chunks, "each is told once"
 
 
 def test_a_failed_store_leaves_chunks_that_must_not_be_read(slow: tuple[SlowCodec, TierWorker]) -> None:
@@ -90,8 +90,8 @@ def test_a_failed_store_leaves_chunks_that_must_not_be_read(slow: tuple[SlowCode
     worker.submit_store(2, device([2, 3]), host([8, 9]))
     worker.submit_store(3, device([4]), host([4]))
     worker.wait({1, 2, 3})
-    failures = worker.take_failures()
-    assert (failures.chunks, failures.blocks, failures.load_jobs) == ({5, 8}, set(), set())
+    report = worker.take_report()
+    assert (report.chunks, report.blocks, report.load_jobs) == ({5, 8}, set(), set())
     assert "store" in {direction for direction, _ in copies.calls}, "and the thread lives on"
 
 

@@ -6,8 +6,8 @@ import random
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, TransferResult
 
-from vllm_ext.kv.host.times import WorkerTimes
-from vllm_ext.kv.host.worker import Failures, TierWorker
+from vllm_ext.kv.host.report import WorkerReport
+from vllm_ext.kv.host.worker import TierWorker
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
 
@@ -44,21 +44,17 @@ class ChaosCopies(SimulatedCopies, TierWorker):
         self._share = {Direction.TO_HOST: failing_stores, Direction.TO_DEVICE: failing_loads}
         self._ends: dict[int, float] = {}
         self._specs: dict[int, tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]] = {}
-        self._failed = Failures(set(), set(), set())
+        self._report = WorkerReport()
 
     @property
     def open_jobs(self) -> int:
         """Jobs that are not through."""
         return len(self._begun)
 
-    def take_failures(self) -> Failures:
-        """Return what failed since the last time."""
-        failures, self._failed = self._failed, Failures(set(), set(), set())
-        return failures
-
-    def take_times(self) -> WorkerTimes:
-        """Return nothing: no time passes here."""
-        return WorkerTimes()
+    def take_report(self) -> WorkerReport:
+        """Return what failed since the last time; no time passes here."""
+        report, self._report = self._report, WorkerReport()
+        return report
 
     def next_end_s(self) -> float | None:
         """Return when the next job will be through; None if there is none."""
@@ -98,10 +94,10 @@ class ChaosCopies(SimulatedCopies, TierWorker):
     def _fail(self, transfer: _Transfer, blocks: list[int], chunks: list[int]) -> list[int]:
         """Note a failure as `TierWorker` does; return the blocks of the target that hold nothing."""
         if transfer.direction is Direction.TO_DEVICE:
-            self._failed.chunks.update(chunks)
-            self._failed.blocks.update(blocks)
-            self._failed.load_jobs.add(transfer.job_id)
+            self._report.chunks.update(chunks)
+            self._report.blocks.update(blocks)
+            self._report.load_jobs.add(transfer.job_id)
             return blocks
         broken = [chunk for chunk in chunks if self._dice.random() < 0.5] or chunks
-        self._failed.chunks.update(broken)
+        self._report.chunks.update(broken)
         return broken

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from vllm_ext.kv.connector.worker import LayerJob, LayerLoads
+from vllm_ext.kv.host.copies import LayerCopies
+from vllm_ext.kv.host.report import WorkerReport
 from vllm_ext.simulation.cost.link import Direction, TransferLink
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 
 
 class _Transfer(NamedTuple):
@@ -76,13 +80,13 @@ class SimulatedCopies(OffloadingWorker):
         """Take when the engine core hands a step over, and when the device is through with those before; in seconds."""
         self.host_s, self.stream_s = max(host_s, self._busy_s), device_free_s
 
-    def load_by_layer(self, jobs: Sequence[LayerJob]) -> LayerLoads:
+    def load_by_layer(self, jobs: Mapping[int, TransferJob]) -> LayerCopies:
         """Load for the step that is being launched, while it computes; see `forward_end_s`."""
-        for job in jobs:
-            self.submit_load(job.job_id, job.host, job.device)
+        for job_id, job in jobs.items():
+            self.submit_load(job_id, job.src_spec, job.dst_spec)
         begin_s = max(self.host_s, self.stream_s)
-        self._layers = begin_s, self._end_s({job.job_id for job in jobs}, begin_s)
-        return LayerLoads((), ())
+        self._layers = begin_s, self._end_s(set(jobs), begin_s)
+        return LayerCopies((), ())
 
     def forward_end_s(self, start_s: float, compute_s: float, num_layers: int) -> float:
         """Return when a forward ends, each of whose layers waits for its own share of the step's loads, in seconds.
@@ -109,6 +113,10 @@ class SimulatedCopies(OffloadingWorker):
             self._busy_s = self._layers[1]
             self.host_s = max(self.host_s, self._busy_s)
             self._layers = None
+
+    def take_report(self) -> WorkerReport:
+        """Return nothing: no copy fails, and the link's times are told by `get_finished`."""
+        return WorkerReport()
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that are through by ``host_s``, each once; their times are those of an idle link."""

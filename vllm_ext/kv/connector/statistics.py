@@ -10,34 +10,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config.kv_tier import QUANTISED
-from vllm_ext.kv.host.times import LoadStall, WorkerTimes
+from vllm_ext.kv.host.report import DIRECTIONS, per_direction
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import DirectionalTransferStats, TransferStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferStats
 
     from vllm_ext.kv.connector.scheduler import TierScheduler
     from vllm_ext.kv.host.geometry import TierGeometry
     from vllm_ext.kv.host.manager import TierManager
-
-
-@dataclass
-class Copies:
-    """Copies of one direction, of all workers together."""
-
-    jobs: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def add(self, stats: DirectionalTransferStats) -> None:
-        """Take over a report of vLLM's."""
-        self.jobs += len(stats.sizes)
-        self.num_bytes += stats.bytes
-        self.seconds += stats.time
+    from vllm_ext.kv.host.report import WorkerReport
 
 
 @dataclass
 class TierAccount:
-    """One engine's account of its tier.
+    """One engine's account of its tier; what is kept by direction is the sum over all workers.
 
     Args:
         tier: The scheduler's side.
@@ -48,11 +34,20 @@ class TierAccount:
     tier: TierScheduler
     geometry: TierGeometry
     num_workers: int
-    stores: Copies = field(default_factory=Copies)
-    loads: Copies = field(default_factory=Copies)
-    times: WorkerTimes = field(default_factory=WorkerTimes)
-    """Of all workers together."""
-    stall: LoadStall = field(default_factory=LoadStall)
+    copy_jobs: dict[str, int] = field(default_factory=per_direction)
+    copied_bytes: dict[str, int] = field(default_factory=per_direction)
+    copy_s: dict[str, float] = field(default_factory=per_direction)
+    wait_s: dict[str, float] = field(default_factory=per_direction)
+    codec_s: dict[str, float] = field(default_factory=per_direction)
+    stalled_s: float = 0.0
+    """How long the engine had requests, and could do nothing but wait until their KV was loaded.
+
+    Loads go on between steps, while others compute. Where there are no others, the engine makes empty steps: the time
+    from one to the next counts, unless an earlier step still computes.
+    """
+    _stalled_since: float | None = None
+    _computing: int = 0
+    """Steps under way that compute something."""
 
     @property
     def host(self) -> TierManager:
@@ -68,36 +63,56 @@ class TierAccount:
 
     # --- while the engine runs --------------------------------------------------------------------------------------
 
-    def observe(self, stats: TransferStats, times: WorkerTimes) -> None:
+    def observe(self, stats: TransferStats, report: WorkerReport) -> None:
         """Take the workers' report of copies that ended."""
-        self.stores.add(stats.store)
-        self.loads.add(stats.load)
-        self.times.add(times)
+        for direction in DIRECTIONS:
+            copies = getattr(stats, direction)
+            self.copy_jobs[direction] += len(copies.sizes)
+            self.copied_bytes[direction] += copies.bytes
+            self.copy_s[direction] += copies.time
+            self.wait_s[direction] += report.wait_s[direction]
+            self.codec_s[direction] += report.codec_s[direction]
 
     def scheduled(self, num_tokens: int, now: float) -> None:
         """Note a step that computes so many tokens."""
-        is_loading = not num_tokens and any(not job.is_store for job in self.tier._jobs.values())
-        self.stall.scheduled(num_tokens, is_loading, now)
+        self._end_stall(now)
+        if num_tokens:
+            self._computing += 1
+        elif not self._computing and any(not job.is_store for job in self.tier._jobs.values()):
+            self._stalled_since = now
 
     def finished(self, num_tokens: int, has_requests: Callable[[], bool], now: float) -> None:
         """Note that the output of such a step arrived, and whether there will be a next one."""
-        self.stall.finished(num_tokens)
-        if self.stall.is_open and not has_requests():
-            self.stall.end(now)
+        self._computing -= num_tokens > 0
+        if self._stalled_since is not None and not has_requests():
+            self._end_stall(now)
+
+    def _end_stall(self, now: float) -> None:
+        if self._stalled_since is not None:
+            self.stalled_s += now - self._stalled_since
+            self._stalled_since = None
 
     # --- when somebody asks -----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return everything, fit for JSON; seconds are those of one worker."""
-        tally, prices = self.host.tally, self.tier.prices
-        quantised = self.geometry.bits == QUANTISED
+        host, keeper, prices = self.host, self.tier.keeper, self.tier.prices
+        tally, workers = host.tally, self.num_workers
+        waited = self._per_worker(self.wait_s)
         return {
             "bits": self.geometry.bits,
             "store": self.tier.store,
             "chunk_tokens": prices.chunk_tokens,
             "chunk_bytes": self.chunk_bytes,
-            "num_workers": self.num_workers,
-            "host": self._host(),
+            "num_workers": workers,
+            "host": {
+                "capacity_chunks": host.num_chunks,
+                "capacity_bytes": host.num_chunks * self.chunk_bytes,
+                "used_chunks": host.num_used,
+                "used_bytes": host.num_used * self.chunk_bytes,
+                "writing_chunks": host.num_writing,
+                "reading_chunks": host.num_reading,
+            },
             "disk": self._disk(),
             "idle_device_blocks": 0 if self.tier.stores is None else self.tier.stores.idle.num_blocks,
             "placed_chunks": tally.placed,
@@ -106,51 +121,23 @@ class TierAccount:
             "refused_chunks": tally.refused,
             "unsaved_chunks": 0 if self.tier.stores is None else self.tier.stores.unsaved,
             "gone_chunks": dict(tally.gone),
-            **({} if self.tier.keeper is None else self.tier.keeper.branches.state()),
-            "copied_bytes": {"store": self.stores.num_bytes, "load": self.loads.num_bytes},
-            "copy_jobs": {
-                "store": self.stores.jobs // self.num_workers,
-                "load": self.loads.jobs // self.num_workers,
-            },
-            "copy_s": self._per_worker(self.stores.seconds, self.loads.seconds),
-            "exposed_s": self._exposed_s(),
-            "quantise_s": self._per_worker(
-                self.times.store_codec_s if quantised else 0.0, self.times.load_codec_s if quantised else 0.0
+            **({} if keeper is None else keeper.branches.state()),
+            "copied_bytes": dict(self.copied_bytes),
+            "copy_jobs": {direction: jobs // workers for direction, jobs in self.copy_jobs.items()},
+            "copy_s": self._per_worker(self.copy_s),
+            "exposed_s": {**waited, "load": waited["load"] + self.stalled_s},
+            "quantise_s": self._per_worker(self.codec_s if self.geometry.bits == QUANTISED else per_direction()),
+            "bytes_per_s": {"store": prices.out.bytes_per_s * workers, "load": prices.back.bytes_per_s * workers},
+            "conversations": (
+                {} if keeper is None else {**keeper.states(), "expired": keeper.expired, "dropped": keeper.dropped}
             ),
-            "bytes_per_s": {
-                "store": prices.out.bytes_per_s * self.num_workers,
-                "load": prices.back.bytes_per_s * self.num_workers,
-            },
-            "conversations": self._conversations(),
         }
 
-    def _per_worker(self, store_s: float, load_s: float) -> dict[str, float]:
-        return {"store": store_s / self.num_workers, "load": load_s / self.num_workers}
-
-    def _exposed_s(self) -> dict[str, float]:
-        waits = self._per_worker(self.times.store_wait_s, self.times.load_wait_s)
-        return {**waits, "load": waits["load"] + self.stall.seconds}
-
-    def _host(self) -> dict[str, int]:
-        host = self.host
-        return {
-            "capacity_chunks": host.num_chunks,
-            "capacity_bytes": host.num_chunks * self.chunk_bytes,
-            "used_chunks": host.num_used,
-            "used_bytes": host.num_used * self.chunk_bytes,
-            "writing_chunks": host.num_writing,
-            "reading_chunks": host.num_reading,
-        }
+    def _per_worker(self, seconds: dict[str, float]) -> dict[str, float]:
+        return {direction: total / self.num_workers for direction, total in seconds.items()}
 
     def _disk(self) -> dict[str, int] | None:
-        disk: Any = getattr(self.tier.manager, "disk", None)
-        if disk is None:
+        if (disk := getattr(self.tier.manager, "disk", None)) is None:
             return None
         files = disk.files
         return {"used_chunks": len(files), "used_bytes": files.used_bytes, "capacity_bytes": files.max_bytes}
-
-    def _conversations(self) -> dict[str, int]:
-        keeper = self.tier.keeper
-        if keeper is None:
-            return {}
-        return {**keeper.states(), "expired": keeper.expired, "dropped": keeper.dropped}

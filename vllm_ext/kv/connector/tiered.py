@@ -28,9 +28,8 @@ from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.connector.statistics import TierAccount
 from vllm_ext.kv.connector.worker import LayerwiseWorker
 from vllm_ext.kv.conversations.keeper import Keeper
-from vllm_ext.kv.host.failures import Fallible
 from vllm_ext.kv.host.layout import PackedPages, UnknownLayout, layout_of
-from vllm_ext.kv.host.times import Timed, WorkerTimes
+from vllm_ext.kv.host.report import LOAD, STORE, WorkerReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,20 +43,17 @@ logger = logging.getLogger("vllm.vllm_ext.kv")
 
 @dataclass
 class TierWorkerMetadata(OffloadingWorkerMetadata):
-    """What a worker reports: finished jobs, as vLLM's, chunks that hold nothing readable, and what took time."""
+    """What a worker reports: finished jobs, as vLLM's, and what is ours."""
 
-    unreadable: set[int] = field(default_factory=set)
-    times: WorkerTimes = field(default_factory=WorkerTimes)
+    report: WorkerReport = field(default_factory=WorkerReport)
 
     def aggregate(self, other: Any) -> TierWorkerMetadata:
         """Return the report of several workers."""
-        merged = super().aggregate(other)
-        unreadable, times = set(self.unreadable), WorkerTimes()
-        times.add(self.times)
-        if isinstance(other, TierWorkerMetadata):
-            unreadable |= other.unreadable
-            times.add(other.times)
-        return TierWorkerMetadata(merged.completed_jobs, merged.transfer_stats, unreadable, times)
+        merged, report = super().aggregate(other), WorkerReport()
+        for one in (self, other):
+            if isinstance(one, TierWorkerMetadata):
+                report.add(one.report)
+        return TierWorkerMetadata(merged.completed_jobs, merged.transfer_stats, report)
 
 
 class TieredConnector(OffloadingConnector):
@@ -101,9 +97,7 @@ class TieredConnector(OffloadingConnector):
             self.account = TierAccount(self.connector_scheduler, spec.geometry, config.parallel.world_size)
         else:
             self.connector_worker = LayerwiseWorker(spec, vllm_config, kv_cache_config)
-        self._times = WorkerTimes()
-        self._unreadable: set[int] = set()
-        self._unfilled_blocks: set[int] = set()
+        self._report = WorkerReport()
         self._failed_requests: set[str] = set()
 
     @classmethod
@@ -137,20 +131,20 @@ class TieredConnector(OffloadingConnector):
             super().handle_preemptions(alone)
             kv_connector_metadata.jobs_to_flush = flush - older
         super().handle_preemptions(kv_connector_metadata)
-        self._times.store_wait_s += time.perf_counter() - started
+        self._report.wait_s[STORE] += time.perf_counter() - started
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads."""
         started = time.perf_counter()
         super().start_load_kv(forward_context, **kwargs)
-        self._times.load_wait_s += time.perf_counter() - started
+        self._report.wait_s[LOAD] += time.perf_counter() - started
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when a layer's KV is there, as far as it is loaded within the step."""
         assert self.connector_worker is not None
         started = time.perf_counter()
         self.connector_worker.wait_for_layer(layer_name)
-        self._times.load_wait_s += time.perf_counter() - started
+        self._report.wait_s[LOAD] += time.perf_counter() - started
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return which requests' loads are through, and which of them failed."""
@@ -158,17 +152,15 @@ class TieredConnector(OffloadingConnector):
         by_blocks = len(self._kv_cache_config.kv_cache_groups) == 1
         loads = {} if by_blocks else dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
-        self._unfilled_blocks |= self.connector_worker.take_doubtful()
-        worker = self.connector_worker.worker
-        if not isinstance(worker, Fallible):
-            return results
-        failures = worker.take_failures()
-        self._unreadable |= failures.chunks
+        report = self.connector_worker.worker.take_report()
+        if not by_blocks:
+            report.blocks.clear()
+        report.blocks |= self.connector_worker.take_doubtful()
+        self._report.add(report)
         if by_blocks:
-            self._unfilled_blocks |= failures.blocks
             return results
         # Block ids are not unique among groups: vLLM wants the requests then.
-        self._failed_requests |= {loads[job] for job in failures.load_jobs if job in loads}
+        self._failed_requests |= {loads[job] for job in report.load_jobs if job in loads}
         failed = self._failed_requests & results.finished_recving
         self._failed_requests -= failed
         return KVConnectorTransferResults(
@@ -179,22 +171,17 @@ class TieredConnector(OffloadingConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that a load did not fill, each once."""
-        blocks, self._unfilled_blocks = self._unfilled_blocks, set()
+        blocks, self._report.blocks = self._report.blocks, set()
         return blocks
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         """Return what to tell the scheduler's side."""
         meta = super().build_connector_worker_meta()
-        if meta is None and not self._unreadable:
+        if meta is None and not self._report.chunks:
             return None
-        unreadable, self._unreadable = self._unreadable, set()
-        times, self._times = self._times, WorkerTimes()
-        assert self.connector_worker is not None
-        if isinstance(self.connector_worker.worker, Timed):
-            times.add(self.connector_worker.worker.take_times())
-        if meta is None:
-            return TierWorkerMetadata(unreadable=unreadable, times=times)
-        return TierWorkerMetadata(meta.completed_jobs, meta.transfer_stats, unreadable, times)
+        report, self._report = self._report, WorkerReport()
+        jobs = meta or OffloadingWorkerMetadata()
+        return TierWorkerMetadata(jobs.completed_jobs, jobs.transfer_stats, report)
 
     def _layout(self, kv_caches: dict[str, torch.Tensor]) -> PageLayout | PackedPages:
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -231,8 +218,8 @@ class TieredConnector(OffloadingConnector):
             side, account = self.connector_scheduler, self.account
             assert side is not None
             assert account is not None
-            side.manager.mark_unreadable(meta.unreadable)
-            account.observe(meta.transfer_stats, meta.times)
+            side.manager.mark_unreadable(meta.report.chunks)
+            account.observe(meta.transfer_stats, meta.report)
             side.prices.back.observe(meta.transfer_stats.load.bytes, meta.transfer_stats.load.time)
             side.prices.out.observe(meta.transfer_stats.store.bytes, meta.transfer_stats.store.time)
         super().update_connector_output(connector_output)

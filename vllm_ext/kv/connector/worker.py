@@ -8,102 +8,28 @@ before the forward.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.logger import init_logger
 
-from vllm_ext.kv.host.transfer_plan import GroupTransfer, group_transfers
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec, OffloadingSpec
+    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 
-    from vllm_ext.kv.host.codec import Codec
+    from vllm_ext.kv.host.copies import LayerCopies
 
 logger = init_logger("vllm.vllm_ext.kv")
 
 
-class LayerJob(NamedTuple):
-    """One request's load, into one group of layers."""
-
-    job_id: int
-    host: BlockIDsLoadStoreSpec
-    device: GPULoadStoreSpec
-
-
-class LayerLoad:
-    """What becomes of it."""
-
-    def __init__(self, job: LayerJob) -> None:
-        self.job = job
-        self.seconds = 0.0
-        self.error: Exception | None = None
-        self._parts: list[GroupTransfer] = []
-        try:
-            self._parts = list(group_transfers(job.device, job.host))
-        except ValueError as error:
-            self.error = error
-
-    def load(self, codec: Codec, tensor: int) -> None:
-        """Load one tensor's share, unless another's failed."""
-        if self.error is not None:
-            return
-        started = time.perf_counter()
-        try:
-            for part in self._parts:
-                codec.load(tensor, part.chunks, part.blocks)
-        except Exception as error:  # noqa: BLE001 - a failed copy costs a recomputation, not the worker its life
-            self.error = error
-        self.seconds += time.perf_counter() - started
-
-
-class LayerLoads:
-    """All loads of a step: first into one tensor of KV, then into the next. One thread runs them, another waits.
-
-    Args:
-        jobs: The loads.
-        tensors: Those that hold the KV of the group of layers, in the order of layers.
-    """
-
-    def __init__(self, jobs: Iterable[LayerJob], tensors: Sequence[int]) -> None:
-        self.loads = [LayerLoad(job) for job in jobs]
-        self.tensors = tuple(tensors)
-        self._left = set(tensors)
-        self._changed = threading.Condition()
-
-    def run(self, codec: Codec) -> None:
-        """Load; one that fails leaves the others alone."""
-        for tensor in self.tensors:
-            for load in self.loads:
-                load.load(codec, tensor)
-            with self._changed:
-                self._left.discard(tensor)
-                self._changed.notify_all()
-
-    def wait(self, tensor: int | None = None) -> None:
-        """Return when a tensor's KV is there or will not come, or that of all of them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left if tensor is None else tensor not in self._left)
-
-
-@runtime_checkable
-class LoadsByLayer(Protocol):
-    """A worker that can do so. Others load as between steps, and are waited for before the forward."""
-
-    def load_by_layer(self, jobs: Sequence[LayerJob]) -> LayerLoads:
-        """Begin the loads of a step, before all others; each is reported like any job when all are through."""
-        ...
-
-
 class LayerwiseWorker(OffloadingConnectorWorker):
     """vLLM's, which also loads within the step.
+
+    Workers that have no ``load_by_layer`` load as between steps, and are waited for before the forward.
 
     Attributes:
         trusts_attention: Whether each layer's attention asks before it reads; else loads are waited for before.
@@ -114,7 +40,7 @@ class LayerwiseWorker(OffloadingConnectorWorker):
         self.trusts_attention = True
         self._tensor_of: dict[str, int] = {}
         """By layer; if it is empty, each layer waits for all tensors."""
-        self._step: LayerLoads | None = None
+        self._step: LayerCopies | None = None
         self._asked: set[int] = set()
         self._jobs: Mapping[int, TransferJob] = {}
         """The step's loads."""
@@ -167,13 +93,12 @@ class LayerwiseWorker(OffloadingConnectorWorker):
             raise RuntimeError("a step began before the worker was given the KV caches")
         self._jobs = jobs
         self._load_jobs.update((job_id, job.req_id) for job_id, job in jobs.items())
-        loads = [LayerJob(job_id, job.src_spec, job.dst_spec) for job_id, job in jobs.items()]
-        if isinstance(self.worker, LoadsByLayer):
+        if (load_by_layer := getattr(self.worker, "load_by_layer", None)) is not None:
             self._asked = set()
-            self._step = self.worker.load_by_layer(loads)
+            self._step = load_by_layer(jobs)
         else:
-            for load in loads:
-                self.worker.submit_load(load.job_id, load.host, load.device)
+            for job_id, job in jobs.items():
+                self.worker.submit_load(job_id, job.src_spec, job.dst_spec)
         if self._step is None or not self.trusts_attention:
             self.worker.wait(set(jobs))
 
@@ -183,7 +108,7 @@ class LayerwiseWorker(OffloadingConnectorWorker):
         step, self._step = self._step, None
         if step is not None and self.trusts_attention and not self._asked.issuperset(step.tensors):
             self.trusts_attention = False
-            self._doubtful |= {block for load in step.loads for block in load.job.device.block_ids.tolist()}
+            self._doubtful.update(*(job.dst_spec.block_ids.tolist() for job in self._jobs.values()))
             logger.warning(
                 "%d of %d layers did not wait for their KV; what was loaded for this step is computed again, and from "
                 "now on loads are waited for before the forward",

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
+from vllm_ext.kv.host.codec import check_ids
 from vllm_ext.kv.host.geometry import TierGeometry
-from vllm_ext.kv.host.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 STAGING_BYTES = 16 * 2**20

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from vllm_ext.kv.cuda.codec import Buffer, DeviceCodec, Piece, StagingSlot
 from vllm_ext.kv.cuda.device import Device, Event
-from vllm_ext.kv.host.failures import Failures
+from vllm_ext.kv.host.report import WorkerReport
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
 
@@ -88,7 +88,7 @@ class _Job:
     submitted: Event
     pieces: Sequence[Piece]
     pieces_left: int
-    failures: Failures = field(default_factory=Failures.none)
+    report: WorkerReport = field(default_factory=WorkerReport)
     """Told with the end of the job, and not before."""
     failed: bool = False
     started: Event | None = None
@@ -125,7 +125,7 @@ class Transfers:
     """Runs jobs.
 
     A job that fails is over like any other, once the device is through with all that was launched for it; what it left
-    behind is in `take_failures`.
+    behind is in `take_report`.
 
     Args:
         device: Its streams and events.
@@ -144,7 +144,7 @@ class Transfers:
         self._stores = self._direction((codec.pack, codec.send), urgent=False)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
-        self._failures = Failures.none()
+        self._report = WorkerReport()
         self._failure_logged = False
 
     def submit(self, job_id: int, pieces: Iterable[Piece], *, is_load: bool) -> None:
@@ -164,10 +164,10 @@ class Transfers:
             self._end(job)
         self.advance()
 
-    def refuse(self, job_id: int, failures: Failures) -> None:
+    def refuse(self, job_id: int, report: WorkerReport) -> None:
         """Take note of a job that could not even begin: it is over. Call it where the error is handled."""
         self._log("could not begin")
-        self._failures.add(failures)
+        self._report.add(report)
         self._ended.append(Ended(job_id, True, 0, None))
 
     def advance(self) -> None:
@@ -184,10 +184,10 @@ class Transfers:
         ended, self._ended = self._ended, []
         return ended
 
-    def take_failures(self) -> Failures:
+    def take_report(self) -> WorkerReport:
         """Return what failed among the jobs returned so far, each once."""
-        failures, self._failures = self._failures, Failures.none()
-        return failures
+        report, self._report = self._report, WorkerReport()
+        return report
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when none of these jobs is under way; they overtake others of their direction that still wait here."""
@@ -287,7 +287,7 @@ class Transfers:
         direction.running_copies -= part.copies
         if not part.job.is_load and not part.job.failed and part.slot is not None:
             readable = self._codec.readable(part.piece, part.slot)
-            part.job.failures.chunks.update(part.piece.chunks[~readable].tolist())
+            part.job.report.chunks.update(part.piece.chunks[~readable].tolist())
         self._count_off(direction, part)
 
     def _count_off(self, direction: _Direction, part: _Part) -> None:
@@ -299,7 +299,7 @@ class Transfers:
 
     def _end(self, job: _Job) -> None:
         del self._jobs[job.job_id]
-        self._failures.add(job.failures)
+        self._report.add(job.report)
         num_chunks = sum(len(piece.chunks) for piece in job.pieces)
         self._ended.append(Ended(job.job_id, job.failed, num_chunks, self._seconds(job)))
 
@@ -315,11 +315,11 @@ class Transfers:
         self._log(what)
         job.failed = True
         for piece in job.pieces:
-            job.failures.chunks.update(piece.chunks.tolist())
+            job.report.chunks.update(piece.chunks.tolist())
             if job.is_load:
-                job.failures.blocks.update(piece.blocks.tolist())
+                job.report.blocks.update(piece.blocks.tolist())
         if job.is_load:
-            job.failures.load_jobs.add(job.job_id)
+            job.report.load_jobs.add(job.job_id)
 
     def _log(self, what: str) -> None:
         if not self._failure_logged:

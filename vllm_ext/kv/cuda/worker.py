@@ -12,8 +12,8 @@ from vllm_ext.config.kv_tier import QUANTISED
 from vllm_ext.kv.cuda.codec import DeviceCodec, Piece, QuantisedCudaCodec, RawCudaCodec, pieces_of
 from vllm_ext.kv.cuda.device import CudaDevice, Device, PinnedMemory
 from vllm_ext.kv.cuda.transfers import Transfers
-from vllm_ext.kv.host.failures import Failures
-from vllm_ext.kv.host.transfer_plan import group_transfers
+from vllm_ext.kv.host.copies import group_transfers
+from vllm_ext.kv.host.report import WorkerReport
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
@@ -26,7 +26,7 @@ class CudaTierWorker(OffloadingWorker):
     """Copies on streams beside the engine's.
 
     A job that fails is reported as through, since vLLM's connector knows nothing else; what it left behind is in
-    `take_failures`, and must reach the scheduler with the report. Used by the engine's thread only.
+    `take_report`, and must reach the scheduler with the report. Used by the engine's thread only.
 
     Args:
         codec: Copies blocks.
@@ -68,9 +68,9 @@ class CudaTierWorker(OffloadingWorker):
             for job in self._transfers.take_ended()
         ]
 
-    def take_failures(self) -> Failures:
-        """Return what failed since the last time; call it after `get_finished`, so that none is reported too late."""
-        return self._transfers.take_failures()
+    def take_report(self) -> WorkerReport:
+        """Return what is told once; call it after `get_finished`, so that no failure is reported too late."""
+        return self._transfers.take_report()
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when none of these jobs is under way; ids that were never submitted are passed over."""
@@ -86,17 +86,12 @@ class CudaTierWorker(OffloadingWorker):
         try:
             self._transfers.submit(job_id, self._pieces(device, host), is_load=is_load)
         except Exception:  # noqa: BLE001 - a failed copy costs a recomputation, not the engine its life
-            failed = Failures.none()
-            failed.chunks.update(host.block_ids.tolist())
-            if is_load:
-                failed.blocks.update(device.block_ids.tolist())
-                failed.load_jobs.add(job_id)
-            self._transfers.refuse(job_id, failed)
+            self._transfers.refuse(job_id, WorkerReport.of_failed(job_id, device, host, is_load=is_load))
         return True
 
     def _pieces(self, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> Iterator[Piece]:
-        for part in group_transfers(device, host):
-            yield from pieces_of(self._codec, self._tensors_of_group[part.group], part.chunks, part.blocks)
+        for group, chunks, blocks in group_transfers(device, host):
+            yield from pieces_of(self._codec, self._tensors_of_group[group], chunks, blocks)
 
 
 def cuda_worker(

@@ -13,12 +13,24 @@ from vllm_ext.kernels.kv_quant import cpu
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.host.geometry import TierGeometry
 from vllm_ext.kv.host.layout import PackedPages
-from vllm_ext.kv.host.transfer_plan import check_ids
 
 Ids = npt.NDArray[np.int64]
 
 _PAGES_AT_A_TIME = 8
 """Packed pages that are put in order together: the ordered copies should stay in the cache."""
+
+
+def check_ids(blocks: Ids, num_blocks: int, chunks: Ids, num_chunks: int) -> None:
+    """Look at the numbers of a copy, both of shape [n], before anything is written: else it would write elsewhere.
+
+    Raises:
+        ValueError: there is no such block or chunk, or there are more of one than of the other.
+    """
+    if blocks.shape != chunks.shape:
+        raise ValueError(f"blocks: must be one for each of {len(chunks)} chunks, not of shape {blocks.shape}")
+    for name, ids, end in (("blocks", blocks, num_blocks), ("chunks", chunks, num_chunks)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < end:
+            raise ValueError(f"{name}: {ids.min()} to {ids.max()}, must be 0 to {end - 1}")
 
 
 class Codec(Protocol):

@@ -11,22 +11,20 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from vllm_ext.kv.connector.worker import LayerJob, LayerLoads
 from vllm_ext.kv.host.affinity import leave_the_engines_core
-from vllm_ext.kv.host.failures import Failures
-from vllm_ext.kv.host.times import WorkerTimes
-from vllm_ext.kv.host.transfer_plan import GroupTransfer, group_transfers
+from vllm_ext.kv.host.copies import Copy, LayerCopies
+from vllm_ext.kv.host.report import WorkerReport
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+
     from vllm_ext.kv.host.codec import Codec
 
 logger = init_logger("vllm.vllm_ext.kv")
@@ -36,19 +34,11 @@ _STEP, _LOAD, _STORE, _END = range(4)
 _JOIN_S = 5.0
 
 
-class _Job(NamedTuple):
-    direction: int
-    number: int
-    job_id: int
-    device: GPULoadStoreSpec | None
-    host: BlockIDsLoadStoreSpec | None
-
-
 class TierWorker(OffloadingWorker):
     """Copies, in the background, one job at a time.
 
     A job that fails is reported as through, since vLLM's connector knows nothing else; what it left behind is in
-    `take_failures`, and must reach the scheduler with the report.
+    `take_report`, and must reach the scheduler with vLLM's report.
 
     Args:
         codec: Copies blocks of one tensor.
@@ -60,36 +50,32 @@ class TierWorker(OffloadingWorker):
         self._codec = codec
         self._tensors_of_group = tensors_of_group
         self._chunk_bytes = chunk_bytes
-        self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[tuple[int, int, LayerCopies]] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._changed = threading.Condition()
-        self._steps: deque[LayerLoads] = deque()
-        self._away_s = 0.0
-        """Time spent on loads within steps since the job at hand began."""
+        self._steps: deque[LayerCopies] = deque()
         self._open: set[int] = set()
         self._results: list[TransferResult] = []
-        self._failures = Failures.none()
-        self._times = WorkerTimes()
+        self._report = WorkerReport()
         self._failure_logged = False
         self._thread = threading.Thread(target=self._run, name="vllm-ext-kv-tier", daemon=True)
         self._thread.start()
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec) -> bool:
         """Copy blocks into chunks, behind the loads."""
-        return self._submit(_Job(_STORE, next(self._numbers), job_id, src_spec, dst_spec))
+        return self._submit(_STORE, job_id, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Copy chunks into blocks, before the stores that wait."""
-        return self._submit(_Job(_LOAD, next(self._numbers), job_id, dst_spec, src_spec))
+        return self._submit(_LOAD, job_id, dst_spec, src_spec)
 
-    def load_by_layer(self, jobs: Sequence[LayerJob]) -> LayerLoads:
+    def load_by_layer(self, jobs: Mapping[int, TransferJob]) -> LayerCopies:
         """Copy chunks into blocks, layer by layer over all jobs, before everything else."""
-        loads = LayerLoads(jobs, self._tensors_of_group[0])
-        with self._changed:
-            self._open.update(job.job_id for job in jobs)
-        self._steps.append(loads)
-        self._queue.put(_Job(_STEP, next(self._numbers), -1, None, None))
-        return loads
+        loads = [self._copy(_LOAD, job_id, job.dst_spec, job.src_spec) for job_id, job in jobs.items()]
+        step = LayerCopies(loads, self._tensors_of_group[0])
+        self._steps.append(step)
+        self._enqueue(_STEP, step)
+        return step
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last time."""
@@ -97,17 +83,11 @@ class TierWorker(OffloadingWorker):
             results, self._results = self._results, []
         return results
 
-    def take_failures(self) -> Failures:
-        """Return what failed since the last time; call it after `get_finished`, so that none is reported too late."""
+    def take_report(self) -> WorkerReport:
+        """Return what is told once; call it after `get_finished`, so that no failure is reported too late."""
         with self._changed:
-            failures, self._failures = self._failures, Failures.none()
-        return failures
-
-    def take_times(self) -> WorkerTimes:
-        """Return what copying took since the last time."""
-        with self._changed:
-            times, self._times = self._times, WorkerTimes()
-        return times
+            report, self._report = self._report, WorkerReport()
+        return report
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when none of these jobs is under way; ids that were never submitted are passed over."""
@@ -116,93 +96,48 @@ class TierWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """End the thread behind the jobs at hand."""
-        self._queue.put(_Job(_END, next(self._numbers), -1, None, None))
+        self._enqueue(_END, LayerCopies((), ()))
         self._thread.join(_JOIN_S)
 
-    def _submit(self, job: _Job) -> bool:
-        with self._changed:
-            self._open.add(job.job_id)
-        self._queue.put(job)
+    def _submit(self, direction: int, job_id: int, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
+        copy = self._copy(direction, job_id, device, host)
+        self._enqueue(direction, LayerCopies([copy], copy.tensors))
         return True
+
+    def _copy(self, direction: int, job_id: int, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> Copy:
+        with self._changed:
+            self._open.add(job_id)
+        return Copy(job_id, device, host, self._tensors_of_group, is_load=direction == _LOAD)
+
+    def _enqueue(self, priority: int, copies: LayerCopies) -> None:
+        self._queue.put((priority, next(self._numbers), copies))
 
     def _run(self) -> None:
         leave_the_engines_core()
-        while (job := self._queue.get()).direction != _END:
-            if job.direction == _STEP:
-                self._make_way()
-            else:
-                self._do(job)
-
-    def _do(self, job: _Job) -> None:
-        self._away_s = 0.0
-        started = time.perf_counter()
-        failed = Failures.none()
-        try:
-            self._copy(job, failed)
-        except Exception as error:  # noqa: BLE001 - a failed copy costs a recomputation, not the worker its life
-            self._failed(job, failed, error)
-        took = time.perf_counter() - started - self._away_s
-        self._spent(job.direction, took)
-        self._report([TransferResult(job.job_id, True, transfer_size=self._size(job), transfer_time=took)], failed)
+        while (job := self._queue.get())[0] != _END:
+            self._make_way()
+            if job[0] != _STEP:
+                job[2].run(self._codec, self._make_way)
+                self._end(job[2].copies)
 
     def _make_way(self) -> None:
         """Make the loads that a step waits for, if there are any."""
-        started = time.perf_counter()
         while self._steps:
-            step, failed = self._steps.popleft(), Failures.none()
+            step = self._steps.popleft()
             step.run(self._codec)
-            results = []
-            for load in step.loads:
-                job = _Job(_LOAD, 0, load.job.job_id, load.job.device, load.job.host)
-                if load.error is not None:
-                    self._failed(job, failed, load.error)
-                size = self._size(job)
-                self._spent(_LOAD, load.seconds)
-                results.append(TransferResult(job.job_id, True, transfer_size=size, transfer_time=load.seconds))
-            self._report(results, failed)
-        self._away_s += time.perf_counter() - started
+            self._end(step.copies)
 
-    def _spent(self, direction: int, seconds: float) -> None:
-        with self._changed:
-            if direction == _LOAD:
-                self._times.load_codec_s += seconds
-            else:
-                self._times.store_codec_s += seconds
-
-    def _report(self, results: list[TransferResult], failed: Failures) -> None:
-        with self._changed:
-            self._open.difference_update(result.job_id for result in results)
-            self._results += results
-            self._failures.add(failed)
-            self._changed.notify_all()
-
-    def _size(self, job: _Job) -> int:
-        return 0 if job.host is None else len(job.host.block_ids) * self._chunk_bytes
-
-    def _copy(self, job: _Job, failed: Failures) -> None:
-        if job.device is None or job.host is None:
-            return
-        for part in group_transfers(job.device, job.host):
-            if job.direction == _LOAD:
-                for tensor in self._tensors_of_group[part.group]:
-                    self._make_way()
-                    self._codec.load(tensor, part.chunks, part.blocks)
-            else:
-                failed.chunks.update(part.chunks[~self._stored(part)].tolist())
-
-    def _stored(self, part: GroupTransfer) -> np.ndarray:
-        holds = np.ones(len(part.chunks), np.bool_)
-        for tensor in self._tensors_of_group[part.group]:
-            self._make_way()
-            holds &= self._codec.store(tensor, part.blocks, part.chunks)
-        return holds
-
-    def _failed(self, job: _Job, failed: Failures, error: Exception) -> None:
-        if not self._failure_logged:
+    def _end(self, copies: Sequence[Copy]) -> None:
+        errors = [copy.error for copy in copies if copy.error is not None]
+        if errors and not self._failure_logged:
             self._failure_logged = True
-            logger.error("a copy of KV failed; what it was for is computed again (not logged again)", exc_info=error)
-        if job.host is not None:
-            failed.chunks.update(job.host.block_ids.tolist())
-        if job.direction == _LOAD and job.device is not None:
-            failed.blocks.update(job.device.block_ids.tolist())
-            failed.load_jobs.add(job.job_id)
+            logger.error(
+                "a copy of KV failed; what it was for is computed again (not logged again)", exc_info=errors[0]
+            )
+        with self._changed:
+            for copy in copies:
+                size = len(copy.host.block_ids) * self._chunk_bytes
+                self._results.append(TransferResult(copy.job_id, True, transfer_size=size, transfer_time=copy.seconds))
+                self._report.add(copy.report())
+                self._open.discard(copy.job_id)
+            self._changed.notify_all()
