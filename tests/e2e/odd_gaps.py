@@ -115,7 +115,7 @@ def _poison_host(manager: Any) -> None:
     connector: Any = get_kv_transfer_group()
     codec = connector.connector_worker.worker._codec
     held = {node.chunk.chunk_id for node in manager.policy._nodes.values()}
-    chunks = codec._pool.reshape(-1, codec._chunk_bytes)
+    chunks = codec._pool.reshape(-1, codec._row_bytes)
     chunks[[number for number in range(len(chunks)) if number not in held]] = _POISON_BYTE
 
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.cpu import common
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.disk.identity import MODEL_KEY
-from vllm_ext.kv.disk.region import row_bytes
+from vllm_ext.kv.disk.region import SharedRows
 
 from .disk_parts import key, offloading
 from .tier_worker_parts import LAYOUT, random_kv
@@ -161,8 +161,9 @@ def test_the_memory_has_no_name_once_all_have_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_rows_are_whole_pages_and_whole_records(tmp_path: Path, bits: int) -> None:
-    geometry = TierSpec(offloading(tmp_path, bits, 3)).geometry
-    row = row_bytes(geometry, 3)
+    config = offloading(tmp_path, bits, 3)
+    geometry = TierSpec(config).geometry
+    row = SharedRows(config, geometry).row_bytes
     assert row % 4096 == 0
     assert row >= 3 * geometry.chunk_bytes
     assert not geometry.record_bytes or row % geometry.record_bytes == 0

@@ -58,21 +58,23 @@ def note_model(vllm_config: VllmConfig, disk_dir: str) -> None:
 
 def refuse_ambiguous(vllm_config: VllmConfig, disk_dir: str) -> None:
     """Raise ConfigError where a restart may give the same hash to other KV, or another hash to the same."""
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if algorithm.startswith(_RANDOM_SEED_HASHES) and os.getenv("PYTHONHASHSEED") is None:
-        allowed = f"nothing is found after a restart with --prefix-caching-hash-algo {algorithm}: use sha256"
-        raise ConfigError(_FIELD, disk_dir, allowed)
-    if vllm_config.lora_config is not None:
-        allowed = "not with LoRA: vLLM tells adapters by name and path, and another may be there after a restart"
-        raise ConfigError(_FIELD, disk_dir, allowed)
-    multimodal = vllm_config.model_config.multimodal_config
-    hashed = vllm_config.cache_config.enable_prefix_caching
-    if multimodal is not None and not multimodal.mm_processor_cache_gb and not hashed:
-        allowed = "not with --mm-processor-cache-gb 0 and no prefix cache: images are then told apart by number only"
-        raise ConfigError(_FIELD, disk_dir, allowed)
-    if vllm_config.parallel_config.nnodes > 1:
-        allowed = "needs all workers of an engine on one machine"
-        raise ConfigError(_FIELD, disk_dir, allowed)
+    cache, images = vllm_config.cache_config, vllm_config.model_config.multimodal_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    refused = {
+        f"nothing is found after a restart with --prefix-caching-hash-algo {algorithm}: use sha256": (
+            algorithm.startswith(_RANDOM_SEED_HASHES) and os.getenv("PYTHONHASHSEED") is None
+        ),
+        "not with LoRA: vLLM tells adapters by name and path, and another may be there after a restart": (
+            vllm_config.lora_config is not None
+        ),
+        "not with --mm-processor-cache-gb 0 and no prefix cache: images are then told apart by number only": (
+            images is not None and not images.mm_processor_cache_gb and not cache.enable_prefix_caching
+        ),
+        "needs all workers of an engine on one machine": vllm_config.parallel_config.nnodes > 1,
+    }
+    for allowed, is_so in refused.items():
+        if is_so:
+            raise ConfigError(_FIELD, disk_dir, allowed)
 
 
 def model_facts(model: ModelConfig, disk_dir: str) -> dict[str, Any]:
@@ -96,18 +98,19 @@ def weights_facts(name: str, revision: str | None, disk_dir: str) -> str:
         ConfigError: as `model_facts`.
     """
     path = Path(name)
-    if path.is_file():
-        return _digest([_file_facts(path, path.parent)])
-    if path.is_dir():
+    if path.exists():
         files = (Path(folder, file) for folder, _, files in os.walk(path, followlinks=True) for file in files)
-        return _digest(sorted(_file_facts(file, path) for file in files if file.is_file()))
+        folder, found = (path.parent, [path]) if path.is_file() else (path, [file for file in files if file.is_file()])
+        stats = [(str(file.relative_to(folder)), file.stat()) for file in found]
+        facts = sorted([name, str(stat.st_size), str(stat.st_mtime_ns)] for name, stat in stats)
+        return blake3(json.dumps(facts).encode()).hexdigest()[:_FACT_LENGTH]
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    if not isinstance(found, str):
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    if not isinstance(config, str):
         allowed = f"needs to know when the weights of {name} change: give the model as a local folder"
         raise ConfigError(_FIELD, disk_dir, allowed)
-    return Path(found).parent.name  # .../snapshots/COMMIT/config.json
+    return Path(config).parent.name  # .../snapshots/COMMIT/config.json
 
 
 def format_facts(config: OffloadingConfig, geometry: TierGeometry) -> dict[str, Any]:
@@ -122,21 +125,11 @@ def format_facts(config: OffloadingConfig, geometry: TierGeometry) -> dict[str, 
         "record_bytes": geometry.record_bytes,
         "parallel": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "kv_layout": config.kv_cache_layout,
-        "machine": machine_facts(),
+        # What decides how attention kernels lay out a page.
+        "machine": [
+            platform.machine(),
+            torch.backends.cpu.get_cpu_capability(),
+            str(torch.cpu._is_amx_tile_supported()),
+            str(current_platform.get_device_name()),
+        ],
     }
-
-
-def machine_facts() -> list[str]:
-    """Return what decides how attention kernels lay out a page."""
-    amx = str(torch.cpu._is_amx_tile_supported())
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), amx, str(current_platform.get_device_name())]
-
-
-def _file_facts(path: Path, folder: Path) -> list[str]:
-    status = path.stat()
-    return [str(path.relative_to(folder)), str(status.st_size), str(status.st_mtime_ns)]
-
-
-def _digest(facts: Any) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return blake3(text.encode()).hexdigest()[:_FACT_LENGTH]

@@ -7,19 +7,31 @@ request waits for a limited time, and what is brought back for it does not push 
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
 
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.conversations.conversation import Turn
+from vllm_ext.kv.disk.files import DiskFiles
+from vllm_ext.kv.disk.identity import format_facts
 from vllm_ext.kv.disk.tier import DiskTier
 from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.kv.host.tally import ROOM
+
+if TYPE_CHECKING:
+    from vllm_ext.config.kv_tier import KvTierConfig
+    from vllm_ext.kv.connector.spec import TierSpec
+    from vllm_ext.kv.disk.region import SharedRows
+
+logger = logging.getLogger("vllm.vllm_ext.kv")
 
 PATIENCE_S = 5.0
 """How long a request waits for a chunk from disk, before it computes what the chunk holds."""
@@ -151,3 +163,24 @@ class DiskBackedManager(TieringOffloadingManager):
         for key in job_metadata.transfer_job.keys:
             self._awaited.pop(key, None)
         super()._complete_promotion(job_metadata, completed_job)
+
+
+def open_disk(spec: TierSpec, rows: SharedRows, tier: KvTierConfig, **options: Any) -> DiskBackedManager:
+    """Return the books of both tiers, over the memory that the workers share.
+
+    Raises:
+        ConfigError: the disk can't be used, or not by all workers, or holds no chunk.
+    """
+    if tier.disk_bytes < rows.row_bytes:
+        allowed = f"must be at least {rows.row_bytes / 2**30:.3g} for each replica, to hold one chunk"
+        raise ConfigError("kv_tier.disk_gib", tier.disk_bytes / 2**30, allowed)
+    root = os.path.join(tier.disk_dir, f"vllm-ext-kv-{spec.config.parallel.data_parallel_index}")
+    files = DiskFiles(root, max_bytes=tier.disk_bytes, ttl_s=tier.ttl_s)
+    try:
+        host = HostTier(spec.num_chunks, mmap_region=rows.open_all(spec.num_chunks), **options)
+        disk = DiskTier(spec, host.get_kv_memoryview(), files, format_facts(spec.config, spec.geometry))
+    except BaseException:
+        files.close()
+        raise
+    logger.info("KV tier: at most %.2f GiB on disk, in %s", tier.disk_bytes / 2**30, root)
+    return DiskBackedManager(host, disk)

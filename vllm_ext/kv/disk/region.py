@@ -30,68 +30,72 @@ from vllm_ext.kv.host.memory import free_bytes
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-_SIGNATURE = b"vllm-ext worker "
 _SHARED_MEMORY = "/dev/shm"
 
 
-def row_bytes(geometry: TierGeometry, world_size: int) -> int:
-    """Return the bytes of a chunk of all workers: whole pages, and whole records where there are any."""
-    unit = math.lcm(mmap.PAGESIZE, geometry.record_bytes or 1)
-    return -(-geometry.chunk_bytes * world_size // unit) * unit
+class SharedRows:
+    """The memory as one process sees it, once it is opened.
 
-
-def worker_region(config: OffloadingConfig, geometry: TierGeometry, num_chunks: int) -> SharedOffloadRegion:
-    """Open the memory in a worker, and sign its share.
-
-    Raises:
-        ConfigError: there is not enough memory.
+    Attributes:
+        row_bytes: Of a chunk of all workers: whole pages, and whole records where there are any.
     """
-    region = _open(config, geometry, num_chunks, config.parallel.rank)
-    share = worker_share(region, config, geometry)
-    signature = _signature(config.parallel.rank)
-    share[: len(signature)] = torch.frombuffer(signature, dtype=torch.uint8)
-    return region
 
+    def __init__(self, config: OffloadingConfig, geometry: TierGeometry) -> None:
+        self._config, self._share_bytes = config, geometry.chunk_bytes
+        unit = math.lcm(mmap.PAGESIZE, geometry.record_bytes or 1)
+        self.row_bytes = -(-geometry.chunk_bytes * config.parallel.world_size // unit) * unit
+        self._region: SharedOffloadRegion | None = None
 
-def worker_share(region: SharedOffloadRegion, config: OffloadingConfig, geometry: TierGeometry) -> torch.Tensor:
-    """Return a worker's memory, shape [bytes], uint8: its share of chunk c begins at ``c * row_bytes``."""
-    return region.base_tensor.view(torch.uint8)[config.parallel.rank * geometry.chunk_bytes :]
+    def open_share(self, num_chunks: int) -> torch.Tensor:
+        """Open the memory in a worker, and sign its share.
 
+        Returns:
+            Shape [bytes], uint8: the worker's share of chunk c begins at ``c * row_bytes``.
 
-def scheduler_region(config: OffloadingConfig, geometry: TierGeometry, num_chunks: int) -> SharedOffloadRegion:
-    """Open the memory in the scheduler's process, after all workers did.
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        rank = self._config.parallel.rank
+        self._region = self._open(num_chunks, rank)
+        share = self._memory(self._region, rank)
+        share[: len(_signature(rank))] = torch.frombuffer(_signature(rank), dtype=torch.uint8)
+        return share
 
-    Raises:
-        ConfigError: a worker does not share it.
-    """
-    region = _open(config, geometry, num_chunks, None)
-    memory = region.base_tensor.view(torch.uint8)
-    for rank in range(config.parallel.world_size):
-        signature, at = _signature(rank), rank * geometry.chunk_bytes
-        if bytes(memory[at : at + len(signature)].tolist()) != bytes(signature):
-            region.cleanup()
-            allowed = f"needs all workers on the machine of the scheduler, and worker {rank} is on another"
-            raise ConfigError("kv_tier.disk_dir", config.parallel.world_size, allowed)
-    _unlink(region.mmap_path)
-    return region
+    def open_all(self, num_chunks: int) -> SharedOffloadRegion:
+        """Open the memory in the scheduler's process, after all workers did.
 
+        Raises:
+            ConfigError: a worker does not share it.
+        """
+        region = self._open(num_chunks, None)
+        for rank in range(self._config.parallel.world_size):
+            signature = _signature(rank)
+            if self._memory(region, rank)[: len(signature)].tolist() != list(signature):
+                region.cleanup()
+                allowed = f"needs all workers on the machine of the scheduler, and worker {rank} is on another"
+                raise ConfigError("kv_tier.disk_dir", self._config.parallel.world_size, allowed)
+        _unlink(region.mmap_path)
+        return region
 
-def _open(config: OffloadingConfig, geometry: TierGeometry, num_chunks: int, rank: int | None) -> SharedOffloadRegion:
-    region = SharedOffloadRegion(
-        engine_id=config.engine_id,
-        num_chunks=num_chunks,
-        rank=rank,
-        kv_bytes_per_chunk=row_bytes(geometry, config.parallel.world_size),
-        cpu_page_size=geometry.chunk_bytes,
-        creator_memory_check=_refuse_too_much,
-    )
-    if region.fd is not None:  # the mapping keeps one of its own
-        os.close(region.fd)
-        region.fd = None
-    if region._creator:
-        region._creator = False
-        weakref.finalize(region, _unlink, region.mmap_path)  # in case that the scheduler never comes
-    return region
+    def _open(self, num_chunks: int, rank: int | None) -> SharedOffloadRegion:
+        region = SharedOffloadRegion(
+            engine_id=self._config.engine_id,
+            num_chunks=num_chunks,
+            rank=rank,
+            kv_bytes_per_chunk=self.row_bytes,
+            cpu_page_size=self._share_bytes,
+            creator_memory_check=_refuse_too_much,
+        )
+        if region.fd is not None:  # the mapping keeps one of its own
+            os.close(region.fd)
+            region.fd = None
+        if region._creator:
+            region._creator = False
+            weakref.finalize(region, _unlink, region.mmap_path)  # in case that the scheduler never comes
+        return region
+
+    def _memory(self, region: SharedOffloadRegion, rank: int) -> torch.Tensor:
+        return region.base_tensor.view(torch.uint8)[rank * self._share_bytes :]
 
 
 def _refuse_too_much(num_bytes: int) -> None:
@@ -103,7 +107,7 @@ def _refuse_too_much(num_bytes: int) -> None:
 
 
 def _signature(rank: int) -> bytearray:
-    return bytearray(_SIGNATURE + rank.to_bytes(4, "little"))
+    return bytearray(b"vllm-ext worker " + rank.to_bytes(4, "little"))
 
 
 def _unlink(path: str) -> None:

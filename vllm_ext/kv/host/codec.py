@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeGuard
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,22 +63,25 @@ class RawCodec:
 
     Args:
         tensors: KV, each of shape [num_blocks, page_bytes], int8.
-        pool: Host memory, shape [num_chunks * chunk_bytes], uint8.
+        pool: Host memory, uint8, one-dimensional.
         geometry: Of a chunk.
+        row_bytes: From a chunk to the next in the pool; by default they follow each other.
 
     Raises:
         ValueError: the tensors' pages take more than a chunk has.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry, *, row_bytes: int = 0
+    ) -> None:
         self._pages = [tensor.numpy().view(np.uint8) for tensor in tensors]
-        sizes = [pages.shape[1] for pages in self._pages]
-        if sum(sizes) > geometry.chunk_bytes:
-            raise ValueError(f"chunk_bytes={geometry.chunk_bytes}: this worker's blocks take {sum(sizes)}")
+        ends = np.cumsum([pages.shape[1] for pages in self._pages])
+        if ends[-1] > geometry.chunk_bytes:
+            raise ValueError(f"chunk_bytes={geometry.chunk_bytes}: this worker's blocks take {ends[-1]}")
         self._pool = pool.numpy()
-        self._chunk_bytes = geometry.chunk_bytes
-        self._num_chunks = -(-len(self._pool) // geometry.chunk_bytes)  # where workers share rows, the last is cut off
-        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._row_bytes = row_bytes or geometry.chunk_bytes
+        self._num_chunks = -(-len(self._pool) // self._row_bytes)  # where workers share rows, the last is cut off
+        self._offsets = [0, *ends.tolist()]
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Copy blocks into chunks."""
@@ -94,7 +98,7 @@ class RawCodec:
         """Yield each block's page and its place in the pool."""
         pages = self._pages[tensor]
         check_ids(blocks, len(pages), chunks, self._num_chunks)
-        starts = chunks * self._chunk_bytes + self._offsets[tensor]
+        starts = chunks * self._row_bytes + self._offsets[tensor]
         for block, start in zip(blocks.tolist(), starts.tolist(), strict=True):
             yield pages[block], self._pool[start : start + pages.shape[1]]
 
@@ -103,9 +107,7 @@ class QuantisedCodec:
     """8 bits: see `vllm_ext.kernels.kv_quant.format`.
 
     Args:
-        tensors: KV, each of shape [num_blocks, page_bytes], int8.
-        pool: Host memory, shape [num_chunks * chunk_bytes], uint8.
-        geometry: Of a chunk.
+        tensors, pool, geometry, row_bytes: As of `RawCodec`.
         layout: Of a page, the same for all tensors. Values of packed pages are put in order first, and back.
 
     Raises:
@@ -114,41 +116,35 @@ class QuantisedCodec:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        pool: torch.Tensor,
-        geometry: TierGeometry,
-        layout: PageLayout | PackedPages,
-    ) -> None:
-        rows: PageLayout = layout.rows if is_packed(layout) else layout
-        self._packing = _Packing(layout) if is_packed(layout) else None
-        self._format = RecordFormat(rows)
-        if self._format.record_bytes != geometry.record_bytes:
-            raise ValueError(f"record_bytes={self._format.record_bytes}: must be {geometry.record_bytes}")
+        self, tensors: Sequence[torch.Tensor], pool: torch.Tensor, geometry: TierGeometry,
+        layout: PageLayout | PackedPages, *, row_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        packing = _Packing(layout) if isinstance(layout, PackedPages) else None
+        rows: PageLayout = layout.rows if isinstance(layout, PackedPages) else layout
+        record = RecordFormat(rows)
+        if record.record_bytes != geometry.record_bytes:
+            raise ValueError(f"record_bytes={record.record_bytes}: must be {geometry.record_bytes}")
+        self._quantise = packing.quantise if packing else partial(cpu.quantise, fmt=record)
+        self._dequantise = packing.dequantise if packing else partial(cpu.dequantise, fmt=record)
         self._pages = [tensor.view(rows.dtype) for tensor in tensors]
         self._records = pool.view(-1, geometry.record_bytes)
-        self._records_per_chunk = geometry.chunk_bytes // geometry.record_bytes
-        self._num_chunks = -(-len(self._records) // self._records_per_chunk)
+        self._records_per_row = (row_bytes or geometry.chunk_bytes) // geometry.record_bytes
         cpu.load()  # compiled at start, and not while the first request waits for its KV
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> npt.NDArray[np.bool_]:
         """Quantise blocks into chunks."""
-        pages = self._pages[tensor]
-        check_ids(blocks, len(pages), chunks, self._num_chunks)
-        slots = chunks * self._records_per_chunk + tensor
-        if self._packing is not None:
-            return self._packing.quantise(pages, blocks, self._records, slots)
-        kept: npt.NDArray[np.bool_] = cpu.quantise(pages, blocks, self._records, slots, self._format)
+        slots = self._slots(tensor, blocks, chunks)
+        kept: npt.NDArray[np.bool_] = self._quantise(self._pages[tensor], blocks, self._records, slots)
         return kept
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
         """Dequantise chunks into blocks."""
-        check_ids(blocks, len(self._pages[tensor]), chunks, self._num_chunks)
-        slots = chunks * self._records_per_chunk + tensor
-        if self._packing is None:
-            cpu.dequantise(self._records, slots, self._pages[tensor], blocks, self._format)
-        else:
-            self._packing.dequantise(self._records, slots, self._pages[tensor], blocks)
+        self._dequantise(self._records, self._slots(tensor, blocks, chunks), self._pages[tensor], blocks)
+
+    def _slots(self, tensor: int, blocks: Ids, chunks: Ids) -> Ids:
+        """Return the record of each chunk."""
+        check_ids(blocks, len(self._pages[tensor]), chunks, -(-len(self._records) // self._records_per_row))
+        return chunks * self._records_per_row + tensor
 
 
 class _Packing:
@@ -179,8 +175,3 @@ class _Packing:
         for first in range(0, len(blocks), _PAGES_AT_A_TIME):
             part = slice(first, first + _PAGES_AT_A_TIME)
             yield part, np.arange(len(blocks[part]))
-
-
-def is_packed(layout: PageLayout | PackedPages) -> TypeGuard[PackedPages]:
-    """Whether values have to be put in order."""
-    return isinstance(layout, PackedPages)

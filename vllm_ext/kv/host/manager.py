@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -20,6 +20,9 @@ from vllm_ext.kv.conversations.conversation import Turn
 from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 from vllm_ext.kv.host.tally import QUOTA, RESET, ROOM, UNREADABLE, UNWRITTEN, ChunkTally
 
+if TYPE_CHECKING:
+    from vllm_ext.kv.eviction.tails import Tails
+
 
 class TierManager(CPUOffloadingManager):
     """Chunks by the hash of the prefix they end: so only identical prefixes are found, with equal salt and LoRA."""
@@ -28,7 +31,7 @@ class TierManager(CPUOffloadingManager):
         """Take vLLM's options."""
         super().__init__(num_chunks, **options)
         self.tally = ChunkTally()
-        self.on_unreadable: Callable[[list[OffloadKey]], None] = _nobody
+        self.on_unreadable: Callable[[list[OffloadKey]], None] | None = None
         """Told of chunks that were found and could not be read."""
         self._unreadable: set[int] = set()
 
@@ -78,7 +81,7 @@ class TierManager(CPUOffloadingManager):
             self._num_evictable_cache_chunks -= 1
             self._free_chunk(chunk)
             keys.append(key)
-        self.tally.left(reason, len(keys))
+        self.tally.gone[reason] += len(keys)
         if keys and self.events is not None:
             self.events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=True))
 
@@ -89,45 +92,43 @@ class TierManager(CPUOffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Find places for chunks, or none; a salt that exceeds its quota loses its own, or stores less."""
         if isinstance(self._policy, RetentionCachePolicy):
-            keys = self._within_quota(list(keys), req_context, self._policy)
+            keys = self._within_quota(list(keys), req_context)
             self._policy.announce(keys, req_context)
         output = super().prepare_store(keys, req_context)
         if output is None:
             self.tally.refused += sum(self._policy.get(key) is None for key in keys)
         else:
             self.tally.placed += len(output.keys_to_store)
-            self.tally.left(ROOM, len(output.evicted_keys))
+            self.tally.gone[ROOM] += len(output.evicted_keys)
         return output
 
-    def _within_quota(
-        self, keys: list[OffloadKey], req_context: ReqContext, policy: RetentionCachePolicy
-    ) -> list[OffloadKey]:
-        turn, quotas = req_context.get_state(Turn), policy.quotas
-        if turn is None or quotas.most is None:
+    def _within_quota(self, keys: list[OffloadKey], req_context: ReqContext) -> list[OffloadKey]:
+        turn, policy = req_context.get_state(Turn), self._policy
+        if turn is None or policy.quotas.most is None:
             return keys
-        salt_tag = turn.conversation.salt_tag
+        salt_tag, quotas = turn.conversation.salt_tag, policy.quotas
         missing = [key for key in keys if policy.get(key) is None]
-        if over := quotas.over(salt_tag, len(missing)):
-            evicted = policy.evict_of(quotas.ends(salt_tag), over, set(keys))
-            if evicted is not None:
-                self.forget(evicted, QUOTA)
-            else:
-                keys, missing = self._left_out(keys, missing, over)
+        over = quotas.over(salt_tag, len(missing))
+        keys, missing = self._give_up(over, quotas.ends(salt_tag), keys, missing)
         short = len(missing) - int(self._get_num_free_chunks())
-        if short > 0 and (over := min(short, quotas.new_over(salt_tag, len(missing)))):
-            evicted = policy.evict_of(quotas.ends_of_new, over, set(keys))
-            if evicted is not None:
-                self.forget(evicted, QUOTA)
-            else:
-                keys, _ = self._left_out(keys, missing, over)
-        return keys
+        over = min(short, quotas.new_over(salt_tag, len(missing)))
+        return self._give_up(over, quotas.ends_of_new, keys, missing)[0]
 
-    def _left_out(
-        self, keys: list[OffloadKey], missing: list[OffloadKey], count: int
+    def _give_up(
+        self, count: int, ends: Tails[int, OffloadKey] | None, keys: list[OffloadKey], missing: list[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Return what is to be stored, and what of it is missing, without the last so many that are."""
-        left_out = set(missing[-count:])
+        """Forget so many of the chunks that end there, or else store as many fewer.
+
+        Returns:
+            What is to be stored, and what of it is missing.
+        """
+        if count <= 0:
+            return keys, missing
+        if (evicted := self._policy.evict_of(ends, count, set(keys))) is not None:
+            self.forget(evicted, QUOTA)
+            return keys, missing
         self.tally.refused += count
+        left_out = set(missing[-count:])
         return [key for key in keys if key not in left_out], missing[:-count]
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -148,7 +149,7 @@ class TierManager(CPUOffloadingManager):
         if success:
             self.tally.stored += finished
         else:
-            self.tally.left(UNWRITTEN, finished)
+            self.tally.gone[UNWRITTEN] += finished
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Keep chunks in place while a request's load reads them."""
@@ -159,19 +160,19 @@ class TierManager(CPUOffloadingManager):
         """Let go of chunks, and forget those that could not be read."""
         super().complete_load(keys, req_context)
         unreadable = self._take_unreadable(keys)
-        self.tally.left(UNREADABLE, len(unreadable))
+        self.tally.gone[UNREADABLE] += len(unreadable)
         for key in unreadable:
             chunk = self._policy.get(key)
             self._policy.mark_non_evictable(key)
             self._num_evictable_cache_chunks -= 1
             self._policy.remove(key)
             self._free_chunk(chunk)
-        if unreadable:
+        if unreadable and self.on_unreadable is not None:
             self.on_unreadable(unreadable)
 
     def reset_cache(self) -> None:
         """Forget everything."""
-        self.tally.left(RESET, self.num_used)
+        self.tally.gone[RESET] += self.num_used
         super().reset_cache()
         self._unreadable.clear()
 
@@ -186,7 +187,3 @@ class TierManager(CPUOffloadingManager):
                 self._unreadable.discard(chunk.chunk_id)
                 found.append(key)
         return found
-
-
-def _nobody(keys: list[OffloadKey]) -> None:
-    """Nobody wants to know."""

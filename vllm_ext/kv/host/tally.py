@@ -35,7 +35,3 @@ class ChunkTally:
     """Were to be stored, and were not: all places were in use, or beyond the quota of their ``cache_salt``."""
     gone: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """By reason: left the tier."""
-
-    def left(self, reason: str, count: int) -> None:
-        """Note that chunks left the tier for one of `REASONS`."""
-        self.gone[reason] += count
