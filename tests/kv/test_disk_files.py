@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,68 +40,121 @@ def opened(root: Path, *, files: int = 10, ttl_s: float = 0.0) -> Iterator[DiskF
         found.close()
 
 
-def name(files: DiskFiles, number: int, model: str = "model_r0") -> str:
-    return f"{files.root}/{model}/{number:02}/{number:04}.bin"
+def name(files: DiskFiles, number: int) -> str:
+    """Every tenth is another model's."""
+    return f"{files.root}/{'model' if number % 10 else 'other'}_r0/{number:02}/{number:04}.bin"
 
 
-def write(files: DiskFiles, *numbers: int, model: str = "model_r0") -> None:
+def write(files: DiskFiles, *numbers: int) -> None:
     for number in numbers:
-        path = Path(f"{name(files, number, model)}.abc")
-        if files.begin_write(name(files, number, model), SIZE):
+        path = Path(f"{name(files, number)}.abc")
+        if files.begin_write(name(files, number), SIZE):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(SIZE))
-            files.end_write(name(files, number, model), SIZE, "abc")
+            os.utime(path, (time.time(), time.time()))
+            files.end_write(name(files, number), SIZE, "abc")
 
 
-def known(files: DiskFiles, model: str = "model_r0") -> set[int]:
-    return {number for number in range(64) if name(files, number, model) in files}
+def known(files: DiskFiles) -> set[int]:
+    return {number for number in range(64) if name(files, number) in files}
 
 
-def touch(files: DiskFiles, *numbers: int) -> None:
-    files.touch([name(files, number) for number in numbers])
+class Model:
+    """What must be there: numbers by when they were used, the first to go first."""
+
+    def __init__(self) -> None:
+        self.now, self.used_s, self.reading = 1e9, dict[int, float](), set[int]()
+        self.forgotten: set[int] = set()
+        self.evicted = self.expired = 0
+        self._touched: list[tuple[int, float]] = []
+
+    def touch(self, numbers: Iterable[int]) -> None:
+        self._touched += [(number, self.now) for number in numbers]
+
+    def settle(self) -> None:
+        for number, used_s in self._touched:
+            if self.used_s.pop(number, None) is not None:
+                self.used_s[number] = used_s
+        for number in self.forgotten:
+            del self.used_s[number]
+        self._touched, self.forgotten = [], set()
+
+    def make_room(self, limit: int) -> bool:
+        while len(self.used_s) > limit:
+            if (oldest := next((number for number in self.used_s if number not in self.reading), None)) is None:
+                return False
+            del self.used_s[oldest]
+            self.evicted += 1
+        return True
+
+    def write(self, number: int, limit: int) -> None:
+        self.settle()
+        if number not in self.used_s and self.make_room(limit - 1):
+            self.used_s[number] = self.now
+
+    def sweep(self, ttl_s: float) -> None:
+        self.settle()
+        old = {n for n, used_s in self.used_s.items() if used_s < self.now - ttl_s} - self.reading if ttl_s else set()
+        self.expired += len(old)
+        self.used_s = {number: used_s for number, used_s in self.used_s.items() if number not in old}
+
+    def restart(self, limit: int, ttl_s: float) -> None:
+        self.used_s = dict(sorted(self.used_s.items(), key=lambda item: (item[1], item[0] % 10 == 0, item[0])))
+        self.reading, self.evicted, self.expired = set(), 0, 0
+        self.make_room(limit)
+        self.sweep(ttl_s)
 
 
-def test_a_restart_finds_what_was_written_in_the_order_of_use(tmp_path: Path) -> None:
-    with opened(tmp_path, files=3) as files:
-        write(files, 1, 2, 3)
-        for path in chunk_files(tmp_path):
-            os.utime(path, (1, 1))
-        touch(files, 2)
-    with opened(tmp_path, files=3) as files:
-        assert known(files) == {1, 2, 3}
-        assert files.path(name(files, 2)) == f"{name(files, 2)}.abc"
-        assert files.used_bytes == 3 * SIZE
-        write(files, 4, 5)
-        assert known(files) == {2, 4, 5}
-
-
-def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
-    with opened(tmp_path, files=3) as files:
-        write(files, 1, 2, 3)
-        touch(files, 1)
-        write(files, 4)
-        assert known(files) == {1, 3, 4}
-        assert [int(path.name[:4]) for path in chunk_files(tmp_path)] == [1, 3, 4]
-        assert files.counts["evicted"] == 1
-
-
-def test_the_end_of_a_prefix_goes_before_its_beginning(tmp_path: Path) -> None:
-    with opened(tmp_path, files=3) as files:
-        write(files, 1, 2, 3)
-        touch(files, 1, 2, 3)
-        write(files, 4)
-        assert known(files) == {1, 2, 4}
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_used_least_recently_goes_first_over_restarts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever is written, used, read, forgotten; also with a lower limit, and where the clock is put back."""
+    dice, model = random.Random(seed), Model()
+    monkeypatch.setattr(time, "time", lambda: model.now)
+    for life in range(6):
+        limit, ttl_s = dice.randint(3, 9), dice.choice((0.0, 30.0))
+        with opened(tmp_path, files=limit, ttl_s=ttl_s) as files:
+            model.restart(limit, ttl_s)
+            for _ in range(60):
+                model.now += dice.choice((1, 1, 1, 10) if dice.random() < 0.98 else (-100,))
+                numbers = dice.sample(range(16), dice.randint(1, 3))
+                do = dice.random()
+                if do < 0.4:
+                    write(files, numbers[0])
+                    model.write(numbers[0], limit)
+                elif do < 0.6:
+                    files.touch([name(files, number) for number in numbers])
+                    model.touch(reversed(numbers))
+                elif do < 0.7:
+                    files.forget([name(files, number) for number in numbers])
+                    model.forgotten.update(number for number in numbers if number in model.used_s)
+                elif do < 0.8:
+                    model.reading = set(numbers) & model.used_s.keys() - model.forgotten
+                    files.reading.clear()
+                    files.reading.update(name(files, number) for number in model.reading)
+                else:
+                    files.sweep()
+                    model.sweep(ttl_s)
+                assert known(files) == model.used_s.keys() - model.forgotten
+                assert {int(path.name[:4]) for path in chunk_files(tmp_path)} == set(model.used_s), "files go later"
+                assert (len(files), files.used_bytes) == (len(model.used_s), SIZE * len(model.used_s))
+                assert (files.counts["evicted"], files.counts["expired"]) == (model.evicted, model.expired)
+                assert all(files.path(name(files, n)) == f"{name(files, n)}.abc" for n in model.used_s)
+        model.sweep(ttl_s)
+        assert life or model.used_s
 
 
 def test_damaged_files_of_one_chunk_replace_each_other(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
         for model in ("one_r0", "two_r0"):
-            damaged = Path(f"{name(files, 1, model)}.{model[0].encode().hex()}")
+            chunk = f"{files.root}/{model}/01/0001.bin"
+            damaged = Path(f"{chunk}.{model[0].encode().hex()}")
             damaged.parent.mkdir(parents=True)
             damaged.write_bytes(bytes(SIZE))
-            assert files.begin_write(name(files, 1, model), SIZE)
-            files.end_write(name(files, 1, model), SIZE, damaged.suffix[1:])
-            files.set_aside(name(files, 1, model))
+            assert files.begin_write(chunk, SIZE)
+            files.end_write(chunk, SIZE, damaged.suffix[1:])
+            files.set_aside(chunk)
         assert [path.name for path in chunk_files(tmp_path)] == ["0001.bin.74"]
         assert files.used_bytes == SIZE
 
@@ -131,73 +185,6 @@ def test_files_of_strangers_stay(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*names, ".lock"}
 
 
-def test_a_file_of_the_future_keeps_no_other_from_expiring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is put back by a day."""
-    with opened(tmp_path, ttl_s=60) as files:
-        now = time.time()
-        for number, clock in enumerate((now + 86400, now, now + 100)):
-            monkeypatch.setattr(time, "time", lambda clock=clock: clock)
-            write(files, number)
-        files.sweep()
-        assert known(files) == {0, 2}
-
-
-def test_a_lower_limit_holds_from_the_start(tmp_path: Path) -> None:
-    with opened(tmp_path) as files:
-        write(files, *range(8))
-    with opened(tmp_path, files=3) as files:
-        assert len(known(files)) == len(chunk_files(tmp_path)) == 3
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What time it is, in the only element."""
-    now = [time.time()]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    return now
-
-
-def test_what_was_not_used_for_its_time_is_deleted(tmp_path: Path, clock: list[float]) -> None:
-    with opened(tmp_path, ttl_s=100.0) as files:
-        write(files, 1, 2, 3)
-        clock[0] += 60
-        touch(files, 2)
-        write(files, 4)
-        files.sweep()
-        assert known(files) == {1, 2, 3, 4}
-        clock[0] += 60
-        files.reading.add(name(files, 3))
-        files.sweep()
-        assert known(files) == {2, 3, 4}, "3 is being read"
-        files.reading.clear()
-        files.sweep()
-        assert known(files) == {2, 4}
-        assert len(chunk_files(tmp_path)) == files.counts["expired"] == 2
-
-
-def test_a_restart_finds_only_what_has_time_left_of_other_models_too(tmp_path: Path, clock: list[float]) -> None:
-    with opened(tmp_path) as files:
-        write(files, 1, 2, 3)
-        write(files, 4, model="other_r0")
-        clock[0] += 60
-        touch(files, 2)
-    clock[0] += 60
-    with opened(tmp_path, ttl_s=100.0) as files:
-        assert known(files) == {2}
-        assert len(chunk_files(tmp_path)) == 1
-
-
-def test_what_is_read_is_not_evicted(tmp_path: Path) -> None:
-    with opened(tmp_path, files=2) as files:
-        write(files, 1, 2)
-        files.reading.update([name(files, 1), name(files, 2)])
-        write(files, 3)
-        assert known(files) == {1, 2}
-        files.reading.discard(name(files, 2))
-        write(files, 3)
-        assert known(files) == {1, 3}
-
-
 def test_the_limit_holds_while_several_write(tmp_path: Path) -> None:
     """Sampled from outside while four threads write ten times what there is room for."""
     seen: list[int] = []
@@ -213,14 +200,14 @@ def test_the_limit_holds_while_several_write(tmp_path: Path) -> None:
 
 def test_files_of_other_models_and_versions_count_and_go_when_they_are_the_oldest(tmp_path: Path) -> None:
     with opened(tmp_path) as files:
-        write(files, 1, model="other_r0")
+        write(files, 10)
     earlier = tmp_path / "kv-model-0" / "ab" / "abcd.kv"
     earlier.parent.mkdir(parents=True)
     earlier.write_bytes(bytes(SIZE))
     for path in (earlier, *chunk_files(tmp_path)):
         os.utime(path, (1, 1))
     with opened(tmp_path, files=3) as files:
-        assert (known(files), len(files)) == (set(), 2)
+        assert (known(files), len(files)) == ({10}, 2)
         write(files, 3, 4, 5)
         assert known(files) == {3, 4, 5}
         assert (earlier.exists(), len(chunk_files(tmp_path))) == (False, 3)
@@ -249,18 +236,6 @@ def test_unfinished_files_of_a_killed_server_are_removed_and_strangers_left_alon
     with opened(tmp_path, files=1) as files:
         assert [path.exists() for path in (leftover, own, note)] == [False, True, True], "one is being written"
         assert known(files) == {1}
-
-
-def test_what_is_forgotten_is_not_found_at_once_and_may_come_again(tmp_path: Path) -> None:
-    with opened(tmp_path) as files:
-        write(files, 1, 2)
-        files.forget([name(files, 1), name(files, 9)])
-        assert known(files) == {2}
-        assert len(chunk_files(tmp_path)) == 2, "the step path deletes nothing"
-        write(files, 1)
-        files.sweep()
-        assert known(files) == {1, 2}
-        assert (len(chunk_files(tmp_path)), files.used_bytes) == (2, 2 * SIZE)
 
 
 def test_what_a_scan_finds_after_a_reset_is_of_weights_that_are_gone(tmp_path: Path) -> None:
@@ -312,7 +287,7 @@ def counted(tiers: Rig) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "long", "swapped", "emptied"])
+@pytest.mark.parametrize("damage", ["first bit", "last bit", "cut", "long", "emptied", "swapped", "renamed"])
 def test_a_damaged_chunk_is_reported_set_aside_and_computed_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, damage: str, fast: bool
 ) -> None:
@@ -320,40 +295,25 @@ def test_a_damaged_chunk_is_reported_set_aside_and_computed_again(
     monkeypatch.setattr(io, "_HAS_FSIO_C", fast and io._HAS_FSIO_C)
     _, path, other = stored(tmp_path, 1, 2, 3)
     raw = path.read_bytes()
-    flipped = raw[:40] + bytes([raw[40] ^ 1]) + raw[41:]
-    damaged = {"flipped": flipped, "cut": raw[:-1], "long": raw + b"\0", "swapped": other.read_bytes(), "emptied": b""}
-    path.write_bytes(damaged[damage])
+    damaged = {
+        "first bit": bytes([raw[0] ^ 1]) + raw[1:],
+        "last bit": raw[:-1] + bytes([raw[-1] ^ 128]),
+        "cut": raw[:-1],
+        "long": raw + b"\0",
+        "emptied": b"",
+    }.get(damage, other.read_bytes())
+    path.write_bytes(damaged)
+    if damage == "renamed":  # with a checksum that is right, of another chunk
+        path = path.rename(path.with_suffix(other.suffix))
     with rig(tmp_path) as tiers, caplog.at_level(logging.WARNING, disk_tier.logger.name):
         assert tiers.load(tiers.request(1, 2, 3), 1, 2, 3) == contents(1)
         assert counted(tiers) == {"damaged": 1}
         assert tiers.on_disk(1, 2, 3) == [True, False, True]
         assert [record.message for record in caplog.records if "is damaged and set aside" in record.message]
-        assert not path.exists()
-        assert [*tmp_path.rglob(path.name)] == [*tmp_path.rglob(f"damaged/{path.name}")]
-        assert next(tmp_path.rglob(f"damaged/{path.name}")).read_bytes() == damaged[damage]
+        assert [found.parent.name for found in tmp_path.rglob(path.name)] == ["damaged"]
+        assert next(tmp_path.rglob(path.name)).read_bytes() == damaged
         fill(tiers, 2)
         assert tiers.file(2).read_bytes() == raw
-
-
-def test_a_chunk_under_another_chunks_name_is_damaged(tmp_path: Path) -> None:
-    first, second = stored(tmp_path, 1, 2)
-    second.unlink()
-    shutil.copy(first, second.with_suffix(first.suffix))
-    with rig(tmp_path) as tiers:
-        assert tiers.load(tiers.request(1, 2), 1, 2) == contents(1)
-        assert counted(tiers) == {"damaged": 1}
-
-
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    (path,) = stored(tmp_path, 1)
-    raw = path.read_bytes()
-    for at in range(0, 48 * 8, 7):
-        flipped = bytearray(raw)
-        flipped[at // 8] ^= 1 << at % 8
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(flipped)
-        with rig(tmp_path) as tiers:
-            assert tiers.load(tiers.request(1), 1) == []
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -375,7 +335,7 @@ def test_kv_of_something_else_is_not_found(tmp_path: Path, change: dict[str, Any
         assert tiers.load(tiers.request(1), 1) == contents(1)
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 def test_a_chunk_that_cannot_be_written_is_counted_and_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
 ) -> None:
@@ -387,9 +347,11 @@ def test_a_chunk_that_cannot_be_written_is_counted_and_reported_once(
             patched.setattr(disk_tier, "batch_store_block", refusing)
             fill(tiers, 2, 3)
         assert counted(tiers) == {"unwritten": 2}
+        assert counted(tiers) == {}, "each is told once"
         said = [record.message for record in caplog.records if "written" in record.message]
         assert [os.strerror(error) in message for message in said] == [True]
         assert tiers.disk.files.used_bytes == 0
+        assert tiers.load(tiers.request(2, 3), 2, 3) == contents(2, 3), "host memory has them"
         fill(tiers, 4)
         assert tiers.on_disk(2, 3, 4) == [False, False, True]
 
