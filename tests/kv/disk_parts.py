@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import mmap
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +13,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_ext.config.kv_tier import RETENTION, KvTierConfig
 from vllm_ext.kv.connector.options import TIER_KEY
@@ -31,7 +24,7 @@ from vllm_ext.kv.disk.tier import DiskTier
 from vllm_ext.kv.eviction.retention import Chain
 from vllm_ext.kv.host.geometry import TierGeometry
 
-from .tier_worker_parts import LAYOUT
+from .tier_worker_parts import offloading_config
 
 FILE_BYTES, PAYLOAD_BYTES = mmap.PAGESIZE, 48
 CHUNK_TOKENS = 32
@@ -47,32 +40,17 @@ def content(number: int) -> bytes:
 
 
 def offloading(
-    directory: Path | str,
-    bits: int = 16,
-    world_size: int = 1,
-    *,
-    num_tensors: int = 2,
-    disk_bytes: int = 2**20,
-    **extra: Any,
+    directory: Path | str, bits: int = 16, world_size: int = 1, *, disk_bytes: int = 2**20, **extra: Any
 ) -> OffloadingConfig:
     """What vLLM tells a spec of a tiny model."""
     tier = KvTierConfig(gib=1, bits=bits, disk_dir=str(directory), disk_gib=disk_bytes / 2**30)  # type: ignore[arg-type]
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=4, layer_names=("a", "b"), group_id=0),),
-        worker_kv_bytes_per_block=num_tensors * LAYOUT.page_bytes,
-        enable_kv_cache_events=False,
-        extra_config={
-            "cpu_bytes_to_use": 2**20,
-            "eviction_policy": "retention",
-            TIER_KEY: tier.model_dump(),
-            MODEL_KEY: {"models": [{"name": "some/model"}]},
-            **extra,
-        },
-        engine_id=str(uuid.uuid4()),
-        model=OffloadingModelConfig(name="some/model", dtype="bfloat16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(0, world_size, world_size, 1, 1, 1, 0, 1, None, True),
-    )
+    known = {
+        "cpu_bytes_to_use": 2**20,
+        "eviction_policy": "retention",
+        TIER_KEY: tier.model_dump(),
+        MODEL_KEY: {"models": [{"name": "some/model"}]},
+    }
+    return offloading_config({**known, **extra}, world_size=world_size)
 
 
 def chunk_files(root: Path) -> list[Path]:
@@ -92,36 +70,21 @@ class Memory:
     def cleanup(self) -> None: ...
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Rig:
     """Both tiers, and a worker that copies at once."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        host: int = 4,
-        files: int = 64,
-        policy: str = RETENTION,
-        ttl_s: float = 0.0,
-        **changed: Any,
+        self, root: Path, *, host: int = 4, files: int = 64, policy: str = RETENTION, ttl_s: float = 0.0, **changed: Any
     ) -> None:
         self.memory = Memory(host)
-        self.clock = Clock()
+        self.clock = SimpleNamespace(now=0.0)
         tier: Any = HostTier(host, mmap_region=self.memory, cache_policy=policy)
         on_disk = DiskFiles(str(root), max_bytes=files * FILE_BYTES, ttl_s=ttl_s)
         config = dataclasses.replace(offloading(root), **changed)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
         facts = format_facts(config, TierGeometry.of(config, bits=16))
         self.disk = DiskTier(spec, tier.get_kv_memoryview(), on_disk, facts)
-        self.manager = DiskBackedManager(tier, self.disk, clock=self.clock)
+        self.manager = DiskBackedManager(tier, self.disk, clock=lambda: self.clock.now)
         self._requests = 0
 
     def request(self, *numbers: int) -> ReqContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,22 +110,23 @@ def test_a_draft_model_counts(tmp_path: Path) -> None:
     [
         ({"lora_config": object()}, "not with LoRA"),
         ({"parallel_config": SimpleNamespace(nnodes=2)}, "on one machine"),
-        ({"cache_config": SimpleNamespace(prefix_caching_hash_algo="xxhash_cbor")}, "use sha256"),
+        ({"hash_algo": "xxhash_cbor"}, "use sha256"),
+        ({"images": 0}, ""),
+        ({"images": 4, "prefix_caching": False}, ""),
+        ({"images": 0, "prefix_caching": False}, "told apart by number only"),
     ],
 )
 def test_what_a_hash_does_not_tell_apart_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: str
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigError, match=f"kv_tier.disk_dir='/disk': .*{said}"):
-        note_model(vllm_config(model_folder(tmp_path / "model"), **changed), "/disk")
-
-
-def test_images_told_apart_by_number_are_refused(tmp_path: Path) -> None:
-    path = model_folder(tmp_path / "model")
-    images = model_config(path, multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
-    config = vllm_config(path, model_config=images)
-    assert facts(config)
-    config.cache_config.enable_prefix_caching = False
-    with pytest.raises(ConfigError, match="told apart by number only"):
+    changed = dict(changed)
+    images, hash_algo = changed.pop("images", None), changed.pop("hash_algo", "sha256")
+    prefix_caching = changed.pop("prefix_caching", True)
+    config = vllm_config(model_folder(tmp_path / "model"), **changed)
+    config.cache_config.prefix_caching_hash_algo = hash_algo
+    config.cache_config.enable_prefix_caching = prefix_caching
+    if images is not None:
+        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=images)
+    with pytest.raises(ConfigError, match=f"kv_tier.disk_dir='/disk': .*{said}") if said else nullcontext():
         note_model(config, "/disk")

@@ -72,25 +72,20 @@ def test_values_of_a_page_that_strides_cannot_describe_are_found_one_by_one() ->
     assert found == probe(shuffled, torch.zeros(layout.page_elements), 1, 4, 4)
 
 
-def test_a_page_with_places_for_other_things_is_refused() -> None:
-    layout = PageLayout.rows(torch.float32, 1, 4, 4)
-
-    def half(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        Backend(layout).write(keys, values, cache, slots)
-        cache[3] = -1.0
-
-    with pytest.raises(UnknownLayout, match="does not write"):
-        probe(half, torch.zeros(layout.page_elements), 1, 4, 4)
-
-
-def test_a_backend_that_rounds_what_it_writes_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("keeps", "writes", "said"),
+    [(slice(3, 4), 1, "does not write"), (slice(0), 2, "each value once")],
+    ids=["a place for something else", "values that are rounded"],
+)
+def test_a_page_that_does_not_hold_each_value_is_refused(keeps: slice, writes: int, said: str) -> None:
     layout = PageLayout.rows(torch.float32, 1, 8, 8)
 
-    def coarse(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        Backend(layout).write(keys // 2 * 2, values, cache, slots)
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        Backend(layout).write(keys // writes * writes, values, cache, slots)
+        cache[keeps] = -1.0
 
-    with pytest.raises(UnknownLayout, match="each value once"):
-        probe(coarse, torch.zeros(layout.page_elements), 1, 8, 8)
+    with pytest.raises(UnknownLayout, match=said):
+        probe(write, torch.zeros(layout.page_elements), 1, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +94,11 @@ def test_a_backend_that_rounds_what_it_writes_is_refused() -> None:
         (torch.zeros(4, 2, 16, 32, dtype=torch.float8_e4m3fn), "float8"),
         (torch.zeros(4, 16, 576), "shape"),
         (torch.zeros(4, 3, 2, 16, 32)[:, 1], "not together"),
+        (None, "SimpleNamespace writes KV only while"),
     ],
 )
-def test_caches_of_other_kinds_are_refused(cache: torch.Tensor, said: str) -> None:
-    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=lambda *_: None))
+def test_caches_and_backends_of_other_kinds_are_refused(cache: torch.Tensor | None, said: str) -> None:
+    writes = {} if cache is None else {"do_kv_cache_update": lambda *_: None}
+    layer = SimpleNamespace(impl=SimpleNamespace(**writes))
     with pytest.raises(UnknownLayout, match=said):
-        layout_of(layer, cache)
-
-
-def test_a_backend_without_a_method_that_only_writes_is_refused() -> None:
-    with pytest.raises(UnknownLayout, match="SimpleNamespace writes KV only while"):
-        layout_of(SimpleNamespace(impl=SimpleNamespace()), torch.zeros(1, 1, 16, 32))
+        layout_of(layer, torch.zeros(1, 1, 16, 32) if cache is None else cache)

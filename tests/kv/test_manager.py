@@ -44,19 +44,6 @@ def found(manager: TierManager, *numbers: int) -> list[bool]:
 
 
 @POLICIES
-def test_a_chunk_that_could_not_be_written_is_never_found(policy: str) -> None:
-    manager, _ = tier(policy, 1)
-    places = begin_store(manager, 2, 3)
-    manager.mark_unreadable([places[1]])
-    manager.complete_store(keys(2, 3), REQUEST)
-    assert found(manager, 1, 2, 3) == [True, True, False]
-    assert manager.dropped_chunks == 1
-    begin_store(manager, 4, 5)
-    manager.complete_store(keys(4, 5), REQUEST)
-    assert found(manager, 1, 2, 4, 5) == [True] * 4, "its place is used again, and readable"
-
-
-@POLICIES
 def test_a_chunk_that_could_not_be_read_goes_when_nobody_reads_it(policy: str) -> None:
     manager, places = tier(policy, 1, 2)
     manager.prepare_load(keys(1, 2), REQUEST)

@@ -6,8 +6,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from vllm_ext.config.kv_tier import LOSSLESS
+from vllm_ext.kv.host.copies import group_transfers
+from vllm_ext.kv.host.report import WorkerReport
 from vllm_ext.kv.host.worker import TierWorker
 
 from .tier_worker_parts import LAYOUT, SlowCodec, codec, device, host, random_kv
@@ -101,3 +104,38 @@ def test_shutdown_finishes_what_was_submitted(slow: tuple[SlowCodec, TierWorker]
     worker.submit_store(1, device([1]), host([1]))
     worker.shutdown()
     assert [result.job_id for result in worker.get_finished()] == [1]
+
+
+def test_a_worker_tells_once_what_took_time(slow: tuple[SlowCodec, TierWorker]) -> None:
+    copies, worker = slow
+    worker.submit_store(1, device([1]), host([1]))
+    assert copies.came.wait(10)
+    copies.may_go.set()
+    worker.submit_load(2, host([1]), device([2]))
+    worker.wait({1, 2})
+    report = worker.take_report()
+    assert min(report.codec_s.values()) > 0
+    assert set(report.wait_s.values()) == {0}, "that is for the engine's thread to say"
+    assert worker.take_report() == WorkerReport()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sizes", "chunks", "found"),
+    [
+        ([7, 3], [2], [10, 11], [(0, [10, 11], [7, 3])]),
+        ([1, 2, 8, 9, 10], [2, 0, 3], [30, 33, 31, 32, 5], [(0, [30, 33], [1, 2]), (2, [31, 32, 5], [8, 9, 10])]),
+    ],
+    ids=["one group", "one without blocks is left out"],
+)
+def test_groups_follow_each_other_a_chunk_for_each_block(
+    blocks: list[int], sizes: list[int], chunks: list[int], found: list[tuple[int, list[int], list[int]]]
+) -> None:
+    spec = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[0] * len(sizes))
+    parts = group_transfers(spec, host(chunks))
+    assert [(group, chunks.tolist(), blocks.tolist()) for group, chunks, blocks in parts] == found
+
+
+@pytest.mark.parametrize("chunks", [[30], [30, 31, 32, 33, 34]], ids=["too few", "too many"])
+def test_lists_that_do_not_fit_are_refused(chunks: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"group_sizes=.*: must add up to the transfer's 4 blocks and {len(chunks)}"):
+        group_transfers(device([1, 2, 3, 4]), host(chunks))

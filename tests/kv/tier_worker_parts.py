@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
@@ -17,6 +26,27 @@ from vllm_ext.kv.host.geometry import TierGeometry
 from vllm_ext.kv.host.layout import PackedPages
 
 LAYOUT = PageLayout.transposed_keys(torch.bfloat16, 2, 8, 4)
+
+
+def offloading_config(
+    extra: Mapping[str, Any], *, layers: Sequence[int] = (2,), block_sizes: Sequence[int] = (4,),
+    page_bytes: int = LAYOUT.page_bytes, dtype: str = "bfloat16", world_size: int = 1, dcp: int = 1,
+) -> OffloadingConfig:  # fmt: skip
+    """What vLLM tells a spec of groups of so many layers, in blocks of so many tokens; by default of `random_kv`."""
+    groups = tuple(
+        OffloadingGroupConfig(tokens_per_block=size, layer_names=tuple(f"{g}.{i}" for i in range(count)), group_id=g)
+        for g, (count, size) in enumerate(zip(layers, [*block_sizes] * len(layers), strict=False))
+    )
+    return OffloadingConfig(
+        groups=groups,
+        worker_kv_bytes_per_block=max(layers) * page_bytes,
+        enable_kv_cache_events=False,
+        extra_config=extra,
+        engine_id=str(uuid.uuid4()),
+        model=OffloadingModelConfig(name="some/model", dtype=dtype),
+        cache=OffloadingCacheConfig(tokens_per_hash=4, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(0, world_size, world_size, 1, 1, dcp, 0, 1, None, True),
+    )
 
 
 def random_kv(num_tensors: int = 2, num_blocks: int = 12, seed: int = 0) -> list[torch.Tensor]:
