@@ -151,6 +151,7 @@ def test_a_chunk_that_is_late_is_computed(tmp_path: Path, monkeypatch: pytest.Mo
             context = tiers.request(1, 2)
             assert tiers.lookup(context, 1, 2) == [PENDING] * 2
             tiers.manager.on_schedule_end(ScheduleEndContext((), ()))
+            assert len(tiers.disk.files.reading) == 2, "neither can go"
             tiers.clock.now += disk_manager.PATIENCE_S
             assert tiers.lookup(context, 1, 2) == [PENDING] * 2
             tiers.clock.now += 0.1
@@ -159,6 +160,7 @@ def test_a_chunk_that_is_late_is_computed(tmp_path: Path, monkeypatch: pytest.Mo
             assert tiers.store(context, 1, 2), "its request stores what it computed: nothing, since it is on its way"
         tiers.step()
         tiers.manager.on_schedule_end(ScheduleEndContext((), ()))
+        assert not tiers.disk.files.reading
         assert tiers.load(tiers.request(1, 2), 1, 2) == contents(1, 2)
 
 

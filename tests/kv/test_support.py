@@ -21,14 +21,13 @@ from vllm_ext.kv.connector.spec import TierSpec
 from vllm_ext.kv.connector.support import (
     BLOCK_TOKENS,
     choose_block_size,
-    refuse_missing_compiler,
     refuse_model,
     refuse_size,
     share_disk,
     too_small,
 )
 from vllm_ext.kv.host import memory as host_memory
-from vllm_ext.patches.engine_config import with_host_memory
+from vllm_ext.launch.host_memory import with_host_memory
 
 from .tier_worker_parts import offloading_config
 
@@ -112,7 +111,7 @@ def test_8_bits_without_a_compiler_are_refused_with_the_remedy_where_they_need_o
     on_device(monkeypatch, on_cpu)
     said = r"kv_tier.bits=8: needs a C\+\+ compiler: g\+\+ was not .*; or use 16"
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():
-        refuse_missing_compiler(config(mla=False, bits=bits))
+        refuse_model(config(mla=False, bits=bits))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def prepare_tier(config: ExtConfig, vllm_config: Any) -> str:
     from vllm_ext.kv.connector import support
 
     support.refuse_model(vllm_config)
-    support.refuse_missing_compiler(vllm_config)
     support.refuse_size(vllm_config)
     support.choose_block_size(vllm_config)
     if config.kv_tier.gib == AUTO and (reason := support.too_small(vllm_config)):

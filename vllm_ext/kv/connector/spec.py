@@ -105,7 +105,7 @@ class TierSpec(CPUOffloadingSpec):
             else:
                 from vllm_ext.kv.disk.manager import open_disk
 
-                self._manager = open_disk(self, self._shared, self.options, **options)
+                self._manager = open_disk(self, self.geometry, self._shared, self.options, **options)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -42,28 +42,22 @@ def choose_block_size(vllm_config: VllmConfig) -> None:
     cache.user_specified_block_size = True  # or a worker's platform chooses again
 
 
-def refuse_missing_compiler(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError if 8 bits were asked for where the codec must be compiled, and there is no g++."""
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if tier_of(extra).bits != QUANTISED or not current_platform.is_cpu():
-        return
-    try:
-        native.compiler_version()
-    except native.CompilerMissing as error:
-        raise ConfigError("kv_tier.bits", QUANTISED, f"needs a C++ compiler: {error}; or use 16") from error
-
-
 def refuse_model(vllm_config: VllmConfig) -> None:
     """Raise ConfigError if this model's KV can't be kept, or not in the form that was asked for."""
-    if not vllm_config.model_config.use_mla:
-        return
-    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if current_platform.is_cpu():
+    extra, is_mla = vllm_config.kv_transfer_config.kv_connector_extra_config, vllm_config.model_config.use_mla
+    if is_mla and current_platform.is_cpu():
         allowed = "must be 0 for MLA models on vLLM's CPU backend, which can't go on from KV that it loads"
         raise ConfigError("kv_tier.gib", round(extra["cpu_bytes_to_use"] / 2**30, 3), allowed)
-    if tier_of(extra).bits == QUANTISED:
+    if tier_of(extra).bits != QUANTISED:
+        return
+    if is_mla:
         allowed = "needs keys and values, and MLA keeps what both are made of; use 16"
         raise ConfigError("kv_tier.bits", QUANTISED, allowed)
+    if current_platform.is_cpu():  # elsewhere no codec has to be compiled
+        try:
+            native.compiler_version()
+        except native.CompilerMissing as error:
+            raise ConfigError("kv_tier.bits", QUANTISED, f"needs a C++ compiler: {error}; or use 16") from error
 
 
 def share_disk(vllm_config: VllmConfig) -> None:

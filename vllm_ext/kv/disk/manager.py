@@ -27,9 +27,11 @@ from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.kv.host.tally import ROOM
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
     from vllm_ext.config.kv_tier import KvTierConfig
-    from vllm_ext.kv.connector.spec import TierSpec
     from vllm_ext.kv.disk.region import SharedRows
+    from vllm_ext.kv.host.geometry import TierGeometry
 
 logger = logging.getLogger("vllm.vllm_ext.kv")
 
@@ -165,7 +167,9 @@ class DiskBackedManager(TieringOffloadingManager):
         super()._complete_promotion(job_metadata, completed_job)
 
 
-def open_disk(spec: TierSpec, rows: SharedRows, tier: KvTierConfig, **options: Any) -> DiskBackedManager:
+def open_disk(
+    spec: CPUOffloadingSpec, geometry: TierGeometry, rows: SharedRows, tier: KvTierConfig, **options: Any
+) -> DiskBackedManager:
     """Return the books of both tiers, over the memory that the workers share.
 
     Raises:
@@ -178,7 +182,7 @@ def open_disk(spec: TierSpec, rows: SharedRows, tier: KvTierConfig, **options: A
     files = DiskFiles(root, max_bytes=tier.disk_bytes, ttl_s=tier.ttl_s)
     try:
         host = HostTier(spec.num_chunks, mmap_region=rows.open_all(spec.num_chunks), **options)
-        disk = DiskTier(spec, host.get_kv_memoryview(), files, format_facts(spec.config, spec.geometry))
+        disk = DiskTier(spec, host.get_kv_memoryview(), files, format_facts(spec.config, geometry))
     except BaseException:
         files.close()
         raise

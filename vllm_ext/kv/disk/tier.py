@@ -133,7 +133,7 @@ class DiskTier(FileSystemTierManager):
         except OSError as error:
             raise ConfigError("kv_tier.disk_dir", files.root, f"can't be used: {error}") from error
         self._jobs: dict[JobId, TransferJob] = {}
-        self._failed: dict[JobId, set[OffloadKey]] = {}
+        self._copied: dict[JobId, set[OffloadKey]] = {}
         self._logged: set[str] = set()
         self._told: Counter[str] = Counter()
         self._scanned, self._wake, self._closing = threading.Event(), threading.Event(), threading.Event()
@@ -214,7 +214,7 @@ class DiskTier(FileSystemTierManager):
 
     def _begin(self, job: TransferJob, enqueue: Callable[..., None], copy: Callable[[OffloadKey, int], bool]) -> None:
         self._jobs[job.job_id] = job
-        self._failed[job.job_id] = set()
+        self._copied[job.job_id] = set()
         self._job_block_counts[job.job_id] = len(job.keys)
         pairs = zip(job.keys, job.chunk_ids.tolist(), strict=True)
         tasks = [functools.partial(self._copy, job.job_id, copy, key, chunk) for key, chunk in pairs]
@@ -222,26 +222,22 @@ class DiskTier(FileSystemTierManager):
 
     def _judged(self, result: JobResult) -> JobResult:
         """Return a job's result with the chunks that failed, and let go of what it used."""
-        job, failed = self._jobs.pop(result.job_id), self._failed.pop(result.job_id)
+        job, copied = self._jobs.pop(result.job_id), self._copied.pop(result.job_id)
         if job.is_promotion:
             self.files.reading.difference_update(self.name(key) for key in job.keys)
         else:
             self._backlog.waiting -= len(job.keys)
-        if not failed:
+        if len(copied) == len(job.keys):
             return result
-        good = tuple(key for key in job.keys if key not in failed)
-        kept, num_bytes = good if job.is_promotion else (), len(good) * self._block_size
-        return dataclasses.replace(result, success=False, successful_keys=kept or None, transfer_bytes=num_bytes)
+        kept = copied if job.is_promotion and copied else None
+        num_bytes = len(copied) * self._block_size
+        return dataclasses.replace(result, success=False, successful_keys=kept, transfer_bytes=num_bytes)
 
     # --- what the threads do ----------------------------------------------------------------------------------------
 
     def _copy(self, job_id: JobId, copy: Callable[[OffloadKey, int], bool], key: OffloadKey, chunk: int) -> None:
-        done = False
-        try:
-            done = copy(key, chunk)
-        finally:
-            if not done:
-                self._failed[job_id].add(key)
+        if copy(key, chunk):
+            self._copied[job_id].add(key)
 
     def _write(self, key: OffloadKey, chunk: int) -> bool:
         """Keep a chunk, if there is room; returns false if the system refused."""
@@ -325,8 +321,8 @@ class DiskTier(FileSystemTierManager):
         stats = OffloadingConnectorStats()
         stats.set_gauge(CHUNKS, len(self.files))
         stats.set_gauge(BYTES, self.files.used_bytes)
-        for field in COUNTERS:
-            if count := self.files.counts[field] - self._told[field]:
-                self._told[field] += count
-                stats.increase_counter(counter_name(field), count)
+        new = Counter(self.files.counts) - self._told
+        self._told += new
+        for field, count in new.items():
+            stats.increase_counter(counter_name(field), count)
         return stats
