@@ -24,7 +24,7 @@ from vllm_ext.kv.disk.files import DiskFiles, check_writable
 from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.tier import counter_name
 
-from .disk_parts import FILE_BYTES, Rig, chunk_files, contents, fill, key, rig
+from .disk_parts import Rig, chunk_files, contents, fill, key, rig
 
 SIZE = 100
 
@@ -406,11 +406,3 @@ def test_nothing_is_read_or_written_on_the_step_path(tmp_path: Path, monkeypatch
             tiers.disk.get_finished_jobs()
             tiers.disk.get_stats()
         assert found == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
-
-
-def test_a_limit_of_the_tier_counts_whole_rows(tmp_path: Path) -> None:
-    with rig(tmp_path, files=2) as tiers:
-        fill(tiers, 1, 2, 3)
-        assert tiers.on_disk(1, 2, 3) == [False, True, True]
-        assert tiers.disk.files.used_bytes == sum(path.stat().st_size for path in chunk_files(tmp_path))
-        assert tiers.disk.files.used_bytes == 2 * FILE_BYTES

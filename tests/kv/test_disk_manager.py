@@ -69,7 +69,7 @@ def test_an_unreadable_chunk_does_not_go_to_disk(tmp_path: Path, policy: str) ->
         tiers.step()
         assert tiers.on_disk(1, 2, 3) == [True, False, True]
         assert tiers.lookup(context, 1, 2) == [HIT, MISS]
-        assert tiers.manager.dropped_chunks == 1
+        assert tiers.manager.host.dropped_chunks == 1
         assert tiers.store(context, 2, unreadable=[2]), "and nothing else was to be done"
         tiers.step()
         tiers.manager.on_request_finished(context)
@@ -249,6 +249,8 @@ def test_the_metrics_are_those_that_are_defined(tmp_path: Path) -> None:
     assert defined.keys() > TierSpec.build_metric_definitions({}).keys()
     with rig(tmp_path, files=2) as tiers:
         fill(tiers, 1, 2, 3)
+        assert tiers.on_disk(1, 2, 3) == [False, True, True], "whole rows count"
+        assert sum(path.stat().st_size for path in chunk_files(tmp_path)) == 2 * FILE_BYTES
         stats = tiers.manager.get_stats()
         assert stats is not None
         assert set(stats._values) <= set(defined)

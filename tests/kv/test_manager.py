@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from vllm_ext.config.kv_tier import POLICIES as POLICY_NAMES
 from vllm_ext.kv.host.manager import TierManager
 
+from .disk_parts import key
+
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 REQUEST = ReqContext(req_id="r")
-
-
-def key(number: int) -> OffloadKey:
-    return make_offload_key(hashlib.sha256(str(number).encode()).digest(), 0)
 
 
 def keys(*numbers: int) -> list[OffloadKey]:

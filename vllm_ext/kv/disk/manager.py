@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, PrepareStoreOutput, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, JobMetadata, TieringOffloadingManager
 
@@ -76,7 +76,7 @@ class _ChunksOf(set):  # type: ignore[type-arg]
 
 
 class DiskBackedManager(TieringOffloadingManager):
-    """Both tiers.
+    """Both tiers; what is not said of the disk is host memory's, and as of `TierManager`.
 
     Args:
         host: The first.
@@ -86,37 +86,18 @@ class DiskBackedManager(TieringOffloadingManager):
 
     def __init__(self, host: HostTier, disk: DiskTier, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(primary_tier=host, secondary_tiers=[disk])
-        self.host = host
-        self.disk = disk
+        self.host, self.disk = host, disk
+        self.num_chunks, self.policy, self.mark_unreadable = host.num_chunks, host.policy, host.mark_unreadable
         self._clock = clock
         self._awaited: dict[OffloadKey, float] = {}
         """Chunks that are being brought back, and since when."""
         host.on_unreadable = disk.forget
-
-    @property
-    def dropped_chunks(self) -> int:
-        """Chunks forgotten since nothing readable was in them."""
-        return self.host.dropped_chunks
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that there is room for in host memory."""
-        return self.host.num_chunks
-
-    @property
-    def policy(self) -> CachePolicy:
-        """Who is evicted first from host memory."""
-        return self.host.policy
 
     def forget(self, chunks: Iterable[tuple[OffloadKey, ChunkStatus]], reason: str) -> None:
         """As `TierManager.forget`, and on disk, too: their conversation is over."""
         given_up = list(chunks)
         self.host.forget(given_up, reason)
         self.disk.forget(key for key, _ in given_up)
-
-    def mark_unreadable(self, chunk_ids: Iterable[int]) -> None:
-        """As `TierManager.mark_unreadable`."""
-        self.host.mark_unreadable(chunk_ids)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None) -> LookupResult:
         """Say whether a chunk is there, is on its way, or must be computed, as one that is late."""

@@ -25,21 +25,22 @@ if TYPE_CHECKING:
 
 
 class TierManager(CPUOffloadingManager):
-    """Chunks by the hash of the prefix they end: so only identical prefixes are found, with equal salt and LoRA."""
+    """Chunks by the hash of the prefix they end: so only identical prefixes are found, with equal salt and LoRA.
+
+    Attributes:
+        num_chunks: Chunks that there is room for.
+        policy: Who is evicted first.
+        on_unreadable: Told of chunks that were found and could not be read.
+    """
 
     def __init__(self, num_chunks: int, **options: Any) -> None:
         """Take vLLM's options."""
         super().__init__(num_chunks, **options)
+        self.num_chunks = num_chunks
+        self.policy: CachePolicy = self._policy
         self.tally = ChunkTally()
         self.on_unreadable: Callable[[list[OffloadKey]], None] | None = None
-        """Told of chunks that were found and could not be read."""
         self._unreadable: set[int] = set()
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks that there is room for."""
-        found: int = self._num_chunks
-        return found
 
     @property
     def num_used(self) -> int:
@@ -61,11 +62,6 @@ class TierManager(CPUOffloadingManager):
     def dropped_chunks(self) -> int:
         """Chunks forgotten since nothing readable was in them."""
         return self.tally.gone[UNWRITTEN] + self.tally.gone[UNREADABLE]
-
-    @property
-    def policy(self) -> CachePolicy:
-        """Who is evicted first."""
-        return self._policy
 
     def peek(self, key: OffloadKey) -> LookupResult:
         """Say whether a chunk can be loaded, is being written, or is not there; changes nothing."""
