@@ -8,7 +8,7 @@ import torch
 
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout
-from vllm_ext.kv.host.codec import RawCodec
+from vllm_ext.kv.host.codec import QuantisedCodec, RawCodec
 from vllm_ext.kv.host.layout import PackedPages
 
 from .tier_worker_parts import LAYOUT, codec, geometry, random_kv
@@ -68,6 +68,14 @@ def test_a_chunk_smaller_than_the_workers_blocks_is_refused() -> None:
     pool, too_small = torch.zeros(1000, dtype=torch.uint8), geometry(LOSSLESS)
     with pytest.raises(ValueError, match="this worker's blocks take"):
         RawCodec(kv, pool, too_small)
+
+
+def test_records_of_another_size_and_lists_of_unlike_length_are_refused() -> None:
+    kv = random_kv()
+    with pytest.raises(ValueError, match="record_bytes="):
+        QuantisedCodec(kv, torch.zeros(1000, dtype=torch.uint8), geometry(LOSSLESS), LAYOUT)
+    with pytest.raises(ValueError, match=r"blocks: must be one for each of 2 chunks, not of shape \(1,\)"):
+        codec(LOSSLESS, kv).store(0, ids(3), ids(0, 1))
 
 
 def test_packed_pages_are_put_in_order_first_and_back() -> None:

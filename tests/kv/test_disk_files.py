@@ -130,6 +130,7 @@ def test_what_was_used_least_recently_goes_first_over_restarts_too(
                     files.forget([name(files, number) for number in numbers])
                     model.forgotten.update(number for number in numbers if number in model.used_s)
                 elif do < 0.8:
+                    numbers = range(16) if dice.random() < 0.3 else numbers
                     model.reading = set(numbers) & model.used_s.keys() - model.forgotten
                     files.reading.clear()
                     files.reading.update(name(files, number) for number in model.reading)
