@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHash, FreeKVCacheBlockQueue, KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from vllm_ext.kv.eviction.free_queue import RetentionQueue
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -28,7 +28,7 @@ def hold(block: KVCacheBlock, end: int) -> KVCacheBlock:
 
 def queue(num_blocks: int, clock: VirtualClock) -> tuple[RetentionQueue, list[KVCacheBlock]]:
     blocks = [KVCacheBlock(number) for number in range(num_blocks)]
-    return RetentionQueue.replace(FreeKVCacheBlockQueue(blocks), clock, linear), blocks
+    return RetentionQueue(blocks, clock, linear), blocks
 
 
 def ids(blocks: list[KVCacheBlock]) -> list[int]:

@@ -73,7 +73,7 @@ def test_a_salt_does_not_push_out_the_others() -> None:
     policy = tier.manager.policy
     assert isinstance(policy, RetentionCachePolicy)
     tag = tier.keeper.book.salt_tag
-    assert dict(policy.quotas.per_salt) == {tag("quiet"): 2, tag("loud"): 4}
+    assert {tag: salt.chunks for tag, salt in policy.quotas.salts.items()} == {tag("quiet"): 2, tag("loud"): 4}
 
 
 def test_a_prefix_beyond_its_quota_is_stored_in_part() -> None:

@@ -37,7 +37,7 @@ class Tier:
         """Insert the chunks of a prefix, of which the first ``first`` are there already."""
         self.now = at
         context = request(names)
-        self.policy.announce([key(name) for name in names[first:]], context)
+        self.policy.announce(context)
         for number, name in enumerate(names[first:]):
             chunk = ChunkStatus(number)
             self.policy.insert(key(name), chunk)
@@ -107,7 +107,7 @@ def test_a_copy_brings_the_time_of_the_last_use_with_it() -> None:
     copied = request(["a"])
     copied.set_state(LastUse({key("a"): 1.0}))
     tier.now = 600.0
-    tier.policy.announce([key("a")], copied)
+    tier.policy.announce(copied)
     tier.policy.insert(key("a"), ChunkStatus(7))
     tier.policy.touch([key("a")], copied)  # vLLM's manager does when the copy's request ends
     chunk = tier.policy.get(key("a"))
@@ -159,7 +159,7 @@ def test_what_cannot_be_found_any_more_goes_first() -> None:
 def test_chunks_of_nobody_knows_what_prefix_can_go() -> None:
     tier = Tier()
     chunk = ChunkStatus(0)
-    tier.policy.announce([key("x")], ReqContext(req_id="r"))
+    tier.policy.announce(ReqContext(req_id="r"))
     tier.policy.insert(key("x"), chunk)
     chunk.ref_cnt = 0
     tier.policy.mark_evictable(key("x"))

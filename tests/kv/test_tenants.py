@@ -64,11 +64,10 @@ def test_a_salt_leaves_nothing_behind() -> None:
     for number in range(100):
         tier.turn("a", f"a{number}", at=float(number), salt=f"salt-{number}")
     quotas = policy_of(tier).quotas
-    assert len(quotas._ends) <= len(quotas.per_salt) <= tier.num_chunks
+    assert len(quotas.salts) <= tier.num_chunks
     assert len(quotas.ends_of_new) <= 2 * tier.num_chunks + 64
     tier.manager.reset_cache()
-    assert not quotas._ends
-    assert not quotas.per_salt
+    assert not quotas.salts
     assert (quotas.of_new, len(quotas.ends_of_new)) == (0, 0)
 
 

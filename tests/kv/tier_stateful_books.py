@@ -40,15 +40,15 @@ def audit_owners(policy: RetentionCachePolicy, book: ConversationBook) -> None:
         AuditError: they do not.
     """
     nodes, quotas, conversations = policy._nodes, policy.quotas, list(book.after(0))
-    owned = {(key, c.number) for key, node in nodes.items() for c in (*node.others, node.conversation) if c is not None}
+    owned = {(key, c.number) for key, node in nodes.items() for c in node.owners}
     if owned != {(key, c.number) for c in conversations for key in c.keys}:
         raise AuditError("chunks and conversations do not agree on who owns what")
-    per_salt = Counter(node.conversation.salt_tag for node in nodes.values() if node.conversation is not None)
+    per_salt = Counter(owner.salt_tag for node in nodes.values() for owner in node.owners[-1:])
     running = sum(c.running > 0 for c in conversations)
     kept = sum(not c.running and bool(c.keys) for c in conversations)
     counted = {
-        "by salt": (quotas.per_salt, per_salt),
-        "of new salts": (quotas.of_new, sum(n for tag, n in per_salt.items() if tag not in quotas._returned)),
+        "by salt": ({tag: salt.chunks for tag, salt in quotas.salts.items()}, per_salt),
+        "of new salts": (quotas.of_new, sum(salt.chunks for salt in quotas.salts.values() if salt.is_new)),
         "conversations": ((book.counts.running, book.counts.kept), (running, kept)),
     }
     for name, (found, expected) in counted.items():

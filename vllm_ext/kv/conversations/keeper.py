@@ -13,6 +13,7 @@ from vllm_ext.kv.conversations.branches import Branches
 from vllm_ext.kv.conversations.conversation import Conversation, ConversationBook, Turn
 from vllm_ext.kv.conversations.endings import ending
 from vllm_ext.kv.eviction.retention import RetentionCachePolicy
+from vllm_ext.kv.eviction.worth import ClassCosts
 from vllm_ext.kv.host.tally import DROPPED, EXPIRED
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Keeper:
     def use(self, clock: Callable[[], float], cost: Callable[[int], float]) -> None:
         """Take the scheduler's clock, and what a chunk costs to compute again, by the tokens up to its end."""
         if self._policy is not None:
-            self._policy.clock, self._policy.cost = clock, cost
+            self._policy.clock, self._policy.costs = clock, ClassCosts(cost)
 
     def enter(self, request: Request, keys: Sequence[OffloadKey], now: float) -> Turn:
         """Return a new request's place in its conversation."""

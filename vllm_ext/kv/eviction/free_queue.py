@@ -44,17 +44,21 @@ class RetentionQueue(FreeKVCacheBlockQueue):
     def __init__(self, blocks: list[KVCacheBlock], clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
         super().__init__(blocks)
         self.clock, self.cost_s = clock, cost_s
-        self._classes: dict[int, dict[int, tuple[KVCacheBlock, float]]] = {}
-        """By class and block id: blocks with what they hold, and when they were freed, the oldest first."""
-        self._class_of: dict[int, int] = {}
         self._costs = ClassCosts(cost_s)
+        self._classes: dict[int, dict[int, KVCacheBlock]] = {}
+        """By class and block id: blocks with what they hold, the oldest first."""
+        self._freed: dict[int, tuple[int, float]] = {}
+        """By block id: their classes, and when they were freed."""
         self._chosen = _NOT_COMPARED
         """Class of least value, value of the second least when they were compared, and until when to go by that."""
 
     @classmethod
     def serve(cls, pool: BlockPool, clock: Callable[[], float], cost_s: Callable[[int], float]) -> None:
         """Let a pool in which nothing is cached yet take its blocks from such a queue, which hears what it evicts."""
-        queue = pool.free_block_queue = cls.replace(pool.free_block_queue, clock, cost_s)
+        blocks = pool.free_block_queue.get_all_free_blocks()
+        for block in blocks:
+            block.prev_free_block = block.next_free_block = None
+        queue = pool.free_block_queue = cls(blocks, clock, cost_s)
         evict = pool.evict_blocks
 
         def evict_blocks(block_ids: set[int]) -> None:
@@ -62,16 +66,6 @@ class RetentionQueue(FreeKVCacheBlockQueue):
             queue.emptied(pool.blocks[block_id] for block_id in block_ids)
 
         pool.evict_blocks = evict_blocks
-
-    @classmethod
-    def replace(
-        cls, queue: FreeKVCacheBlockQueue, clock: Callable[[], float], cost_s: Callable[[int], float]
-    ) -> RetentionQueue:
-        """Return a queue with the blocks of another one, in which nothing is cached yet."""
-        blocks = queue.get_all_free_blocks()
-        for block in blocks:
-            block.prev_free_block = block.next_free_block = None
-        return cls(blocks, clock, cost_s)
 
     def append_n(self, blocks: list[KVCacheBlock], freed_s: float | None = None) -> None:
         """Add blocks that may be found again; of one place those that stand first in their sequence are the older.
@@ -83,12 +77,12 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         """
         super().append_n(blocks)
         self._chosen = _NOT_COMPARED
-        now = self.clock() if freed_s is None else freed_s
+        freed_s = self.clock() if freed_s is None else freed_s
         for block in sorted(blocks, key=_end):
             if block.block_hash is not None:
                 number = class_of(_end(block))
-                self._classes.setdefault(number, {})[block.block_id] = (block, now)
-                self._class_of[block.block_id] = number
+                self._classes.setdefault(number, {})[block.block_id] = block
+                self._freed[block.block_id] = number, freed_s
 
     def append(self, block: KVCacheBlock) -> None:
         """Add one block."""
@@ -102,7 +96,7 @@ class RetentionQueue(FreeKVCacheBlockQueue):
     def emptied(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Let those of the blocks go next that are free and hold nothing any more."""
         for block in blocks:
-            if block.block_hash is None and block.block_id in self._class_of:
+            if block.block_hash is None and block.block_id in self._freed:
                 self.remove(block)
                 super().prepend_n([block])
 
@@ -114,68 +108,57 @@ class RetentionQueue(FreeKVCacheBlockQueue):
         """
         return self.take()[0]
 
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the ``n`` blocks of least value; there must be so many."""
+        return [self.popleft() for _ in range(n)]
+
     def take(self) -> tuple[KVCacheBlock, float]:
         """Take the block of least value; also returns when it was freed, clock time in s, or now if it holds nothing.
 
         Raises:
             ValueError: there is none.
         """
-        first = self._least()
-        if first is None:
-            block: KVCacheBlock = super().popleft()
+        block, freed_s = self._least(), self.clock()
+        if block is None:
+            block = super().popleft()
             self._forget(block)
-            return block, self.clock()
-        freed_s = self._classes[self._class_of[first.block_id]][first.block_id][1]
-        self.remove(first)
-        return first, freed_s
+        else:
+            _, freed_s = self._freed[block.block_id]
+            self.remove(block)
+        return block, freed_s
 
     def value(self, block: KVCacheBlock, freed_s: float) -> float:
         """Return the retention value of what a block holds, if it was freed then."""
-        return self._value(class_of(_end(block)), self.clock() - freed_s)
+        return self._value(class_of(_end(block)), freed_s)
 
     def least_value(self) -> float:
         """Return the value of what is lost with the block that goes next; 0 if that holds nothing, or there is none."""
-        first = self._least()
-        if first is None:
-            return 0.0
-        number = self._class_of[first.block_id]
-        return self._value(number, self.clock() - self._classes[number][first.block_id][1])
-
-    def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Take the ``n`` blocks of least value; there must be so many."""
-        return [self.popleft() for _ in range(n)]
+        block = self._least()
+        return 0.0 if block is None else self._value(*self._freed[block.block_id])
 
     def _least(self) -> KVCacheBlock | None:
         """Return the block that goes next; None: the first one of the list, which holds nothing."""
         head = self.fake_free_list_head.next_free_block
-        if not self._class_of or (head is not None and head.block_hash is None):
+        if not self._freed or (head is not None and head.block_hash is None):
             return None
         now, (number, second, until) = self.clock(), self._chosen
-        members = self._classes.get(number)
-        if members and now < until:
-            block, freed = next(iter(members.values()))
-            if self._value(number, now - freed) <= second:
-                return block
-        return self._compare(now)
+        if now >= until or number not in self._classes or self._value_of_oldest(number) > second:
+            values = {number: self._value_of_oldest(number) for number in self._classes}
+            number, *others = sorted(values, key=values.__getitem__)
+            self._chosen = number, values[others[0]] if others else math.inf, now + _COMPARED_FOR_S
+        return self._oldest(number)
 
-    def _compare(self, now: float) -> KVCacheBlock | None:
-        """Compare the oldest of all classes; the class of the least is looked at first for some time."""
-        best, chosen, least, second = None, 0, math.inf, math.inf
-        for number, members in self._classes.items():
-            block, freed = next(iter(members.values()))
-            value = self._value(number, now - freed)
-            if value < least:
-                best, chosen, least, second = block, number, value, least
-            elif value < second:
-                second = value
-        self._chosen = chosen, second, now + _COMPARED_FOR_S
-        return best
+    def _oldest(self, number: int) -> KVCacheBlock:
+        return next(iter(self._classes[number].values()))
 
-    def _value(self, number: int, age_s: float) -> float:
-        return self._costs.of(number) / max(age_s, LEAST_AGE_S)
+    def _value_of_oldest(self, number: int) -> float:
+        return self._value(*self._freed[self._oldest(number).block_id])
+
+    def _value(self, number: int, freed_s: float) -> float:
+        return self._costs.of(number) / max(self.clock() - freed_s, LEAST_AGE_S)
 
     def _forget(self, block: KVCacheBlock) -> None:
-        number = self._class_of.pop(block.block_id, None)
+        number, _ = self._freed.pop(block.block_id, (None, 0.0))
         if number is not None:
             members = self._classes[number]
             del members[block.block_id]

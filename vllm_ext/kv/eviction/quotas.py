@@ -2,84 +2,92 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+
+from vllm.v1.kv_offload.base import OffloadKey
 
 from vllm_ext.kv.eviction.tails import Tails
 
-_Key = TypeVar("_Key")
+
+@dataclass(slots=True)
+class Salt:
+    """What is known of a salt while chunks of it are there."""
+
+    ends: Tails
+    """Of its chunks; empty where there are no quotas."""
+    chunks: int = 0
+    is_new: bool = True
+    """Until it comes again. New salts have one quota together where others need the room: else a client that sends a
+    new salt with each request would have a quota for each."""
 
 
-class SaltQuotas(Generic[_Key]):
+class SaltQuotas:
     """Counts of chunks by salt, and their ends by age. A salt of which no chunk is there leaves nothing behind.
 
-    A salt is new until it comes again while chunks of it are there. New salts have one quota together where others
-    need the room: else a client that sends a new salt with each request would have a quota for each.
-
     Args:
-        used_s: When a key was used last; None if it is no tail.
-        salt_tag: Tag of the salt of a key that is one.
+        used_s: When a chunk was used last; None if it is no tail.
+        salt_tag: Tag of the salt of a chunk that is there.
 
     Attributes:
         most: Most chunks of one salt, and of all new ones; None: no bound, and no ends are kept.
-        per_salt: Chunks by tag of their salt.
+        salts: By tag.
         of_new: Chunks of new salts.
         ends_of_new: Of the chunks of new salts.
     """
 
-    def __init__(self, used_s: Callable[[_Key], float | None], salt_tag: Callable[[_Key], str]) -> None:
+    def __init__(self, used_s: Callable[[OffloadKey], float | None], salt_tag: Callable[[OffloadKey], str]) -> None:
         self.most: int | None = None
-        self.per_salt: Counter[str] = Counter()
+        self.salts: dict[str, Salt] = {}
         self.of_new = 0
         self._used_s = used_s
         self._salt_tag = salt_tag
-        self._returned: set[str] = set()
-        self._ends: dict[str, Tails[int, _Key]] = {}
-        self.ends_of_new: Tails[int, _Key] = Tails(self._used_s_if_new)
+        self.ends_of_new = Tails(self._used_s_if_new)
 
     def comes(self, salt_tag: str) -> None:
         """Note that a request of a salt came."""
-        if salt_tag in self.per_salt and salt_tag not in self._returned:
-            self._returned.add(salt_tag)
-            self.of_new -= self.per_salt[salt_tag]
+        salt = self.salts.get(salt_tag)
+        if salt is not None and salt.is_new:
+            salt.is_new = False
+            self.of_new -= salt.chunks
 
     def add(self, salt_tag: str, chunks: int) -> None:
         """Count chunks more, or fewer."""
-        self.per_salt[salt_tag] += chunks
-        if salt_tag not in self._returned:
-            self.of_new += chunks
-        if not self.per_salt[salt_tag]:
-            del self.per_salt[salt_tag]
-            self._returned.discard(salt_tag)
-            self._ends.pop(salt_tag, None)
+        if (salt := self.salts.get(salt_tag)) is None:
+            salt = self.salts[salt_tag] = Salt(Tails(self._used_s))
+        salt.chunks += chunks
+        self.of_new += chunks if salt.is_new else 0
+        if not salt.chunks:
+            del self.salts[salt_tag]
 
     def over(self, salt_tag: str, chunks: int) -> int:
         """Return by how many chunks a salt would exceed its quota with so many more."""
-        return 0 if self.most is None else max(0, self.per_salt[salt_tag] + chunks - self.most)
+        salt = self.salts.get(salt_tag)
+        return self._over(chunks + (0 if salt is None else salt.chunks))
 
     def new_over(self, salt_tag: str, chunks: int) -> int:
         """Return by how many chunks the new salts would exceed theirs with so many more of a salt, if that is new."""
-        if self.most is None or salt_tag in self._returned:
-            return 0
-        return max(0, self.of_new + chunks - self.most)
+        return self._over(self.of_new + chunks) if self._is_new(salt_tag) else 0
 
-    def push(self, salt_tag: str, key: _Key) -> None:
-        """Add a key that is an end now."""
-        if self.most is None:
-            return
-        self._ends.setdefault(salt_tag, Tails(self._used_s)).push(0, key, self.per_salt[salt_tag])
-        if salt_tag not in self._returned:
-            self.ends_of_new.push(0, key, self.of_new)
+    def push(self, salt_tag: str, key: OffloadKey, end: int) -> None:
+        """Add a chunk, up to whose end there are so many tokens, if it is a tail now."""
+        if self.most is not None:
+            salt = self.salts[salt_tag]
+            salt.ends.push(0, key, end, salt.chunks)
+            self.ends_of_new.push(0, key, end, self.of_new)
 
-    def ends(self, salt_tag: str) -> Tails[int, _Key] | None:
+    def ends(self, salt_tag: str) -> Tails | None:
         """Return the ends of a salt; None if it has none."""
-        return self._ends.get(salt_tag)
+        salt = self.salts.get(salt_tag)
+        return None if salt is None else salt.ends
 
-    def clear(self) -> None:
-        """Forget the ends of what is there no more."""
-        self.ends_of_new.clear()
+    def _over(self, chunks: int) -> int:
+        return 0 if self.most is None else max(0, chunks - self.most)
 
-    def _used_s_if_new(self, key: _Key) -> float | None:
+    def _is_new(self, salt_tag: str) -> bool:
+        salt = self.salts.get(salt_tag)
+        return salt is None or salt.is_new
+
+    def _used_s_if_new(self, key: OffloadKey) -> float | None:
         used_s = self._used_s(key)
-        return None if used_s is None or self._salt_tag(key) in self._returned else used_s
+        return used_s if used_s is not None and self._is_new(self._salt_tag(key)) else None

@@ -12,7 +12,7 @@ that many share stays while any of them does. Among those tails the one with the
 Values change with time, and at different rates, so they can't be kept in order. But tails of about the same l and n
 have about the same Cost and one r, and among those the order is that of last use. So tails are kept in
 classes, oldest first; an eviction compares the oldest of each class: some eighty, however many conversations there
-are, and however many chunks it takes.
+are.
 
 Source: Pensieve, section 4.3.1: Cost / T, where leading chunks go first and are computed again in the middle of a
 sequence; its text has the probability of a return after n turns in it as well. Rates learned by turns and time were
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,24 +35,14 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm_ext.config.kv_tier import LEADING, RETENTION, TAIL
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from vllm_ext.kv.conversations.returns import by_age, turn_class
-from vllm_ext.kv.eviction.owners import Owners
 from vllm_ext.kv.eviction.quotas import SaltQuotas
 from vllm_ext.kv.eviction.tails import Tails
 from vllm_ext.kv.eviction.worth import LINEAR_TOKENS, ClassCosts, class_of
 
 Evicted = list[tuple[OffloadKey, ChunkStatus]]
-_Entry = tuple[int, OffloadKey]
-"""A chunk with the tokens up to its end: of those used at the same time the first one in its sequence goes first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Where a chunk stands in its prefix."""
-
-    end: int
-    """Tokens up to the chunk's end."""
-    before: OffloadKey | None
-    """The chunk that it follows; None: the first one."""
+_MOST_OWNERS = 4
+"""Remembered for a chunk; of more, those whose lives end last. A prompt that all share would else be as many entries
+as there are conversations, times its length."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +57,13 @@ class Chain:
     keys: Mapping[int, Sequence[OffloadKey]]
     chunk_tokens: Mapping[int, int]
 
-    def link(self, key: OffloadKey, req_context: ReqContext) -> Link | None:
-        """Return a chunk's place; None if the request does not know it."""
+    def place(self, key: OffloadKey, req_context: ReqContext) -> tuple[int, OffloadKey | None]:
+        """Return the tokens up to a chunk's end, and the chunk that it follows; (1, None) if nobody knows."""
         end, group = req_context.get_offload_key_position(key), get_offload_group_idx(key)
         if end is None or group not in self.keys:
-            return None
+            return 1, None
         number = end // self.chunk_tokens[group] - 1
-        return Link(end, self.keys[group][number - 1] if number else None)
+        return end, self.keys[group][number - 1] if number else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +79,16 @@ class LastUse:
 
 @dataclass(slots=True)
 class _Node:
+    """A resident chunk."""
+
     chunk: ChunkStatus
-    link: Link
+    end: int
+    """Tokens up to its end."""
+    before: OffloadKey | None
+    """The chunk that it follows; None: the first one."""
     used_s: float
-    conversation: Conversation | None
-    others: tuple[Conversation, ...] = ()
+    owners: tuple[Conversation, ...]
+    """Conversations that used it, of which any keeps it; it counts for the salt of the last one, who used it last."""
 
 
 def default_cost(end: int) -> float:
@@ -106,44 +101,27 @@ class RetentionCachePolicy(CachePolicy):
 
     Attributes:
         clock: Returns the time, in seconds.
-        cost: Cost of computing a chunk again, by the tokens up to its end; in any unit.
+        costs: Of computing a chunk again, in any unit.
         return_rate: At which rate conversations come back, by class of turns and time since the last one.
         quotas: Of each ``cache_salt``.
-        owners: Whose the chunks are.
     """
 
     def __init__(self, cache_capacity: int) -> None:
         """Take vLLM's argument: the number of chunks."""
         super().__init__(cache_capacity)
         self.clock: Callable[[], float] = time.monotonic
-        self._costs = ClassCosts(default_cost)
+        self.costs = ClassCosts(default_cost)
         self.return_rate: Callable[[int, float], float] = by_age
         self._nodes: dict[OffloadKey, _Node] = {}
         self._followers: dict[OffloadKey, set[OffloadKey]] = {}
         """By chunk, resident or not: the resident chunks that follow it."""
-        self._tails: Tails[tuple[int, int], _Entry] = Tails(self._used_s)
-        self.quotas: SaltQuotas[_Entry] = SaltQuotas(self._used_s, self._salt_tag)
-        self.owners = Owners(self.quotas)
-        self._announced: tuple[dict[OffloadKey, Link], Conversation | None, Mapping[OffloadKey, float]] = ({}, None, {})
+        self._tails = Tails(self._used_s)
+        self.quotas = SaltQuotas(self._used_s, lambda key: self._nodes[key].owners[-1].salt_tag)
+        self._storing = ReqContext(req_id="")
 
-    @property
-    def cost(self) -> Callable[[int], float]:
-        """What a chunk costs to compute again."""
-        return self._costs.cost
-
-    @cost.setter
-    def cost(self, cost: Callable[[int], float]) -> None:
-        self._costs = ClassCosts(cost)
-
-    def announce(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note where chunks stand, whose they are and when they were used, that will be inserted now.
-
-        `insert` is not told.
-        """
-        chain, turn = req_context.get_state(Chain), req_context.get_state(Turn)
-        known = ((key, chain.link(key, req_context)) for key in keys) if chain is not None else ()
-        links = {key: link for key, link in known if link is not None}
-        self._announced = (links, None if turn is None else turn.conversation, _times(req_context))
+    def announce(self, req_context: ReqContext) -> None:
+        """Note whose chunks will be inserted now: `insert` is not told."""
+        self._storing = req_context
 
     # --- vLLM's interface -------------------------------------------------------------------------------------------
 
@@ -154,27 +132,26 @@ class RetentionCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, *_: Any) -> None:
         """Add a chunk that is being stored."""
-        (links, conversation, times), now = self._announced, self.clock()
-        self._add(key, _Node(chunk, links.get(key) or Link(1, None), times.get(key, now), conversation))
+        chain, turn = self._storing.get_state(Chain), self._storing.get_state(Turn)
+        end, before = (1, None) if chain is None else chain.place(key, self._storing)
+        used_s = _times(self._storing).get(key, self.clock())
+        self._add(key, _Node(chunk, end, before, used_s, () if turn is None else (turn.conversation,)))
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a chunk; those that follow it can't be found any more, and go next."""
-        before = self._forget(key).link.before
-        if before is not None:
-            self._push(before)
+        self._forget(key)
         for follower in self._followers.get(key, ()):
-            self._nodes[follower].used_s = -math.inf
-            self._push(follower)
+            self._go_first(follower)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Note that a request used chunks, or when one had that is gone: they belong to its conversation now."""
         now, turn, times = self.clock(), req_context.get_state(Turn), _times(req_context)
         kept_tokens = math.inf if turn is None else turn.kept_tokens
         for key in keys:
-            if (node := self._nodes.get(key)) is not None and node.link.end <= kept_tokens:
+            if (node := self._nodes.get(key)) is not None and node.end <= kept_tokens:
                 node.used_s = max(node.used_s, times.get(key, now))
-                if turn is not None and node.conversation is not turn.conversation:
-                    self.owners.use(key, node, turn.conversation)
+                if turn is not None and node.owners[-1:] != (turn.conversation,):
+                    self._used_by(key, node, turn.conversation)
                 self._push(key)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -184,11 +161,11 @@ class RetentionCachePolicy(CachePolicy):
     def clear(self) -> None:
         """Forget everything."""
         for key, node in self._nodes.items():
-            self.owners.leave(key, node)
+            self._book(key, node.owners, ())
         self._nodes.clear()
         self._followers.clear()
         self._tails.clear()
-        self.quotas.clear()
+        self.quotas.ends_of_new.clear()
 
     def evict(self, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks, or none."""
@@ -196,29 +173,27 @@ class RetentionCachePolicy(CachePolicy):
 
     # --- beyond vLLM's interface ------------------------------------------------------------------------------------
 
-    def evict_of(self, ends: Tails[int, _Entry] | None, n: int, protected: set[OffloadKey]) -> Evicted | None:
+    def evict_of(self, ends: Tails | None, n: int, protected: set[OffloadKey]) -> Evicted | None:
         """Evict exactly so many chunks of some salts, the least recently used tails first, or none.
 
         Args:
-            ends: What `Quotas` has of these salts.
+            ends: What `SaltQuotas` has of these salts.
         """
         return None if ends is None else self._evict(ends.take(_by_age), n, protected)
 
     def take(self, conversation: Conversation) -> Evicted:
         """Forget the chunks of a conversation but those that others own, that copies use, or that others' follow."""
         taken: Evicted = []
-        for key in sorted(conversation.keys, key=lambda key: self._nodes[key].link.end, reverse=True):
+        for key in sorted(conversation.keys, key=lambda key: self._nodes[key].end, reverse=True):
             node = self._nodes[key]
-            if self.owners.let_go(key, node, conversation):
+            if len(node.owners) > 1:
+                self._change_owners(key, node, tuple(owner for owner in node.owners if owner is not conversation))
                 self._push(key)
             elif node.chunk.ref_cnt == 0 and not self._must_follow(key):
                 self._forget(key)
                 taken.append((key, node.chunk))
-                if node.link.before is not None:
-                    self._push(node.link.before)
             else:
-                node.used_s = -math.inf
-                self._push(key)
+                self._go_first(key)
         return taken
 
     def let_go(self, branch: OffloadKey, conversation: Conversation) -> None:
@@ -228,25 +203,19 @@ class RetentionCachePolicy(CachePolicy):
             key = branches.pop()
             branches += self._followers.get(key, ())
             node = self._nodes.get(key)
-            if node is not None and node.conversation is conversation and not node.others:
-                node.used_s = -math.inf
-                self._push(key)
+            if node is not None and node.owners == (conversation,):
+                self._go_first(key)
 
     # --- tails ------------------------------------------------------------------------------------------------------
 
-    def _evict(self, least: Generator[_Entry, None, None], n: int, protected: set[OffloadKey]) -> Evicted | None:
+    def _evict(self, least: Iterator[OffloadKey], n: int, protected: set[OffloadKey]) -> Evicted | None:
         chosen: list[tuple[OffloadKey, _Node]] = []
         aside: list[OffloadKey] = []
-        while len(chosen) < n and (entry := next(least, None)) is not None:
-            _, key = entry
+        while len(chosen) < n and (key := next(least, None)) is not None:
             if key in protected:
                 aside.append(key)
-                continue
-            node = self._forget(key)
-            chosen.append((key, node))
-            if node.link.before is not None:
-                self._push(node.link.before)
-        least.close()  # nothing takes part any more that is pushed from here on
+            else:
+                chosen.append((key, self._forget(key)))
         enough = len(chosen) == n
         if not enough:
             for key, node in reversed(chosen):
@@ -256,53 +225,70 @@ class RetentionCachePolicy(CachePolicy):
             self._push(key)
         return [(key, node.chunk) for key, node in chosen] if enough else None
 
-    def _used_s(self, entry: _Entry) -> float | None:
+    def _used_s(self, key: OffloadKey) -> float | None:
         """Return when a tail was used; None if the chunk is no tail, or may not go."""
-        _, key = entry
         node = self._nodes.get(key)
-        if node is None or node.chunk.ref_cnt or self._must_follow(key):
-            return None
-        return node.used_s
-
-    def _salt_tag(self, entry: _Entry) -> str:
-        conversation = self._nodes[entry[1]].conversation
-        return "" if conversation is None else conversation.salt_tag
+        return None if node is None or node.chunk.ref_cnt or self._must_follow(key) else node.used_s
 
     def _must_follow(self, key: OffloadKey) -> bool:
         """Whether resident chunks that follow a chunk would be lost with it."""
-        return bool(self._followers.get(key))
+        return key in self._followers
+
+    def _go_first(self, key: OffloadKey) -> None:
+        self._nodes[key].used_s = -math.inf
+        self._push(key)
 
     def _push(self, key: OffloadKey) -> None:
-        node = self._nodes.get(key)
-        if node is None:
-            return
-        conversation = node.conversation
-        turns = 0 if conversation is None else turn_class(conversation.turns)
-        entry = node.link.end, key
-        self._tails.push((class_of(node.link.end), turns), entry, len(self._nodes))
-        if conversation is not None:
-            self.quotas.push(conversation.salt_tag, entry)
+        node = self._nodes[key]
+        turns = turn_class(node.owners[-1].turns) if node.owners else 0
+        self._tails.push((class_of(node.end), turns), key, node.end, len(self._nodes))
+        if node.owners:
+            self.quotas.push(node.owners[-1].salt_tag, key, node.end)
 
     def _value_at(self, now: float) -> Callable[[tuple[int, int], float], float]:
         """Return what the tails of a class are worth that were used at a time."""
-        of, rate = self._costs.of, self.return_rate
+        of, rate = self.costs.of, self.return_rate
         return lambda number, used_s: of(number[0]) * rate(number[1], now - used_s)
 
     def _add(self, key: OffloadKey, node: _Node) -> None:
         self._nodes[key] = node
-        if node.link.before is not None:
-            self._followers.setdefault(node.link.before, set()).add(key)
-        self.owners.enter(key, node)
+        if node.before is not None:
+            self._followers.setdefault(node.before, set()).add(key)
+        self._book(key, (), node.owners)
 
     def _forget(self, key: OffloadKey) -> _Node:
+        """Forget a chunk, and let the one that it follows be a tail; return it with its owners, should it come back."""
         node = self._nodes.pop(key)
-        self.owners.leave(key, node)
-        before = node.link.before
-        if before is not None and (followers := self._followers.get(before)) is not None:
+        self._book(key, node.owners, ())
+        if node.before is not None:
+            followers = self._followers[node.before]
             followers.discard(key)
             if not followers:
-                del self._followers[before]
+                del self._followers[node.before]
+            if node.before in self._nodes:
+                self._push(node.before)
         return node
+
+    def _used_by(self, key: OffloadKey, node: _Node, conversation: Conversation) -> None:
+        others = [owner for owner in node.owners if owner is not conversation]
+        if len(others) == _MOST_OWNERS:
+            others.remove(min(others, key=lambda c: (c.running > 0, c.expires_s, c.last_used_s)))
+        self._change_owners(key, node, (*others, conversation))
+
+    def _change_owners(self, key: OffloadKey, node: _Node, owners: tuple[Conversation, ...]) -> None:
+        self._book(key, node.owners, owners)
+        node.owners = owners
+
+    def _book(self, key: OffloadKey, before: tuple[Conversation, ...], owners: tuple[Conversation, ...]) -> None:
+        """Tell the owners of a chunk, and the quotas, that it is no more those', but these'."""
+        for owner in before:
+            owner.disown(key)
+        for owner in owners:
+            owner.own(key)
+        for owner in owners[-1:]:  # first, since a salt without chunks is forgotten
+            self.quotas.add(owner.salt_tag, 1)
+        for owner in before[-1:]:
+            self.quotas.add(owner.salt_tag, -1)
 
 
 class TailCachePolicy(RetentionCachePolicy):

@@ -2,95 +2,83 @@
 
 What a chunk is worth falls with the time since it was used, at a rate that differs from chunk to chunk, so chunks
 can't be kept in order of worth. Within a class the rate is the same and the oldest is worth least: an eviction compares
-the oldest of each class, once for all that it takes.
+the oldest of each class, and after each chunk that it takes those of the classes that changed.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Callable, Generator, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
-_Class = TypeVar("_Class", bound=Hashable)
-_Key = TypeVar("_Key")
+from vllm.v1.kv_offload.base import OffloadKey
 
 _LEAST_ENTRIES = 64
+_Entry = tuple[float, int, OffloadKey]
+"""Time of last use, end, chunk: of those used at the same time the first one in its sequence goes first."""
 
 
-class Tails(Generic[_Class, _Key]):
-    """Keys by class and time of last use.
+class Tails:
+    """Chunks by class and time of last use.
 
-    Entries are never removed when a key changes; those that hold no more are passed over when they surface.
+    Entries are never removed when a chunk changes; those that hold no more are passed over when they surface.
 
     Args:
-        used_s: When a key was used last; None if it is no tail.
+        used_s: When a chunk was used last; None if it is no tail.
     """
 
-    def __init__(self, used_s: Callable[[_Key], float | None]) -> None:
+    def __init__(self, used_s: Callable[[OffloadKey], float | None]) -> None:
         self._used_s = used_s
-        self._heaps: dict[_Class, list[tuple[float, _Key]]] = {}
-        self._pushed: Callable[[_Class, float], None] | None = None
-        """Told of each new oldest of a class while keys are taken."""
+        self._heaps: dict[Hashable, list[_Entry]] = {}
+        self._changed: dict[Hashable, None] = {}
+        """Classes that were added to since an eviction looked, in that order."""
 
-    def push(self, number: _Class, key: _Key, num_keys: int) -> None:
-        """Add a key that is a tail now.
+    def push(self, number: Hashable, key: OffloadKey, end: int, num_chunks: int) -> None:
+        """Add a chunk if it is a tail now.
 
         Args:
-            num_keys: How many keys there are at most: a heap of more than twice as many entries is cleaned.
+            number: Its class.
+            key: The chunk.
+            end: Tokens up to its end.
+            num_chunks: How many there are at most: a heap of more than twice as many entries is cleaned.
         """
         used_s = self._used_s(key)
         if used_s is None:
             return
         heap = self._heaps.setdefault(number, [])
-        heapq.heappush(heap, (used_s, key))
-        if len(heap) > 2 * num_keys + _LEAST_ENTRIES:
+        heapq.heappush(heap, (used_s, end, key))
+        self._changed[number] = None
+        if len(heap) > 2 * num_chunks + _LEAST_ENTRIES:
             heap[:] = sorted({entry for entry in heap if self._holds(entry)})
-        if self._pushed is not None and heap[0][0] == used_s:
-            self._pushed(number, used_s)
 
-    def take(self, value: Callable[[_Class, float], float]) -> Generator[_Key, None, None]:
-        """Take out keys, those of least value first; what is pushed meanwhile, until this is closed, takes part.
+    def take(self, value: Callable[[Any, float], float]) -> Iterator[OffloadKey]:
+        """Take out chunks, those of least value first; what is pushed meanwhile takes part.
 
         Args:
             value: Of what is in a class and was used at a time; less for what was used earlier.
         """
-        ranked: list[tuple[float, int, _Class, float]] = []
-        order = itertools.count()  # of what is worth the same
+        values: dict[Hashable, float] = {}
+        self._changed = dict.fromkeys(self._heaps)
+        while True:
+            for number in self._changed:
+                if (used_s := self._oldest(number)) is not None:
+                    values[number] = value(number, used_s)
+                else:
+                    values.pop(number, None)
+            self._changed = {}
+            if not values:
+                return
+            number = min(values, key=values.__getitem__)
+            self._changed[number] = None
+            if self._holds(entry := heapq.heappop(self._heaps[number])):
+                yield entry[-1]
 
-        def rank(number: _Class, used_s: float) -> None:
-            heapq.heappush(ranked, (value(number, used_s), next(order), number, used_s))
-
-        for number in list(self._heaps):
-            if (used_s := self._oldest(number)) is not None:
-                rank(number, used_s)
-        self._pushed = rank
-        try:
-            while ranked:
-                _, _, number, used_s = heapq.heappop(ranked)
-                oldest = self._oldest(number)
-                if oldest == used_s:
-                    key = heapq.heappop(self._heaps[number])[1]
-                    oldest = self._oldest(number)
-                    if oldest is not None:
-                        rank(number, oldest)
-                    yield key
-                elif oldest is not None and oldest > used_s:
-                    rank(number, oldest)
-        finally:
-            self._pushed = None
-
-    def _oldest(self, number: _Class) -> float | None:
+    def _oldest(self, number: Hashable) -> float | None:
         """Return when the oldest tail of a class was used; None if it has none."""
-        heap = self._heaps.get(number)
-        if heap is None:
-            return None
+        heap = self._heaps[number]
         while heap and not self._holds(heap[0]):
             heapq.heappop(heap)
-        if not heap:
-            del self._heaps[number]
-            return None
-        return heap[0][0]
+        return heap[0][0] if heap else None
 
     def __len__(self) -> int:
         """Entries, those that hold no more included."""
@@ -99,6 +87,7 @@ class Tails(Generic[_Class, _Key]):
     def clear(self) -> None:
         """Forget everything."""
         self._heaps.clear()
+        self._changed.clear()
 
-    def _holds(self, entry: tuple[float, _Key]) -> bool:
-        return self._used_s(entry[1]) == entry[0]
+    def _holds(self, entry: _Entry) -> bool:
+        return self._used_s(entry[-1]) == entry[0]

@@ -89,7 +89,7 @@ class TierManager(CPUOffloadingManager):
         """Find places for chunks, or none; a salt that exceeds its quota loses its own, or stores less."""
         if isinstance(self._policy, RetentionCachePolicy):
             keys = self._within_quota(list(keys), req_context)
-            self._policy.announce(keys, req_context)
+            self._policy.announce(req_context)
         output = super().prepare_store(keys, req_context)
         if output is None:
             self.tally.refused += sum(self._policy.get(key) is None for key in keys)
