@@ -57,7 +57,7 @@ def test_a_name_that_is_forgotten_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         turn(book, f"c{number}", [f"{number}"], [], float(number))
     assert [conversation.name for conversation in book.after(0)] == ["c7", "c8", "c9"]
     assert set(book._named) == {"c7", "c8", "c9"}
-    assert not book._by_tail, "of the anonymous ones only"
+    assert not book._endings._by_last, "of the anonymous ones only"
 
 
 def test_without_a_name_a_prompt_that_begins_with_the_last_turn_continues_it() -> None:
@@ -128,7 +128,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         turn(book, None, [f"{number}"], [], float(number))
     assert len(book) <= 11
     assert {holding, running} <= set(book.after(0))
-    assert len(book._by_tail) <= 11
+    assert len(book._endings._by_last) <= 11
 
 
 def test_a_forgotten_conversation_whose_chunks_are_stored_after_all_is_known_again(

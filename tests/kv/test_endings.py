@@ -14,6 +14,7 @@ from vllm_ext.kv.conversations.endings import Endings, ending
 
 CHUNK = 16
 STOP = 2
+LAST = OffloadKey(b"last chunk of a turn")
 
 
 def keys(tokens: Sequence[int]) -> list[OffloadKey]:
@@ -88,39 +89,39 @@ def test_parts_of_tokens_are_no_tokens() -> None:
     """16 tokens whose bytes are there, one byte further on: searched as such, a long prompt took seconds."""
     left = ending([OffloadKey(b"k")], 1, [256] * 17 + [STOP])
     assert left is not None
-    book: Endings[Conversation] = Endings()
+    book = Endings()
     conversation = Conversation(1, None, "")
-    book.add(conversation, left)
+    book.add(conversation, LAST, left)
     assert isinstance(left.tokens, str), "a character is found as a whole"
-    assert book.find([OffloadKey(b"k")], [65536] * 100) is None
-    assert book.find([OffloadKey(b"k")], [0xD800, *[256] * 16]) is conversation
+    assert book.find("", [OffloadKey(b"k")], [65536] * 100) is None
+    assert book.find("", [OffloadKey(b"k")], [0xD800, *[256] * 16]) is conversation
 
 
 def test_what_is_remembered_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "_MOST_ALIKE", 4)
-    book: Endings[Conversation] = Endings()
+    book = Endings()
     prompt = keys(list(range(3 * CHUNK)))
     made = [Conversation(number, None, "") for number in range(10)]
     for number, conversation in enumerate(made):
         left = ending(prompt, 3 * CHUNK, [*range(100 * number, 100 * number + 30), STOP])
         assert left is not None
-        book.add(conversation, left)
-    assert len(book) == 4
+        book.add(conversation, LAST, left)
+    assert [len(alike) for alike in book._at.values()] == [4]
     tokens = [*range(3 * CHUNK), *range(914, 930)]
-    assert book.find(prompt, tokens) is made[9]
-    assert book.find(prompt, [*range(3 * CHUNK), *range(14, 30)]) is None, "forgotten"
+    assert book.find("", prompt, tokens) is made[9]
+    assert book.find("", prompt, [*range(3 * CHUNK), *range(14, 30)]) is None, "forgotten"
     for conversation in made:
         book.forget(conversation)
-    assert len(book) == 0
-    assert book.find(prompt, tokens) is None
+    assert [book._of, book._at, book._by_last] == [{}, {}, {}]
+    assert book.find("", prompt, tokens) is None
 
 
 def test_ids_that_are_no_characters_are_not_looked_for() -> None:
     prompt = keys(list(range(2 * CHUNK)))
     assert ending(prompt, 2 * CHUNK, [2_000_000] * 20) is None
-    book: Endings[Conversation] = Endings()
+    book = Endings()
     left = ending(prompt, 2 * CHUNK, [*range(20), STOP])
     assert left is not None
-    book.add(Conversation(1, None, ""), left)
-    assert book.find(prompt, [2_000_000, *range(20)] * 3) is None
-    assert book.find(prompt, [*range(2 * CHUNK), *range(20)]) is not None
+    book.add(Conversation(1, None, ""), LAST, left)
+    assert book.find("", prompt, [2_000_000, *range(20)] * 3) is None
+    assert book.find("", prompt, [*range(2 * CHUNK), *range(20)]) is not None

@@ -18,7 +18,6 @@ from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 if TYPE_CHECKING:
     from vllm_ext.kv.connector.statistics import TierAccount
     from vllm_ext.kv.conversations.conversation import Conversation
-    from vllm_ext.kv.conversations.keeper import Keeper
 
 MOST_SHOWN = 1000
 """Conversations in one answer."""
@@ -30,10 +29,15 @@ class TierAdmin:
 
     Args:
         account: Of its tier.
+
+    Raises:
+        ValueError: Nobody follows the conversations of the tier.
     """
 
     def __init__(self, account: TierAccount) -> None:
-        self._account = account
+        if account.tier.keeper is None:
+            raise ValueError("nobody follows the conversations of this tier")
+        self._account, self._keeper = account, account.tier.keeper
         self._engine = secrets.token_hex(4)
         """Makes ids of conversations unlike those of other engines, which are asked the same."""
         self._actions: dict[str, Callable[..., dict[str, Any]]] = {
@@ -76,36 +80,23 @@ class TierAdmin:
             "conversations": [self._row(conversation) for conversation in islice(found.values(), MOST_SHOWN)],
         }
 
-    def _drop(self, **ref: str | None) -> dict[str, Any]:
+    def _drop(self, id: str | None = None, name: str = "", salt: str | None = None) -> dict[str, Any]:
         """Drop the conversation that is meant; if there is none, say how many have the name under other salts."""
-        conversation = self._meant(**ref)
+        book, (engine, _, number) = self._keeper.book, (id or "").partition("-")
+        if id is None:
+            conversation = book.find(name).get(book.salt_tag(salt))
+        else:
+            conversation = book.get(int(number)) if engine == self._engine and number.isdecimal() else None
         if conversation is None:
-            return {"conversation": None, "with_other_salts": len(self._keeper.book.find(ref.get("name") or ""))}
+            return {"conversation": None, "with_other_salts": len(book.find(name))}
         dropped = self._keeper.drop(conversation)
         left = len(conversation.keys)
         return {"dropped_chunks": dropped, "left_chunks": left, "conversation": self._row(conversation)}
 
-    def _meant(self, id: str | None = None, name: str | None = None, salt: str | None = None) -> Conversation | None:
-        book = self._keeper.book
-        if id is None:
-            return book.find(name or "").get(book.salt_tag(salt))
-        engine, _, number = id.partition("-")
-        return book.get(int(number)) if engine == self._engine and number.isdecimal() else None
-
-    @property
-    def _keeper(self) -> Keeper:
-        keeper = self._account.tier.keeper
-        if keeper is None:
-            raise ValueError("nobody follows the conversations of this tier")
-        return keeper
-
-    @property
-    def _knows_chunks(self) -> bool:
-        return isinstance(self._account.host.policy, RetentionCachePolicy)
-
     def _row(self, conversation: Conversation) -> dict[str, Any]:
         """Return what is shown of a conversation; times in seconds, chunks None if nobody knows whose they are."""
-        chunks = len(conversation.keys) if self._knows_chunks else None
+        knows_chunks = isinstance(self._account.host.policy, RetentionCachePolicy)
+        chunks = len(conversation.keys) if knows_chunks else None
         return {
             "id": f"{self._engine}-{conversation.number}",
             "name": conversation.name,

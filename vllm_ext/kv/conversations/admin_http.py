@@ -27,6 +27,7 @@ from vllm_ext.hints import MAX_CONVERSATION_ID_CHARS
 from vllm_ext.kv.conversations.admin import MOST_SHOWN
 
 PREFIX = "/vllm-ext/kv-tier"
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 _UTILITY = _STATE = "vllm_ext_kv_tier"
 """Names of the call to an engine core, and of what the routes find in the application's state."""
 _PATIENCE_S = 30.0
@@ -65,7 +66,7 @@ class Engines:
 
     def __init__(self, client: Any, key: str) -> None:
         self._client = client
-        self._key = _digest(key)
+        self._key = _digest(key)  # of one length, so that a comparison says nothing of the key's
 
     def __len__(self) -> int:
         return len(self._client.core_engines)
@@ -92,9 +93,10 @@ class Engines:
         try:
             return await asyncio.wait_for(asyncio.gather(*calls), _PATIENCE_S)
         except EngineDeadError as error:
-            raise _unavailable("an engine core has died; see the server's log") from error
+            raise HTTPException(_UNAVAILABLE, "an engine core has died; see the server's log") from error
         except TimeoutError as error:
-            raise _unavailable(f"an engine core did not answer within {_PATIENCE_S:.0f} s; try again") from error
+            why = f"an engine core did not answer within {_PATIENCE_S:.0f} s; try again"
+            raise HTTPException(_UNAVAILABLE, why) from error
 
     async def ask_tier(self, action: str, *each: Mapping[str, Any], **arguments: Any) -> list[dict[str, Any]]:
         """Return what each engine's tier answers to an action of ``TierAdmin``. Raises as `ask` does.
@@ -124,7 +126,8 @@ class AdminPlugin:
         Raises:
             ValueError: The endpoint has no key of its own; the server does not start.
         """
-        if engine_client is None or not _asks_for_admin(engine_client.vllm_config.additional_config):
+        options = None if engine_client is None else (engine_client.vllm_config.additional_config or {}).get(KEY)
+        if not options or not parse(options).kv_tier.admin:
             return
         key = envs.admin_key()
         if key in (args.api_key or [vllm_envs.VLLM_API_KEY]):
@@ -132,37 +135,37 @@ class AdminPlugin:
         setattr(state, _STATE, Engines(engine_client.engine_core, key))
 
 
-def _asks_for_admin(additional_config: Mapping[str, Any] | None) -> bool:
-    options = (additional_config or {}).get(KEY)
-    return bool(options) and options is not None and parse(options).kv_tier.admin
-
-
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _admit(request: Request) -> None:
-    """Let a request pass to its route.
+def _engines(request: Request) -> Engines:
+    """Let a request that has the key reach the engines.
 
     Raises:
         HTTPException: 404: nobody asked for this endpoint; 401: this is not its key.
     """
-    if not _engines(request).allows(request.headers.get("Authorization", "")):
+    engines: Engines | None = getattr(request.app.state, _STATE, None)
+    if engines is None:
+        raise HTTPException(HTTPStatus.NOT_FOUND, "Not Found")
+    if not engines.allows(request.headers.get("Authorization", "")):
         raise HTTPException(HTTPStatus.UNAUTHORIZED, "Unauthorized")
+    return engines
 
 
-router = APIRouter(prefix=PREFIX, tags=["vllm-ext: KV tier"], dependencies=[Depends(_admit)])
+Admitted = Annotated[Engines, Depends(_engines)]
+router = APIRouter(prefix=PREFIX, tags=["vllm-ext: KV tier"])
 
 
 @router.get("")
-async def statistics(request: Request) -> dict[str, Any]:
+async def statistics(engines: Admitted) -> dict[str, Any]:
     """Return what each engine's tier holds, and what became of what it held."""
-    return {"engines": await _engines(request).ask_tier("statistics")}
+    return {"engines": await engines.ask_tier("statistics")}
 
 
 @router.get("/conversations")
 async def conversations(
-    request: Request,
+    engines: Admitted,
     cursor: Annotated[str | None, Query(pattern=_CURSOR, max_length=4096)] = None,
     limit: Annotated[int, Query(ge=1, le=MOST_SHOWN)] = 100,
 ) -> dict[str, Any]:
@@ -171,7 +174,6 @@ async def conversations(
     Raises:
         VLLMValidationError: The cursor is of another number of engines (status 400).
     """
-    engines = _engines(request)
     after = [0] * len(engines) if cursor is None else [int(part) for part in cursor.split(".")]
     if len(after) != len(engines):
         allowed = f"must be next of a page before, of {len(engines)} engines; leave it out to begin anew"
@@ -184,39 +186,31 @@ async def conversations(
 
 @router.get("/conversations/{name:path}")
 async def conversation(
-    request: Request, name: Annotated[str, Path(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
+    engines: Admitted, name: Annotated[str, Path(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 ) -> dict[str, Any]:
     """Show a conversation, under each salt that it has."""
-    found = await _engines(request).ask_tier("show", name=name)
+    found = await engines.ask_tier("show", name=name)
     if not any(answer["conversations"] for answer in found):
         raise _unknown(ConversationRef(name=name))
     return {"engines": found}
 
 
 @router.delete("/conversations")
-async def empty(request: Request) -> dict[str, Any]:
+async def empty(engines: Admitted) -> dict[str, Any]:
     """Empty the tier, and the device's prefix cache unless requests that run hold blocks of it."""
-    engines = _engines(request)
     emptied = await engines.ask("reset_prefix_cache", [(False, True)] * len(engines))
     rows = [{"engine": number, "device_emptied": bool(device)} for number, device in enumerate(emptied)]
     return {"engines": rows}
 
 
 @router.post("/drop")
-async def drop(request: Request, ref: ConversationRef) -> dict[str, Any]:
+async def drop(engines: Admitted, ref: ConversationRef) -> dict[str, Any]:
     """Forget a conversation's chunks, but those that copies use now, or that other conversations' chunks follow."""
-    answers = await _engines(request).ask_tier("drop", **ref.model_dump(exclude_none=True))
+    answers = await engines.ask_tier("drop", **ref.model_dump(exclude_none=True))
     found = [answer for answer in answers if answer["conversation"] is not None]
     if not found:
         raise _unknown(ref, sum(answer["with_other_salts"] for answer in answers))
     return {"engines": found}
-
-
-def _engines(request: Request) -> Engines:
-    found: Engines | None = getattr(request.app.state, _STATE, None)
-    if found is None:
-        raise HTTPException(HTTPStatus.NOT_FOUND, "Not Found")
-    return found
 
 
 def _unknown(ref: ConversationRef, others: int = 0) -> HTTPException:
@@ -225,7 +219,3 @@ def _unknown(ref: ConversationRef, others: int = 0) -> HTTPException:
     if others:
         text += f" with this salt; {others} with others are: give salt, or the id that the list shows"
     return HTTPException(HTTPStatus.NOT_FOUND, text)
-
-
-def _unavailable(why: str) -> HTTPException:
-    return HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, why)

@@ -2,7 +2,7 @@
 
 A client names its conversation (vLLM's ``session_id`` or our hint ``conversation_id``); a request that names none
 belongs to the anonymous conversation whose last turn its prompt begins with, or goes on from without what the model
-thought (`keeping.endings`), else to a new one. No name refers to an anonymous one. Nothing here decides whether KV may
+thought (`endings`), else to a new one. No name refers to an anonymous one. Nothing here decides whether KV may
 be reused: chunks are found by the hashes of their tokens alone (invariant 5). A conversation says how valuable its
 chunks are, how long they may stay, and which of them go together.
 """
@@ -13,13 +13,13 @@ import hashlib
 import heapq
 import math
 import secrets
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_ext.kv.conversations.endings import Ending, Endings
-from vllm_ext.kv.conversations.pages import Pages
 from vllm_ext.kv.conversations.returns import ReturnModel
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ class Conversation:
     """When somebody looks whether its time is over."""
     keys: set[OffloadKey] = field(default_factory=set)
     """Chunks in the tier that it owns, alone or with others; changed by `own` and `disown` only."""
-    tail: OffloadKey | None = None
-    """The last chunk of its last turn, whether it is still there or not."""
     forked: bool = False
     """Whether requests of its last turn ran side by side."""
     known: bool = True
@@ -142,11 +140,10 @@ class ConversationBook:
         """By number, those last that were used last, or hold chunks."""
         self._named: dict[str, dict[str, Conversation]] = {}
         """By name and tag of the salt."""
-        self._pages: Pages[Conversation] = Pages()
-        self._by_tail: dict[OffloadKey, Conversation] = {}
-        """The anonymous ones."""
-        self._endings: Endings[Conversation] = Endings()
-        """Theirs."""
+        self._ascending: list[int] = []
+        """Their numbers, for listings that go on where they stopped."""
+        self._endings = Endings()
+        """Of the anonymous ones."""
         self._expiry: list[tuple[float, int, Conversation]] = []
         self._numbers = 0
 
@@ -172,7 +169,8 @@ class ConversationBook:
 
     def after(self, number: int) -> Iterator[Conversation]:
         """Yield the conversations with greater numbers, in their order. Cost: that of those that are taken."""
-        return (conversation for _, conversation in self._pages.after(number))
+        first = bisect_right(self._ascending, number)
+        return (self._known[self._ascending[place]] for place in range(first, len(self._ascending)))
 
     def enter(
         self,
@@ -195,7 +193,7 @@ class ConversationBook:
                 before; None leaves that as it is.
             tokens: Of the prompt; None: they are not known.
         """
-        known = self._continued(salt_tag, keys, tokens or ()) if name is None else self.find(name).get(salt_tag)
+        known = self._endings.find(salt_tag, keys, tokens or ()) if name is None else self.find(name).get(salt_tag)
         conversation = known or self._add(name, salt_tag)
         if conversation.turns and not conversation.running:
             self.returns.returned(conversation.turns)
@@ -223,11 +221,7 @@ class ConversationBook:
         if not conversation.running:
             self.returns.ended(conversation.turns)
         if keys and conversation.name is None:
-            self._forget_tail(conversation)
-            conversation.tail = keys[-1]
-            self._by_tail[keys[-1]] = conversation
-            if left is not None:
-                self._endings.add(conversation, left)
+            self._endings.add(conversation, keys[-1], left)
         self._watch(conversation)
 
     def expired(self, now: float, most: int) -> Iterator[Conversation]:
@@ -260,15 +254,6 @@ class ConversationBook:
                 self._expiry = [entry for entry in self._expiry if entry[0] == entry[2].watched_s]
                 heapq.heapify(self._expiry)
 
-    def _continued(self, salt_tag: str, keys: Sequence[OffloadKey], tokens: Sequence[int]) -> Conversation | None:
-        """Return the conversation whose last turn a prompt contains; the longest, where there are several."""
-        for key in reversed(keys):
-            found = self._by_tail.get(key)
-            if found is not None and found.salt_tag == salt_tag:
-                return found
-        found = self._endings.find(keys, tokens)
-        return found if found is not None and found.salt_tag == salt_tag else None
-
     def _add(self, name: str | None, salt_tag: str) -> Conversation:
         self._numbers += 1
         made = Conversation(self._numbers, name, salt_tag, ttl_s=self._ttl_s, counts=self.counts)
@@ -286,7 +271,7 @@ class ConversationBook:
 
     def _know(self, conversation: Conversation) -> None:
         self._known[conversation.number] = conversation
-        self._pages.add(conversation.number, conversation)
+        self._ascending.append(conversation.number)
         if conversation.name is not None:
             self._named.setdefault(conversation.name, {})[conversation.salt_tag] = conversation
 
@@ -304,15 +289,10 @@ class ConversationBook:
     def _forget(self, conversation: Conversation) -> None:
         del self._known[conversation.number]
         conversation.known, conversation.watched_s = False, math.inf
-        self._pages.remove(conversation.number)
-        self._forget_tail(conversation)
+        del self._ascending[bisect_left(self._ascending, conversation.number)]
+        self._endings.forget(conversation)
         if conversation.name is not None:
             of_name = self._named[conversation.name]
             del of_name[conversation.salt_tag]
             if not of_name:
                 del self._named[conversation.name]
-
-    def _forget_tail(self, conversation: Conversation) -> None:
-        self._endings.forget(conversation)
-        if conversation.tail is not None and self._by_tail.get(conversation.tail) is conversation:
-            del self._by_tail[conversation.tail]

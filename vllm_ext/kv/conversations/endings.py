@@ -1,7 +1,7 @@
-"""How a turn is known that names no conversation, and whose template left out what the model thought.
+"""How a turn is known that names no conversation: it begins with all of the last turn.
 
-Such a prompt does not begin with all of the last turn, but with that turn's prompt, and somewhere behind that it has
-the end of the answer. The prompt alone would not do: many share a system prompt.
+Where the template leaves out what the model thought, it begins with that turn's prompt only, and somewhere behind that
+it has the end of the answer. The prompt alone would not do: many share a system prompt.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
-Conversation = TypeVar("Conversation")
+    from vllm_ext.kv.conversations.conversation import Conversation
 
 _MOST_TOKENS, _LEAST_TOKENS = 16, 8
 """Of an answer's end that are looked for. Fewer would be said by others, too; more may come back as other tokens."""
@@ -25,7 +25,7 @@ _ENCODING = f"utf-32-{sys.byteorder[0]}e"
 
 
 class Ending(NamedTuple):
-    """What a turn left by which the next one is known."""
+    """What a turn left by which the next one is known, if that leaves out what was thought."""
 
     at: OffloadKey
     """The last but one chunk of its prompt: the last one may end within what the template adds for the answer."""
@@ -48,52 +48,58 @@ def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[in
     return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, said)
 
 
-class Endings(Generic[Conversation]):
+class Endings:
     """The last turns of conversations without a name."""
 
     def __init__(self) -> None:
-        self._of: dict[Conversation, Ending] = {}
-        self._at: dict[OffloadKey, OrderedDict[Conversation, None]] = {}
+        self._of: dict[Conversation, tuple[OffloadKey, Ending | None]] = {}
+        """The last chunk of a turn, and how else its next one is known."""
+        self._by_last: dict[OffloadKey, Conversation] = {}
+        self._at: dict[OffloadKey, OrderedDict[Conversation, Ending]] = {}
         """Those whose prompts go on from a chunk, the one that ended last at the end."""
 
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def add(self, conversation: Conversation, left: Ending) -> None:
+    def add(self, conversation: Conversation, last: OffloadKey, left: Ending | None) -> None:
         """Note what a conversation's last turn left."""
         self.forget(conversation)
-        self._of[conversation] = left
-        alike = self._at.setdefault(left.at, OrderedDict())
-        alike[conversation] = None
-        if len(alike) > _MOST_ALIKE:
-            self.forget(next(iter(alike)))
+        self._of[conversation] = last, left
+        self._by_last[last] = conversation
+        if left is not None:
+            alike = self._at.setdefault(left.at, OrderedDict())
+            alike[conversation] = left
+            if len(alike) > _MOST_ALIKE:
+                alike.popitem(last=False)
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, if it is known."""
-        left = self._of.pop(conversation, None)
-        if left is not None:
-            alike = self._at[left.at]
-            del alike[conversation]
+        last, left = self._of.pop(conversation, (None, None))
+        if last is not None and self._by_last.get(last) is conversation:
+            del self._by_last[last]
+        if left is not None and (alike := self._at.get(left.at)) is not None:
+            alike.pop(conversation, None)
             if not alike:
                 del self._at[left.at]
 
-    def find(self, keys: Sequence[OffloadKey], tokens: Sequence[int]) -> Conversation | None:
+    def find(self, salt_tag: str, keys: Sequence[OffloadKey], tokens: Sequence[int]) -> Conversation | None:
         """Return the conversation whose last turn a prompt goes on from; the longest, and of these the latest.
 
         Cost: one look-up for each chunk; behind one that conversations left, a search through the tokens for each.
 
         Args:
+            salt_tag: Of the prompt's salt; another one's conversation is none.
             keys: Whole chunks of the prompt, in order.
             tokens: Of the prompt.
         """
+        for key in reversed(keys):
+            found = self._by_last.get(key)
+            if found is not None and found.salt_tag == salt_tag:
+                return found
         text = ""
         for key in reversed(keys):
-            for conversation in reversed(self._at.get(key, ())):
+            for found, left in reversed(self._at.get(key, {}).items()):
                 text = text or _text(tokens)
-                left = self._of[conversation]
                 start = left.prompt_tokens - _MOST_TOKENS  # less what templates add to a prompt for its answer
                 if text.find(left.tokens, max(0, start)) >= 0:
-                    return conversation
+                    return found if found.salt_tag == salt_tag else None
         return None
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_ext.config.kv_tier import BY_AGE, BY_TURNS
+from vllm_ext.config.kv_tier import BY_AGE
 from vllm_ext.kv.eviction.worth import LEAST_AGE_S
 
-_TURNS = (1, 2, 4, 8, 16, 32)
-"""First turn counts of the classes: 1, 2 to 3, 4 to 7, ..., and 32 or more."""
-NUM_TURN_CLASSES = len(_TURNS)
+NUM_TURN_CLASSES = 6
+"""1 turn, 2 to 3, 4 to 7, ..., and 32 or more."""
 _PRIOR = 20.0
 """Conversations of each class that are taken to have come back before any was seen."""
 _MEMORY = 5000.0
@@ -18,7 +17,7 @@ _MEMORY = 5000.0
 
 def turn_class(turns: int) -> int:
     """Return the class of a conversation that has had so many turns, from 0."""
-    return sum(turns >= first for first in _TURNS[1:])
+    return min(max(turns, 1).bit_length(), NUM_TURN_CLASSES) - 1
 
 
 def by_age(_: int, after_s: float) -> float:
@@ -50,7 +49,7 @@ class ReturnModel:
 
     def share(self, turns: int) -> float:
         """Return which share of conversations comes back that have had so many turns; all, until some were seen."""
-        return self._share(turn_class(turns))
+        return self._share_of_class(turn_class(turns))
 
     def by(self, kind: str) -> Callable[[int, float], float]:
         """Return what gives a rate of return, per second, by class of turns and time since the last one ended.
@@ -59,10 +58,9 @@ class ReturnModel:
             kind: ``age``: 1 / time (Pensieve's equation, section 4.3.1). ``turns``: the share that comes back after so
                 many turns, over the time (its text). Neither ever rises.
         """
-        return {BY_TURNS: self._share_over_age, BY_AGE: by_age}[kind]
+        if kind == BY_AGE:
+            return by_age
+        return lambda number, after_s: self._share_of_class(number) * by_age(number, after_s)
 
-    def _share(self, number: int) -> float:
+    def _share_of_class(self, number: int) -> float:
         return (self._returned[number] + _PRIOR) / (self._ended[number] + _PRIOR)
-
-    def _share_over_age(self, number: int, after_s: float) -> float:
-        return self._share(number) * by_age(number, after_s)
