@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,15 @@ def key(name: str) -> OffloadKey:
     return make_offload_key(name.encode(), 0)
 
 
+def in_order(keys: Sequence[OffloadKey]) -> ReqContext:
+    """A request whose prefix these chunks are."""
+    context = ReqContext(req_id="r")
+    for number, found in enumerate(keys):
+        context.set_offload_key_position(found, (number + 1) * CHUNK)
+    context.set_state(Chain({0: keys}, {0: CHUNK}))
+    return context
+
+
 @dataclass
 class Tier:
     """Eight chunks unless said otherwise; time stands where it is set."""
@@ -30,11 +40,12 @@ class Tier:
     num_chunks: int = 8
     policy: str = "retention"
     now: float = 0.0
+    cost: Callable[[int], float] = lambda end: 1.0
 
     def __post_init__(self) -> None:
         self.manager = TierManager(self.num_chunks, cache_policy=self.policy)
         self.keeper = Keeper(self.manager, **self.options)
-        self.keeper.use(lambda: self.now, lambda end: 1.0)
+        self.keeper.use(lambda: self.now, self.cost)
 
     def turn(
         self,
@@ -49,10 +60,11 @@ class Tier:
         """Let a request store chunks as they are full, of which it generated the last ones, and end."""
         self.now = at
         self.keeper.sweep(at)
-        extra = {**({} if name is None else {"conversation_id": name}), **hints}
         request: Any = SimpleNamespace(
             request_id=f"request-{at}-{name}",
-            sampling_params=SimpleNamespace(extra_args=extra),
+            sampling_params=SimpleNamespace(
+                extra_args={**({} if name is None else {"conversation_id": name}), **hints}
+            ),
             session_id=None,
             cache_salt=salt or None,
             lora_request=SimpleNamespace(lora_name=lora) if lora else None,
@@ -61,10 +73,7 @@ class Tier:
         )
         found = [key(chunk) for chunk in chunks]
         turn = self.keeper.enter(request, found[: len(found) - generated], at)
-        context = ReqContext(request.request_id)
-        for number, one in enumerate(found):
-            context.set_offload_key_position(one, (number + 1) * CHUNK)
-        context.set_state(Chain({0: found}, {0: CHUNK}))
+        context = in_order(found)
         context.set_state(turn)
         self.manager.on_new_request(context)
         stored = self.manager.prepare_store(found, context)
@@ -75,11 +84,30 @@ class Tier:
         self.keeper.sweep(at)
         return turn.conversation
 
+    def turns(self, *lines: str) -> None:
+        """Let requests come and check the books after each; each is ``name: chunks @time options``."""
+        for line in lines:
+            name, _, rest = line.partition(": ")
+            chunks, _, said = rest.partition(" @")
+            at, *options = said.split()
+            hints: dict[str, Any] = dict(option.split("=") for option in options)
+            if "ttl" in hints:
+                hints["kv_ttl_s"] = float(hints.pop("ttl"))
+            generated = int(hints.pop("generated", 0))
+            self.turn(name, *chunks.split(), at=float(at), generated=generated, **hints)
+            self.check()
+
     def has(self, *chunks: str) -> bool:
         return all(self.manager.policy.get(key(chunk)) is not None for chunk in chunks)
 
+    def there(self, *names: str) -> tuple[list[str], ...]:
+        """Return which of the chunks are there."""
+        return tuple([chunk for chunk in some.split() if self.has(chunk)] for some in names)
+
     def check(self) -> None:
         """The books agree with each other."""
+        if self.policy in ("lru", "arc"):
+            return
         policy = self.manager.policy
         assert isinstance(policy, RetentionCachePolicy)
         resident = len(policy._nodes)

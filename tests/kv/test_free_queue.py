@@ -1,4 +1,4 @@
-"""The order in which free blocks are taken, by hand and against trying everything."""
+"""The order in which free blocks are taken, against a search among all of them, and in vLLM's pool."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
 from vllm_ext.kv.eviction.free_queue import RetentionQueue
+from vllm_ext.kv.eviction.worth import class_of, middle_of
 from vllm_ext.simulation.virtual_clock import VirtualClock
 
 BLOCK = 16
@@ -26,48 +27,8 @@ def hold(block: KVCacheBlock, end: int) -> KVCacheBlock:
     return block
 
 
-def queue(num_blocks: int, clock: VirtualClock) -> tuple[RetentionQueue, list[KVCacheBlock]]:
-    blocks = [KVCacheBlock(number) for number in range(num_blocks)]
-    return RetentionQueue(blocks, clock, linear), blocks
-
-
 def ids(blocks: list[KVCacheBlock]) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-def test_empty_blocks_then_the_leading_end_of_what_is_oldest_for_its_cost() -> None:
-    clock = VirtualClock(0.0)
-    free, blocks = queue(12, clock)
-    assert ids(free.popleft_n(10)) == list(range(10))
-    free.append_n([hold(blocks[n], (n + 1) * BLOCK) for n in (3, 2, 1, 0)])  # last ones first, as vLLM frees them
-    clock.advance(1.0)
-    free.append_n([hold(blocks[n], (n - 3) * BLOCK) for n in (7, 6, 5, 4)])
-    clock.advance(1.0)
-    assert free.num_free_blocks == 10
-    assert ids(free.popleft_n(7)) == [10, 11, 0, 1, 2, 3, 4]
-    free.remove(blocks[5])
-    assert ids(free.popleft_n(2)) == [6, 7]
-    assert free.num_free_blocks == 0
-    assert free.get_all_free_blocks() == []
-
-
-def test_a_block_that_is_costly_for_its_age_stays() -> None:
-    clock = VirtualClock(0.0)
-    free, blocks = queue(2, clock)
-    free.popleft_n(2)
-    free.append_n([hold(blocks[0], 8192)])  # cost 17
-    clock.advance(10.0)
-    free.append_n([hold(blocks[1], 16)])  # cost about 1
-    clock.advance(1.0)
-    assert ids(free.popleft_n(2)) == [1, 0], "1/1 < 17/11"
-    clock = VirtualClock(0.0)
-    free, blocks = queue(2, clock)
-    free.popleft_n(2)
-    free.append_n([hold(blocks[0], 8192)])
-    clock.advance(100.0)
-    free.append_n([hold(blocks[1], 16)])
-    clock.advance(1.0)
-    assert ids(free.popleft_n(2)) == [0, 1], "17/101 < 1/1"
 
 
 def test_what_the_pool_evicts_goes_first() -> None:
@@ -76,6 +37,7 @@ def test_what_the_pool_evicts_goes_first() -> None:
     pool: Any = BlockPool(num_gpu_blocks=5, enable_caching=True, hash_block_size=BLOCK)
     RetentionQueue.serve(pool, clock, linear)
     blocks = pool.get_new_blocks(4)
+    assert pool.get_num_free_blocks() == 0
     for block in blocks:
         hold(block, 64 * BLOCK)
         pool.cached_block_hash_to_block.insert(block.block_hash, block)
@@ -91,54 +53,49 @@ def test_what_the_pool_evicts_goes_first() -> None:
 
 
 @given(data=st.data())
-def test_always_the_least_of_its_class(data: st.DataObject) -> None:
-    """Against looking at every free block: what is taken is worth no more than any other, up to a class's breadth."""
+def test_empty_blocks_then_the_oldest_of_the_class_of_least_value(data: st.DataObject) -> None:
+    """Of those freed together the one that stands first in its sequence goes first, however they were freed."""
     clock = VirtualClock(0.0)
-    free, blocks = queue(12, clock)
-    freed: dict[int, float] = {}
-    empty: set[int] = set()
-    held = free.popleft_n(12)
+    blocks = [KVCacheBlock(number) for number in range(12)]
+    free = RetentionQueue(blocks, clock, linear)
+    freed: dict[int, tuple[float, int, int]] = {}
+    """When, by end, and in which order: of the blocks that hold something."""
+    empty, held = list(range(12)), list[KVCacheBlock]()
+
+    def value(number: int) -> float:
+        return linear(middle_of(class_of(freed[number][1]))) / max(clock() - freed[number][0], 1e-6)
+
     for _ in range(data.draw(st.integers(1, 25))):
-        clock.advance(data.draw(st.sampled_from([0.1, 1.0, 7.0])))
-        action = data.draw(st.sampled_from(["free", "take", "touch", "empty"]))
+        clock.advance(data.draw(st.sampled_from([0.001, 0.1, 1.0, 7.0])))
+        action = data.draw(st.sampled_from(["free", "take", "take", "touch", "empty"]))
+        number = data.draw(st.sampled_from(sorted(freed))) if freed else None
         if action == "free" and held:
             some = [held.pop() for _ in range(data.draw(st.integers(1, len(held))))]
-            for block in some:
+            for order, block in enumerate(some):
                 block.reset_hash()
                 hold(block, BLOCK * data.draw(st.integers(1, 200)))
-                freed[block.block_id] = clock()
+                freed[block.block_id] = clock(), block.block_hash_num_tokens or 0, order
             free.append_n(some)
-        elif action == "empty" and freed:
-            number = data.draw(st.sampled_from(sorted(freed)))
+        elif action == "empty" and number is not None:
             blocks[number].reset_hash()
             free.emptied([blocks[number]])
-            empty.add(number)
+            empty.insert(0, number)
             del freed[number]
-        elif action == "take" and empty:
-            taken = free.popleft()
-            empty.remove(taken.block_id)
-            held.append(taken)
-        elif action == "take" and freed:
-            values = {
-                n: linear(blocks[n].block_hash_num_tokens or 0) / max(clock() - t, 1e-6) for n, t in freed.items()
-            }
-            taken = free.popleft()
-            assert values[taken.block_id] <= min(values.values()) * 2**0.5 * 1.0001
-            del freed[taken.block_id]
-            held.append(taken)
-        elif action == "touch" and freed:
-            number = data.draw(st.sampled_from(sorted(freed)))
+        elif action == "touch" and number is not None:
             free.remove(blocks[number])
             del freed[number]
             held.append(blocks[number])
+        elif action == "take" and empty:
+            assert free.least_value() == 0.0
+            held += free.popleft_n(1)
+            assert held[-1].block_id == empty.pop(0)
+        elif action == "take" and freed:
+            worth, least = {number: value(number) for number in freed}, free.least_value()
+            held.append(free.popleft())
+            taken = held[-1].block_id
+            alike = [number for number in freed if class_of(freed[number][1]) == class_of(freed[taken][1])]
+            assert taken == min(alike, key=freed.__getitem__), "the oldest of its class"
+            assert worth[taken] == least == free.value(held[-1], freed[taken][0])
+            assert worth[taken] <= min(worth.values()) * 1.02, "compared 10 ms ago at most"
+            del freed[taken]
         assert free.num_free_blocks == len(freed) + len(empty) == len(free.get_all_free_blocks())
-
-
-def test_in_vllms_pool() -> None:
-    pool: Any = BlockPool(num_gpu_blocks=6, enable_caching=True, hash_block_size=BLOCK)
-    RetentionQueue.serve(pool, VirtualClock(0.0), linear)
-    blocks = pool.get_new_blocks(5)
-    assert pool.get_num_free_blocks() == 0
-    pool.free_blocks(reversed(blocks))
-    assert pool.get_num_free_blocks() == 5
-    assert len({block.block_id for block in pool.get_new_blocks(5)}) == 5

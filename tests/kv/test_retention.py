@@ -3,221 +3,147 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-from vllm_ext.kv.eviction.retention import Chain, LastUse, LeadingCachePolicy, RetentionCachePolicy, default_cost
+from vllm_ext.kv.eviction.retention import LastUse, LeadingCachePolicy, RetentionCachePolicy, default_cost
 
-CHUNK = 32
+from .keeper_parts import CHUNK, in_order, key
 
-
-def key(name: str) -> OffloadKey:
-    return make_offload_key(name.encode(), 0)
-
-
-def name_of(found: OffloadKey) -> str:
-    return found[:-4].decode()
+LONG = " ".join(f"b{i}" for i in range(256))
+CHEAP, DEAR = default_cost(76), default_cost(9741)
+"""In the middle of the classes of ends of 64 and 8192 tokens, the 12th and 26th half octaves."""
 
 
-@dataclass
-class Tier:
-    """A policy whose time stands where it is set."""
+class Script:
+    """A policy that is told what happens, one line each: the time, what, and the chunks of a prefix."""
 
-    now: float = 0.0
-    policy: RetentionCachePolicy = field(default_factory=lambda: RetentionCachePolicy(1000))
-
-    def __post_init__(self) -> None:
+    def __init__(self, kind: Callable[[int], RetentionCachePolicy] = RetentionCachePolicy) -> None:
+        self.policy, self.now = kind(1000), 0.0
         self.policy.clock = lambda: self.now
 
-    def store(self, *names: str, at: float, first: int = 0) -> None:
-        """Insert the chunks of a prefix, of which the first ``first`` are there already."""
-        self.now = at
-        context = request(names)
+    def run(self, *lines: str) -> None:
+        for line in lines:
+            now, action, *words = line.split()
+            self.now = float(now)
+            getattr(self, action)(*words)
+
+    def store(self, *names: str) -> None:
+        self.copy(in_order([key(name) for name in names]), *names)
+
+    def copy(self, context: ReqContext, *names: str) -> None:
         self.policy.announce(context)
-        for number, name in enumerate(names[first:]):
-            chunk = ChunkStatus(number)
-            self.policy.insert(key(name), chunk)
-            chunk.ref_cnt = 0
+        for name in names:
+            if self.policy.get(key(name)) is None:
+                chunk = ChunkStatus(0)
+                self.policy.insert(key(name), chunk)
+                chunk.ref_cnt = 0
+                self.policy.mark_evictable(key(name))
+
+    def late(self, used: str, name: str) -> None:
+        """Copy a chunk whose request used it then and has ended; vLLM's manager touches it once more."""
+        context = in_order([key(name)])
+        context.set_state(LastUse({key(name): float(used)}))
+        self.copy(context, name)
+        self.policy.touch([key(name)], context)
+
+    def lone(self, name: str) -> None:
+        """Store a chunk of which nobody knows the prefix."""
+        self.copy(ReqContext(req_id="r"), name)
+
+    def use(self, *names: str) -> None:
+        self.policy.touch([key(name) for name in names], in_order([key(name) for name in names]))
+
+    def hold(self, name: str, copies: str) -> None:
+        chunk = self.policy.get(key(name))
+        assert chunk is not None
+        chunk.ref_cnt = int(copies)
+        if not chunk.ref_cnt:
             self.policy.mark_evictable(key(name))
 
-    def use(self, *names: str, at: float) -> None:
-        self.now = at
-        self.policy.touch([key(name) for name in names], request(names))
+    def remove(self, name: str) -> None:
+        self.policy.remove(key(name))
 
-    def evict(self, count: int, *, at: float, protected: Sequence[str] = ()) -> list[str] | None:
-        self.now = at
-        found = self.policy.evict(count, {key(name) for name in protected})
-        return None if found is None else [name_of(key) for key, _ in found]
+    def clear(self) -> None:
+        self.policy.clear()
 
-
-def request(names: Sequence[str]) -> ReqContext:
-    """A request whose prefix these chunks are."""
-    context = ReqContext(req_id="r")
-    keys = [key(name) for name in names]
-    for number, found in enumerate(keys):
-        context.set_offload_key_position(found, (number + 1) * CHUNK)
-    context.set_state(Chain({0: keys}, {0: CHUNK}))
-    return context
+    def evict(self, count: str, *words: str) -> None:
+        """``3 = c b a``, or nothing; ``- x`` before that protects x."""
+        place = words.index("=")
+        found = self.policy.evict(int(count), {key(name) for name in words[1:place]})
+        assert names_of(found) == list(words[place + 1 :])
 
 
-def test_a_conversation_shrinks_from_its_tail() -> None:
-    tier = Tier()
-    tier.store("a1", "a2", "a3", at=0.0)
-    assert tier.evict(2, at=10.0) == ["a3", "a2"]
-    assert tier.evict(1, at=11.0) == ["a1"]
-    assert tier.evict(1, at=12.0) is None
+def names_of(found: list[tuple[OffloadKey, ChunkStatus]] | None) -> list[str]:
+    return [key[:-4].decode() for key, _ in found or ()]
 
 
-def test_the_one_that_is_cheaper_for_its_age_goes() -> None:
-    """Cost(l) / T with the cost of the middle of a class; ends of 64 and 8192 tokens, 12 and 26 half octaves."""
-    long = [f"b{i}" for i in range(256)]
-    cheap, dear = default_cost(76), default_cost(9741)
-    assert dear / cheap == pytest.approx(2.17, abs=0.01)
-    for idle_of_short, goes in ((10.0, "b255"), (30.0, "a2")):  # the long one was idle for 40 s
-        tier = Tier()
-        tier.store(*long, at=0.0)
-        tier.store("a1", "a2", at=40.0 - idle_of_short)
-        assert tier.evict(1, at=40.0) == [goes]
-        assert (cheap / idle_of_short < dear / 40.0) == (goes == "a2")
+RETENTION = {
+    "from-its-tail": ["0 store a1 a2 a3", "10 evict 2 = a3 a2", "11 evict 1 = a1", "12 evict 1 ="],
+    "short-ones-are-cheap": [f"0 store {LONG}", "10 store a1 a2", "40 evict 1 = a2"],
+    "but-not-when-young": [f"0 store {LONG}", "30 store a1 a2", "40 evict 1 = b255"],
+    "what-many-share-stays": ["0 store s a", "50 store s b", "60 evict 1 = a", "60 evict 2 = b s"],
+    "use-makes-young": ["0 store a", "1 store b", "5 use a", "6 evict 1 = b"],
+    "a-copy-brings-the-time-of-use": ["5 store b", "600 late 1 a", "601 evict 1 = a", "601 evict 1 = b"],
+    "a-copy-makes-nothing-older": ["3 store a", "5 store b", "5 late 1 b", "6 evict 1 = a"],
+    "what-is-used-or-protected-stays": [
+        "0 store a1 a2", "5 store b", "6 hold a2 1", "10 evict 2 =", "10 evict 1 - b =", "10 evict 1 = b",
+        "11 hold a2 0", "11 evict 1 - a2 =", "11 evict 2 = a2 a1",
+    ],
+    "what-cannot-be-found-goes": [
+        "0 store old", "100 store a1 a2 a3", "100 remove a2", "101 evict 1 = a3", "102 store a1 a2",
+        "103 evict 2 = old a2",
+    ],
+    "of-an-unknown-prefix": ["0 lone x", "1 evict 1 = x"],
+    "cleared": ["0 store a1 a2", "0 clear", "1 evict 1 =", "2 store a2", "3 evict 1 = a2"],
+}  # fmt: skip
+LEADING = {
+    "the-leading-end-goes": [
+        "0 store s a2 a3 a4", "50 store s b2 b3", "50 use s b2 b3", "60 evict 2 = a2 a3", "70 evict 4 = a4 s b2 b3"
+    ],
+    "and-takes-nothing-along": [
+        "0 store a1 a2 a3", "5 store b1", "5 remove a1", "10 use a2 a3", "11 evict 1 = b1", "12 evict 2 = a2 a3"
+    ],
+}  # fmt: skip
 
 
-def test_what_many_share_stays_while_one_of_them_does() -> None:
-    tier = Tier()
-    tier.store("s", "a", at=0.0)
-    tier.store("s", "b", at=50.0, first=1)
-    assert tier.evict(1, at=60.0) == ["a"]
-    assert tier.evict(2, at=60.0) == ["b", "s"]
-
-
-def test_use_makes_young() -> None:
-    tier = Tier()
-    tier.store("a", at=0.0)
-    tier.store("b", at=1.0)
-    tier.use("a", at=5.0)
-    assert tier.evict(1, at=6.0) == ["b"]
-
-
-def test_a_copy_brings_the_time_of_the_last_use_with_it() -> None:
-    tier = Tier()
-    tier.store("b", at=5.0)
-    copied = request(["a"])
-    copied.set_state(LastUse({key("a"): 1.0}))
-    tier.now = 600.0
-    tier.policy.announce(copied)
-    tier.policy.insert(key("a"), ChunkStatus(7))
-    tier.policy.touch([key("a")], copied)  # vLLM's manager does when the copy's request ends
-    chunk = tier.policy.get(key("a"))
-    assert chunk is not None
-    chunk.ref_cnt = 0
-    tier.policy.mark_evictable(key("a"))
-    assert tier.evict(1, at=601.0) == ["a"]
-    assert tier.evict(1, at=601.0) == ["b"]
-
-
-def test_a_copy_makes_nothing_older() -> None:
-    tier = Tier()
-    tier.store("a", at=3.0)
-    tier.store("b", at=5.0)
-    copied = request(["b"])
-    copied.set_state(LastUse({key("b"): 1.0}))
-    tier.policy.touch([key("b")], copied)
-    assert tier.evict(1, at=6.0) == ["a"]
-
-
-def test_chunks_in_use_or_protected_stay_and_so_does_what_they_follow() -> None:
-    tier = Tier()
-    tier.store("a1", "a2", at=0.0)
-    tier.store("b", at=5.0)
-    chunk = tier.policy.get(key("a2"))
-    assert chunk is not None
-    tier.policy.mark_non_evictable(key("a2"))
-    chunk.ref_cnt = 1
-    assert tier.evict(2, at=10.0) is None, "all or nothing"
-    assert tier.evict(1, at=10.0, protected=["b"]) is None
-    assert tier.evict(1, at=10.0) == ["b"]
-    chunk.ref_cnt = 0
-    tier.policy.mark_evictable(key("a2"))
-    assert tier.evict(1, at=11.0, protected=["a2"]) is None
-    assert tier.evict(2, at=11.0) == ["a2", "a1"]
-
-
-def test_what_cannot_be_found_any_more_goes_first() -> None:
-    """A chunk that could not be read is removed from the middle of a prefix."""
-    tier = Tier()
-    tier.store("old", at=0.0)
-    tier.store("a1", "a2", "a3", at=100.0)
-    tier.policy.remove(key("a2"))
-    assert tier.evict(1, at=101.0) == ["a3"]
-    tier.store("a1", "a2", at=102.0, first=1)
-    assert tier.evict(2, at=103.0) == ["old", "a2"]
-
-
-def test_chunks_of_nobody_knows_what_prefix_can_go() -> None:
-    tier = Tier()
-    chunk = ChunkStatus(0)
-    tier.policy.announce(ReqContext(req_id="r"))
-    tier.policy.insert(key("x"), chunk)
-    chunk.ref_cnt = 0
-    tier.policy.mark_evictable(key("x"))
-    assert tier.evict(1, at=1.0) == ["x"]
-
-
-def test_a_cleared_policy_is_empty() -> None:
-    tier = Tier()
-    tier.store("a1", "a2", at=0.0)
-    tier.policy.clear()
-    assert tier.policy.get(key("a1")) is None
-    assert tier.evict(1, at=1.0) is None
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        pytest.param(kind, lines, id=name)
+        for kind, table in ((RetentionCachePolicy, RETENTION), (LeadingCachePolicy, LEADING))
+        for name, lines in table.items()
+    ],
+)
+def test_who_goes(kind: type[RetentionCachePolicy], lines: list[str]) -> None:
+    assert CHEAP / 10.0 > DEAR / 40.0 > CHEAP / 30.0, "what the rows with long prefixes go by"
+    Script(kind).run(*lines)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_it_evicts_what_a_search_over_all_chunks_would(seed: int) -> None:
     """Random conversations over a shared start: the tail of least value, classes of cost apart."""
-    rng = random.Random(seed)
-    tier = Tier()
+    rng, script = random.Random(seed), Script()
     prefixes = [["s0", "s1"] + [f"{who}-{i}" for i in range(rng.randint(1, 40))] for who in range(12)]
     used: dict[str, float] = {}
     ends = {name: (i + 1) * CHUNK for prefix in prefixes for i, name in enumerate(prefix)}
-    now = 0.0
     for _ in range(300):
-        now += rng.expovariate(1.0)
+        script.now += rng.expovariate(1.0)
         prefix = rng.choice(prefixes)
         there = next((i for i, name in enumerate(prefix) if name not in used), len(prefix))
         if rng.random() < 0.6:
-            tier.use(*prefix[:there], at=now)
-            used.update(dict.fromkeys(prefix[:there], now))
             length = min(len(prefix), there + rng.randint(1, 6))
-            tier.store(*prefix[:length], at=now, first=there)
-            used.update(dict.fromkeys(prefix[there:length], now))
+            script.use(*prefix[:there])
+            script.store(*prefix[:length])
+            used.update(dict.fromkeys(prefix[:length], script.now))
         elif used:
-            now += 1.0
-            (gone,) = tier.evict(1, at=now) or [""]
+            script.now += 1.0
+            (gone,) = names_of(script.policy.evict(1, set()))
             followed = {prefix[i - 1] for prefix in prefixes for i, name in enumerate(prefix) if i and name in used}
-            value = {name: default_cost(ends[name]) / (now - at) for name, at in used.items() if name not in followed}
-            assert gone in value
+            value = {n: default_cost(ends[n]) / (script.now - at) for n, at in used.items() if n not in followed}
             assert value[gone] <= min(value.values()) * 1.42, "within a class costs differ by less than half an octave"
             del used[gone]
-    assert len(tier.policy._tails) < 4 * len(ends) + 64 * 12
-
-
-def test_where_gaps_are_crossed_leading_ends_go_first() -> None:
-    tier = Tier(policy=LeadingCachePolicy(1000))
-    tier.store("s", "a2", "a3", "a4", at=0.0)
-    tier.store("s", "b2", "b3", at=50.0, first=1)
-    tier.use("s", "b2", "b3", at=50.0)
-    assert tier.evict(2, at=60.0) == ["a2", "a3"], "what both share was used with the second one"
-    assert tier.evict(4, at=70.0) == ["a4", "s", "b2", "b3"]
-
-
-def test_a_chunk_that_is_gone_takes_nothing_along_where_gaps_are_crossed() -> None:
-    tier = Tier(policy=LeadingCachePolicy(1000))
-    tier.store("a1", "a2", "a3", at=0.0)
-    tier.store("b1", at=5.0)
-    tier.policy.remove(key("a1"))
-    tier.use("a2", "a3", at=10.0)
-    assert tier.evict(1, at=11.0) == ["b1"]
-    assert tier.evict(2, at=12.0) == ["a2", "a3"]
+    assert len(script.policy._tails) < 4 * len(ends) + 64 * 12
