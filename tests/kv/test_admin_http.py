@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_ext import envs
@@ -77,10 +78,6 @@ def dead(*_: Any) -> Any:
     raise EngineDeadError
 
 
-def refused(*_: Any) -> dict[str, Any]:
-    return {"conversation": ROW, "refused": "it holds too much"}
-
-
 def text(answer: Any) -> str:
     return str(answer.json()["error"]["message"])
 
@@ -121,13 +118,6 @@ def test_pages_of_several_engines_have_one_cursor() -> None:
     assert seen == {0: [1, 2, 3, 4, 5], 1: [1, 2]}
 
 
-@pytest.mark.parametrize("cursor", ["1", "1.2.3"])
-def test_a_cursor_of_other_engines_is_400(cursor: str) -> None:
-    answer = server(Client(found, found)).get(f"{URL}/conversations?cursor={cursor}")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query.cursor")
-    assert "of 2 engines" in text(answer)
-
-
 def test_engines_that_know_a_conversation_drop_it() -> None:
     answer = server(Client(nobody, found)).post(f"{URL}/drop", json={"name": "a", "salt": "s"})
     assert answer.status_code == 200
@@ -136,16 +126,18 @@ def test_engines_that_know_a_conversation_drop_it() -> None:
     assert row["with"] == {"name": "a", "salt": "s"}
 
 
-def test_a_conversation_is_meant_by_its_id() -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "body", "asked"),
+    [
+        ("post", "/drop", {"id": "5f0c6a1b-17"}, {"id": "5f0c6a1b-17"}),
+        ("get", "/conversations/team%2Fa%20b%3Fc", None, {"name": "team/a b?c"}),
+    ],
+    ids=["by-its-id", "by-a-name-that-may-hold-anything"],
+)
+def test_a_conversation_is_meant(method: str, path: str, body: Any, asked: dict[str, Any]) -> None:
     client = Client(found)
-    assert server(client).post(f"{URL}/drop", json={"id": "5f0c6a1b-17"}).status_code == 200
-    assert client.asked[0][3] == {"id": "5f0c6a1b-17"}
-
-
-def test_names_may_hold_anything() -> None:
-    client = Client(found)
-    assert server(client).get(f"{URL}/conversations/team%2Fa%20b%3Fc").status_code == 200
-    assert client.asked[0][3] == {"name": "team/a b?c"}
+    assert server(client).request(method, URL + path, json=body).status_code == 200
+    assert client.asked[0][3] == asked
 
 
 def test_an_unknown_conversation_is_404() -> None:
@@ -158,43 +150,40 @@ def test_an_unknown_conversation_is_404() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "field"),
+    ("path", "body", "field"),
     [
-        ({}, "body"),
-        ({"name": 7}, "body.name"),
-        ({"name": "a" * 257}, "body.name"),
-        ({"name": "a", "sale": "s"}, "body.sale"),
-        ({"name": "a", "salt": 7}, "body.salt"),
-        ({"name": "a", "salt_tag": "t"}, "body.salt_tag"),
-        ({"name": "a", "id": "i"}, "body"),
-        ({"id": "i", "salt": "s"}, "body"),
+        *(
+            ("/drop", body, field)
+            for body, field in (
+                ({}, "body"),
+                ({"name": ""}, "body.name"),
+                ({"name": 7}, "body.name"),
+                ({"name": "a" * 257}, "body.name"),
+                ({"name": "a", "sale": "s"}, "body.sale"),
+                ({"name": "a", "salt": 7}, "body.salt"),
+                ({"name": "a", "id": "i"}, "body"),
+                ({"id": "i", "salt": "s"}, "body"),
+            )
+        ),
+        *((f"/conversations?limit={limit}", None, "query.limit") for limit in ("0", "1001")),
+        *((f"/conversations?cursor={cursor}", None, "query.cursor") for cursor in ("-1", "x", "1..2", "1", "1.2.3")),
     ],
 )
-def test_a_malformed_request_is_400_and_reaches_no_engine(body: dict[str, Any], field: str) -> None:
-    client = Client(found)
-    answer = server(client).post(f"{URL}/drop", json=body)
+def test_a_malformed_request_is_400_and_reaches_no_engine(path: str, body: Any, field: str) -> None:
+    client = Client(found, found)
+    answer = server(client).request("get" if body is None else "post", URL + path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    assert ("of 2 engines" in text(answer)) is path.endswith(("=1", "=1.2.3")), "a cursor of other engines"
     assert not client.asked
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "cursor=-1", "cursor=x", "cursor=1..2"])
-def test_a_malformed_query_is_400(query: str) -> None:
-    answer = server(Client(found)).get(f"{URL}/conversations?{query}")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"query.{query.partition('=')[0]}")
-
-
-def test_a_dead_engine_is_503() -> None:
+def test_an_engine_that_is_dead_or_does_not_answer_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     client = server(Client(found, dead))
     for answer in (client.get(URL), client.delete(f"{URL}/conversations"), client.post(f"{URL}/drop", json=ROW)):
-        assert answer.status_code == 503
-        assert "an engine core has died" in text(answer)
-
-
-def test_an_engine_that_does_not_answer_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+        assert (answer.status_code, "an engine core has died" in text(answer)) == (503, True)
     monkeypatch.setattr(admin_http, "_PATIENCE_S", 0.01)
     answer = server(Client(found, lambda *_: asyncio.sleep(60))).get(URL)
-    assert answer.status_code == 503
-    assert "did not answer" in text(answer)
+    assert (answer.status_code, "did not answer" in text(answer)) == (503, True)
 
 
 def test_emptying_resets_the_prefix_cache_of_every_engine() -> None:
@@ -213,14 +202,19 @@ def test_no_other_key_opens_it(root_path: str, key: str | None) -> None:
     paths = {URL, f"{root_path.rstrip('/')}{URL}"}
     for path in paths:
         assert served.get(path).status_code in (401, 404)
-        assert served.get(path, headers={"Authorization": KEY}).status_code in (401, 404)
+        for header in (KEY, f"Basic {KEY}", f"Bearer  {KEY}"):
+            assert served.get(path, headers={"Authorization": header}).status_code in (401, 404)
     assert not client.asked
     assert {served.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code for path in paths} <= {200, 404}
     assert client.asked
 
 
-def test_its_key_opens_nothing_else() -> None:
-    assert server(Client(found)).get("/v1/models").status_code == 401
+def test_its_key_opens_nothing_else_and_without_the_option_there_is_no_such_path() -> None:
+    client = Client(found)
+    assert server(client).get("/v1/models").status_code == 401
+    served = server(client, admin=False)
+    assert served.get(URL).status_code == served.post(f"{URL}/drop", json=ROW).status_code == 404
+    assert not client.asked
 
 
 @pytest.mark.parametrize("api_key", [KEY, None])
@@ -245,26 +239,15 @@ def test_without_a_key_there_is_no_endpoint(key: str | None, what: str, monkeypa
         server(Client(found))
 
 
-def test_without_the_option_there_is_no_such_path() -> None:
-    client = Client(found)
-    served = server(client, admin=False)
-    assert served.get(URL).status_code == served.post(f"{URL}/drop", json=ROW).status_code == 404
-    assert not client.asked
-
-
-@pytest.fixture
-def hooked() -> Iterator[None]:
-    undo = registry.install("kv-admin")
-    yield
-    undo()
-
-
-def test_vllm_is_given_the_plugin_beside_others(hooked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.plugins import load_endpoint_plugins
-    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
-
+def test_vllm_is_given_the_plugin_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    (plugin,) = load_endpoint_plugins(("generate",))
-    assert isinstance(plugin, EndpointPlugin)
-    assert isinstance(plugin, admin_http.AdminPlugin)
-    assert load_endpoint_plugins(("render",)) == []
+    undo = registry.install("kv-admin")
+    try:
+        from vllm.plugins import load_endpoint_plugins
+
+        (plugin,) = load_endpoint_plugins(("generate",))
+        assert isinstance(plugin, EndpointPlugin)
+        assert isinstance(plugin, admin_http.AdminPlugin)
+        assert load_endpoint_plugins(("render",)) == []
+    finally:
+        undo()

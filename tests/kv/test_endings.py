@@ -45,17 +45,14 @@ class Talk:
         return found
 
 
-def test_next_turns_are_known_without_what_was_thought() -> None:
-    talk = Talk(ConversationBook(), seed=0)
-    assert len({id(talk.turn()) for _ in range(5)}) == 1
-
-
-def test_strangers_who_share_a_system_prompt_stay_apart() -> None:
-    book, system = ConversationBook(), list(range(100, 100 + 4 * CHUNK))
-    talks = [Talk(book, system, seed=seed) for seed in range(6)]
-    turns = [[talk.turn() for talk in talks] for _ in range(3)]
-    assert len({id(found) for found in turns[0]}) == 6
-    assert turns[0] == turns[1] == turns[2]
+@pytest.mark.parametrize("strangers", [1, 6])
+def test_next_turns_are_known_without_what_was_thought(strangers: int) -> None:
+    """Also of strangers who share a system prompt."""
+    book, system = ConversationBook(), list(range(100, 100 + 4 * CHUNK)) if strangers > 1 else []
+    talks = [Talk(book, system, seed=seed) for seed in range(strangers)]
+    turns = [[talk.turn() for talk in talks] for _ in range(4)]
+    assert len({id(found) for found in turns[0]}) == strangers
+    assert all(found == turns[0] for found in turns)
 
 
 def test_another_salt_is_another_conversation() -> None:
@@ -72,6 +69,9 @@ def test_a_short_answer_is_said_by_others_too() -> None:
     prompt = list(range(2 * CHUNK))
     assert ending(keys(prompt), len(prompt), [*range(7), STOP]) is None
     assert ending(keys(prompt), len(prompt), [*range(8), STOP]) is not None
+    left = ending(keys(prompt), len(prompt), range(9))
+    assert left is not None
+    assert left.at == keys(prompt)[-2], "the last chunk may end within what the template adds for the answer"
     assert ending([], 5, [*range(8), STOP]) is None, "nothing to find it by"
 
 
@@ -85,16 +85,16 @@ def test_of_several_the_longest_and_latest_is_gone_on_with() -> None:
     assert talks[1].turn() is not found[2]
 
 
-def test_parts_of_tokens_are_no_tokens() -> None:
+def test_tokens_are_found_as_a_whole_and_ids_that_are_no_characters_not_at_all() -> None:
     """16 tokens whose bytes are there, one byte further on: searched as such, a long prompt took seconds."""
-    left = ending([OffloadKey(b"k")], 1, [256] * 17 + [STOP])
+    left, book, conversation = ending([LAST], 1, [256] * 17 + [STOP]), Endings(), Conversation(1, None, "")
     assert left is not None
-    book = Endings()
-    conversation = Conversation(1, None, "")
-    book.add(conversation, LAST, left)
+    book.add(conversation, OffloadKey(b"other"), left)
     assert isinstance(left.tokens, str), "a character is found as a whole"
-    assert book.find("", [OffloadKey(b"k")], [65536] * 100) is None
-    assert book.find("", [OffloadKey(b"k")], [0xD800, *[256] * 16]) is conversation
+    assert book.find("", [LAST], [65536] * 100) is None
+    assert book.find("", [LAST], [0xD800, *[256] * 16]) is conversation
+    assert book.find("", [LAST], [2_000_000, *[256] * 16]) is None
+    assert ending([LAST], 1, [2_000_000] * 20) is None
 
 
 def test_what_is_remembered_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,3 @@ def test_what_is_remembered_is_bounded_and_forgotten(monkeypatch: pytest.MonkeyP
         book.forget(conversation)
     assert [book._of, book._at, book._by_last] == [{}, {}, {}]
     assert book.find("", prompt, tokens) is None
-
-
-def test_ids_that_are_no_characters_are_not_looked_for() -> None:
-    prompt = keys(list(range(2 * CHUNK)))
-    assert ending(prompt, 2 * CHUNK, [2_000_000] * 20) is None
-    book = Endings()
-    left = ending(prompt, 2 * CHUNK, [*range(20), STOP])
-    assert left is not None
-    book.add(Conversation(1, None, ""), LAST, left)
-    assert book.find("", prompt, [2_000_000, *range(20)] * 3) is None
-    assert book.find("", prompt, [*range(2 * CHUNK), *range(20)]) is not None

@@ -42,6 +42,7 @@ MANY_TURNS = [turn for n in range(200) for turn in (f"once-{n}: x{n} @{n}", f"of
             ["q: q0 q1 @0 salt=q", *(f"c{n}: {n}-0 {n}-1 @{1 + n} salt=loud" for n in range(10))],
             "q0 q1 9-0 9-1 8-0 8-1", "7-0 7-1", id="a-salt-beyond-its-quota-loses-its-own",
         ),
+        pytest.param(Tier(HALF), ["a: x @0 salt=s", "b: x y @1 salt=t"], "x y", "", id="it-counts-for-its-last-user"),
         pytest.param(
             Tier(HALF), ["a: b0 b1 b2 b3 b4 b5 b6 @0 salt=s"], "b0 b1 b2 b3", "b4", id="stored-up-to-its-quota"
         ),
@@ -103,9 +104,25 @@ def test_what_others_own_is_not_dropped_with_a_conversation() -> None:
     tier.check()
 
 
+def test_what_a_copy_uses_goes_first_after_it() -> None:
+    tier = Tier()
+    tier.turns("o: o0 @0")
+    conversation = tier.turn("a", "a0", "a1", at=5.0)
+    chunk: Any = tier.manager.policy.get(key("a1"))
+    chunk.ref_cnt = 1
+    assert tier.keeper.drop(conversation) == 0, "the first chunk would be no use without the other"
+    chunk.ref_cnt = 0
+    tier.manager.policy.mark_evictable(key("a1"))
+    tier.turns("b: b0 b1 b2 b3 b4 b5 b6 @9")
+    assert tier.there("o0 a0 a1") == (["o0"],)
+
+
 def test_of_many_owners_those_are_remembered_whose_lives_end_last() -> None:
     tier = Tier({"ttl_s": 100.0}, num_chunks=40)
-    tier.turns("long: system l1 @0 salt=s", *(f"c{n}: system @{1 + n} salt=s ttl=1" for n in range(20)), "o: o0 @50")
+    tier.turns("long: system l1 @0 salt=s", *(f"c{n}: system @1 salt=s ttl=1" for n in range(20)))
+    policy: Any = tier.manager.policy
+    assert len(policy._nodes[key("system")].owners) == 4
+    tier.turns("o: o0 @50")
     assert tier.has("system", "l1"), "all others are over"
     assert tier.keeper.expired == 20
     tier.turns("o: o0 @100")

@@ -111,7 +111,7 @@ class TierManager(CPUOffloadingManager):
         return self._give_up(over, quotas.ends_of_new, keys, missing)[0]
 
     def _give_up(
-        self, count: int, ends: Tails[int, OffloadKey] | None, keys: list[OffloadKey], missing: list[OffloadKey]
+        self, count: int, ends: Tails | None, keys: list[OffloadKey], missing: list[OffloadKey]
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Forget so many of the chunks that end there, or else store as many fewer.
 
