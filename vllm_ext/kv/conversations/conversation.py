@@ -142,7 +142,7 @@ class ConversationBook:
         """By name and tag of the salt."""
         self._ascending: list[int] = []
         """Their numbers, for listings that go on where they stopped."""
-        self._endings = Endings()
+        self._endings: Endings[Conversation] = Endings()
         """Of the anonymous ones."""
         self._expiry: list[tuple[float, int, Conversation]] = []
         self._numbers = 0

@@ -10,18 +10,25 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
-
-    from vllm_ext.kv.conversations.conversation import Conversation
 
 _MOST_TOKENS, _LEAST_TOKENS = 16, 8
 """Of an answer's end that are looked for. Fewer would be said by others, too; more may come back as other tokens."""
 _MOST_ALIKE = 64
 """Conversations behind one prompt that are looked at, those that ended last."""
 _ENCODING = f"utf-32-{sys.byteorder[0]}e"
+
+
+class Salted(Protocol):
+    """What a conversation has to have."""
+
+    salt_tag: str
+
+
+Conversation = TypeVar("Conversation", bound=Salted)
 
 
 class Ending(NamedTuple):
@@ -48,7 +55,7 @@ def ending(prompt: Sequence[OffloadKey], prompt_tokens: int, output: Sequence[in
     return Ending(prompt[-2 if len(prompt) > 1 else 0], prompt_tokens, said)
 
 
-class Endings:
+class Endings(Generic[Conversation]):
     """The last turns of conversations without a name."""
 
     def __init__(self) -> None:
