@@ -242,7 +242,7 @@ def test_a_copy_ahead_of_time_is_no_use_of_a_chunk() -> None:
         ask(found, number)
         found.settle()
     nodes = side.manager.policy._nodes
-    stored = [nodes[key].used_s for key in nodes if nodes[key].conversation.name == "s1"]
+    stored = [nodes[key].used_s for key in nodes if nodes[key].owners[-1].name == "s1"]
     assert len(stored) >= PROMPT // BLOCK_SIZE
     assert max(stored) <= left
     assert max(node.used_s for node in nodes.values()) > left + 600.0
