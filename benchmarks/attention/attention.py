@@ -33,7 +33,7 @@ from attention_subjects import BLOCK, HEAD_DIM, HEADS, KV_HEADS, STRAW_MEN, Shap
 from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.report.timing import Seconds, check_output, largest_copy, measure, ratio
 
 SHARES = (0.25, 0.5, 1.0)
@@ -162,8 +162,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--contexts", type=numbers, default=CONTEXTS, metavar="N,M", help="tokens of a history")
     parser.add_argument("--queries", type=numbers, default=QUERIES, metavar="N,M", help="tokens of a query (sweep)")
     parser.add_argument("--batch", type=int, default=FIG17_BATCH, help="requests of figure 17 (default: %(default)s)")
@@ -206,7 +205,7 @@ def main(argv: Sequence[str]) -> None:
     }  # fmt: skip
     result = Result(
         name="attention",
-        command=command(argv, "benchmarks/attention/attention.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(

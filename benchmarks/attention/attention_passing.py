@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.report.timing import Seconds, ratio
 from vllm_ext.tiny_model import Style, build
 
@@ -139,8 +139,7 @@ def measure(rows: Sequence[str], args: argparse.Namespace) -> dict[str, Seconds]
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--requests", type=int, default=32, help="that decode at a time (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=40, help="of each engine (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of a turn (default: %(default)s)")
@@ -171,7 +170,7 @@ def main(argv: Sequence[str]) -> None:
     config = {"requests": args.requests, "turns": args.turns, "steps": args.steps, "share": SHARE, "model": dict(SIZES)}
     result = Result(
         name="attention_passing",
-        command=command(argv, "benchmarks/attention/attention_passing.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(

@@ -15,7 +15,6 @@ neighbouring turns with quartiles, and the share of the layer's time that a perf
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 import time
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import layer_norm, linear, relu
 
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.report.timing import Seconds, measure, ratio
 
 HIDDEN, FFN = 2048, 8192
@@ -93,8 +92,7 @@ def measured(parts: Mapping[str, Mapping[str, Subject]], repeats: int) -> dict[t
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=31, help="turns of all ways (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.repeats < 1:
@@ -133,7 +131,7 @@ def main(argv: Sequence[str]) -> None:
     config = {"hidden": HIDDEN, "ffn": FFN, "rows": rows_list, "repeats": repeats, "dtype": "float32", "threads": 1}
     result = Result(
         name="fused_kernels",
-        command=command(argv, "benchmarks/attention/fused_kernels.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(

@@ -29,7 +29,7 @@ import cellular_virtual as virtual
 import torch
 
 from vllm_ext.cellular.train import trained
-from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
 from vllm_ext.repro.batching import workloads
 
 FIXED = 24
@@ -146,8 +146,7 @@ def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="DIR", help="with wmt_en_de_10k.tsv.gz and sst_trees_dev.txt.gz")
     parser.add_argument("--repeats", type=int, default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -180,7 +179,7 @@ def main(argv: Sequence[str]) -> None:
         metrics |= virtual.public_trees(args.data / "sst_trees_dev.txt.gz", 0.1 if args.quick else 0.5, args.seed)
     result = Result(
         name="cellular",
-        command=command(argv, "benchmarks/cellular/cellular.py"),
+        command=command(argv, __file__),
         config={"batch": args.batch, "requests": {str(h): n for h, n in args.requests.items()}, "repeats": args.repeats,
                 "threads": 1, "fixed_length": FIXED, "streams": 32, "chunk_s": real.CHUNK_S,
                 "interval": "low and high are the least and the most of the repeats"},

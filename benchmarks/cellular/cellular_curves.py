@@ -17,7 +17,6 @@ Beside ``--out`` lies a figure per model.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -34,7 +33,7 @@ import torch
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.models import Model, build
 from vllm_ext.report.plots import Panel, Series, stacked
-from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
 from vllm_ext.repro.batching import workloads
 from vllm_ext.repro.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
 from vllm_ext.repro.batching.merging import MergedBatching, Merging
@@ -255,8 +254,7 @@ def draw(found: Mapping[str, Mapping[str, Sequence[Point]]], out: Path) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write, draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="arrivals of a load (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="seeds, in turns (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -286,7 +284,7 @@ def main(argv: Sequence[str]) -> None:
     metrics |= compared(found)
     result = Result(
         name="cellular_curves",
-        command=command(argv, "benchmarks/cellular/cellular_curves.py"),
+        command=command(argv, __file__),
         config={"hidden": HIDDEN, "batches": list(BATCHES), "seconds_per_load": seconds, "seeds": repeats, "threads": 1,
                 "limit_ms": LIMIT_MS, "shares_of_capacity": list(shares)},
         seed=args.seed,

@@ -37,7 +37,7 @@ from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Layers
 from vllm_ext.cellular.scheduler import Batching, Scheduler
-from vllm_ext.report.results import Goal, Result, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
 from vllm_ext.repro.batching.workloads import Data
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -238,8 +238,7 @@ def goals_of(found: Mapping[str, Mapping[str, float]]) -> list[Goal]:
 
 def main(argv: Sequence[str]) -> None:
     """Train, measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="turns of the manners (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.repeats < 1:
@@ -266,7 +265,7 @@ def main(argv: Sequence[str]) -> None:
     data = Data("sentences of the documentation of SciPy", [[one.text, one.label, one.split] for one in texts])
     result = Result(
         name="cellular_exits",
-        command=command(argv, "benchmarks/cellular/cellular_exits.py"),
+        command=command(argv, __file__),
         config={"encoder": "all-MiniLM-L6-v2", "lengths": list(early_exit.LENGTHS), "batches": list(args.batches),
                 "shares_of_queue_rate": list(SHARES), "seconds_per_load": args.seconds, "repeats": args.repeats,
                 "texts": {split: len(of) for split, of in exits.labels.items()}, "threads": 1,

@@ -20,7 +20,6 @@ logarithms.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
@@ -36,7 +35,7 @@ from engine_process import run
 
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, num_kv_blocks
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.recorded.forced_length import extra_args
@@ -202,8 +201,7 @@ def compared(ours: Sequence[float], tuned: Sequence[float]) -> tuple[float, floa
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--requests", type=int, default=400, help="of a seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--load", type=float, default=1.0, help="(default: %(default)s)")
@@ -249,7 +247,7 @@ def main(argv: Sequence[str]) -> None:
     }  # fmt: skip
     result = Result(
         name="engine_clock",
-        command=command(argv, "benchmarks/engine/engine_clock.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(

@@ -119,7 +119,7 @@ class _Run:
         dataset = self._requests.dataset
         return results.Result(
             name="engine_compare",
-            command=results.command(argv, "benchmarks/engine/engine_compare.py"),
+            command=results.command(argv, __file__),
             config=self._config(),
             details={"engine": self._settings},
             seed=args.seed,

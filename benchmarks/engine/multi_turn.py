@@ -110,7 +110,7 @@ class _Run:
         self.tables = report.tables(reduced, sustained, target_ms)
         return results.Result(
             name="multi_turn",
-            command=results.command(argv, "benchmarks/engine/multi_turn.py"),
+            command=results.command(argv, __file__),
             config=self._config(rates),
             details={"engine": self._settings},
             seed=args.seed,

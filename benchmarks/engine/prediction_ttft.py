@@ -15,7 +15,6 @@ by no more than 2 %.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -29,7 +28,7 @@ import numpy as np
 from engine_cell import predictor_ready
 
 from vllm_ext import tiny_model
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation import synthetic
 
 REQUESTS, QUICK_REQUESTS = 600, 120
@@ -42,8 +41,7 @@ DRAWS = 2000
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", help="model directory or name (default: the embedded tiny model)")
     parser.add_argument("--requests", type=int, help=f"measured (default: {REQUESTS})")
     args = parser.parse_args(argv)
@@ -63,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     )
     result = Result(
         name="prediction_ttft",
-        command=command(argv, "benchmarks/engine/prediction_ttft.py"),
+        command=command(argv, __file__),
         config={"model": Path(model).name, "requests": count, "output_tokens": OUTPUT_TOKENS, "pause_s": PAUSE_S},
         seed=args.seed,
         workload=Workload(name=data.name, rows=len(data.rows), sha256=data.sha256),

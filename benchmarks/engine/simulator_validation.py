@@ -107,7 +107,7 @@ def _judge(
             recording,
             fitted,
             name="simulator_validation",
-            command=results.command(argv, "benchmarks/engine/simulator_validation.py"),
+            command=results.command(argv, __file__),
             seed=args.seed,
             note=args.note,
         )

@@ -50,7 +50,7 @@ from step_overhead_subject import BASELINE, Cell, Subject
 
 from vllm_ext import systems
 from vllm_ext.config import ConfigError
-from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
 
 COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
 TIERS = ("fcfs:tier-early", "fcfs:tier-ahead", "fcfs:gaps")
@@ -128,8 +128,7 @@ def default_systems(quick: bool) -> list[str]:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the command line; ends the process with a message if it is not usable."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--systems",
         help="comma list; SYSTEM:tier-early or -ahead has a KV tier, SYSTEM:gaps crosses gaps in kept KV, to be "
@@ -217,7 +216,7 @@ def main(argv: Sequence[str]) -> None:
     shape = f"{subject.PROMPT_TOKENS} {subject.PREDICTED_TOKENS} {subject.MAX_TOKENS} {total}"
     result = Result(
         name="step_overhead",
-        command=command(argv, "benchmarks/engine/step_overhead.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(name="steady-decode", rows=total, sha256=hashlib.sha256(shape.encode()).hexdigest()),

@@ -21,7 +21,6 @@ learning an answer of 1,000 tokens.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import collections
 import functools
@@ -45,7 +44,7 @@ from vllm import LLM, SamplingParams
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 
 SPECIAL = PAD, START, END, THINK, THOUGHT = ("<|end|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 TEMPLATE = (
@@ -299,8 +298,7 @@ def pieces_of(texts: Sequence[str]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> None:
     """Serve all rows, measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     args = parser.parse_args(argv)
     num_chats, num_turns, repeats, every = (16, 3, 5, 4) if args.quick else (100, 4, 20, 1)
     texts = docstrings(every)
@@ -332,7 +330,7 @@ def main(argv: Sequence[str]) -> None:
     ]
     result = Result(
         name="token_memory",
-        command=command(argv, "benchmarks/engine/token_memory.py"),
+        command=command(argv, __file__),
         config={"chats": num_chats, "turns": num_turns, "vocabulary": VOCABULARY, "block_tokens": BLOCK},
         seed=args.seed,
         workload=Workload(

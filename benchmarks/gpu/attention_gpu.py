@@ -336,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
     }  # fmt: skip
     digest = hashlib.sha256(repr((sorted(config.items()), args.seed)).encode()).hexdigest()
     found = Findings(
-        name="attention_gpu", command=command(argv, "benchmarks/gpu/attention_gpu.py"), config=config, seed=args.seed,
+        name="attention_gpu", command=command(argv, __file__), config=config, seed=args.seed,
         workload=Workload(name="random numbers", rows=len(cells), sha256=digest), out=args.out,
     )  # fmt: skip
     for cell in checked:

@@ -335,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
     }  # fmt: skip
     digest = hashlib.sha256(repr((sorted(config.items()), args.seed)).encode()).hexdigest()
     found = Findings(
-        name="kv_tier_cuda", command=command(argv, "benchmarks/gpu/kv_tier_cuda.py"), config=config, seed=args.seed,
+        name="kv_tier_cuda", command=command(argv, __file__), config=config, seed=args.seed,
         workload=Workload(name="random KV", rows=shape.blocks, sha256=digest), out=args.out,
     )  # fmt: skip
     measure(shape, where, repeats, found)

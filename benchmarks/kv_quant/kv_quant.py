@@ -35,7 +35,7 @@ import torch
 from kv_quant_model import FULL, QUICK, Trained, trained
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.report.timing import largest_copy
 
 BLOCKS = (16, 32, 64, 128)
@@ -129,8 +129,7 @@ def _side_by_side(label: str, found: Mapping[str, Mapping[str, float]]) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
     parser.add_argument("--repeats", type=int, default=21, help="turns of copy and 8 bits (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=128, help="of held-out text (default: %(default)s)")
@@ -160,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
     }  # fmt: skip
     result = Result(
         name="kv_quant",
-        command=command(argv, "benchmarks/kv_quant/kv_quant.py"),
+        command=command(argv, __file__),
         config=config,
         seed=args.seed,
         workload=Workload(name="this repository's text", rows=len(found.held_out), sha256=found.text_sha256),

@@ -34,7 +34,7 @@ from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.rows import read
 from vllm_ext.prediction.text import PromptText
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 
 SOURCES = {
     "dolly": "single_turn/dolly_3k",
@@ -67,8 +67,7 @@ class Cell(NamedTuple):
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="public data; without it, made-up prompts")
     parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keeps embeddings from run to run")
     parser.add_argument("--proxy", action="store_true", help=f"add the row {PROXY}, on {', '.join(PROXY_SETS)}")
@@ -98,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
     means = _means(compared, scores, list(sets))
     metrics |= means | {f"{row}/fit_s": value for row, value in seconds.items()}
     result = Result(
-        name="prediction", command=command(argv, "prediction.py"), seed=args.seed,
+        name="prediction", command=command(argv, __file__), seed=args.seed,
         config={
             "encoder": encoder.name, "rows_each": args.rows, "splits": splits,
             "sets": {name: len(rows) for name, rows in sets.items()},

@@ -13,7 +13,6 @@ of 16 finished requests, seconds of loading the store and of fitting the regress
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.neighbours import Neighbours
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.store import NewEntry, Store
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 
 ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 _BATCH = 16
@@ -44,8 +43,7 @@ _MIB = 2**20
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--entries", type=int, help=f"in the store (default: {ENTRIES})")
     args = parser.parse_args(argv)
     entries = args.entries or (QUICK_ENTRIES if args.quick else ENTRIES)
@@ -67,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         predictor.close()
     metrics["resident_mib"] = _resident(args.seed, entries)
     result = Result(
-        name="prediction_cost", command=command(argv, "prediction_cost.py"), seed=args.seed,
+        name="prediction_cost", command=command(argv, __file__), seed=args.seed,
         config={"entries": entries, "encoder": encoder.name, "precision": encoder.precision},
         workload=Workload(name="made up", rows=entries, sha256=hashlib.sha256(str(entries).encode()).hexdigest()),
         metrics=metrics,

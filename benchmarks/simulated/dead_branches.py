@@ -20,7 +20,6 @@ The measure is the share of the histories' whole chunks that is found, from the 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 import sys
@@ -37,7 +36,7 @@ from vllm_ext.config.kv_tier import AHEAD, AUTO, EARLY, RETENTION
 from vllm_ext.kv.conversations.keeper import Keeper
 from vllm_ext.kv.eviction.retention import Chain, default_cost
 from vllm_ext.kv.host.manager import TierManager
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation.harness import block_hasher, make_request
 
 CAPACITIES, THOUGHTS = (400, 800, 1600), (0, 600)
@@ -159,8 +158,7 @@ class _Tier:
 
 def main(argv: Sequence[str]) -> None:
     """Serve every scene with every setting, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     args = parser.parse_args(argv)
     seeds = [args.seed + number for number in range(1 if args.quick else 2)]
     settings = [*UPSTREAM, *OURS, *IN_TURN]
@@ -175,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
                 shares[str(setting)][f"chunks_{capacity}.thinking_{thought}.found_share"] = round(found, 4)
     result = Result(
         name="dead_branches",
-        command=command(argv, "benchmarks/simulated/dead_branches.py"),
+        command=command(argv, __file__),
         config={"seeds": seeds, "conversations": CONVERSATIONS, "turns": TURNS, "chunk_tokens": CHUNK},
         seed=args.seed,
         workload=Workload(name="conversations that think", rows=num_turns, sha256=checksum.hexdigest()),

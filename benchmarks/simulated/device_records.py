@@ -17,7 +17,6 @@ given the seed; intervals are over seeds.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 from parallel import finished
 
 from vllm_ext.config.attention import OWN, STOCK
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -151,8 +150,7 @@ def goals(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Goal]:
 
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     args = parser.parse_args(argv)
     seeds = [args.seed] if args.quick else [args.seed + i for i in range(3)]
@@ -175,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
     checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
     result = Result(
         name="device_records",
-        command=command(argv, "benchmarks/simulated/device_records.py"),
+        command=command(argv, __file__),
         config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
         seed=args.seed,
         workload=Workload(name="conversations and single requests", rows=requests, sha256=checksum),

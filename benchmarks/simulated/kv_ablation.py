@@ -18,7 +18,6 @@ the most.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 from parallel import finished
 
 from vllm_ext.config.kv_tier import FUSED, LEADING, LOSSLESS, OFF, RETENTION, TAIL
-from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -114,8 +113,7 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float
 
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
     parser.add_argument("--scenes", default=",".join(SCENES), help="a comma list of them")
@@ -161,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
     upstream = {name: value for name, value in flat.items() if f".{UPSTREAM}." in name}
     result = Result(
         name="kv_ablation",
-        command=command(argv, "benchmarks/simulated/kv_ablation.py"),
+        command=command(argv, __file__),
         config={
             "seeds": seeds,
             "duration_s": duration_s,

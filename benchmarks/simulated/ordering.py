@@ -34,7 +34,7 @@ from parallel import simulated
 
 from vllm_ext.envs import cache_dir
 from vllm_ext.report.intervals import MIN_SEEDS
-from vllm_ext.report.results import Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
 
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
 SEEDS = 5
@@ -103,8 +103,7 @@ def lasts(asked: argparse.Namespace, scene: Scene) -> float:
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what it names must be there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--seeds", type=int, help=f"how many seeds (default: {SEEDS}; quick: 1)")
@@ -173,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
     digests = [hashlib.sha256((args.data / scene.path).read_bytes()).hexdigest() for scene in scenes.values()]
     result = Result(
         name="ordering",
-        command=command(argv, "benchmarks/simulated/ordering.py"),
+        command=command(argv, __file__),
         config={
             "seeds": seeds,
             "systems": systems,

@@ -20,7 +20,6 @@ Systems that reserve the maximum for each request (``orca``, ``conservative``) a
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -32,7 +31,7 @@ from typing import Any, NamedTuple
 from parallel import finished
 
 from vllm_ext.config.kv_tier import FUSED
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -179,8 +178,7 @@ def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) ->
 
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--systems", help="comma list (default: all but oracles)")
     args = parser.parse_args(argv)
@@ -209,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
     checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
     result = Result(
         name="shared_prefix",
-        command=command(argv, "benchmarks/simulated/shared_prefix.py"),
+        command=command(argv, __file__),
         config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
         seed=args.seed,
         workload=Workload(name="alpaca-like behind a shared prompt", rows=requests, sha256=checksum),

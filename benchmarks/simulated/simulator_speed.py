@@ -20,7 +20,6 @@ Output: virtual seconds per second, exact time over quick time, bytes per reques
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import statistics
@@ -34,7 +33,7 @@ from unittest import mock
 from simulator_memory import memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.run_data import RunData
@@ -188,8 +187,7 @@ def trace_goal(traces: dict[str, Pairs], duration_s: float) -> Goal:
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--wall", action="store_true", help="measure wall time instead of CPU time")
     args = parser.parse_args(argv)
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -227,7 +225,7 @@ def main(argv: Sequence[str]) -> None:
     workload = build_workload(spec_of(min(LOADS), SYSTEMS[0], 1, args.seed).workload)
     result = Result(
         name="simulator_speed",
-        command=command(argv, "benchmarks/simulated/simulator_speed.py"),
+        command=command(argv, __file__),
         config={
             "model": "opt-13b",
             "loads": [{"clients": clients, "device": device} for clients, (device, _) in LOADS.items()],

@@ -14,7 +14,6 @@ seeds. Runs that ended are kept in the cache of vllm-ext: interrupted, the same 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -24,7 +23,7 @@ from statistics import mean
 from parallel import simulated
 from systems_scenes import SCENES, SYSTEMS, Measure, Scene
 
-from vllm_ext.report.results import Goal, Result, Workload, add_arguments, command, emit, format_table
+from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
 
 AUTO, TUNED = "auto", "upstream tuned"
 TOLERANCE = 0.02
@@ -83,8 +82,7 @@ def goals(scenes: Sequence[Scene], found: Found) -> list[Goal]:
 
 def main(argv: Sequence[str]) -> None:
     """Simulate, print, write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = argument_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--scenes", help=f"comma list of {', '.join(SCENES)} (default: all)")
     args = parser.parse_args(argv)
@@ -107,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     }
     result = Result(
         name="systems_compared",
-        command=command(argv, "benchmarks/simulated/systems_compared.py"),
+        command=command(argv, __file__),
         config={"seeds": seeds, "quick": args.quick, "scenes": {s.name: s.description for s in scenes}},
         seed=args.seed,
         workload=Workload(name=", ".join(names), rows=0, sha256=checksum),

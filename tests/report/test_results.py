@@ -87,9 +87,9 @@ def test_absolute_path_in_the_configuration_is_refused() -> None:
 
 def test_command_cuts_absolute_paths_to_their_last_part() -> None:
     line = results.command(
-        ["--dataset", "/data/x y.jsonl", "--out=/tmp/o.json", "--loads", "0.5,0.9"], "benchmarks/n.py"
+        ["--dataset", "/data/x y.jsonl", "--out=/tmp/o.json", "--loads", "0.5,0.9"], "/home/me/benchmarks/subject/n.py"
     )
-    assert line == "python benchmarks/n.py --dataset 'x y.jsonl' --out=o.json --loads 0.5,0.9"
+    assert line == "python benchmarks/subject/n.py --dataset 'x y.jsonl' --out=o.json --loads 0.5,0.9"
 
 
 def test_emit_puts_json_last_on_stdout_tables_on_stderr_and_writes_the_file(

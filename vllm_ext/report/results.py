@@ -135,6 +135,13 @@ class Result:
         return json.dumps(as_dict, indent=indent, allow_nan=False)
 
 
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a benchmark's parser, with the first line of its docstring and the options that all of them have."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    add_arguments(parser)
+    return parser
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options every benchmark has: ``--out``, ``--quick`` and ``--seed``."""
     parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
@@ -187,8 +194,9 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 
 def command(argv: Sequence[str], script: str) -> str:
-    """The command line to repeat a run; absolute paths are cut to their last part."""
-    return shlex.join(["python", script, *(without_folder(argument) for argument in argv)])
+    """The command line to repeat a run of ``benchmarks/SUBJECT/script``; absolute paths are cut to the last part."""
+    place = Path("benchmarks", *Path(script).resolve().parts[-2:]).as_posix()
+    return shlex.join(["python", place, *(without_folder(argument) for argument in argv)])
 
 
 def without_folder(argument: str) -> str:
