@@ -5,12 +5,16 @@ The rig's own walks, with loads between steps, are in `test_tier_stateful`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 from tests.extent import quick
 from tests.support.audit import AuditError
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.kv.connector.tiered import TieredConnector
 
 from .step_loads_rig import StepRig
 from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live
@@ -71,6 +75,18 @@ def test_no_step_waits_behind_a_long_load_that_nobody_waits_for(first: int, make
         rig.step()
     rig.drain()
     assert rig.copies.step_loads == in_step
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_beside_layers_that_are_not_offloaded_loads_are_between_steps(position: int) -> None:
+    """A load that failed would be told neither by its blocks nor by its request; and a group has blocks of its own."""
+    rig = quiet()
+    scheduler, (group,) = rig.scheduler, rig.scheduler.kv_cache_config.kv_cache_groups
+    groups = [group]
+    groups.insert(position, dataclasses.replace(group, layer_names=["other"], enable_kv_transfer=False))
+    config = dataclasses.replace(scheduler.kv_cache_config, kv_cache_groups=groups)
+    with pytest.raises(ConfigError, match=r"kv_tier\.load='in-step': needs full attention in one group of layers"):
+        TieredConnector(scheduler.vllm_config, KVConnectorRole.SCHEDULER, config)
 
 
 def test_what_has_a_single_block_is_loaded_between_steps() -> None:

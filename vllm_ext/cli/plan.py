@@ -94,8 +94,7 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     if args.trace is not None:
         flags = vars(args)
         flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
-        if flags[f"{spec_flags.SPEC}workload.arrivals"] is None:
-            flags[f"{spec_flags.SPEC}workload.arrivals"] = "recorded"
+        flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
     spec = checked(spec_flags.base_spec(args))
     check_context(limits_of(spec.engine, spec.hardware), engine_blocks(spec), spec.engine.block_size)
     if spec.workload.arrivals in ("closed-loop", "at-once"):

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, model: type[BaseModel], prefix: str) -> None:
-    """Add the flags of a model, the nested ones in groups; None stands for one that is not given (see `given`)."""
+    """Add the flags of a model, the nested ones in groups; see `given`."""
     groups: dict[str, Any] = {}
     for path, flag, field in flagged(model):
         name = path.rpartition(".")[0]

@@ -36,15 +36,17 @@ def given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def argument(flag: Flag, field: FieldInfo) -> dict[str, Any]:
-    """Return what ``add_argument`` takes for a flag, without its name; None stands for one that is not given."""
+    """Return what ``add_argument`` takes for a flag, without its name; one that is not given sets nothing."""
     kind: Any = flag.type or next((arg for arg in get_args(field.annotation) if arg is not NoneType), field.annotation)
     options: dict[str, Any] = {"type": kind, "metavar": flag.metavar or {int: "N", float: "X"}.get(kind, "NAME")}
     if isinstance(kind, str):  # of a Literal
         options = {"type": str, "metavar": flag.metavar or f"{{{','.join(literal_of(field))}}}"}
     elif kind is bool:
         options = {"action": argparse.BooleanOptionalAction}
-    default = "" if flag.key or field.default in (None, (), "") or kind is bool else f" (default: {field.default})"
-    return {**options, "default": None, "help": (help_of(flag, field) + default).replace("%", "%%")}
+    said = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    default = "" if flag.key or said in (None, "") or kind is bool else f" (default: {said})"
+    text = (help_of(flag, field) + default).replace("%", "%%")
+    return {**options, "default": argparse.SUPPRESS, "help": text}  # vLLM's help would show None as another default
 
 
 def help_of(flag: Flag, field: FieldInfo) -> str:

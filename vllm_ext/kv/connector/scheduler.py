@@ -90,10 +90,12 @@ class TierScheduler(OffloadingConnectorScheduler):
         self.jobs = Jobs(self)
         self.discarded: dict[str, frozenset[int]] = {}
         self._is_simple = _is_simple(self)
-        if load == IN_STEP and not self._is_simple:
+        # vLLM leaves groups out that are not kept, and a load that failed is told by blocks only where there is one.
+        can_load = self._is_simple and len(kv_cache_config.kv_cache_groups) == 1
+        if load == IN_STEP and not can_load:
             allowed = "needs full attention in one group of layers, since a load that fails can't be told otherwise"
             raise ConfigError("kv_tier.load", load, f"{allowed}; use between or auto")
-        self._load = load if self._is_simple else BETWEEN
+        self._load = load if can_load else BETWEEN
         self._num_layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
         can = self._is_simple and self._chunks_being_loaded is not None
         if store == AHEAD and not can:
