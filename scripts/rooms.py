@@ -24,7 +24,7 @@ _BEGIN, _END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
 
 LAYERS = """
     cli
-    repro demo
+    experiments demo
     cluster cellular
     plugin
     simulation

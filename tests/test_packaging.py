@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.extent import HANG_S
-from vllm_ext.repro import catalogue
+from vllm_ext.experiments import catalogue
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm_ext", "kernels", "patches")
@@ -135,7 +135,7 @@ def test_installed_wheel_imports_from_where_it_was_installed(installed: Path, tm
 def test_installed_wheel_lists_and_runs_reproductions(installed: Path, tmp_path: Path) -> None:
     command = installed / "bin" / "vllm-ext"
     listed = run(command, "repro", "--list", cwd=tmp_path)
-    assert {line.split()[0] for line in listed.splitlines()} == set(catalogue.studies())
+    assert {line.split()[0] for line in listed.splitlines()} == set(catalogue.experiments())
 
     options = ("--quick", "--quiet", "--jobs", "1", "--cache", "cache", "--out", "result.json")
     printed = run(command, "repro", CHEAPEST_STUDY, *options, cwd=tmp_path)

@@ -29,8 +29,8 @@ import cellular_virtual as virtual
 import torch
 
 from vllm_ext.cellular.train import trained
+from vllm_ext.experiments.batching import workloads
 from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
-from vllm_ext.repro.batching import workloads
 
 FIXED = 24
 OURS, PADDED, MERGED, ALONE = "cellular", "padded", "merged", "one by one"

@@ -32,11 +32,11 @@ import torch
 
 from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.models import Model, build
+from vllm_ext.experiments.batching import workloads
+from vllm_ext.experiments.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
+from vllm_ext.experiments.batching.merging import MergedBatching, Merging
 from vllm_ext.report.plots import Panel, Series, stacked
 from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
-from vllm_ext.repro.batching import workloads
-from vllm_ext.repro.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
-from vllm_ext.repro.batching.merging import MergedBatching, Merging
 
 HIDDEN = 256
 OURS, PUBLISHED, PADDED, AGAIN = "cellular", "cellular, published", "padded", "padded (A/A)"

@@ -37,8 +37,8 @@ from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Layers
 from vllm_ext.cellular.scheduler import Batching, Scheduler
+from vllm_ext.experiments.batching.workloads import Data
 from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
-from vllm_ext.repro.batching.workloads import Data
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

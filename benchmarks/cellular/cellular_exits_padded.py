@@ -16,7 +16,7 @@ from vllm_ext.cellular.graphs import CellTable, Ints
 from vllm_ext.cellular.layout import CompiledGraph
 from vllm_ext.cellular.scheduler import CellCounts, Task
 from vllm_ext.cellular.tables import GraphTable
-from vllm_ext.repro.batching.padding import Bools
+from vllm_ext.experiments.batching.padding import Bools
 
 
 @dataclass

@@ -22,8 +22,8 @@ from vllm_ext.cellular.models import Model, build
 from vllm_ext.cellular.options import EngineOptions
 from vllm_ext.cellular.requests import Request
 from vllm_ext.cellular.scheduler import Batching
-from vllm_ext.repro.batching.merging import MergedBatching, Merging
-from vllm_ext.repro.batching.padding import PaddedBatching
+from vllm_ext.experiments.batching.merging import MergedBatching, Merging
+from vllm_ext.experiments.batching.padding import PaddedBatching
 
 Make = Callable[[CellTable, Callable[[int], None]], Batching]
 WAIT_S = 600.0

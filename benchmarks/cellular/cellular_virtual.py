@@ -15,11 +15,11 @@ from vllm_ext.cellular.layout import compile_graph
 from vllm_ext.cellular.models import build
 from vllm_ext.cellular.order import Order, SlackOrder
 from vllm_ext.cellular.scheduler import Scheduler
-from vllm_ext.repro.batching import workloads
-from vllm_ext.repro.batching.curves import LSTM, ROW_S, TASK_S, Manner, Requests, curve, peak, reductions
-from vllm_ext.repro.batching.merging import merge_cells, merge_operators
-from vllm_ext.repro.batching.virtual import Costs, serve
-from vllm_ext.repro.studies import batchmaker, batchmaker_trees
+from vllm_ext.experiments.batching import workloads
+from vllm_ext.experiments.batching.curves import LSTM, ROW_S, TASK_S, Manner, Requests, curve, peak, reductions
+from vllm_ext.experiments.batching.merging import merge_cells, merge_operators
+from vllm_ext.experiments.batching.virtual import Costs, serve
+from vllm_ext.experiments.papers import batchmaker, batchmaker_trees
 
 STEPS = 24
 TASKS = 200

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.repro.study import Contender
+from vllm_ext.experiments.experiment import Variant
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import SimulationSpec
 
@@ -176,30 +176,27 @@ _ORACLE: dict[str, Any] = {"options": {"allow_oracle": True}, "workload": {"anno
 SYSTEMS = {
     one.name: one
     for one in (
-        Contender(name="upstream", system="upstream-fcfs"),
-        Contender(name=TUNED, system="upstream-fcfs", engine={"watermark": WATERMARK}),
-        Contender(name=AGAIN, system="upstream-fcfs", engine={"watermark": WATERMARK}),
+        Variant(name="upstream", system="upstream-fcfs"),
+        Variant(name=TUNED, system="upstream-fcfs", engine={"watermark": WATERMARK}),
+        Variant(name=AGAIN, system="upstream-fcfs", engine={"watermark": WATERMARK}),
         *(
-            Contender(name=name, system="upstream-fcfs", engine={"watermark": WATERMARK, **other})
+            Variant(name=name, system="upstream-fcfs", engine={"watermark": WATERMARK, **other})
             for name, other in OTHERWISE_TUNED.items()
         ),
+        *(Variant(name=name, system=name) for name in ("fcfs-tuned", "alise-published", "fastserve", "alise", "auto")),
+        Variant(name="alise, 512 tokens", system="alise", engine=_FEWER_TOKENS),
+        Variant(name="alise, lengths within 30 %", system="alise", workload=_HINT),
         *(
-            Contender(name=name, system=name)
-            for name in ("fcfs-tuned", "alise-published", "fastserve", "alise", "auto")
-        ),
-        Contender(name="alise, 512 tokens", system="alise", engine=_FEWER_TOKENS),
-        Contender(name="alise, lengths within 30 %", system="alise", workload=_HINT),
-        *(
-            Contender(name=name, system=system, options=options, workload={"announce": "predicted"})
+            Variant(name=name, system=system, options=options, workload={"announce": "predicted"})
             for name, system, options in _PREDICTED
         ),
-        Contender(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),
+        Variant(name="alise-published, lengths within 30 %", system="alise-published", workload=_HINT),
         *(
-            Contender(name=f"{name}, tier", system=name, options=_TIER)
+            Variant(name=f"{name}, tier", system=name, options=_TIER)
             for name in ("alise-published", "alise", "alise-ttft")
         ),
-        Contender(name="alise-ttft, lengths within 30 %, tier", system="alise-ttft", options=_TIER, workload=_HINT),
-        Contender(name="oracle-alise", system="oracle-alise", **_ORACLE),
+        Variant(name="alise-ttft, lengths within 30 %, tier", system="alise-ttft", options=_TIER, workload=_HINT),
+        Variant(name="oracle-alise", system="oracle-alise", **_ORACLE),
     )
 }
 """By the names in the tables. `alise` by itself knows of lengths what it has seen end."""

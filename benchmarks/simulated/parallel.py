@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import count
 
 from vllm_ext.envs import cache_dir
+from vllm_ext.experiments.runner import Metrics, RunFailed, Runner
 from vllm_ext.report.count_progress import CountProgress
-from vllm_ext.repro.bench import Bench, Metrics, RunFailed
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
@@ -44,6 +44,6 @@ def simulated(runs: Mapping[str, SimulationSpec], at_a_time: int, *, label: str)
             progress.update(next(done), spec.engine.system)
 
         try:
-            return Bench(quick=False, seed=0, pool=pool, store=store, on_point=on_point).metrics(runs)
+            return Runner(quick=False, seed=0, pool=pool, store=store, on_point=on_point).metrics(runs)
         except RunFailed as failed:
             raise SystemExit(f"{failed}; the same command goes on with what failed") from failed

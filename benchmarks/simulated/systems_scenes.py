@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_ext.repro.study import Contender
+from vllm_ext.experiments.experiment import Variant
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec
@@ -96,11 +96,11 @@ class Scene:
 SYSTEMS = {
     one.name: one
     for one in (
-        Contender(name="upstream", system="upstream-fcfs"),
-        Contender(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
-        Contender(name="alise", system="alise"),
+        Variant(name="upstream", system="upstream-fcfs"),
+        Variant(name="upstream tuned", system="upstream-fcfs", engine={"watermark": 0.05}),
+        Variant(name="alise", system="alise"),
         *(
-            Contender(name=name, system=name)
+            Variant(name=name, system=name)
             for name in ("sarathi", "accelgen", "past-future", "fastgen", "fastserve", "auto")
         ),
     )

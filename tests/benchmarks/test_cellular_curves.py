@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.repro.batching.curves import Point
+from vllm_ext.experiments.batching.curves import Point
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from vllm_ext.cellular.engine import CellularEngine
 from vllm_ext.cellular.graphs import CellGraph, CellTable
 from vllm_ext.cellular.models import build
 from vllm_ext.cellular.scheduler import Batching
-from vllm_ext.repro.batching.merging import MergedBatching, Merging
-from vllm_ext.repro.batching.padding import PaddedBatching
-from vllm_ext.repro.batching.virtual import Arrival, Costs, Served, StepCost, serve
+from vllm_ext.experiments.batching.merging import MergedBatching, Merging
+from vllm_ext.experiments.batching.padding import PaddedBatching
+from vllm_ext.experiments.batching.virtual import Arrival, Costs, Served, StepCost, serve
 
 UNIT = Costs(cells=dict.fromkeys(("step", "decoder", "leaf", "internal"), lambda _: 1.0))
 SERIAL = Merging(name="serial", node_s=0.25, overlapped=False)

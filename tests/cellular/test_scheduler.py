@@ -9,7 +9,7 @@ from tests.cellular.graphs_of import cells, chain, compiled, complete_tree, laye
 from vllm_ext.cellular.graphs import CellGraph, CellTable
 from vllm_ext.cellular.order import SlackOrder
 from vllm_ext.cellular.scheduler import Scheduler, Task
-from vllm_ext.repro.batching.virtual import Arrival, Costs, StepCost, serve
+from vllm_ext.experiments.batching.virtual import Arrival, Costs, StepCost, serve
 
 NEVER = 1e9
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from engines import BASE_ENGINE, TIGHT, Engines, Outcome, long_then_short
 
-from vllm_ext.repro import ablations
+from vllm_ext.experiments import ablations
 from vllm_ext.systems import compose
 
 ROWS = [row for row in (*compose._papers().values(), *ablations.ROWS) if "-published" not in row.name]

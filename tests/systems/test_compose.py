@@ -12,7 +12,7 @@ import pytest
 from vllm_ext import systems
 from vllm_ext.config import AXES, FLAGS, ConfigError, ExtConfig
 from vllm_ext.contract import Ordering, Rank, RequestView
-from vllm_ext.repro import ablations
+from vllm_ext.experiments import ablations
 from vllm_ext.systems import System, build, compose, known, register, resolve
 from vllm_ext.systems.alise import BoundedBypass, CostOverWait, Preemptive
 from vllm_ext.systems.baselines import ReserveMaximum, SeparateBatches, Watermark, WholePrompts

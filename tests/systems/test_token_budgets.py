@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.contract import RequestView, Split
 from vllm_ext.contract.objective import Slo
-from vllm_ext.repro.ablations import ChunksApart
+from vllm_ext.experiments.ablations import ChunksApart
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel, StepFeatures
 from vllm_ext.systems.accelgen import SloPivotBudget
 from vllm_ext.systems.baselines import FixedForward, SeparateBatches

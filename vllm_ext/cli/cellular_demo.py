@@ -13,8 +13,8 @@ from vllm_ext.cellular.cells import CellType, Port
 from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, Zero
 from vllm_ext.cellular.layout import CompiledGraph, compile_graph
 from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
-from vllm_ext.repro.batching.padding import PaddedBatching
-from vllm_ext.repro.batching.virtual import Arrival, Costs, Served, serve
+from vllm_ext.experiments.batching.padding import PaddedBatching
+from vllm_ext.experiments.batching.virtual import Arrival, Costs, Served, serve
 
 LENGTHS = (2, 3, 3, 5, 5, 7, 3, 1)
 SECOND_HALF_AT = 0.5

@@ -16,7 +16,7 @@ from vllm_ext.report import json_output, provenance, results
 from vllm_ext.report.provenance import check_committed, result_path
 
 if TYPE_CHECKING:
-    from vllm_ext.repro.study import Study
+    from vllm_ext.experiments.experiment import Experiment
 
 RESULTS = provenance.RESULTS / "repro"
 DOCUMENT = Path("docs", "reproductions.md")
@@ -24,32 +24,32 @@ DOCUMENT = Path("docs", "reproductions.md")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    from vllm_ext.repro import catalogue
+    from vllm_ext.experiments import catalogue
 
     args = _parser().parse_args(list(argv))
     if args.document:
         return _document(Path.cwd())
-    studies = catalogue.studies()
+    experiments = catalogue.experiments()
     if args.list:
-        for study in studies.values():
-            print(f"{study.id:16} {study.title} ({study.paper})")
+        for experiment in experiments.values():
+            print(f"{experiment.id:16} {experiment.title} ({experiment.paper})")
         return 0
     need("vllm")
-    chosen = list(studies) if args.id == ["all"] else args.id
+    chosen = list(experiments) if args.id == ["all"] else args.id
     problem = ""
-    if unknown := [name for name in chosen or [""] if name not in studies]:
-        problem = f"id={unknown[0]!r}: must be one of {', '.join(studies)}, several of them, or all"
+    if unknown := [name for name in chosen or [""] if name not in experiments]:
+        problem = f"id={unknown[0]!r}: must be one of {', '.join(experiments)}, several of them, or all"
     elif args.out is not None and len(chosen) > 1:
         problem = "--out: needs one id; several write to --out-dir"
     if problem:
         print(f"vllm-ext repro: {problem}", file=sys.stderr)
         return 2
-    return max(_reproduce(studies[name], args) for name in chosen)
+    return max(_reproduce(experiments[name], args) for name in chosen)
 
 
-def _reproduce(study: Study, args: argparse.Namespace) -> int:
-    from vllm_ext.repro.bench import Bench, RunFailed
-    from vllm_ext.repro.report import result, tables
+def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
+    from vllm_ext.experiments.report import result, tables
+    from vllm_ext.experiments.runner import RunFailed, Runner
     from vllm_ext.simulation.spec import SimulationSpec
     from vllm_ext.simulation.sweep.pools import local_pool
     from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -60,33 +60,33 @@ def _reproduce(study: Study, args: argparse.Namespace) -> int:
         rate = spec.workload.rate_per_s
         where = f"{spec.engine.system} on {spec.hardware.model}" + (f" at {rate:.4g} req/s" if rate else "")
         state = "kept from before" if stored else (outcome.error or "done")
-        print(f"{study.id}: run {next(runs)}: {where}: {state}", file=sys.stderr, flush=True)
+        print(f"{experiment.id}: run {next(runs)}: {where}: {state}", file=sys.stderr, flush=True)
 
-    out = args.out or (args.out_dir / f"{study.id}.json" if args.out_dir else None)
+    out = args.out or (args.out_dir / f"{experiment.id}.json" if args.out_dir else None)
     try:
-        if out is not None:  # studies before this one took their time
+        if out is not None:  # experiments before this one took their time
             check_committed(out)
         with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-            bench = Bench(
+            runner = Runner(
                 quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=None if args.quiet else report
             )
-            findings = study.run(bench)
+            findings = experiment.run(runner)
         quick, seed = " --quick" if args.quick else "", f" --seed {args.seed}" if args.seed else ""
-        command = f"vllm-ext repro {study.id}{quick}{seed}"
-        made = result(study, findings, command=command, seed=args.seed, quick=args.quick)
-        results.emit(made, tables(study, findings), out, as_json=args.json)
+        command = f"vllm-ext repro {experiment.id}{quick}{seed}"
+        made = result(experiment, findings, command=command, seed=args.seed, quick=args.quick)
+        results.emit(made, tables(experiment, findings), out, as_json=args.json)
         if out is not None:
             for plot in findings.plots:
                 plot.draw(out.with_name(f"{out.stem}{plot.suffix}.png"))
     except (RunFailed, OSError, ValueError) as error:
-        print(f"vllm-ext repro {study.id}: {error}", file=sys.stderr)
+        print(f"vllm-ext repro {experiment.id}: {error}", file=sys.stderr)
         return FAILED
     return 0
 
 
 def _document(root: Path) -> int:
-    from vllm_ext.repro import catalogue
-    from vllm_ext.repro.report import documentation
+    from vllm_ext.experiments import catalogue
+    from vllm_ext.experiments.report import documentation
 
     files = sorted((root / RESULTS).glob("*.json"))
     if not files:
@@ -96,7 +96,7 @@ def _document(root: Path) -> int:
             file=sys.stderr,
         )
         return FAILED
-    (root / DOCUMENT).write_text(documentation(files, catalogue.studies()), encoding="utf-8")
+    (root / DOCUMENT).write_text(documentation(files, catalogue.experiments()), encoding="utf-8")
     print(f"{DOCUMENT}: {len(files)} reproductions")
     return 0
 

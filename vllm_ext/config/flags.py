@@ -43,8 +43,8 @@ def argument(flag: Flag, field: FieldInfo) -> dict[str, Any]:
         options = {"type": str, "metavar": flag.metavar or f"{{{','.join(literal_of(field))}}}"}
     elif kind is bool:
         options = {"action": argparse.BooleanOptionalAction}
-    said = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-    default = "" if flag.key or said in (None, "") or kind is bool else f" (default: {said})"
+    shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    default = "" if flag.key or shown in (None, "") or kind is bool else f" (default: {shown})"
     text = (help_of(flag, field) + default).replace("%", "%%")
     return {**options, "default": argparse.SUPPRESS, "help": text}  # vLLM's help would show None as another default
 

@@ -15,7 +15,7 @@ from vllm_ext.systems.system import Policies, System, fields_of
 from vllm_ext.systems.user_policies import BASES, with_own
 
 _FIRST, _LAST = "fcfs", "baselines"
-UNSERVED = "vllm_ext.repro.ablations"
+UNSERVED = "vllm_ext.experiments.ablations"
 """Registers rows that nobody serves: it is imported when a name is asked for that no paper's file has."""
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.study import Claim, Findings, Paper, bar_plot, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, Paper, bar_plot, line_plot
+from vllm_ext.experiments.runner import Runner
 
 if TYPE_CHECKING:
-    from vllm_ext.repro.batching.curves import Manner, Point, Requests
+    from vllm_ext.experiments.batching.curves import Manner, Point, Requests
 
 OURS, PADDED = "batchmaker", "padded"
 SYSTEM = "The system is the scheduler of `vllm-ext cellular`, in order of arrival; the systems table has no such row."
@@ -33,23 +33,23 @@ QUICK_LOADS = (2e3, 5e3, 8e3, 14e3, 20e3, 26e3)
 MARGIN = "padded batching has no cost per task here"
 
 
-def seconds(bench: Bench) -> float:
+def seconds(runner: Runner) -> float:
     """Return how long a load lasts: many turns of all buckets, each of which takes some 0.2 s."""
-    return 0.2 if bench.quick else 2.5
+    return 0.2 if runner.quick else 2.5
 
 
-def loads(bench: Bench) -> tuple[float, ...]:
+def loads(runner: Runner) -> tuple[float, ...]:
     """Return the offered rates, in requests per second."""
-    return QUICK_LOADS if bench.quick else LOADS
+    return QUICK_LOADS if runner.quick else LOADS
 
 
-def sentences(bench: Bench, longest: int | None = None, fixed: int | None = None) -> tuple[Requests, Any]:
+def sentences(runner: Runner, longest: int | None = None, fixed: int | None = None) -> tuple[Requests, Any]:
     """Return LSTM requests and their data."""
     from vllm_ext.cellular.models import build
-    from vllm_ext.repro.batching import workloads
-    from vllm_ext.repro.batching.curves import Requests
+    from vllm_ext.experiments.batching import workloads
+    from vllm_ext.experiments.batching.curves import Requests
 
-    data = workloads.pairs(2_000 if bench.quick else 20_000, bench.seed)
+    data = workloads.pairs(2_000 if runner.quick else 20_000, runner.seed)
     if longest is not None:
         data = workloads.clipped(data, longest)
     if fixed is not None:
@@ -63,8 +63,8 @@ def cellular(max_batch: int = 512) -> Manner:
     """Return cellular batching of an LSTM."""
     from vllm_ext.cellular.graphs import CellTable
     from vllm_ext.cellular.scheduler import Scheduler
-    from vllm_ext.repro.batching.curves import LSTM, ROW_S, TASK_S, Manner
-    from vllm_ext.repro.batching.virtual import Costs
+    from vllm_ext.experiments.batching.curves import LSTM, ROW_S, TASK_S, Manner
+    from vllm_ext.experiments.batching.virtual import Costs
 
     def make(cells: CellTable) -> Scheduler:
         return Scheduler(CellTable([cell.with_batches(max_batch) for cell in cells.cells]))
@@ -74,9 +74,9 @@ def cellular(max_batch: int = 512) -> Manner:
 
 def padded(max_batch: int = 512, width: int = 10) -> Manner:
     """Return padded batching of an LSTM."""
-    from vllm_ext.repro.batching.curves import LSTM, Manner
-    from vllm_ext.repro.batching.padding import PaddedBatching
-    from vllm_ext.repro.batching.virtual import Costs
+    from vllm_ext.experiments.batching.curves import LSTM, Manner
+    from vllm_ext.experiments.batching.padding import PaddedBatching
+    from vllm_ext.experiments.batching.virtual import Costs
 
     return Manner(
         name=PADDED, make=lambda cells: PaddedBatching(cells, max_batch=max_batch, width=width),
@@ -84,23 +84,23 @@ def padded(max_batch: int = 512, width: int = 10) -> Manner:
     )  # fmt: skip
 
 
-def compared(bench: Bench, manners: Mapping[str, Manner], requests: Requests) -> dict[str, list[Point]]:
+def compared(runner: Runner, manners: Mapping[str, Manner], requests: Requests) -> dict[str, list[Point]]:
     """Return the curve of each manner."""
-    from vllm_ext.repro.batching.curves import curve
+    from vllm_ext.experiments.batching.curves import curve
 
-    at = loads(bench)
-    return {name: curve(one, requests, at, seconds=seconds(bench), seed=bench.seed) for name, one in manners.items()}
+    at = loads(runner)
+    return {name: curve(one, requests, at, seconds=seconds(runner), seed=runner.seed) for name, one in manners.items()}
 
 
 def findings(
     curves: Mapping[str, Sequence[Point]],
     claims: Sequence[Claim],
     data: Any,
-    bench: Bench,
+    runner: Runner,
     ours: Sequence[str] = (OURS,),
 ) -> Findings:
     """Return curves as findings: a table, a plot of P90 latency, flat metrics."""
-    from vllm_ext.repro.batching.curves import HEADER, metrics_of, rows_of
+    from vllm_ext.experiments.batching.curves import HEADER, metrics_of, rows_of
 
     plot = line_plot(
         "", {name: [(p.served_per_s, p.p90_ms) for p in points if p.sustained] for name, points in curves.items()},
@@ -112,7 +112,7 @@ def findings(
     return Findings(
         header=HEADER, rows=rows_of(curves), claims=claims, metrics=metrics,
         baselines={name: metrics_of("", points) for name, points in curves.items() if name not in ours},
-        config={"seconds_per_load": seconds(bench)}, plots=[plot], workload=[data],
+        config={"seconds_per_load": seconds(runner)}, plots=[plot], workload=[data],
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def against_padded(
         what: Served, for the names.
         paper: Ratio of peaks, least and most of what is saved.
     """
-    from vllm_ext.repro.batching.curves import peak, reductions
+    from vllm_ext.experiments.batching.curves import peak, reductions
 
     lower = reductions(ours, theirs)
     facts, most = f"{len(lower)} loads", max(point.served_per_s for point in theirs)
@@ -142,20 +142,20 @@ def against_padded(
     ]  # fmt: skip
 
 
-@PAPER.study(
+@PAPER.figure(
     "batchmaker-fig3", "Figure 2.3", "A step of an LSTM by batch size, measured",
     ("Measured on this machine's CPU with one thread and hidden size 1024, where the paper has a CPU and a V100; only "
      "ratios of the V100 are stated in its text.",),
 )  # fmt: skip
-def fig3(bench: Bench) -> Findings:
+def fig3(runner: Runner) -> Findings:
     """Measure the cell."""
     from vllm_ext.cellular.models import build
     from vllm_ext.cellular.profile import measure
-    from vllm_ext.repro.batching.workloads import Data
+    from vllm_ext.experiments.batching.workloads import Data
 
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     cell = build("lstm", hidden=1024, vocabulary=64, classes=0).cells[0]
-    found = measure(cell, batches, repeats=3 if bench.quick else 9)
+    found = measure(cell, batches, repeats=3 if runner.quick else 9)
     ms = {batch: seconds * 1e3 for batch, seconds in found.seconds.items()}
     rate = {batch: batch / seconds for batch, seconds in found.seconds.items()}
     why = "a CPU is busy with a small batch already, where a GPU waits for weights"
@@ -173,15 +173,15 @@ def fig3(bench: Bench) -> Findings:
     )  # fmt: skip
 
 
-@PAPER.study("batchmaker-fig7", "Figure 2.7", "LSTM: latency against throughput, batches of at most 512 and 64")
-def fig7(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig7", "Figure 2.7", "LSTM: latency against throughput, batches of at most 512 and 64")
+def fig7(runner: Runner) -> Findings:
     """Serve sentences at increasing loads."""
-    from vllm_ext.repro.batching.curves import peak
+    from vllm_ext.experiments.batching.curves import peak
 
-    requests, data = sentences(bench)
+    requests, data = sentences(runner)
     small, small_padded = f"{OURS}, 64", f"{PADDED}, 64"
     manners = {OURS: cellular(), PADDED: padded(), small: cellular(64), small_padded: padded(64)}
-    curves = compared(bench, manners, requests)
+    curves = compared(runner, manners, requests)
     low = {name: next(p.p90_ms for p in curves[name] if p.load_per_s == 5e3) for name in (OURS, small)}
     claims = [
         *against_padded(curves[OURS], curves[PADDED], "LSTM", (1.25, 0.375, 0.905)),
@@ -193,17 +193,17 @@ def fig7(bench: Bench) -> Findings:
               ours=peak(curves[small]) / peak(curves[small_padded]),
               why="at batch 64 the 65 us per task are a fourth of it; padded batching has no such cost here"),
     ]  # fmt: skip
-    return findings(curves, claims, data, bench, (OURS, small))
+    return findings(curves, claims, data, runner, (OURS, small))
 
 
-@PAPER.study("batchmaker-fig8", "Figure 2.8", "Padded LSTM by the width of buckets")
-def fig8(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig8", "Figure 2.8", "Padded LSTM by the width of buckets")
+def fig8(runner: Runner) -> Findings:
     """Serve sentences in buckets of several widths."""
-    from vllm_ext.repro.batching.curves import peak
+    from vllm_ext.experiments.batching.curves import peak
 
-    requests, data = sentences(bench)
+    requests, data = sentences(runner)
     manners = {f"width {width}": padded(width=width) for width in (1, 5, 10, 20, 40)}
-    curves = compared(bench, manners, requests)
+    curves = compared(runner, manners, requests)
     low = {name: points[0].p90_ms for name, points in curves.items()}
     claims = [
         Claim(name="P90 latency at the lowest load, width 40 / 10", paper=1.0, ours=low["width 40"] / low["width 10"],
@@ -216,19 +216,19 @@ def fig8(bench: Bench) -> Findings:
         Claim(name="peak, width 10 / 40", paper=1.0, ours=peak(curves["width 10"]) / peak(curves["width 40"]),
               facts="stated as higher", why="fewer, fuller buckets outweigh their padding"),
     ]  # fmt: skip
-    return findings(curves, claims, data, bench, tuple(curves))
+    return findings(curves, claims, data, runner, tuple(curves))
 
 
-@PAPER.study("batchmaker-fig9", "Figure 2.9", "LSTM at 5K requests/s: queueing and computing")
-def fig9(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig9", "Figure 2.9", "LSTM at 5K requests/s: queueing and computing")
+def fig9(runner: Runner) -> Findings:
     """Split latency at one load."""
     import numpy as np
 
-    from vllm_ext.repro.batching.curves import at
+    from vllm_ext.experiments.batching.curves import at
 
-    requests, data = sentences(bench)
+    requests, data = sentences(runner)
     served = {
-        one.name: at(one, requests, 5e3, seconds=1.0 if bench.quick else 6.0, seed=bench.seed)
+        one.name: at(one, requests, 5e3, seconds=1.0 if runner.quick else 6.0, seed=runner.seed)
         for one in (cellular(), padded())
     }
     found: dict[str, dict[str, float]] = {}
@@ -258,20 +258,20 @@ def fig9(bench: Bench) -> Findings:
     )  # fmt: skip
 
 
-@PAPER.study("batchmaker-fig11", "Figure 2.11", "LSTM by variance of length: 24 words, at most 50, at most 100")
-def fig11(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig11", "Figure 2.11", "LSTM by variance of length: 24 words, at most 50, at most 100")
+def fig11(runner: Runner) -> Findings:
     """Serve three data sets; of the first, equal lengths without any cost of scheduling are the ideal."""
-    from vllm_ext.repro.batching.curves import LSTM, peak
+    from vllm_ext.experiments.batching.curves import LSTM, peak
 
     data_sets = {
-        "24": sentences(bench, fixed=24),
-        "50": sentences(bench, longest=50),
-        "100": sentences(bench, longest=100),
+        "24": sentences(runner, fixed=24),
+        "50": sentences(runner, longest=50),
+        "100": sentences(runner, longest=100),
     }
     curves: dict[str, list[Point]] = {}
     for name, (requests, _) in data_sets.items():
         manners = {f"{one.name}, {name}": one for one in (cellular(), padded())}
-        curves |= compared(bench, manners, requests)
+        curves |= compared(runner, manners, requests)
     ideal = 512 / (LSTM(512) * 24)
     low = {name: points[0].p90_ms for name, points in curves.items()}
     grown = {one: low[f"{one}, 100"] / low[f"{one}, 50"] for one in (OURS, PADDED)}
@@ -286,4 +286,4 @@ def fig11(bench: Bench) -> Findings:
               ours=grown[OURS] / grown[PADDED], facts="variance of length costs the baselines more",
               why="its P90 follows the longer sentences themselves"),
     ]  # fmt: skip
-    return findings(curves, claims, data_sets["100"][1], bench, tuple(f"{OURS}, {n}" for n in data_sets))
+    return findings(curves, claims, data_sets["100"][1], runner, tuple(f"{OURS}, {n}" for n in data_sets))

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm_ext.repro.bench import Bench, Sustained
-from vllm_ext.repro.studies import sarathi as base
-from vllm_ext.repro.study import Claim, Contender, Findings, bar_plot, flat
+from vllm_ext.experiments.experiment import Claim, Findings, Variant, bar_plot, flat
+from vllm_ext.experiments.papers import sarathi as base
+from vllm_ext.experiments.runner import Runner, Sustained
 
 DELAY, TBT = "scheduling_delay_p50_s", "tbt_p99_ms"
 DELAY_LIMIT_S = 2.0
@@ -30,18 +30,18 @@ COMPARED = (VLLM_2023, ORCA, TUNED)
 """What Sarathi-Serve's capacity is divided by in the table."""
 
 
-def contenders(panel: base.Panel, dataset: str, slo: str) -> list[Contender]:
+def variants(panel: base.Panel, dataset: str, slo: str) -> list[Variant]:
     """The systems of the figures, and vLLM of today, default and tuned (one per budget tried)."""
     seats, context, tokens = base.SEATS // panel.pipeline, base.CONTEXT[dataset], panel.tokens(slo)
     objective = {"slo": {"tbt_ms": panel.slo_ms(slo)}}
     orca_seats, eager = panel.orca_seats // panel.pipeline, 0.28 if base.is_strict(slo) else 0.5
 
-    def own(name: str, system: str, seats: int = seats, tokens: int = context, **more: Any) -> Contender:
+    def own(name: str, system: str, seats: int = seats, tokens: int = context, **more: Any) -> Variant:
         engine = {"max_num_batched_tokens": tokens, "max_num_seqs": seats, "prefix_caching": False}
-        return Contender(name=name, system=system, engine={**engine, **more.pop("engine", {})}, **more)
+        return Variant(name=name, system=system, engine={**engine, **more.pop("engine", {})}, **more)
 
     tuned = [
-        Contender(
+        Variant(
             name=f"{TUNED} ({budget})",
             system="upstream-fcfs",
             engine={"max_num_seqs": seats, "max_num_batched_tokens": budget, "watermark": 0.05},
@@ -51,7 +51,7 @@ def contenders(panel: base.Panel, dataset: str, slo: str) -> list[Contender]:
     return [
         own(ORCA, "orca", orca_seats, orca_seats * context, start=0.8 * eager),
         own(VLLM_2023, "vllm-2023", start=eager),
-        Contender(name=VLLM, system="upstream-fcfs", engine={"max_num_seqs": seats}),
+        Variant(name=VLLM, system="upstream-fcfs", engine={"max_num_seqs": seats}),
         *tuned,
         own(PAPERS, PAPERS, tokens=tokens, options={**objective, "budget": {"tokens": tokens}}),
         own(SARATHI, "sarathi", engine={"profiled": True}, options=objective),
@@ -129,7 +129,7 @@ def rate(found: Mapping[tuple[Cell, str], Sustained], cell: Cell, system: str) -
 
 
 def measure(
-    bench: Bench,
+    runner: Runner,
     panels: Sequence[base.Panel],
     published: Sequence[Published],
     *,
@@ -140,7 +140,7 @@ def measure(
     """Measure a figure: all systems on all panels, both data sets and all objectives.
 
     Args:
-        bench: Runs simulations. If ``quick``: the last panel, the second data set and the first objectives only, and
+        runner: Runs simulations. If ``quick``: the last panel, the second data set and the first objectives only, and
             traces of 48 requests, too short a queue to compare systems by.
         panels: Models and their hardware.
         published: What the paper says of them.
@@ -149,7 +149,7 @@ def measure(
         slos_of_paper_systems: Objectives under which only the systems that the paper compares are measured.
     """
     tolerance, datasets = 0.05, list(base.DATASETS)
-    if bench.quick:
+    if runner.quick:
         panels, requests, slos_of_paper_systems = panels[-1:], 48, ()
         tolerance, datasets = 0.3, datasets[-1:]
     of = {panel.model: panel for panel in panels}
@@ -158,12 +158,12 @@ def measure(
     systems = {
         (cell, one.name): one
         for cell in cells
-        for one in contenders(of[cell.model], cell.dataset, cell.slo)
+        for one in variants(of[cell.model], cell.dataset, cell.slo)
         if cell.slo not in slos_of_paper_systems or one.name in PAPER_SYSTEMS
     }
-    found = bench.sustained(
+    found = runner.sustained(
         {
-            (cell, name): partial(base.spec, one, of[cell.model], cell.dataset, requests=requests, seed=bench.seed)
+            (cell, name): partial(base.spec, one, of[cell.model], cell.dataset, requests=requests, seed=runner.seed)
             for (cell, name), one in systems.items()
         },
         lambda key: {TBT: limits_ms[key[0]], DELAY: DELAY_LIMIT_S},
@@ -218,10 +218,10 @@ def _better_in_all_cases(panels: Sequence[base.Panel], why: str = "") -> list[Pu
     ]
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "sarathi-fig9", "Figure 9", "Capacity under strict and relaxed P99-TBT objectives, Mistral-7B and Yi-34B"
 )
-def fig9(bench: Bench) -> Findings:
+def fig9(runner: Runner) -> Findings:
     """How many requests per second can a replica take before P99 TBT leaves its objective, or requests queue?
 
     Method: Mistral-7B on one A100 and Yi-34B on two, under the objectives of the paper's Table 3. ``--quick``:
@@ -236,10 +236,10 @@ def fig9(bench: Bench) -> Findings:
         Published(paper=3.2, model=mistral, over=ORCA, dataset=base.CHATS, slos=("strict",), where=text),
         *_better_in_all_cases((base.MISTRAL, base.YI)),
     ]
-    return measure(bench, (base.YI, base.MISTRAL), published, requests=512)
+    return measure(runner, (base.YI, base.MISTRAL), published, requests=512)
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "sarathi-fig10",
     "Figure 10",
     "Capacity under strict and relaxed P99-TBT objectives, LLaMA2-70B and Falcon-180B",
@@ -257,7 +257,7 @@ def fig9(bench: Bench) -> Findings:
         *base.DIFFERENCES,
     ),
 )
-def fig10(bench: Bench) -> Findings:
+def fig10(runner: Runner) -> Findings:
     """As Figure 9, for models whose devices are tensor parallel 4 and pipeline parallel 2: eight A40, and eight A100.
 
     Method: the simulator has no pipeline: two engines of tensor parallel 4, each with the step time of all layers, half
@@ -285,5 +285,10 @@ def fig10(bench: Bench) -> Findings:
         *_better_in_all_cases((base.LLAMA, base.FALCON), why),
     ]
     return measure(
-        bench, (base.LLAMA, base.FALCON), published, requests=320, slos=base.BY_RULE, slos_of_paper_systems=base.TABLE_3
+        runner,
+        (base.LLAMA, base.FALCON),
+        published,
+        requests=320,
+        slos=base.BY_RULE,
+        slos_of_paper_systems=base.TABLE_3,
     )

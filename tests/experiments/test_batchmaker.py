@@ -1,4 +1,4 @@
-"""BatchMaker's studies: data, curves, and one figure on little data."""
+"""BatchMaker's experiments: data, curves, and one figure on little data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_ext.repro.batching import workloads
-from vllm_ext.repro.batching.curves import Point, peak, reductions
-from vllm_ext.repro.batching.merging import merge_cells, merge_operators
-from vllm_ext.repro.studies import batchmaker, batchmaker_trees
+from vllm_ext.experiments.batching import workloads
+from vllm_ext.experiments.batching.curves import Point, peak, reductions
+from vllm_ext.experiments.batching.merging import merge_cells, merge_operators
+from vllm_ext.experiments.papers import batchmaker, batchmaker_trees
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
 
@@ -68,8 +68,8 @@ def test_merging_groups_by_depth_and_kind(tmp_path: Path) -> None:
     assert len(merge_operators([graph, graph], operators=3)) == 31 * 3
 
 
-def _bench(folder: Path) -> batchmaker.Bench:
-    return batchmaker.Bench(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=PointStore(folder).__enter__())
+def _bench(folder: Path) -> batchmaker.Runner:
+    return batchmaker.Runner(quick=True, seed=0, pool=InProcessPool(lambda _: {}), store=PointStore(folder).__enter__())
 
 
 def test_a_figure_on_little_data_has_the_papers_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.repro.bench import Bench, RunFailed, Sustained
-from vllm_ext.repro.studies import sarathi as base
-from vllm_ext.repro.studies import sarathi_capacity as capacity
-from vllm_ext.repro.study import Contender
+from vllm_ext.experiments.experiment import Variant
+from vllm_ext.experiments.papers import sarathi as base
+from vllm_ext.experiments.papers import sarathi_capacity as capacity
+from vllm_ext.experiments.runner import RunFailed, Runner, Sustained
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
 from vllm_ext.simulation.sweep.store import PointStore
@@ -29,13 +29,13 @@ def sustained(folder: Path, slo_ms: float, *, queue_at_per_s: float = 100.0, fal
         return {capacity.TBT: 100 * rate, capacity.DELAY: delay, "policy_fallbacks": fallbacks}
 
     with PointStore(folder) as store:
-        bench = Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=store)
+        runner = Runner(quick=True, seed=0, pool=InProcessPool(evaluate), store=store)
         limits = {capacity.TBT: slo_ms, capacity.DELAY: capacity.DELAY_LIMIT_S}
-        return bench.sustained({"orca": one}, limits, start_per_s=lambda _: 1.0, tolerance=0.01)["orca"]
+        return runner.sustained({"orca": one}, limits, start_per_s=lambda _: 1.0, tolerance=0.01)["orca"]
 
 
 def one(rate_per_s: float, panel: base.Panel = base.MISTRAL) -> SimulationSpec:
-    return base.spec(Contender(name="x", system="fcfs"), panel, DATASET, rate_per_s, requests=8, seed=0)
+    return base.spec(Variant(name="x", system="fcfs"), panel, DATASET, rate_per_s, requests=8, seed=0)
 
 
 @pytest.mark.parametrize(("queue_at", "limited_by"), [(100.0, "tbt_p99_ms"), (3.0, "scheduling_delay_p50_s")])
@@ -70,7 +70,7 @@ def test_pipeline_stage_sees_half_the_requests_and_the_memory_of_half_the_layers
 
 
 def test_seats_and_budgets_are_those_of_the_published_experiments() -> None:
-    by_name = {c.name: c for c in capacity.contenders(base.LLAMA, DATASET, "relaxed")}
+    by_name = {c.name: c for c in capacity.variants(base.LLAMA, DATASET, "relaxed")}
     assert by_name["orca"].engine["max_num_seqs"] == 4  # 8 over two micro-batches
     assert by_name["vllm-2023"].engine["max_num_batched_tokens"] == 8192
     assert by_name["sarathi-published"].options["budget"] == {"tokens": 1536}

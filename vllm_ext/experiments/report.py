@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_ext.experiments.experiment import Claim, Experiment, Findings, served
 from vllm_ext.report.provenance import measured_at
 from vllm_ext.report.results import Goal, Result, Workload, format_table
-from vllm_ext.repro.study import Claim, Findings, Study, served
 
 
-def result(study: Study, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
+def result(experiment: Experiment, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
     """Return the findings in the common format; every claim is in ``config["claims"]``, headlines are goals."""
     fields = ("name", "paper", "ours", "ratio", "better", "reached", "headline", "note")
     name, rows, sha256 = served(findings.workload)
     return Result(
-        name=study.id,
+        name=experiment.id,
         command=command,
         config={
             **findings.config,
-            "paper": study.paper,
-            "title": study.title,
-            "row": study.row,
-            "differences": list(study.differences),
+            "paper": experiment.paper,
+            "title": experiment.title,
+            "row": experiment.row,
+            "differences": list(experiment.differences),
             "claims": [{field: getattr(claim, field) for field in fields} for claim in findings.claims],
             "plots": [plot.suffix for plot in findings.plots],
             "quick": quick,
@@ -38,33 +38,33 @@ def result(study: Study, findings: Findings, *, command: str, seed: int, quick: 
     )
 
 
-def tables(study: Study, findings: Findings) -> list[str]:
+def tables(experiment: Experiment, findings: Findings) -> list[str]:
     """Return the texts for a terminal: the measurements, the claims, and what is not as in the paper."""
     claims = [
         (c.name, c.paper, c.ours, c.ratio, "yes" if c.reached else f"no: {c.note or 'see the differences'}")
         for c in findings.claims
     ]
-    differences = "\n".join(f"- {line}" for line in study.differences)
+    differences = "\n".join(f"- {line}" for line in experiment.differences)
     return [
-        f"{study.id}: {study.title}\n{study.paper}; measured as {study.row}\n",
+        f"{experiment.id}: {experiment.title}\n{experiment.paper}; measured as {experiment.row}\n",
         format_table(findings.header, findings.rows),
         "\n" + format_table(("figure", "paper", "ours", "ours/paper", "reached"), claims),
         f"\nnot as in the paper:\n{differences}\n",
     ]
 
 
-def documentation(files: Sequence[Path], studies: Iterable[str] = ()) -> str:
+def documentation(files: Sequence[Path], experiments: Iterable[str] = ()) -> str:
     """Return docs/reproductions.md, made from result files.
 
     Args:
         files: One result each.
-        studies: All reproductions; those without a file are named.
+        experiments: All reproductions; those without a file are named.
 
     Raises:
         ValueError: a file is not the result of a reproduction.
     """
-    missing = sorted(set(studies) - {file.stem for file in files})
-    parts = [_HEAD, _MISSING.format(", ".join(f"`{study}`" for study in missing))] if missing else [_HEAD]
+    missing = sorted(set(experiments) - {file.stem for file in files})
+    parts = [_HEAD, _MISSING.format(", ".join(f"`{experiment}`" for experiment in missing))] if missing else [_HEAD]
     for file in sorted(files):
         raw = json.loads(file.read_text(encoding="utf-8"))
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_ext.repro.study import Contender, Paper
+from vllm_ext.experiments.experiment import Paper, Variant
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
@@ -142,16 +142,16 @@ class Load:
 _PUBLISHED = resolve(PAPER.row).parameters
 
 
-def _published(name: str, system: str, *, lacks: str = "", **changed: Mapping[str, Any]) -> Contender:
+def _published(name: str, system: str, *, lacks: str = "", **changed: Mapping[str, Any]) -> Variant:
     """A variant of AccelGen with all else as published; ``lacks`` is an axis whose policy is another one there."""
     given = {axis: {**values, **changed.get(axis, {})} for axis, values in _PUBLISHED.items() if axis != lacks}
-    return Contender(name=name, system=system, options=given)
+    return Variant(name=name, system=system, options=given)
 
 
-ACCELGEN = Contender(name="AccelGen", system=PAPER.row)
-OURS = Contender(name="accelgen, ours", system="accelgen")
+ACCELGEN = Variant(name="AccelGen", system=PAPER.row)
+OURS = Variant(name="accelgen, ours", system="accelgen")
 ORACLE = _published("Oracle", "oracle-accelgen")
-UPSTREAM = Contender(name="vLLM 0.32 fcfs", system="upstream-fcfs")
+UPSTREAM = Variant(name="vLLM 0.32 fcfs", system="upstream-fcfs")
 ABLATIONS = (
     _published("without Chunk", "accelgen-no-chunk", lacks="budget"),
     _published("without Order", "accelgen-no-order", lacks="ordering", admission={"ordered": False}),
@@ -160,22 +160,22 @@ ABLATIONS = (
 """The paper's /Chunk, /Order and /Batch."""
 
 
-def baselines(panel: Panel) -> tuple[Contender, ...]:
+def baselines(panel: Panel) -> tuple[Variant, ...]:
     """Return the paper's baselines."""
     return (
-        Contender(name="Orca", system="orca", engine={"max_num_seqs": 8}),
-        Contender(name="vLLM-2023", system="vllm-2023"),
-        Contender(name="FastGen", system="fastgen"),
-        Contender(name="Sarathi-Serve", system="sarathi-published", options={"budget": {"tokens": panel.pivot_tokens}}),
+        Variant(name="Orca", system="orca", engine={"max_num_seqs": 8}),
+        Variant(name="vLLM-2023", system="vllm-2023"),
+        Variant(name="FastGen", system="fastgen"),
+        Variant(name="Sarathi-Serve", system="sarathi-published", options={"budget": {"tokens": panel.pivot_tokens}}),
         # Its limit of 30 s makes it first come, first served in these overloads, and it does worse.
-        Contender(name="FastServe", system="fastserve", options={"ordering": {"starve_limit_s": _NEVER_S}}),
+        Variant(name="FastServe", system="fastserve", options={"ordering": {"starve_limit_s": _NEVER_S}}),
     )
 
 
-def tuned(panel: Panel) -> Contender:
+def tuned(panel: Panel) -> Variant:
     """Return vLLM of today with the largest steps that keep the tightest objective."""
     engine = {"max_num_batched_tokens": panel.tightest_tokens, "watermark": 0.05}
-    return Contender(name="vLLM 0.32 fcfs, tuned", system="upstream-fcfs", engine=engine)
+    return Variant(name="vLLM 0.32 fcfs, tuned", system="upstream-fcfs", engine=engine)
 
 
 def prompt_s(cost: CostModel, tokens: int) -> float:
@@ -223,7 +223,7 @@ def workload_spec(panel: Panel, load: Load, seed: int) -> WorkloadSpec:
     )
 
 
-def spec(contender: Contender, panel: Panel, load: Load, seed: int) -> SimulationSpec:
+def spec(variant: Variant, panel: Panel, load: Load, seed: int) -> SimulationSpec:
     """Return one run."""
     engine = {
         "max_model_len": panel.context_tokens,
@@ -231,7 +231,7 @@ def spec(contender: Contender, panel: Panel, load: Load, seed: int) -> Simulatio
         "prefix_caching": False,
         "profiled": True,
     }
-    return contender.spec(
+    return variant.spec(
         engine=engine,
         hardware=panel.hardware,
         workload=dict(workload_spec(panel, load, seed)),

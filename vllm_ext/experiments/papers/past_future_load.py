@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ext.envs import cache_dir
+from vllm_ext.experiments.experiment import Claim, Findings, Variant, flat, line_plot
+from vllm_ext.experiments.papers import past_future as base
+from vllm_ext.experiments.runner import Metrics, Runner
 from vllm_ext.files import replaced
-from vllm_ext.repro.bench import Bench, Metrics
-from vllm_ext.repro.studies import past_future as base
-from vllm_ext.repro.study import Claim, Contender, Findings, flat, line_plot
 from vllm_ext.simulation.spec import RecordSpec
 from vllm_ext.simulation.synthetic import PRESETS
 from vllm_ext.simulation.workloads.spec import SloTarget, TierSpec
@@ -63,7 +63,7 @@ Cells = Mapping[tuple[str, str, str, int], Metrics]
 """Model, data set, scheduler, clients."""
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "past-future-fig7",
     "Figure 7 and section 5.2",
     "Goodput under an SLA against the number of clients: past-future, aggressive, conservative",
@@ -85,7 +85,7 @@ Cells = Mapping[tuple[str, str, str, int], Metrics]
         "ShareGPT-o1 is log-normal with median and P90 of the artifact's data.",
     ),
 )
-def fig7(bench: Bench) -> Findings:
+def fig7(runner: Runner) -> Findings:
     """What is left of the throughput of requests that keep the SLA when there are more clients than seats?
 
     Method: closed loop on A100-80GB; each client sends its next request when the last has ended, for a stretch of
@@ -94,18 +94,18 @@ def fig7(bench: Bench) -> Findings:
     a TTFT objective under overload in order of arrival. Goodput is the output tokens of good requests per second. Quick
     runs serve the 7B model only and leave one scheduler out.
     """
-    shrink = base.QUICK_SHRINK if bench.quick else 1
-    panels = {model: panel for model, panel in PANELS.items() if model == JUDGED or not bench.quick}
-    datasets = QUICK_DATASETS if bench.quick else tuple(base.DATASETS)
-    duration_s = {model: QUICK_DURATION_S if bench.quick else panel.duration_s for model, panel in panels.items()}
+    shrink = base.QUICK_SHRINK if runner.quick else 1
+    panels = {model: panel for model, panel in PANELS.items() if model == JUDGED or not runner.quick}
+    datasets = QUICK_DATASETS if runner.quick else tuple(base.DATASETS)
+    duration_s = {model: QUICK_DURATION_S if runner.quick else panel.duration_s for model, panel in panels.items()}
     specs = {}
     for model, panel in panels.items():
         ttft, tbt = (SloTarget(base_s=limit_s / shrink) for limit_s in (panel.ttft_s, panel.gap_s))
         for data in datasets:
             for scheduler in SCHEDULERS:
-                if bench.quick and scheduler is MILDER:
+                if runner.quick and scheduler is MILDER:
                     continue
-                for clients in QUICK_CLIENTS if bench.quick else panel.clients:
+                for clients in QUICK_CLIENTS if runner.quick else panel.clients:
                     workload = base.DATASETS[data].workload(
                         shrink,
                         arrivals="closed-loop",
@@ -113,7 +113,7 @@ def fig7(bench: Bench) -> Findings:
                         duration_s=duration_s[model] / shrink,
                         patience_s=panel.drop_s / shrink,
                         tiers=(TierSpec(name="sla", ttft=ttft, tbt=tbt),),
-                        seed=bench.seed,
+                        seed=runner.seed,
                     )
                     specs[model, data, scheduler.name, clients] = base.spec(
                         scheduler,
@@ -125,7 +125,7 @@ def fig7(bench: Bench) -> Findings:
                         devices=panel.devices,
                         max_time_s=duration_s[model] / shrink,
                     )
-    found = bench.metrics(specs)
+    found = runner.metrics(specs)
     good = {key: metrics.get(GOODPUT, 0.0) for key, metrics in found.items()}
     columns = "model, lengths, scheduler, clients, good tokens/s, tokens/s, in time, evictions/request, memory"
     return Findings(
@@ -186,7 +186,7 @@ def _fig7_claims(found: Cells, good: Mapping[tuple[str, str, str, int], float]) 
                 )
 
 
-def _fig7_why(other: Contender, metrics: Metrics) -> str:
+def _fig7_why(other: Variant, metrics: Metrics) -> str:
     if other is CONSERVATIVE:
         return (
             f"it runs {metrics['mean_running_requests']:.3g} at a time with the data set's longest output reserved; "
@@ -206,7 +206,7 @@ REQUESTS, QUICK_REQUESTS = 500, 80
 """Of each data set."""
 BOUND = 8192
 """What clients ask for at most: what the longest outputs need but for some of o1's, which are cut."""
-SETTINGS: Mapping[Callable[[float], Contender], tuple[Sequence[float], Sequence[float]]] = {
+SETTINGS: Mapping[Callable[[float], Variant], tuple[Sequence[float], Sequence[float]]] = {
     base.past_future: ((0.0, 0.03, 0.05, 0.10, 0.20), (0.0, 0.05, 0.20)),
     base.aggressive: ((0.99, 0.95, 0.90, 0.80), (0.95, 0.90)),
     base.conservative: ((1.0, 1.5, 2.0, 3.0), (1.0, 2.0)),
@@ -217,7 +217,7 @@ SHORT_WINDOW = base.past_future(0.05, window=200)
 """Learns of a change sooner than with the paper's 1000; the artifact's servers use 40 and 200."""
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "past-future-fig8",
     "Figure 8 and section 5.3",
     "Parameters of past-future, aggressive and conservative on a load whose lengths change",
@@ -231,29 +231,29 @@ SHORT_WINDOW = base.past_future(0.05, window=200)
         "ShareGPT-o1 is log-normal with median and P90 of the artifact's data.",
     ),
 )
-def fig8(bench: Bench) -> Findings:
+def fig8(runner: Runner) -> Findings:
     """Can a watermark or an overcommit be chosen that does as well as past-future when lengths change?
 
     Method: Llama-2-7B; the four data sets stand one after the other in the queue; all requests wait from the start. Per
     setting: decoding steps while somebody waits, and evictions per request. A setting of another scheduler is beaten if
     some reserve of past-future takes no more steps and evicts no more, within a percent of the steps.
     """
-    shrink, requests = (base.QUICK_SHRINK, QUICK_REQUESTS) if bench.quick else (1, REQUESTS)
+    shrink, requests = (base.QUICK_SHRINK, QUICK_REQUESTS) if runner.quick else (1, REQUESTS)
     workload = {
-        "source": str(_lengths(bench.seed, shrink, requests)),
+        "source": str(_lengths(runner.seed, shrink, requests)),
         "arrivals": "at-once",
         "num_requests": len(ORDER) * requests,
         "max_tokens": BOUND // shrink,
-        "seed": bench.seed,
+        "seed": runner.seed,
     }
-    own, marks, overcommits = ([make(one) for one in values[bench.quick]] for make, values in SETTINGS.items())
-    own += [base.OURS] if bench.quick else [base.OURS, SHORT_WINDOW]
-    contenders = {c.name: c for c in (base.OPTIMUM, *own, *marks, *overcommits, base.VLLM, base.VLLM_TUNED)}
+    own, marks, overcommits = ([make(one) for one in values[runner.quick]] for make, values in SETTINGS.items())
+    own += [base.OURS] if runner.quick else [base.OURS, SHORT_WINDOW]
+    variants = {c.name: c for c in (base.OPTIMUM, *own, *marks, *overcommits, base.VLLM, base.VLLM_TUNED)}
     specs = {
         name: base.spec(c, JUDGED, workload, shrink=shrink, record=RecordSpec(backlog=True))
-        for name, c in contenders.items()
+        for name, c in variants.items()
     }
-    found = bench.metrics(specs)
+    found = runner.metrics(specs)
     steps = {name: metrics["backlog_steps"] * shrink for name, metrics in found.items()}  # of the full lengths
     evicted = {name: base.evicted_percent(metrics) for name, metrics in found.items()}
     reserves = [c.name for c in own if c.system == base.PAPER.row]
@@ -276,7 +276,7 @@ def fig8(bench: Bench) -> Findings:
         **flat(
             {(name,): {metric: values[name] for metric, values in told.items()} for name in found},
             where=str,
-            own={name: f"{name}: " for name, c in contenders.items() if "past-future" in c.system},
+            own={name: f"{name}: " for name, c in variants.items() if "past-future" in c.system},
         ),
         config={
             "requests_of_each": requests,
@@ -288,8 +288,8 @@ def fig8(bench: Bench) -> Findings:
             line_plot(
                 "",
                 {
-                    system: [(evicted[n], steps[n] / 1000) for n, c in contenders.items() if c.system == system]
-                    for system in dict.fromkeys(c.system for c in contenders.values())
+                    system: [(evicted[n], steps[n] / 1000) for n, c in variants.items() if c.system == system]
+                    for system in dict.fromkeys(c.system for c in variants.values())
                 },
                 xlabel="evicted requests (%)",
                 ylabel="decoding steps (thousands)",

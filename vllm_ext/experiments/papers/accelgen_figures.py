@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies import accelgen as base
-from vllm_ext.repro.studies.accelgen_window import observe_all
-from vllm_ext.repro.study import Claim, Findings, bar_plot, flat
+from vllm_ext.experiments.experiment import Claim, Findings, bar_plot, flat
+from vllm_ext.experiments.papers import accelgen as base
+from vllm_ext.experiments.papers.accelgen_window import observe_all
+from vllm_ext.experiments.runner import Runner
 
 FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
 QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
@@ -63,9 +63,9 @@ def points(key: str, factor: float = 1.0) -> Compare:
     return lambda ours, theirs: factor * (ours[key] - theirs[key])
 
 
-def setting(bench: Bench) -> tuple[base.Load, Sequence[base.Panel], dict[str, float]]:
+def setting(runner: Runner) -> tuple[base.Load, Sequence[base.Panel], dict[str, float]]:
     """Return load and models of Figures 11 and 12, and what a result says of the load."""
-    load, panels = (QUICK, (base.OPT_13B, base.LLAMA_70B)) if bench.quick else (FULL, base.PANELS)
+    load, panels = (QUICK, (base.OPT_13B, base.LLAMA_70B)) if runner.quick else (FULL, base.PANELS)
     told = {"rate_per_s": load.rate_per_s, "books_share": load.books}
     return load, panels, {"arrivals_s": load.arrivals_s, "window_s": load.window_s, **told}
 
@@ -105,7 +105,7 @@ RANGES: tuple[tuple[str, Compare, float, float, bool], ...] = (
 FIG11_COLUMNS = [name for name in LABELS if name not in ("tokens_per_step", "processed_tokens_per_s")]
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "accelgen-fig11",
     "Figure 11",
     "Throughput, goodput, SLO attainment and JCT with heterogeneous objectives, four models",
@@ -119,18 +119,18 @@ FIG11_COLUMNS = [name for name in LABELS if name not in ("tokens_per_step", "pro
         "default and a tuned one (steps that keep the tightest TBT objective, 5 % watermark) stand beside them.",
     ),
 )
-def fig11(bench: Bench) -> Findings:
+def fig11(runner: Runner) -> Findings:
     """What do objectives per request, an order by the time left, and matched compute and memory gain?
 
     Over systems that know neither, when short and long prompts with different objectives arrive faster than anybody can
     serve them. Method: per model AccelGen over each of the paper's baselines; the least and the largest ratio stand
     beside the paper's range.
     """
-    load, panels, told = setting(bench)
+    load, panels, told = setting(runner)
     names = [panel.name for panel in panels]
     found = observe_all(
         {
-            (panel.name, c.name): base.spec(c, panel, load, bench.seed)
+            (panel.name, c.name): base.spec(c, panel, load, runner.seed)
             for panel in panels
             for c in (*base.baselines(panel), base.UPSTREAM, base.tuned(panel), base.ACCELGEN, base.ORACLE, base.OURS)
         }
@@ -154,7 +154,7 @@ def fig11(bench: Bench) -> Findings:
             "pivot_tokens": pivots,
             "first_bucket_ttft_ms": {panel.name: 1000 * base.ttft_buckets(panel)[0] for panel in panels},
         },
-        details={"utilisation": {panel.name: base.utilisation(panel, load, bench.seed) for panel in panels}},
+        details={"utilisation": {panel.name: base.utilisation(panel, load, runner.seed) for panel in panels}},
         plots=[
             bar_plot(
                 f"-{suffix}",
@@ -165,7 +165,7 @@ def fig11(bench: Bench) -> Findings:
             )
             for suffix, (key, label) in plots.items()
         ],
-        workload=[base.workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, runner.seed)],
     )
 
 
@@ -247,7 +247,7 @@ FIG12_COLUMNS = [
 ]
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "accelgen-fig12",
     "Figure 12",
     "AccelGen without dynamic chunking, ordering or matching",
@@ -257,16 +257,16 @@ FIG12_COLUMNS = [
         "note. A claim is reached if the method contributes at least as much as in the paper.",
     ),
 )
-def fig12(bench: Bench) -> Findings:
+def fig12(runner: Runner) -> Findings:
     """What is lost without dynamic chunking (/Chunk), the order by remaining time (/Order), or the match (/Batch)?
 
     Method: the window of Figure 11, for AccelGen and its ablations; the mean over the models of what each loses.
     """
-    load, panels, told = setting(bench)
+    load, panels, told = setting(runner)
     names = [panel.name for panel in panels]
     found = observe_all(
         {
-            (panel.name, c.name): base.spec(c, panel, load, bench.seed)
+            (panel.name, c.name): base.spec(c, panel, load, runner.seed)
             for panel in panels
             for c in (base.ACCELGEN, *base.ABLATIONS)
         }
@@ -298,5 +298,5 @@ def fig12(bench: Bench) -> Findings:
                 title="AccelGen without one of its methods",
             )
         ],
-        workload=[base.workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, runner.seed)],
     )

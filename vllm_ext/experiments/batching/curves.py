@@ -12,7 +12,7 @@ from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.layout import CompiledGraph, compile_graph
 from vllm_ext.cellular.models.base import Model
 from vllm_ext.cellular.scheduler import Batching
-from vllm_ext.repro.batching.virtual import Arrival, Costs, Served, StepCost, serve
+from vllm_ext.experiments.batching.virtual import Arrival, Costs, Served, StepCost, serve
 from vllm_ext.simulation.arrivals import poisson
 
 LSTM = StepCost(flat_s=185e-6, knee=64, full_s=784e-6, full=512)

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from vllm_ext.config import parse
-from vllm_ext.repro.bench import Sustained
-from vllm_ext.repro.studies import pensieve as base
-from vllm_ext.repro.studies import pensieve_eviction as fig14
+from vllm_ext.experiments.papers import pensieve as base
+from vllm_ext.experiments.papers import pensieve_eviction as fig14
+from vllm_ext.experiments.runner import Sustained
 from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.spec import engine_blocks
 from vllm_ext.systems import build
 
 
-def spec(contender: Any, model: str = "opt-13b", **options: Any) -> Any:
-    return base.spec(contender, base.Setting(model=model), 1.0, duration_s=60.0, seed=0, **options)
+def spec(variant: Any, model: str = "opt-13b", **options: Any) -> Any:
+    return base.spec(variant, base.Setting(model=model), 1.0, duration_s=60.0, seed=0, **options)
 
 
 def test_kv_of_each_gpu_takes_40_gb() -> None:
@@ -30,20 +30,20 @@ def test_kv_of_each_gpu_takes_40_gb() -> None:
 def test_all_who_have_host_memory_have_as_many_bytes(model: str) -> None:
     total = 220_000_000_000 * base.MODELS[model].gpus
     sizes = {}
-    for contender in base.ALL:
-        engine = spec(contender, model).engine
+    for variant in base.ALL:
+        engine = spec(variant, model).engine
         if engine.kv_offload is not None:
-            sizes[contender.name] = engine.kv_offload.cpu_bytes
+            sizes[variant.name] = engine.kv_offload.cpu_bytes
         elif "kv_tier" in engine.options:
-            sizes[contender.name] = parse(engine.options).kv_tier.host_bytes
+            sizes[variant.name] = parse(engine.options).kv_tier.host_bytes
     assert list(sizes) == [c.name for c in (base.LRU, base.ARC, base.PENSIEVE, base.BY_TURNS, base.OURS, base.OURS_8)]
     assert all(abs(size - total) <= 1 for size in sizes.values())
 
 
 def test_policies_differ_in_what_they_evict_alone() -> None:
     tiers = []
-    for contender in fig14.SHOWN:
-        engine = spec(contender).engine
+    for variant in fig14.SHOWN:
+        engine = spec(variant).engine
         options = parse(engine.options | {"system": engine.system})
         tiers.append(vars(build(options).tier(options.kv_tier)))
     assert [tier.pop("policy") for tier in tiers] == [

@@ -1,7 +1,7 @@
 """ALISE: shortest predicted remaining time first, and preempted KV in host memory.
 
-All runs are Poisson arrivals on a simulated V100, until everybody has been served unless a study cuts them. Where a
-study speaks of a rate, it is the one at which vLLM-2023 reaches a mean normalised latency (end-to-end latency / output
+All runs are Poisson arrivals on a simulated V100, until everybody has been served unless an experiment cuts them. Where
+one speaks of a rate, it is that at which vLLM-2023 reaches a mean normalised latency (end-to-end latency / output
 tokens) of 200 ms/token, the constraint the paper quotes.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.study import Claim, Contender, Findings, Paper, bar_plot, flat, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, Paper, Variant, bar_plot, flat, line_plot
+from vllm_ext.experiments.runner import Runner
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -53,20 +53,20 @@ NOT_AGED = {"num_levels": 1, "age_limit_s": 1e6}
 TIER = {"gib": 64.0}
 """Host memory that preempted KV is swapped to."""
 
-ORCA = Contender(name="ORCA", system="orca", start=0.4)
-VLLM_2023 = Contender(name="vLLM-2023", system="vllm-2023")
-VLLM = Contender(name="vLLM 0.32 fcfs", system="upstream-fcfs", start=1.05)
-VLLM_TUNED = Contender(
+ORCA = Variant(name="ORCA", system="orca", start=0.4)
+VLLM_2023 = Variant(name="vLLM-2023", system="vllm-2023")
+VLLM = Variant(name="vLLM 0.32 fcfs", system="upstream-fcfs", start=1.05)
+VLLM_TUNED = Variant(
     name="vLLM 0.32 fcfs, tuned", system="upstream-fcfs", engine={"watermark": 0.05, "prefix_caching": True}, start=1.1
 )
 PRICED = {"priced": True, "min_progress_tokens": 16, "max_preempting": 4, "max_victims": 4}
 """Admission that preempts where that is worth what it costs; the paper states no price."""
 
 
-def _oracle(name: str, ordering: Mapping[str, Any]) -> Contender:
+def _oracle(name: str, ordering: Mapping[str, Any]) -> Variant:
     lengths_known = {"prediction": {"sources": ("oracle",)}, "allow_oracle": True}
     options = {"ordering": ordering, "admission": PRICED, **lengths_known}
-    return Contender(name=name, system="alise-published", options=options, start=1.5)
+    return Variant(name=name, system="alise-published", options=options, start=1.5)
 
 
 ORACLE_ALISE = _oracle("ALISE, true lengths", LATE_AGING)
@@ -82,22 +82,22 @@ def announced(error: float) -> dict[str, Any]:
     return {"announce": "hint", "announce_error": error}
 
 
-def alise(error: float, *, ordering: Mapping[str, Any] | None = None, suffix: str = "") -> Contender:
+def alise(error: float, *, ordering: Mapping[str, Any] | None = None, suffix: str = "") -> Variant:
     """ALISE as published, with lengths perturbed by a stated mean relative error."""
     options = {"kv_tier": TIER, **PREDICTED} | ({} if ordering is None else {"ordering": dict(ordering)})
     name = f"ALISE, lengths +-{100 * error:.3g} %{suffix}"
-    return Contender(name=name, system=PAPER.row, options=options, workload=announced(error), start=1.5)
+    return Variant(name=name, system=PAPER.row, options=options, workload=announced(error), start=1.5)
 
 
-def ours(error: float) -> Contender:
+def ours(error: float) -> Variant:
     """Our row, with as much host memory."""
     options = {"kv_tier": TIER, **PREDICTED}
     name = f"alise, ours, lengths +-{100 * error:.3g} %"
-    return Contender(name=name, system="alise", options=options, workload=announced(error), start=1.5)
+    return Variant(name=name, system="alise", options=options, workload=announced(error), start=1.5)
 
 
 def spec(
-    contender: Contender, model: str, dataset: str, rate_per_s: float, *, duration_s: float, seed: int, **more: Any
+    variant: Variant, model: str, dataset: str, rate_per_s: float, *, duration_s: float, seed: int, **more: Any
 ) -> SimulationSpec:
     """One run: arrivals for ``duration_s``."""
     workload = {
@@ -111,17 +111,17 @@ def spec(
         "seed": seed,
     }
     engine = {"max_model_len": 2048, "prefix_caching": False}
-    return contender.spec(engine=engine, hardware=HardwareSpec(model=model, device="v100"), workload=workload, **more)
+    return variant.spec(engine=engine, hardware=HardwareSpec(model=model, device="v100"), workload=workload, **more)
 
 
 def lengths(*datasets: str) -> list[WorkloadSpec]:
-    """Return what a study serves of each data set."""
+    """Return what an experiment serves of each data set."""
     return [spec(VLLM, "opt-13b", dataset, 1.0, duration_s=1.0, seed=0).workload for dataset in datasets]
 
 
-def edge(bench: Bench, make: Callable[[Contender, float], SimulationSpec], start: float, tolerance: float) -> float:
+def edge(runner: Runner, make: Callable[[Variant, float], SimulationSpec], start: float, tolerance: float) -> float:
     """Return the rate at which vLLM-2023 reaches the limit."""
-    found = bench.sustained(
+    found = runner.sustained(
         {VLLM_2023.name: partial(make, VLLM_2023)},
         {NORMALISED: LIMIT_MS},
         start_per_s=lambda _: start,
@@ -153,7 +153,7 @@ FIG6_WHY = {
 }
 
 
-@PAPER.study(
+@PAPER.figure(
     "alise-fig6",
     "Figure 6 and section 4.2",
     "Normalised latency against request rate: ORCA, vLLM, ALISE, Oracle",
@@ -164,26 +164,26 @@ FIG6_WHY = {
         "judged on OPT-13B; the smaller models' ratios stand beside them.",
     ),
 )
-def fig6(bench: Bench) -> Findings:
+def fig6(runner: Runner) -> Findings:
     """How much more load does shortest predicted remaining time first carry at equal normalised latency?
 
     Method: per model, data set and system the rate is raised until mean normalised latency passes 200 ms/token, and
     bisected; every rate tried is a point of the curve. Arrivals and lengths are the same for all systems (common random
     numbers).
     """
-    panels = [panel for panel in PANELS if panel[0] == JUDGED or not bench.quick]
-    duration_s = {panel: QUICK_S[panel[1]] if bench.quick else PANELS[panel][0] for panel in panels}
-    contenders = {(*p, c.name): c for p in panels for c in _fig6_contenders(*p, bench.quick)}
-    found = bench.sustained(
+    panels = [panel for panel in PANELS if panel[0] == JUDGED or not runner.quick]
+    duration_s = {panel: QUICK_S[panel[1]] if runner.quick else PANELS[panel][0] for panel in panels}
+    variants = {(*p, c.name): c for p in panels for c in _fig6_contenders(*p, runner.quick)}
+    found = runner.sustained(
         {
             (model, dataset, name): partial(
-                spec, c, model, dataset, duration_s=duration_s[model, dataset], seed=bench.seed
+                spec, c, model, dataset, duration_s=duration_s[model, dataset], seed=runner.seed
             )
-            for (model, dataset, name), c in contenders.items()
+            for (model, dataset, name), c in variants.items()
         },
         {NORMALISED: LIMIT_MS},
-        start_per_s=lambda key: PANELS[key[:2]][1] * contenders[key].start,
-        tolerance=0.25 if bench.quick else 0.08,
+        start_per_s=lambda key: PANELS[key[:2]][1] * variants[key].start,
+        tolerance=0.25 if runner.quick else 0.08,
     )
     rate = {key: one.crossing_per_s for key, one in found.items()}
     curves = {key: [(at, metrics[NORMALISED]) for at, metrics in one.trials] for key, one in found.items()}
@@ -222,7 +222,7 @@ def fig6(bench: Bench) -> Findings:
     )
 
 
-def _fig6_contenders(model: str, dataset: str, quick: bool) -> list[Contender]:
+def _fig6_contenders(model: str, dataset: str, quick: bool) -> list[Variant]:
     error = PAPER_ERROR[dataset]
     few = [ORCA, VLLM_2023, VLLM, alise(error), ours(error), ORACLE_ALISE]
     if quick:
@@ -268,7 +268,7 @@ TABLE_3_WHY = {
 }
 
 
-@PAPER.study(
+@PAPER.figure(
     "alise-table3",
     "Table 3",
     "Requests per second under overload: ORCA, vLLM, ALISE on more models",
@@ -279,7 +279,7 @@ TABLE_3_WHY = {
         "Traces are 2 (Alpaca) and 10 minutes (ShareGPT), cut at their end: requests still waiting do not count.",
     ),
 )
-def table3(bench: Bench) -> Findings:
+def table3(runner: Runner) -> Findings:
     """How many more requests end per second under overload when the short ones go first?
 
     Method: vLLM-2023's own throughput is measured at four times its capacity; then all systems serve arrivals at 1.2,
@@ -287,22 +287,22 @@ def table3(bench: Bench) -> Findings:
     req/s) are below the throughputs it reports for them, so they can't be arrival rates of an overload; the ratios are
     compared at 1.5.
     """
-    panels = [panel for panel in TABLE_3 if panel[0] == "llama-13b" or not bench.quick]
-    cut_s = QUICK_CUT_S if bench.quick else CUT_S
+    panels = [panel for panel in TABLE_3 if panel[0] == "llama-13b" or not runner.quick]
+    cut_s = QUICK_CUT_S if runner.quick else CUT_S
 
-    def make(contender: Contender, panel: tuple[str, str], rate: float) -> SimulationSpec:
+    def make(variant: Variant, panel: tuple[str, str], rate: float) -> SimulationSpec:
         end_s = cut_s[panel[1]]
-        return spec(contender, *panel, rate, duration_s=end_s, seed=bench.seed, max_time_s=end_s)
+        return spec(variant, *panel, rate, duration_s=end_s, seed=runner.seed, max_time_s=end_s)
 
-    flooded = bench.metrics({panel: make(VLLM_2023, panel, TABLE_3[panel][0]) for panel in panels})
+    flooded = runner.metrics({panel: make(VLLM_2023, panel, TABLE_3[panel][0]) for panel in panels})
     capacity = {panel: metrics[DONE] for panel, metrics in flooded.items()}
     aged = {data: alise(error) for data, error in PAPER_ERROR.items()}
     unaged = {data: alise(error, ordering=NOT_AGED, suffix=", never aged") for data, error in PAPER_ERROR.items()}
-    measured = bench.metrics(
+    measured = runner.metrics(
         {
             (*panel, load, c.name): make(c, panel, load * capacity[panel])
             for panel in panels
-            for load in ((COMPARED,) if bench.quick else OVERLOADS)
+            for load in ((COMPARED,) if runner.quick else OVERLOADS)
             for c in (ORCA, VLLM_2023, VLLM, unaged[panel[1]], aged[panel[1]], ours(PAPER_ERROR[panel[1]]))
         }
     )

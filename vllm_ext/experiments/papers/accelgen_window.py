@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ext.repro.bench import RunFailed
+from vllm_ext.experiments.runner import RunFailed
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.run_data import RequestTable, RunData

@@ -15,15 +15,15 @@ from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 if TYPE_CHECKING:
-    from vllm_ext.repro.bench import Bench
+    from vllm_ext.experiments.runner import Runner
 
 
 LIMITS: Mapping[str, int] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 2048}
-"""Of engines of which a study says nothing else: figures do not follow vLLM's defaults."""
+"""Of engines of which an experiment says nothing else: figures do not follow vLLM's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Contender:
+class Variant:
     """A system as it is compared: a line of a plot, or a row of a table."""
 
     name: str
@@ -35,12 +35,12 @@ class Contender:
     workload: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `WorkloadSpec` in which its clients differ: what they announce."""
     start: float = 1.0
-    """First guess of the rate it sustains, relative to that of the study."""
+    """First guess of the rate it sustains, relative to that of the experiment."""
 
     def spec(
         self, *, engine: Mapping[str, Any], hardware: HardwareSpec, workload: Mapping[str, Any], **more: Any
     ) -> SimulationSpec:
-        """Return one run: what all contenders share, and its own."""
+        """Return one run: what all variants share, and its own."""
         return SimulationSpec(
             engine=EngineSpec(system=self.system, options=dict(self.options), **{**LIMITS, **engine, **self.engine}),
             hardware=hardware,
@@ -165,7 +165,7 @@ def served(workloads: Sequence[WorkloadSpec | Workload]) -> tuple[str, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Experiment:
     """A reproduction."""
 
     id: str
@@ -178,33 +178,35 @@ class Study:
     """Of the systems table: which row the paper's system is; others stand beside it under names of their own."""
     differences: Sequence[str]
     """What is not as in the paper, and what that does to the comparison."""
-    run: Callable[[Bench], Findings]
+    run: Callable[[Runner], Findings]
 
 
 class Paper:
-    """A paper whose figures are measured again: a module of `vllm_ext.repro.studies` defines it as ``PAPER``.
+    """A paper whose figures are measured again: a module of `vllm_ext.experiments.papers` defines it as ``PAPER``.
 
     Args:
         name: With its number or venue.
-        row: As of each study.
-        differences: Those of all its studies.
+        row: As of each experiment.
+        differences: Those of all its experiments.
     """
 
     def __init__(self, name: str, row: str, differences: Sequence[str]) -> None:
         self.row = row
-        self.studies: list[Study] = []
+        self.experiments: list[Experiment] = []
         self._name = name
         self._differences = differences
 
-    def study(
+    def figure(
         self, id: str, where: str, title: str, differences: Sequence[str] | None = None
-    ) -> Callable[[Callable[[Bench], Findings]], Callable[[Bench], Findings]]:
-        """Return a decorator that lists a function as a study; ``differences`` replace those of the paper."""
+    ) -> Callable[[Callable[[Runner], Findings]], Callable[[Runner], Findings]]:
+        """Return a decorator that lists what measures a figure or table; ``differences`` replace those of the paper."""
 
-        def listed(run: Callable[[Bench], Findings]) -> Callable[[Bench], Findings]:
+        def listed(run: Callable[[Runner], Findings]) -> Callable[[Runner], Findings]:
             stated = self._differences if differences is None else differences
             paper = f"{self._name}, {where}"
-            self.studies.append(Study(id=id, paper=paper, title=title, row=self.row, differences=stated, run=run))
+            self.experiments.append(
+                Experiment(id=id, paper=paper, title=title, row=self.row, differences=stated, run=run)
+            )
             return run
 
         return listed

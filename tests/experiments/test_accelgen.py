@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from vllm_ext.repro.studies import accelgen as base
-from vllm_ext.repro.studies import accelgen_window as measure
+from vllm_ext.experiments.papers import accelgen as base
+from vllm_ext.experiments.papers import accelgen_window as measure
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, RequestTable, RunData
 from vllm_ext.simulation.workloads.build import build
 
@@ -100,8 +100,8 @@ def test_measures_of_four_requests_worked_by_hand() -> None:
 def test_everybody_who_arrived_has_a_row_and_the_window_ends_on_time() -> None:
     load = base.Load(arrivals_s=4.0, drain_s=1.0)
     arrived = len(list(build(base.workload_spec(base.OPT_13B, load, 0)).start()))
-    for contender in (base.UPSTREAM, base.ACCELGEN):
-        found = measure.observe(base.spec(contender, base.OPT_13B, load, 0))
+    for variant in (base.UPSTREAM, base.ACCELGEN):
+        found = measure.observe(base.spec(variant, base.OPT_13B, load, 0))
         assert found["arrived_requests"] == arrived
         assert found["output_tokens_per_s"] > 0
         assert found["goodput_tokens_per_s"] <= found["output_tokens_per_s"]

@@ -1,7 +1,7 @@
 """Pensieve: conversations keep their KV in GPU and host memory.
 
-All studies but Figure 3.14 have one method: conversations with a minute between turns begin at a Poisson rate; for each
-system the rate is searched at which the P90 normalised latency reaches a limit. Stateless serving is the paper's
+All experiments but Figure 3.14 have one method: conversations with a minute between turns begin at a Poisson rate; for
+each system the rate is searched at which the P90 normalised latency reaches a limit. Stateless serving is the paper's
 baseline; GPU cache alone, and what vLLM 0.32 can do, are beside it.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from vllm_ext.repro.bench import Bench, Sustained
-from vllm_ext.repro.study import Claim, Contender, Findings, Paper, Plot, flat, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, Paper, Plot, Variant, flat, line_plot
+from vllm_ext.experiments.runner import Runner, Sustained
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import KvOffloadSpec, SimulationSpec
 
@@ -68,23 +68,23 @@ KV_BYTES_PER_GPU = 40_000_000_000
 HOST_BYTES_PER_GPU = 220_000_000_000
 
 
-def tiered(name: str, system: str = PAPER.row, start: float = 1.3, **tier: Any) -> Contender:
+def tiered(name: str, system: str = PAPER.row, start: float = 1.3, **tier: Any) -> Variant:
     """A system with our host tier, whose size `spec` sets."""
-    return Contender(name=name, system=system, options={"kv_tier": tier}, start=start)
+    return Variant(name=name, system=system, options={"kv_tier": tier}, start=start)
 
 
-def _upstream(name: str, policy: Literal["lru", "arc"]) -> Contender:
+def _upstream(name: str, policy: Literal["lru", "arc"]) -> Variant:
     """Upstream with its own host tier, whose size `spec` sets."""
     offload = KvOffloadSpec(cpu_bytes=HOST_BYTES_PER_GPU, policy=policy)
-    return Contender(name=name, system="upstream-fcfs", engine={"kv_offload": offload}, start=1.3)
+    return Variant(name=name, system="upstream-fcfs", engine={"kv_offload": offload}, start=1.3)
 
 
-VLLM_2023 = Contender(name="vLLM 0.2, stateless", system="vllm-2023", engine={"prefix_caching": False})
-STATELESS = Contender(name="vLLM 0.32, stateless", system="upstream-fcfs", engine={"prefix_caching": False})
-PREFIX = Contender(name="vLLM 0.32, prefix caching", system="upstream-fcfs")
+VLLM_2023 = Variant(name="vLLM 0.2, stateless", system="vllm-2023", engine={"prefix_caching": False})
+STATELESS = Variant(name="vLLM 0.32, stateless", system="upstream-fcfs", engine={"prefix_caching": False})
+PREFIX = Variant(name="vLLM 0.32, prefix caching", system="upstream-fcfs")
 LRU = _upstream("prefix caching + host LRU", "lru")
 ARC = _upstream("prefix caching + host ARC", "arc")
-GPU_ONLY = Contender(name="Pensieve, GPU cache", system=PAPER.row, start=1.1)
+GPU_ONLY = Variant(name="Pensieve, GPU cache", system=PAPER.row, start=1.1)
 PENSIEVE = tiered("Pensieve")
 BY_TURNS = tiered("Pensieve, returns by turns", f"{PAPER.row}-turns")
 """With the probability of a return in the value, as the paper's text has it and its equation has not."""
@@ -112,7 +112,7 @@ class Setting:
 
 
 def spec(
-    contender: Contender,
+    variant: Variant,
     setting: Setting,
     rate_per_s: float,
     *,
@@ -123,7 +123,7 @@ def spec(
     """Return one run: conversations begin for ``duration_s``, and all that began is served.
 
     Args:
-        contender: Who serves.
+        variant: Who serves.
         setting: Whom, with which model.
         rate_per_s: Of turns.
         duration_s: Nobody begins a conversation, or sends a turn, later.
@@ -144,10 +144,10 @@ def spec(
     hardware = HardwareSpec(
         model=setting.model, device="a100-80", tensor_parallel=gpus, kv_memory_bytes=KV_BYTES_PER_GPU
     )
-    made = contender.spec(engine={"max_model_len": 16_384, "block_size": 32}, hardware=hardware, workload=workload)
+    made = variant.spec(engine={"max_model_len": 16_384, "block_size": 32}, hardware=hardware, workload=workload)
     sized: dict[str, Any] = {}
-    if "kv_tier" in contender.options:
-        sized["options"] = {"kv_tier": {"gib": host_bytes / 2**30, **contender.options["kv_tier"]}}
+    if "kv_tier" in variant.options:
+        sized["options"] = {"kv_tier": {"gib": host_bytes / 2**30, **variant.options["kv_tier"]}}
     if made.engine.kv_offload is not None:
         sized["kv_offload"] = made.engine.kv_offload.model_copy(update={"cpu_bytes": host_bytes})
     return made.model_copy(update={"engine": made.engine.model_copy(update=sized)})
@@ -155,18 +155,18 @@ def spec(
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One setting: up to which rate each contender keeps the limit, and what its latency is at lower loads."""
+    """One setting: up to which rate each variant keeps the limit, and what its latency is at lower loads."""
 
     setting: Setting
     found: Mapping[str, Sustained]
     low: Mapping[tuple[float, str], float]
-    """P90 by load and contender."""
+    """P90 by load and variant."""
 
-    def ratio(self, one: Contender, other: Contender) -> float:
-        """Return the rate of one contender over that of another."""
+    def ratio(self, one: Variant, other: Variant) -> float:
+        """Return the rate of one variant over that of another."""
         return self.found[one.name].crossing_per_s / self.found[other.name].crossing_per_s
 
-    def history_found(self, one: Contender) -> float:
+    def history_found(self, one: Variant) -> float:
         """Return the share of histories that was found, at the rate simulated next to where the limit is crossed."""
         found = self.found[one.name]
         return min(found.trials, key=lambda trial: abs(trial[0] - found.crossing_per_s))[1][FOUND]
@@ -194,7 +194,7 @@ class Measured:
                     facts="with as many bytes in the host",
                 )
 
-    def plot(self, contenders: Sequence[Contender]) -> Plot:
+    def plot(self, variants: Sequence[Variant]) -> Plot:
         """Return latency over the rate, up to three times the limit."""
         ceiling = 3 * MODELS[self.setting.model].limit_ms
         edge = self.found[VLLM_2023.name].crossing_per_s
@@ -205,7 +205,7 @@ class Measured:
                     *((rate, one[P90]) for rate, one in self.found[c.name].trials if one[P90] <= ceiling),
                     *((load * edge, self.low[load, c.name]) for load in LOW_LOADS),
                 ]
-                for c in contenders
+                for c in variants
             },
             xlabel="turns (1/s)",
             ylabel="P90 normalised latency (ms/token)",
@@ -213,40 +213,40 @@ class Measured:
         )
 
 
-def measure(bench: Bench, setting: Setting, contenders: Sequence[Contender]) -> Measured:
-    """Measure contenders, `VLLM_2023` among them, in a setting."""
-    model, start = MODELS[setting.model], {c.name: c.start for c in contenders}
+def measure(runner: Runner, setting: Setting, variants: Sequence[Variant]) -> Measured:
+    """Measure variants, `VLLM_2023` among them, in a setting."""
+    model, start = MODELS[setting.model], {c.name: c.start for c in variants}
 
-    def make(contender: Contender, rate_per_s: float) -> SimulationSpec:
-        duration_s = QUICK_S if bench.quick else SEARCH_S
-        return spec(contender, setting, rate_per_s, duration_s=duration_s, seed=bench.seed)
+    def make(variant: Variant, rate_per_s: float) -> SimulationSpec:
+        duration_s = QUICK_S if runner.quick else SEARCH_S
+        return spec(variant, setting, rate_per_s, duration_s=duration_s, seed=runner.seed)
 
-    found = bench.sustained(
-        {c.name: partial(make, c) for c in contenders},
+    found = runner.sustained(
+        {c.name: partial(make, c) for c in variants},
         {P90: model.limit_ms},
         start_per_s=lambda name: start[name] * model.start_per_s,
-        tolerance=0.15 if bench.quick else 0.08,
+        tolerance=0.15 if runner.quick else 0.08,
     )
     edge = found[VLLM_2023.name].crossing_per_s
-    low = bench.metrics({(load, c.name): make(c, load * edge) for load in LOW_LOADS for c in contenders})
+    low = runner.metrics({(load, c.name): make(c, load * edge) for load in LOW_LOADS for c in variants})
     return Measured(setting=setting, found=found, low={key: metrics[P90] for key, metrics in low.items()})
 
 
 def throughput(
-    bench: Bench,
+    runner: Runner,
     gains: Mapping[Setting, float | None],
-    contenders: Sequence[Contender],
+    variants: Sequence[Variant],
     also: Callable[[Measured], list[Claim]] = lambda _: [],
 ) -> Findings:
     """Measure throughput at equal latency in each setting.
 
     Args:
-        bench: What runs simulations.
+        runner: What runs simulations.
         gains: The paper's ratios over stateless serving, where it states one.
-        contenders: `VLLM_2023`, `STATELESS` and `PENSIEVE` among them.
+        variants: `VLLM_2023`, `STATELESS` and `PENSIEVE` among them.
         also: Returns what else a paper claims of a setting.
     """
-    settings = [measure(bench, setting, contenders) for setting in gains]
+    settings = [measure(runner, setting, variants) for setting in gains]
     claims = [claim for m in settings if (gain := gains[m.setting]) is not None for claim in m.claims(gain)]
     told = {
         (m.setting.name, c.name): {
@@ -255,11 +255,11 @@ def throughput(
             **{f"load_{load:g}.{P90}": m.low[load, c.name] for load in LOW_LOADS},
         }
         for m in settings
-        for c in contenders
+        for c in variants
     }
     rows = []
     for m in settings:
-        for c in contenders:
+        for c in variants:
             rate, found, *low = told[m.setting.name, c.name].values()
             rows.append((m.setting.name, c.name, rate, m.ratio(c, VLLM_2023), found, *low))
     lows = (f"P90 at {load:g}" for load in LOW_LOADS)
@@ -268,58 +268,58 @@ def throughput(
         rows=rows,
         claims=[*claims, *(claim for m in settings for claim in also(m))],
         **flat(told, "{}.".format, own={PENSIEVE.name: ""}),
-        config=config(contenders, QUICK_S if bench.quick else SEARCH_S),
-        plots=[m.plot(contenders) for m in settings],
+        config=config(variants, QUICK_S if runner.quick else SEARCH_S),
+        plots=[m.plot(variants) for m in settings],
         workload=[spec(VLLM_2023, OPT_13B, 1.0, duration_s=1.0, seed=0).workload],
     )
 
 
-def config(contenders: Sequence[Contender], duration_s: float) -> dict[str, Any]:
+def config(variants: Sequence[Variant], duration_s: float) -> dict[str, Any]:
     """Return the settings that shaped a measurement."""
     return {
         "duration_s": duration_s,
         "limit_ms_per_token": {name: model.limit_ms for name, model in MODELS.items()},
         "kv_bytes_per_gpu": KV_BYTES_PER_GPU,
         "host_bytes_per_gpu": HOST_BYTES_PER_GPU,
-        "contenders": [c.name for c in contenders],
+        "variants": [c.name for c in variants],
     }
 
 
 OPT_13B, LLAMA_13B = Setting(model="opt-13b"), Setting(model="llama-2-13b-gqa10")
 
 
-@PAPER.study("pensieve-fig12", "Figure 3.12", "Throughput at equal P90 normalised latency, 13B models on one GPU")
-def fig12(bench: Bench) -> Findings:
+@PAPER.figure("pensieve-fig12", "Figure 3.12", "Throughput at equal P90 normalised latency, 13B models on one GPU")
+def fig12(runner: Runner) -> Findings:
     """How many more turns are served at the same latency if conversations keep their KV in GPU and host memory?"""
-    return throughput(bench, {OPT_13B: 1.25, LLAMA_13B: 1.52}, QUICK if bench.quick else ALL)
+    return throughput(runner, {OPT_13B: 1.25, LLAMA_13B: 1.52}, QUICK if runner.quick else ALL)
 
 
-@PAPER.study("pensieve-fig13", "Figure 3.13", "Throughput at equal P90 normalised latency, large models on four GPUs")
-def fig13(bench: Bench) -> Findings:
+@PAPER.figure("pensieve-fig13", "Figure 3.13", "Throughput at equal P90 normalised latency, large models on four GPUs")
+def fig13(runner: Runner) -> Findings:
     """What becomes of the gain where models grow faster than their KV?"""
     gains = {Setting(model="opt-66b"): 1.5, Setting(model="llama-2-70b"): 1.6}
-    return throughput(bench, gains, QUICK if bench.quick else MAIN)
+    return throughput(runner, gains, QUICK if runner.quick else MAIN)
 
 
-@PAPER.study(
+@PAPER.figure(
     "pensieve-fig15", "Figure 3.15", "Throughput at equal P90 normalised latency, conversations of five turns or more"
 )
-def fig15(bench: Bench) -> Findings:
+def fig15(runner: Runner) -> Findings:
     """What becomes of the gain where more is said twice? Conversations with fewer than five turns are left out."""
     gains = {Setting(model=one.model, min_turns=5): gain for one, gain in ((OPT_13B, 1.3), (LLAMA_13B, 1.7))}
-    return throughput(bench, gains, QUICK if bench.quick else MAIN)
+    return throughput(runner, gains, QUICK if runner.quick else MAIN)
 
 
-@PAPER.study("pensieve-fig16", "Figure 3.16", "Throughput at equal P90 normalised latency by the users' reaction time")
-def fig16(bench: Bench) -> Findings:
+@PAPER.figure("pensieve-fig16", "Figure 3.16", "Throughput at equal P90 normalised latency by the users' reaction time")
+def fig16(runner: Runner) -> Findings:
     """What becomes of the gain where KV has to wait for longer? The paper states it for 60 and 120 seconds."""
     by_think_s = {30.0: None, 60.0: 1.52, 120.0: 1.4}
     gains = {Setting(model=LLAMA_13B.model, think_s=think_s): gain for think_s, gain in by_think_s.items()}
-    return throughput(bench, gains, QUICK)
+    return throughput(runner, gains, QUICK)
 
 
-@PAPER.study("pensieve-fig18", "Figure 3.18", "Unified batches against separate steps of prompts and decodes")
-def fig18(bench: Bench) -> Findings:
+@PAPER.figure("pensieve-fig18", "Figure 3.18", "Unified batches against separate steps of prompts and decodes")
+def fig18(runner: Runner) -> Findings:
     """What is unified batching worth to a server that computes only a few tokens of most prompts?
 
     Method: Pensieve as it is, and with the schedule of vLLM 0.2 instead, which has prompts go first, in steps without
@@ -339,4 +339,4 @@ def fig18(bench: Bench) -> Findings:
             )
         ]
 
-    return throughput(bench, {LLAMA_13B: None}, (VLLM_2023, STATELESS, SEPARATE, PENSIEVE), also)
+    return throughput(runner, {LLAMA_13B: None}, (VLLM_2023, STATELESS, SEPARATE, PENSIEVE), also)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.repro.bench import Bench, Metrics
-from vllm_ext.repro.study import Claim, Contender, Findings, Paper, Plot, bar_plot, flat
+from vllm_ext.experiments.experiment import Claim, Findings, Paper, Plot, Variant, bar_plot, flat
+from vllm_ext.experiments.runner import Metrics, Runner
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -67,37 +67,37 @@ DATASETS = {
 }
 """The artifact takes k for 1024 in distributions 1 and 3, and for 1000 in distribution 2."""
 
-OURS = Contender(name="past-future, ours", system="past-future")
-OPTIMUM = Contender(name="theoretical optimum", system="oracle-past-future", workload={"announce": "hidden"})
+OURS = Variant(name="past-future, ours", system="past-future")
+OPTIMUM = Variant(name="theoretical optimum", system="oracle-past-future", workload={"announce": "hidden"})
 """True lengths lie where only oracles read them."""
-VLLM = Contender(name="vLLM 0.32 fcfs", system="upstream-fcfs")
-VLLM_TUNED = Contender(name="vLLM 0.32 fcfs, watermark 5 %", system="upstream-fcfs", engine={"watermark": 0.05})
+VLLM = Variant(name="vLLM 0.32 fcfs", system="upstream-fcfs")
+VLLM_TUNED = Variant(name="vLLM 0.32 fcfs, watermark 5 %", system="upstream-fcfs", engine={"watermark": 0.05})
 
 
-def admits(name: str, system: str, **admission: float) -> Contender:
+def admits(name: str, system: str, **admission: float) -> Variant:
     """A system whose admission has these parameters."""
-    return Contender(name=name, system=system, options={"admission": admission})
+    return Variant(name=name, system=system, options={"admission": admission})
 
 
-def past_future(reserve: float, **others: int) -> Contender:
+def past_future(reserve: float, **others: int) -> Variant:
     """The paper's row with a share of the pool left free, and with other parameters than the paper's."""
     name = ", ".join((f"reserved={reserve:.0%}", *(f"{field}={value}" for field, value in others.items())))
     return admits(f"past-future ({name})", PAPER.row, reserve=reserve, **others)
 
 
-def aggressive(watermark: float) -> Contender:
+def aggressive(watermark: float) -> Variant:
     """Admission below a watermark."""
     return admits(f"aggressive (watermark={watermark:.0%})", "aggressive", watermark=watermark)
 
 
-def conservative(overcommit: float, *, pool: float | None = None) -> Contender:
+def conservative(overcommit: float, *, pool: float | None = None) -> Variant:
     """Admission by maximum lengths; ``pool`` is what that overcommit means here, if not itself."""
     name = "conservative" + (f" (overcommit={overcommit:.0%})" if overcommit > 1 else "")
     return admits(name, "conservative", overcommit=pool or overcommit)
 
 
 def spec(
-    contender: Contender,
+    variant: Variant,
     model: str,
     workload: Mapping[str, Any],
     *,
@@ -118,7 +118,7 @@ def spec(
         "prefix_caching": False,
     }
     hardware = HardwareSpec(model=model, device="a100-80", tensor_parallel=devices)
-    return contender.spec(engine=engine, hardware=hardware, workload=workload, **more)
+    return variant.spec(engine=engine, hardware=hardware, workload=workload, **more)
 
 
 def evicted_percent(metrics: Metrics) -> float:
@@ -175,7 +175,7 @@ PUBLISHED = {
 """Data set -> row -> decoding steps, current and future memory in %, evicted requests in %."""
 
 
-@PAPER.study(
+@PAPER.figure(
     "past-future-table1",
     "Table 1",
     "Decoding steps, memory and evictions of past-future, aggressive and conservative admission",
@@ -191,7 +191,7 @@ PUBLISHED = {
         "Memory is averaged over steps, in blocks; the paper counts tokens. The future is looked at every tenth step.",
     ),
 )
-def table1(bench: Bench) -> Findings:
+def table1(runner: Runner) -> Findings:
     """How near does admission by the predicted peak come to what is possible with known lengths?
 
     Method: Llama-2-7B on one A100-80GB; all requests wait from the start, as in the authors' published analysis (3000
@@ -200,7 +200,7 @@ def table1(bench: Bench) -> Findings:
     in a step; that mean is corrected for what the requests drawn for the run hold on average, so that runs of few
     requests can be compared. True future memory is made by the simulator's books from true lengths, every tenth step.
     """
-    shrink, counts = (QUICK_SHRINK, QUICK_REQUESTS) if bench.quick else (1, REQUESTS)
+    shrink, counts = (QUICK_SHRINK, QUICK_REQUESTS) if runner.quick else (1, REQUESTS)
 
     def requests(row: str) -> int:
         return counts["judged" if row == JUDGED.name else "other" if row.startswith(("past", "theor")) else "baseline"]
@@ -209,14 +209,14 @@ def table1(bench: Bench) -> Findings:
         (data, c.name): spec(
             c,
             MODEL,
-            DATASETS[data].workload(shrink, arrivals="at-once", num_requests=requests(c.name), seed=bench.seed),
+            DATASETS[data].workload(shrink, arrivals="at-once", num_requests=requests(c.name), seed=runner.seed),
             shrink=shrink,
             record=RecordSpec(backlog=True),
         )
         for data in PUBLISHED
-        for c in _table1_rows(data, quick=bench.quick)
+        for c in _table1_rows(data, quick=runner.quick)
     }
-    found = bench.metrics(specs)
+    found = runner.metrics(specs)
     told = {
         (data, row): {
             "decoding_steps": _steps(data, metrics, specs[data, row].workload),
@@ -246,7 +246,7 @@ def table1(bench: Bench) -> Findings:
     )
 
 
-def _table1_rows(data: str, *, quick: bool) -> list[Contender]:
+def _table1_rows(data: str, *, quick: bool) -> list[Variant]:
     more, pool = (1.25, BOUND_RATIO) if data == RATED else (1.5, 1.0)
     few = [OPTIMUM, JUDGED, OURS, aggressive(0.95), conservative(1.0, pool=pool), VLLM]
     if quick:

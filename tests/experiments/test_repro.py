@@ -1,4 +1,4 @@
-"""The harness of reproductions, with a made-up study and a made-up simulator."""
+"""The harness of reproductions, with a made-up experiment and a made-up simulator."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.cli import repro as command
+from vllm_ext.experiments import catalogue, report
+from vllm_ext.experiments.experiment import Claim, Experiment, Findings, Plot
+from vllm_ext.experiments.runner import RunFailed, Runner, Sustained
 from vllm_ext.report import json_output, provenance
-from vllm_ext.repro import catalogue, report
-from vllm_ext.repro.bench import Bench, RunFailed, Sustained
-from vllm_ext.repro.study import Claim, Findings, Plot, Study
 from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
@@ -36,8 +36,8 @@ def failing(spec: SimulationSpec) -> Mapping[str, float]:
     raise ValueError("no such device")
 
 
-def bench(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]] = hyperbola) -> Bench:
-    return Bench(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder).__enter__())
+def runner(folder: Path, evaluate: Callable[[SimulationSpec], Mapping[str, float]] = hyperbola) -> Runner:
+    return Runner(quick=True, seed=0, pool=InProcessPool(evaluate), store=PointStore(folder).__enter__())
 
 
 def at(rate: float, seed: int = 0) -> SimulationSpec:
@@ -45,9 +45,9 @@ def at(rate: float, seed: int = 0) -> SimulationSpec:
 
 
 def sustained(
-    bench: Bench, specs: Mapping[str, Callable[[float], SimulationSpec]], start: float, latency_ms: float = LIMIT_MS
+    runner: Runner, specs: Mapping[str, Callable[[float], SimulationSpec]], start: float, latency_ms: float = LIMIT_MS
 ) -> dict[str, Sustained]:
-    return bench.sustained(specs, {"latency_ms": latency_ms}, start_per_s=lambda _: start, tolerance=0.02)
+    return runner.sustained(specs, {"latency_ms": latency_ms}, start_per_s=lambda _: start, tolerance=0.02)
 
 
 def claim(paper: float = 2.0, ours: float = 3.0, **other: object) -> Claim:
@@ -64,19 +64,19 @@ def findings(*claims: Claim) -> Findings:
     )
 
 
-STUDY = Study(
+STUDY = Experiment(
     id="made-up",
     paper="A Paper",
     title="A table",
     row="upstream-fcfs",
     differences=("no GPU",),
-    run=lambda bench: findings(claim()),
+    run=lambda runner: findings(claim()),
 )
 
 
 @pytest.mark.parametrize("start", [1.0, 9.0, 50.0])
 def test_crossing_is_found_from_either_side(tmp_path: Path, start: float) -> None:
-    found = sustained(bench(tmp_path), {"a": at}, start)["a"]
+    found = sustained(runner(tmp_path), {"a": at}, start)["a"]
     assert found.crossing_per_s == pytest.approx(9.0, rel=0.02)  # 10 / (1 - 0.9) = 100
     assert found.rate_per_s <= found.crossing_per_s <= found.rate_per_s * 1.02
     rates = [rate for rate, _ in found.trials]
@@ -87,7 +87,7 @@ def test_crossing_is_found_from_either_side(tmp_path: Path, start: float) -> Non
 
 def test_limit_that_no_rate_crosses_is_an_error_that_names_the_system(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"slow: latency_ms<=1 is never met between 0\.001 and 10000 requests/s"):
-        sustained(bench(tmp_path), {"slow": at}, 1.0, latency_ms=1.0)
+        sustained(runner(tmp_path), {"slow": at}, 1.0, latency_ms=1.0)
 
 
 def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed_are_named(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_run_that_fails_leaves_those_beside_it_to_their_ends_and_all_that_failed
         return failing(spec) if spec.workload.rate_per_s in (1.0, 3.0) else hyperbola(spec)
 
     with pytest.raises(RunFailed, match=r"^1\.0: ValueError: no such device; 3\.0: ValueError: no such device$"):
-        bench(tmp_path, some_fail).metrics({rate: at(rate) for rate in (1.0, 2.0, 3.0, 4.0)})
+        runner(tmp_path, some_fail).metrics({rate: at(rate) for rate in (1.0, 2.0, 3.0, 4.0)})
     assert seen == [1.0, 2.0, 3.0, 4.0]
     seen.clear()
     searches = {"bad": lambda rate: at(1.0), "good": at}
     with pytest.raises(RunFailed, match=r"^bad at 5 requests/s: ValueError: no such device$"):
-        sustained(bench(tmp_path, some_fail), searches, 5.0)
+        sustained(runner(tmp_path, some_fail), searches, 5.0)
     assert [rate for rate in seen if rate not in (1.0, 2.0, 3.0, 4.0)], "the good search went on"
 
 
@@ -115,8 +115,8 @@ def test_metrics_come_back_under_their_keys_and_are_not_simulated_twice(tmp_path
         return hyperbola(spec)
 
     specs = {rate: at(rate) for rate in (1.0, 5.0)}
-    first = bench(tmp_path, counting).metrics(specs)
-    again = bench(tmp_path, counting).metrics(specs)
+    first = runner(tmp_path, counting).metrics(specs)
+    again = runner(tmp_path, counting).metrics(specs)
     assert first == again == {1.0: {"latency_ms": pytest.approx(11.11, rel=1e-3)}, 5.0: {"latency_ms": 20.0}}
     assert seen == [1.0, 5.0]
 
@@ -160,7 +160,7 @@ def test_documentation_of_something_else_is_refused_with_the_file(tmp_path: Path
 
 
 def test_committed_page_is_the_one_made_from_the_committed_results() -> None:
-    made = report.documentation(list((ROOT / command.RESULTS).glob("*.json")), catalogue.studies())
+    made = report.documentation(list((ROOT / command.RESULTS).glob("*.json")), catalogue.experiments())
     assert (ROOT / command.DOCUMENT).read_text(encoding="utf-8") == made
 
 
@@ -189,14 +189,14 @@ def test_page_is_made_in_a_checkout_and_nowhere_else(
 
 
 def test_every_figure_and_table_is_listed_with_its_number_row_and_differences() -> None:
-    found = catalogue.studies()
+    found = catalogue.experiments()
     assert found.keys() >= {file.stem for file in (ROOT / command.RESULTS).glob("*.json")}
-    for name, study in found.items():
+    for name, experiment in found.items():
         paper, _, figure = name.rpartition("-")
         kind, number = ("Figure", figure[3:]) if figure.startswith("fig") else ("Table", figure[5:])
-        assert re.search(rf", {kind} ([23]\.)?{number}\b", study.paper), study.paper
-        assert (study.id, study.row) == (name, f"{paper}-published")
-        assert study.differences
+        assert re.search(rf", {kind} ([23]\.)?{number}\b", experiment.paper), experiment.paper
+        assert (experiment.id, experiment.row) == (name, f"{paper}-published")
+        assert experiment.differences
 
 
 def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,13 +206,13 @@ def test_list_shows_ids_and_an_unknown_id_names_them(capsys: pytest.CaptureFixtu
     assert "alise-fig6" in capsys.readouterr().err
 
 
-def three_requests(bench: Bench) -> Findings:
+def three_requests(runner: Runner) -> Findings:
     spec = SimulationSpec(
         engine=EngineSpec(num_blocks=200),
         cost=CostSpec(kind="constant"),
         workload=WorkloadSpec(source="fixed:16:4", num_requests=3),
     )
-    metrics = bench.metrics({"x": spec})["x"]
+    metrics = runner.metrics({"x": spec})["x"]
     return replace(
         findings(claim(ours=metrics["requests"])),
         metrics={"requests": metrics["requests"]},
@@ -226,9 +226,9 @@ def _draw(path: Path) -> None:
 
 @pytest.fixture
 def run_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs a study of three requests with the command."""
-    study = replace(STUDY, id="tiny", run=three_requests)
-    monkeypatch.setattr(catalogue, "studies", lambda: {"tiny": study})
+    """Runs an experiment of three requests with the command."""
+    experiment = replace(STUDY, id="tiny", run=three_requests)
+    monkeypatch.setattr(catalogue, "experiments", lambda: {"tiny": experiment})
     return lambda *more: command.main(["tiny", "--cache", str(tmp_path / "cache"), "--jobs", "1", "--quick", *more])
 
 
@@ -252,7 +252,7 @@ def test_sources_that_are_not_committed_refuse_the_result_before_and_after_the_r
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A study earlier on the same command line took hours, in which somebody edited a file."""
+    """An experiment earlier on the same command line took hours, in which somebody edited a file."""
     monkeypatch.setattr(provenance, "_checkout", lambda: tmp_path)
     clean = iter([True, False])  # when the option is read; before the run
     monkeypatch.setattr(provenance, "uncommitted", lambda root: [] if next(clean, False) else ["kernels/x.py"])

@@ -40,7 +40,7 @@ class Sustained:
     """Every rate that was simulated, increasing, with its metrics: the curve."""
 
 
-class Bench:
+class Runner:
     """Runs simulations for one reproduction; whatever ran before is not run again.
 
     Args:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies import accelgen as base
-from vllm_ext.repro.studies import accelgen_figures as windows
-from vllm_ext.repro.studies.accelgen_window import observe_all
-from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, Variant, line_plot
+from vllm_ext.experiments.papers import accelgen as base
+from vllm_ext.experiments.papers import accelgen_figures as windows
+from vllm_ext.experiments.papers.accelgen_window import observe_all
+from vllm_ext.experiments.runner import Runner
 
 NOISE = 0.05
 """A fall by less is none: traces are short."""
@@ -41,7 +41,7 @@ COLUMNS = (
 )
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "accelgen-fig13",
     "Figure 13",
     "Goodput against the share of long prompts and the arrival rate",
@@ -52,25 +52,25 @@ COLUMNS = (
         "loads to twice the paper's rate, and from no books to books only.",
     ),
 )
-def fig13(bench: Bench) -> Findings:
+def fig13(runner: Runner) -> Findings:
     """Does goodput rise with load and with long prompts until the capacity is reached, and stay there?
 
     Method: the window of Figure 11 on OPT-13B (memory is short) and Llama-3-70B (compute is short), once per rate at 35
     % books and once per share at 8 requests/s; beside our row, and vLLM 0.32. The lowest rates are mild: nobody is lost
     there that a good order could save.
     """
-    load = windows.QUICK if bench.quick else windows.FULL
-    panels = (base.OPT_13B,) if bench.quick else (base.OPT_13B, base.LLAMA_70B)
+    load = windows.QUICK if runner.quick else windows.FULL
+    panels = (base.OPT_13B,) if runner.quick else (base.OPT_13B, base.LLAMA_70B)
     curves = [(panel, axis) for panel in panels for axis in AXES]
     loads = {
         (panel, axis, x): replace(load, **{field: x})
         for panel, axis in curves
         for field, _, full, quick in (AXES[axis],)
-        for x in (quick if bench.quick else full)
+        for x in (quick if runner.quick else full)
     }
     found = observe_all(
         {
-            (panel.name, axis, x, c.name): base.spec(c, panel, at, bench.seed)
+            (panel.name, axis, x, c.name): base.spec(c, panel, at, runner.seed)
             for (panel, axis, x), at in loads.items()
             for c in (base.ACCELGEN, base.OURS, base.UPSTREAM, base.tuned(panel))
         }
@@ -78,8 +78,8 @@ def fig13(bench: Bench) -> Findings:
 
     goodput = {key: one[windows.GOODPUT] for key, one in found.items()}
 
-    def curve(panel: base.Panel, axis: str, contender: Contender) -> dict[float, float]:
-        wanted = (panel.name, axis, contender.name)
+    def curve(panel: base.Panel, axis: str, variant: Variant) -> dict[float, float]:
+        wanted = (panel.name, axis, variant.name)
         return {x: value for (p, a, x, name), value in goodput.items() if (p, a, name) == wanted}
 
     return Findings(
@@ -91,7 +91,7 @@ def fig13(bench: Bench) -> Findings:
         },
         details={
             "utilisation": {
-                f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, bench.seed)
+                f"{panel.name}, {axis} {x:g}": base.utilisation(panel, at, runner.seed)
                 for (panel, axis, x), at in loads.items()
             },
         },
@@ -109,7 +109,7 @@ def fig13(bench: Bench) -> Findings:
             )
             for panel, axis in curves
         ],
-        workload=[base.workload_spec(panels[0], load, bench.seed)],
+        workload=[base.workload_spec(panels[0], load, runner.seed)],
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies import batchmaker as base
-from vllm_ext.repro.study import Claim, Findings
+from vllm_ext.experiments.experiment import Claim, Findings
+from vllm_ext.experiments.papers import batchmaker as base
+from vllm_ext.experiments.runner import Runner
 
 if TYPE_CHECKING:
     from vllm_ext.cellular.graphs import CellTable
     from vllm_ext.cellular.scheduler import Scheduler
-    from vllm_ext.repro.batching.curves import Manner, Point, Requests
+    from vllm_ext.experiments.batching.curves import Manner, Point, Requests
 
 PAPER, OURS, PADDED = base.PAPER, base.OURS, base.PADDED
 DYNET, FOLD, IDEAL = "dynet", "fold", "ideal"
@@ -40,13 +40,13 @@ TREES = (
 )
 
 
-def translations(bench: Bench) -> tuple[Requests, Any]:
+def translations(runner: Runner) -> tuple[Requests, Any]:
     """Return Seq2Seq requests, which decode as many words as the translation has, and their data."""
     from vllm_ext.cellular.models import build
-    from vllm_ext.repro.batching import workloads
-    from vllm_ext.repro.batching.curves import Requests
+    from vllm_ext.experiments.batching import workloads
+    from vllm_ext.experiments.batching.curves import Requests
 
-    data = workloads.pairs(2_000 if bench.quick else 20_000, bench.seed)
+    data = workloads.pairs(2_000 if runner.quick else 20_000, runner.seed)
     rows = [{"tokens": [0] * source, "max_steps": 2 * workloads.LONGEST} for source, _ in data.rows]
     model = build("seq2seq", hidden=1, vocabulary=2)
     hidden = [{1: target} for _, target in data.rows]
@@ -57,9 +57,9 @@ def seq2seq(workers: int) -> dict[str, Manner]:
     """Return the manners of figure 13."""
     from vllm_ext.cellular.graphs import CellTable
     from vllm_ext.cellular.scheduler import Scheduler
-    from vllm_ext.repro.batching.curves import LSTM, ROW_S, TASK_S, Manner
-    from vllm_ext.repro.batching.padding import PaddedBatching
-    from vllm_ext.repro.batching.virtual import Costs
+    from vllm_ext.experiments.batching.curves import LSTM, ROW_S, TASK_S, Manner
+    from vllm_ext.experiments.batching.padding import PaddedBatching
+    from vllm_ext.experiments.batching.virtual import Costs
 
     cells = {"encoder": LSTM, "decoder": LSTM.scaled(DECODER)}
     ours = Costs(cells=cells, task_s=TASK_S, row_s=ROW_S)
@@ -79,28 +79,28 @@ def seq2seq(workers: int) -> dict[str, Manner]:
     }  # fmt: skip
 
 
-@PAPER.study(
+@PAPER.figure(
     "batchmaker-fig13", "Figure 2.13", "Seq2Seq on two and four devices",
     (base.SYSTEM, base.DEVICE, base.PADDING, base.DATA,
      f"A load is sustained while its P90 latency is at most {LIMIT_MS:.0f} ms: padding passes 500 ms early.",
      f"A decoder's step costs {DECODER:g} times an encoder's at the same batch.",
      "Devices share what they compute on: moving a request to another device costs nothing."),
 )  # fmt: skip
-def fig13(bench: Bench) -> Findings:
+def fig13(runner: Runner) -> Findings:
     """Serve translations."""
-    from vllm_ext.repro.batching.curves import curve, peak
+    from vllm_ext.experiments.batching.curves import curve, peak
 
-    requests, data = translations(bench)
-    steps = (0.25, 0.5, 1, 4, 8, 12) if bench.quick else (0.25, 0.5, 1, 2, 4, 6, 8, 10)
+    requests, data = translations(runner)
+    steps = (0.25, 0.5, 1, 4, 8, 12) if runner.quick else (0.25, 0.5, 1, 2, 4, 6, 8, 10)
     every = [step * 1e3 for step in steps]
     curves: dict[str, list[Point]] = {}
     claims: list[Claim] = []
-    for workers in (2,) if bench.quick else (2, 4):
+    for workers in (2,) if runner.quick else (2, 4):
         at = [load * workers / 2 for load in every]
         manners = seq2seq(workers)
         found = {
             name: curve(
-                one, requests, at, seconds=2 * base.seconds(bench), seed=bench.seed, most=MOST, limit_ms=LIMIT_MS
+                one, requests, at, seconds=2 * base.seconds(runner), seed=runner.seed, most=MOST, limit_ms=LIMIT_MS
             )
             for name, one in manners.items()
         }
@@ -113,16 +113,16 @@ def fig13(bench: Bench) -> Findings:
             Claim(name=f"{what}: peak with encoder batches of 512 / 256", paper=1.035, ours=ours / same,
                   why="a decoder's tasks come first and leave few encoders to gather for a batch of 512"),
         ]  # fmt: skip
-    return base.findings(curves, claims, data, bench, [name for name in curves if name.startswith(OURS)])
+    return base.findings(curves, claims, data, runner, [name for name in curves if name.startswith(OURS)])
 
 
-def tree_requests(bench: Bench, fixed: bool = False) -> tuple[Requests, Any]:
+def tree_requests(runner: Runner, fixed: bool = False) -> tuple[Requests, Any]:
     """Return TreeLSTM requests and their data; ``fixed`` is the complete tree of 16 leaves."""
     from vllm_ext.cellular.models import build
-    from vllm_ext.repro.batching import workloads
-    from vllm_ext.repro.batching.curves import Requests
+    from vllm_ext.experiments.batching import workloads
+    from vllm_ext.experiments.batching.curves import Requests
 
-    data = workloads.trees(300 if bench.quick else 3_000, bench.seed)
+    data = workloads.trees(300 if runner.quick else 3_000, runner.seed)
     if fixed:
         data = workloads.Data("complete trees of 16 leaves", [workloads.complete(16)])
     model = build("treelstm", hidden=1, vocabulary=1 << 14, classes=0)
@@ -133,10 +133,10 @@ def tree_manners(*, padding: bool = False) -> dict[str, Manner]:
     """Return the manners of figure 14; ``padding`` adds the ideal of figure 15."""
     from vllm_ext.cellular.graphs import CellTable
     from vllm_ext.cellular.scheduler import Scheduler
-    from vllm_ext.repro.batching.curves import LSTM, ROW_S, TASK_S, Manner
-    from vllm_ext.repro.batching.merging import MergedBatching, Merging
-    from vllm_ext.repro.batching.padding import PaddedBatching
-    from vllm_ext.repro.batching.virtual import Costs
+    from vllm_ext.experiments.batching.curves import LSTM, ROW_S, TASK_S, Manner
+    from vllm_ext.experiments.batching.merging import MergedBatching, Merging
+    from vllm_ext.experiments.batching.padding import PaddedBatching
+    from vllm_ext.experiments.batching.virtual import Costs
 
     cells = {"leaf": LSTM.scaled(LEAF), "internal": LSTM.scaled(INTERNAL)}
     free = Costs(cells=cells)
@@ -161,23 +161,23 @@ def tree_manners(*, padding: bool = False) -> dict[str, Manner]:
     return found
 
 
-def _trees(bench: Bench, requests: Requests, at: Sequence[float], names: Sequence[str]) -> dict[str, list[Point]]:
-    from vllm_ext.repro.batching.curves import curve
+def _trees(runner: Runner, requests: Requests, at: Sequence[float], names: Sequence[str]) -> dict[str, list[Point]]:
+    from vllm_ext.experiments.batching.curves import curve
 
     manners = tree_manners(padding=True)
-    length = 0.1 if bench.quick else 0.3
-    return {name: curve(manners[name], requests, at, seconds=length, seed=bench.seed) for name in names}
+    length = 0.1 if runner.quick else 0.3
+    return {name: curve(manners[name], requests, at, seconds=length, seed=runner.seed) for name in names}
 
 
-@PAPER.study("batchmaker-fig14", "Figure 2.14", "TreeLSTM: cellular batching and graph merging", TREES)
-def fig14(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig14", "Figure 2.14", "TreeLSTM: cellular batching and graph merging", TREES)
+def fig14(runner: Runner) -> Findings:
     """Serve parse trees."""
-    from vllm_ext.repro.batching.curves import peak
+    from vllm_ext.experiments.batching.curves import peak
 
-    requests, data = tree_requests(bench)
-    at = (1e3, 3e3, 6e3, 9e3) if bench.quick else (500, 1e3, 2e3, 3e3, 4e3, 5e3, 6e3, 7e3, 8e3, 10e3, 12e3)
+    requests, data = tree_requests(runner)
+    at = (1e3, 3e3, 6e3, 9e3) if runner.quick else (500, 1e3, 2e3, 3e3, 4e3, 5e3, 6e3, 7e3, 8e3, 10e3, 12e3)
     free = "fold, merging for nothing"
-    curves = _trees(bench, requests, at, (OURS, WIDE, DYNET, FOLD, free))
+    curves = _trees(runner, requests, at, (OURS, WIDE, DYNET, FOLD, free))
     low = {name: {p.load_per_s: p.p90_ms for p in points}[1e3] for name, points in curves.items()}
     peaks = {name: peak(points) for name, points in curves.items()}
     share = (peaks[OURS] / peaks[FOLD] - peaks[OURS] / peaks[free]) / (peaks[OURS] / peaks[FOLD] - 1)
@@ -192,17 +192,17 @@ def fig14(bench: Bench) -> Findings:
               better="lower", why=why),
         Claim(name="P90 latency at 1K req/s (ms)", paper=6.8, ours=low[OURS], better="lower"),
     ]  # fmt: skip
-    return base.findings(curves, claims, data, bench, (OURS, WIDE))
+    return base.findings(curves, claims, data, runner, (OURS, WIDE))
 
 
-@PAPER.study("batchmaker-fig15", "Figure 2.15", "TreeLSTM on complete trees of 16 leaves", (*TREES[:4], TREES[-1]))
-def fig15(bench: Bench) -> Findings:
+@PAPER.figure("batchmaker-fig15", "Figure 2.15", "TreeLSTM on complete trees of 16 leaves", (*TREES[:4], TREES[-1]))
+def fig15(runner: Runner) -> Findings:
     """Serve equal trees; the ideal computes them node by node in batches of 64, without any cost of scheduling."""
-    from vllm_ext.repro.batching.curves import peak
+    from vllm_ext.experiments.batching.curves import peak
 
-    requests, data = tree_requests(bench, fixed=True)
-    at = (1e3, 4e3, 8e3, 11e3) if bench.quick else (500, 1e3, 2e3, 4e3, 6e3, 8e3, 9e3, 10e3, 11e3, 12e3)
-    curves = _trees(bench, requests, at, (OURS, WIDE, DYNET, FOLD, IDEAL))
+    requests, data = tree_requests(runner, fixed=True)
+    at = (1e3, 4e3, 8e3, 11e3) if runner.quick else (500, 1e3, 2e3, 4e3, 6e3, 8e3, 9e3, 10e3, 11e3, 12e3)
+    curves = _trees(runner, requests, at, (OURS, WIDE, DYNET, FOLD, IDEAL))
     low = {name: points[0].p90_ms for name, points in curves.items()}
     claims = [
         Claim(name="peak throughput over the ideal", paper=0.7, ours=peak(curves[OURS]) / peak(curves[IDEAL]),
@@ -210,4 +210,4 @@ def fig15(bench: Bench) -> Findings:
         Claim(name="P90 latency at the lowest load, ideal / batchmaker", paper=1.0, ours=low[IDEAL] / low[OURS],
               facts="stated as higher"),
     ]  # fmt: skip
-    return base.findings(curves, claims, data, bench, (OURS, WIDE))
+    return base.findings(curves, claims, data, runner, (OURS, WIDE))

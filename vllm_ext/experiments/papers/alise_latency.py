@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config.kv_tier import EARLY
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.studies import alise as base
-from vllm_ext.repro.study import Claim, Contender, Findings, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, Variant, line_plot
+from vllm_ext.experiments.papers import alise as base
+from vllm_ext.experiments.runner import Runner
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.systems.alise import PRICED
 
@@ -24,11 +24,11 @@ SEATS = 1024
 """Memory is to be what is short, as in the paper."""
 
 
-def _strategy(name: str, *, block_size: int = 16, **options: Mapping[str, Any]) -> Contender:
-    """What becomes of preempted KV; a tier has the study's size and keeps KV as soon as a block is full."""
+def _strategy(name: str, *, block_size: int = 16, **options: Mapping[str, Any]) -> Variant:
+    """What becomes of preempted KV; a tier has the experiment's size and keeps KV as soon as a block is full."""
     if "kv_tier" in options:
         options["kv_tier"] = {**base.TIER, "store": EARLY, **options["kv_tier"]}
-    return Contender(
+    return Variant(
         name=name,
         system=base.PAPER.row,
         options={"ordering": base.LATE_AGING, **base.PREDICTED, **options},
@@ -54,7 +54,7 @@ OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
 """The paper's largest ratios of normalised latency at one rate."""
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "alise-fig8",
     "Figure 8",
     "Defer, Recompute and swapping of preempted KV over the request rate",
@@ -72,7 +72,7 @@ OVER = {DEFER: 1.8, RECOMPUTE: 2.8}
         "The time that quantising takes is not modelled: it runs on the device beside the copies.",
     ),
 )
-def fig8(bench: Bench) -> Findings:
+def fig8(runner: Runner) -> Findings:
     """How much is swapping worth against deferring new jobs (never preempting) and against recomputing KV?
 
     Method: OPT-13B on Alpaca's lengths; the same trace, scheduler and lengths at several rates around the edge; only
@@ -80,13 +80,13 @@ def fig8(bench: Bench) -> Findings:
     ours ask whether that pays. Swapped KV goes over a PCIe 3 link's model, in 16 or 8 bits, in chunks of 16 tokens: of
     a request of some 80 tokens, whole chunks of the default size (64 in 8 bits) hold too little, which a row shows.
     """
-    loads, duration_s = (QUICK_LOADS, 40.0) if bench.quick else (LOADS, 300.0)
+    loads, duration_s = (QUICK_LOADS, 40.0) if runner.quick else (LOADS, 300.0)
 
-    def make(contender: Contender, rate: float) -> SimulationSpec:
-        return base.spec(contender, "opt-13b", "alpaca", rate, duration_s=duration_s, seed=bench.seed)
+    def make(variant: Variant, rate: float) -> SimulationSpec:
+        return base.spec(variant, "opt-13b", "alpaca", rate, duration_s=duration_s, seed=runner.seed)
 
-    at_edge = base.edge(bench, make, 14.0, 0.1)
-    found = bench.metrics({(load, c.name): make(c, load * at_edge) for load in loads for c in STRATEGIES})
+    at_edge = base.edge(runner, make, 14.0, 0.1)
+    found = runner.metrics({(load, c.name): make(c, load * at_edge) for load in loads for c in STRATEGIES})
     ms = {c: {load: found[load, c.name][base.NORMALISED] for load in loads} for c in STRATEGIES}
     moving = (SWAP_16, SWAP_8, SWAP_8_LARGE, PRICED_8)
     told = (base.NORMALISED, "preemptions", "transfer_load_bytes", "transfer_waited_s")
@@ -147,7 +147,7 @@ AROUND = (0.8, 0.9, 1.0, 1.1, 1.2)
 SAVED = 0.46
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "alise-fig9",
     "Figure 9",
     "End-to-end latency of 200 consecutive requests, ALISE against first come, first served",
@@ -157,26 +157,26 @@ SAVED = 0.46
         "own. The saving depends on it: the table shows 0.8 to 1.2 times that rate.",
     ),
 )
-def fig9(bench: Bench) -> Findings:
+def fig9(runner: Runner) -> Findings:
     """How much shorter is mean latency with the shortest first than first come, first served, once a queue forms?
 
     Method: OPT-13B on ShareGPT's lengths; a 30-minute trace at the edge (the paper's 2 req/s belong to its hardware),
     and at 0.8 to 1.2 times that rate; 200 consecutive requests from the middle of the trace.
     """
-    duration_s, error = 300.0 if bench.quick else 1800.0, base.PAPER_ERROR["sharegpt"]
+    duration_s, error = 300.0 if runner.quick else 1800.0, base.PAPER_ERROR["sharegpt"]
     paper = base.alise(error)
     shown = (base.VLLM_2023, base.VLLM, paper, base.ours(error))
 
-    def make(contender: Contender, rate: float) -> SimulationSpec:
-        return base.spec(contender, "opt-13b", "sharegpt", rate, duration_s=duration_s, seed=bench.seed)
+    def make(variant: Variant, rate: float) -> SimulationSpec:
+        return base.spec(variant, "opt-13b", "sharegpt", rate, duration_s=duration_s, seed=runner.seed)
 
-    at_edge = base.edge(bench, make, 0.8, 0.05)
-    found = bench.metrics({(load, c.name): make(c, load * at_edge) for load in AROUND for c in shown})
+    at_edge = base.edge(runner, make, 0.8, 0.05)
+    found = runner.metrics({(load, c.name): make(c, load * at_edge) for load in AROUND for c in shown})
     ms = {key: metrics[E2E] for key, metrics in found.items()}
     saved = {
         c: {load: 1 - ms[load, paper.name] / ms[load, c.name] for load in AROUND} for c in (base.VLLM_2023, base.VLLM)
     }
-    sampled = {c.name: _middle(bench, make(c, at_edge)) for c in shown}
+    sampled = {c.name: _middle(runner, make(c, at_edge)) for c in shown}
     of_sample = float(1 - np.mean(sampled[paper.name]) / np.mean(sampled[base.VLLM_2023.name]))
     best = max(AROUND, key=saved[base.VLLM_2023].__getitem__)
     fractions = {
@@ -228,9 +228,9 @@ def fig9(bench: Bench) -> Findings:
     )
 
 
-def _middle(bench: Bench, spec: SimulationSpec) -> list[float]:
+def _middle(runner: Runner, spec: SimulationSpec) -> list[float]:
     """End-to-end latencies in seconds of consecutive requests, by arrival."""
-    table = bench.run(spec).requests
+    table = runner.run(spec).requests
     arrival = table.floats("arrival_s")
     latency = (table.floats("finish_s") - arrival)[np.argsort(arrival, kind="stable")]
     first = max(0, len(latency) // 2 - SAMPLE // 2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_ext.repro.bench import Bench, Metrics
-from vllm_ext.repro.studies import pensieve as base
-from vllm_ext.repro.study import Claim, Findings, flat, line_plot
+from vllm_ext.experiments.experiment import Claim, Findings, flat, line_plot
+from vllm_ext.experiments.papers import pensieve as base
+from vllm_ext.experiments.runner import Metrics, Runner
 
 RATES, QUICK_RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), (3.0, 4.5)
 QUICK_HOST_SHARE = 0.1
@@ -28,7 +28,7 @@ SHOWN = (
 )
 
 
-@base.PAPER.study(
+@base.PAPER.figure(
     "pensieve-fig14",
     "Figure 3.14",
     "Retention value against LRU and ARC: host hit rate and recomputed tokens",
@@ -38,21 +38,21 @@ SHOWN = (
         "computed again of histories.",
     ),
 )
-def fig14(bench: Bench) -> Findings:
+def fig14(runner: Runner) -> Findings:
     """What is the retention value worth against the least recently used, with leading ends dropped or tails?
 
     Method: OPT-13B; the same server over several rates, only the eviction policy of its host memory differs; all store
     ahead of time, load within steps, and compute across gaps; our row is beside them. The share of what left the device
     that the host still has, and the tokens of histories that are computed again, are compared at each rate.
     """
-    rates, duration_s = (QUICK_RATES, base.QUICK_S) if bench.quick else (RATES, base.DURATION_S)
-    share = QUICK_HOST_SHARE if bench.quick else 1.0
+    rates, duration_s = (QUICK_RATES, base.QUICK_S) if runner.quick else (RATES, base.DURATION_S)
+    share = QUICK_HOST_SHARE if runner.quick else 1.0
     specs = {
-        (rate, c.name): base.spec(c, base.OPT_13B, rate, duration_s=duration_s, seed=bench.seed, host_share=share)
+        (rate, c.name): base.spec(c, base.OPT_13B, rate, duration_s=duration_s, seed=runner.seed, host_share=share)
         for rate in rates
         for c in SHOWN
     }
-    found = {key: figures(metrics) for key, metrics in bench.metrics(specs).items()}
+    found = {key: figures(metrics) for key, metrics in runner.metrics(specs).items()}
     return Findings(
         header=("requests/s", "policy", "host hit rate", "history found", "recomputed tokens", "P90 ms/token"),
         rows=[(*key, *one.values()) for key, one in found.items()],

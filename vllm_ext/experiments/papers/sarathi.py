@@ -8,8 +8,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from vllm_ext.repro.bench import Bench
-from vllm_ext.repro.study import Claim, Contender, Findings, Paper, bar_plot, flat
+from vllm_ext.experiments.experiment import Claim, Findings, Paper, Variant, bar_plot, flat
+from vllm_ext.experiments.runner import Runner
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, activation_bytes
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.spec import SimulationSpec
@@ -126,11 +126,11 @@ FALCON = Panel(
 
 
 def spec(
-    contender: Contender, panel: Panel, dataset: str, rate_per_s: float, *, requests: int, seed: int
+    variant: Variant, panel: Panel, dataset: str, rate_per_s: float, *, requests: int, seed: int
 ) -> SimulationSpec:
     """One run: so many Poisson arrivals, at a rate of all devices, until everybody has been served."""
     workload = {**lengths(dataset), "rate_per_s": rate_per_s / panel.pipeline, "num_requests": requests, "seed": seed}
-    return contender.spec(engine={"max_model_len": CONTEXT[dataset]}, hardware=panel.hardware, workload=workload)
+    return variant.spec(engine={"max_model_len": CONTEXT[dataset]}, hardware=panel.hardware, workload=workload)
 
 
 def lengths(dataset: str) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def lengths(dataset: str) -> dict[str, Any]:
 
 
 WORKLOAD = [WorkloadSpec(**lengths(dataset), num_requests=1000, seed=0) for dataset in DATASETS]
-"""What every study serves, by which its result names it."""
+"""What every experiment serves, by which its result names it."""
 
 
 # --- Table 4 ----------------------------------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ _CHUNKS = (
 )
 
 
-def table4_rows(dataset: str) -> dict[str, Contender]:
+def table4_rows(dataset: str) -> dict[str, Variant]:
     """The rows of the table, and our dynamic budget."""
 
-    def row(name: str, system: str, tokens: int, **more: Any) -> Contender:
+    def row(name: str, system: str, tokens: int, **more: Any) -> Variant:
         engine = {"max_num_seqs": SEATS, "prefix_caching": False, "max_num_batched_tokens": tokens}
-        return Contender(name=name, system=system, engine={**engine, **more.pop("engine", {})}, **more)
+        return Variant(name=name, system=system, engine={**engine, **more.pop("engine", {})}, **more)
 
     whole, fixed = CONTEXT[dataset], {"budget": {"tokens": TOKENS}}
     objective = {"slo": {"tbt_ms": 1000 * PUBLISHED[dataset][COMBINED][1]}}
@@ -183,7 +183,7 @@ def table4_rows(dataset: str) -> dict[str, Contender]:
     return {one.name: one for one in rows}
 
 
-@PAPER.study(
+@PAPER.figure(
     "sarathi-table4",
     "Table 4",
     "Hybrid batches and chunked prefills alone and together, Yi-34B on two A100",
@@ -199,7 +199,7 @@ def table4_rows(dataset: str) -> dict[str, Contender]:
         *DIFFERENCES[:4],
     ),
 )
-def table4(bench: Bench) -> Findings:
+def table4(runner: Runner) -> Findings:
     """What does either technique do to P50 TTFT and P99 TBT without the other?
 
     Method: Yi-34B on two A100; traces of 128 requests with a token budget of 1024, means over several of them. The
@@ -208,8 +208,8 @@ def table4(bench: Bench) -> Findings:
     paper's published experiments (1 and 0.5 requests/s). ``sarathi`` fits its budget to every step; its objective is
     the P99 TBT that the paper's combined system reached (0.29 and 0.35 s).
     """
-    seeds = [bench.seed + k for k in range(1 if bench.quick else 8)]
-    found = bench.sustained(
+    seeds = [runner.seed + k for k in range(1 if runner.quick else 8)]
+    found = runner.sustained(
         {
             (data, seed): partial(spec, table4_rows(data)[COMBINED], YI, data, requests=REQUESTS, seed=seed)
             for data in PUBLISHED
@@ -224,7 +224,7 @@ def table4(bench: Bench) -> Findings:
         for data in PUBLISHED
     }
     rates |= {(data, "published"): dict.fromkeys(seeds, rate) for data, rate in EXPERIMENT_PER_S.items()}
-    measured = bench.metrics(
+    measured = runner.metrics(
         {
             (dataset, at, name, seed): spec(one, YI, dataset, rate, requests=REQUESTS, seed=seed)
             for (dataset, at), of_seeds in rates.items()

@@ -1,4 +1,0 @@
-"""Reproductions: figures and tables of papers, measured again on the simulator.
-
-The modules of `vllm_ext.repro.studies` are named by paper; a figure is run by ``vllm-ext repro ID``.
-"""
