@@ -97,8 +97,8 @@ def _lose_blocks(pool: Any, idle: list[Any], connector: Any, dice: random.Random
     lost = dice.sample(free, min(len(free), dice.randrange(3)))
     for block in lost:
         assert pool._maybe_evict_cached_block(block)
-    if connector is not None:  # as vLLM's scheduler says it of blocks that were not loaded
-        connector.forget_blocks(frozenset(block.block_id for block in lost))
+    if connector is not None and connector.stores is not None:  # as of blocks that were not loaded
+        connector.stores.idle.taken(block.block_id for block in lost)
 
 
 def _lose_chunk(manager: Any, dice: random.Random) -> None:
