@@ -84,7 +84,7 @@ def test_what_only_asks_for_runs_or_shows_them_leaves_the_digest(made: dict[str,
 def test_digest_covers_the_scheduler_its_hooks_and_kernels() -> None:
     covered = decisive_files().keys()
     assert {"kernels/__init__.py", "hooks/registry.py", "scheduling/scheduler.py", "simulation/run.py"} <= covered
-    assert "repro/ablations.py" in covered
+    assert "experiments/ablations.py" in covered
     assert all(path.is_file() for path in decisive_files().values())
 
 
