@@ -327,7 +327,7 @@ class Table:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and return the exit status: 1 if our kernel is wrong, 3 if a subject failed."""
-    args = on_gpu.parse(__doc__, argv)
+    args = on_gpu.parsed(on_gpu.argument_parser(__doc__), argv)
     device = "cpu" if args.dry else "cuda"
     checked, cells, repeats = (TINY, TINY, 1) if args.dry else (CHECKED, CELLS, 7 if args.quick else 31)
     config = {

@@ -260,8 +260,7 @@ def simulate(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Measure, or simulate what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu.add_arguments(parser)
+    parser = on_gpu.argument_parser(__doc__)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="where the fitted runtime model goes")
     parser.add_argument("--simulate", type=Path, metavar="FILE", help="a result; its profile's folder has the costs")
     parser.add_argument("--window-s", type=float, default=30.0, help="seconds of arrivals (default: %(default)s)")

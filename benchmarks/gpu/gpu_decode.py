@@ -11,7 +11,6 @@ request ended within the timed steps is a problem, and no time.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -87,10 +86,7 @@ def compare(name: str, one: dict[str, Any], first: dict[str, Any], first_name: s
 
 def main(argv: Sequence[str]) -> int:
     """Time all settings, and return 0 if all ran, else 3."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu.add_arguments(parser)
-    gpu_engine.add_settings(parser, SETTINGS, limit_s=60.0)
-    args = on_gpu.parsed(parser, argv)
+    args = gpu_engine.parse(__doc__, argv, SETTINGS)
     report = on_gpu.Report(args.out, dry=args.dry)
     if args.one:
         timed(args.one, report, dry=args.dry)

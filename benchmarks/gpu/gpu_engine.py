@@ -190,12 +190,14 @@ class Engine:
         return [(number * 7919 + 31 * place * (number + 1)) % (self.vocab_size - 10) + 5 for place in range(tokens)]
 
 
-def add_settings(parser: argparse.ArgumentParser, settings: Sequence[str], limit_s: float) -> None:
-    """Add the options of a benchmark that starts an engine for each of some settings."""
+def parse(description: str | None, argv: Sequence[str], settings: Sequence[str]) -> argparse.Namespace:
+    """Read the command line of a benchmark that starts an engine for each of some settings; see `on_gpu.parsed`."""
+    parser = on_gpu.argument_parser(description)
     parser.add_argument("--settings", type=_listed(settings), default=",".join(settings),
                         help="of them, in this order (default: %(default)s)")  # fmt: skip
     parser.add_argument("--one", choices=settings, help=argparse.SUPPRESS)
-    parser.add_argument("--limit-s", type=float, default=limit_s, help="for one engine (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="for one engine (default: %(default)s)")
+    return on_gpu.parsed(parser, argv)
 
 
 def in_processes(script: str, args: argparse.Namespace, report: on_gpu.Report) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,6 @@ Its next turn is timed to the first token, beside a new prompt as long, and a tu
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -86,10 +85,7 @@ def timed(setting: str, report: on_gpu.Report, *, dry: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Time all settings, and return 0 if all ran, else 3."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu.add_arguments(parser)
-    gpu_engine.add_settings(parser, SETTINGS, limit_s=60.0)
-    args = on_gpu.parsed(parser, argv)
+    args = gpu_engine.parse(__doc__, argv, SETTINGS)
     report = on_gpu.Report(args.out, dry=args.dry)
     if args.one:
         timed(args.one, report, dry=args.dry)

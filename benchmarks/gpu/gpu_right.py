@@ -13,7 +13,6 @@ was started for.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -124,10 +123,7 @@ def judge(setting: str, one: dict[str, Any], answers: dict[str, Any], report: on
 
 def main(argv: Sequence[str]) -> int:
     """Compare all settings, and return 0 if all are right, 1 if one is wrong, else 3."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu.add_arguments(parser)
-    gpu_engine.add_settings(parser, SETTINGS, limit_s=60.0)
-    args = on_gpu.parsed(parser, argv)
+    args = gpu_engine.parse(__doc__, argv, SETTINGS)
     report = on_gpu.Report(args.out, dry=args.dry)
     if args.one:
         report.found |= answered(args.one, dry=args.dry)

@@ -14,7 +14,6 @@ the history does not. The result has each engine's ``cudagraph_mode``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -86,10 +85,7 @@ def talked(setting: str, report: on_gpu.Report, *, dry: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Serve all settings, and return 0 if all ran, else 3."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu.add_arguments(parser)
-    gpu_engine.add_settings(parser, SETTINGS, limit_s=60.0)
-    args = on_gpu.parsed(parser, argv)
+    args = gpu_engine.parse(__doc__, argv, SETTINGS)
     if args.one:
         report = on_gpu.Report(args.out)
         talked(args.one, report, dry=args.dry)

@@ -325,7 +325,7 @@ def _polled_goal(metrics: dict[str, float], copies: dict[str, float], kind: str,
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and return the exit status: 1 if bytes are wrong, 3 if a part failed."""
-    args = on_gpu.parse(__doc__, argv)
+    args = on_gpu.parsed(on_gpu.argument_parser(__doc__), argv)
     where = "cpu" if args.dry else "cuda"
     shape = _TINY if args.dry else Shape(blocks=512 if args.quick else 2048)
     repeats = 1 if args.dry else 3 if args.quick else 9

@@ -18,10 +18,12 @@ DONE, WRONG, FAILED = 0, 1, 3
 """Exit statuses: all was measured; a comparison found something wrong, which the result names; something is missing."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every benchmark of a GPU has."""
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark of a GPU has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     results.add_arguments(parser)
     parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
+    return parser
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -33,13 +35,6 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
             "needs a CUDA device; --dry tries it without one (kernels of Triton with TRITON_INTERPRET=1)\n",
         )
     return args
-
-
-def parse(description: str | None, argv: Sequence[str]) -> argparse.Namespace:
-    """Read a command line without options of its own; see `parsed`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    return parsed(parser, argv)
 
 
 def write(out: Path | None, found: Mapping[str, Any]) -> None:
