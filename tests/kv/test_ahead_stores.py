@@ -94,7 +94,7 @@ def test_what_pays_is_waited_for(recompute: float, known: bool) -> None:
 @pytest.mark.parametrize("takes_cycles", [False, True], ids=["copied-beside-the-model", "copied-by-the-model-s-cores"])
 def test_copies_that_nobody_waits_for_need_not_pay_unless_they_take_cycles(takes_cycles: bool) -> None:
     found = rig(num_blocks=ROOMY, recompute=0.0)
-    found.side.stores.takes_cycles = takes_cycles
+    found.side.prices.takes_cycles = takes_cycles
     nobody_comes_back(found)
     serve(found, 60)
     counts = state(found)

@@ -68,7 +68,7 @@ def test_no_step_waits_behind_a_long_load_that_nobody_waits_for(first: int, make
     on_the_host_only(rig, range(100, 100 + first + 1))
     on_the_host_only(rig, range(200, 209))
     rig.side.load_in_steps(step_s=lambda: 1.0, num_running=lambda: 1)
-    rig.side.loads.takes_cycles = makes_way
+    rig.side.prices.takes_cycles = makes_way
     rig.side.prices.back.observe(1000 * rig.side.prices._chunk_bytes, 1000.0)
     for start, num_tokens in ((100, first), (200, 8)):
         rig.add(range(start, start + num_tokens + 1), 3)

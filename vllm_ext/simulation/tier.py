@@ -31,6 +31,7 @@ from vllm_ext.config import parse
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.kv.connector.options import transfer_config
+from vllm_ext.kv.connector.scheduler import TierScheduler
 from vllm_ext.kv.eviction.retention import RetentionCachePolicy
 from vllm_ext.kv.int8.geometry import SHARE
 from vllm_ext.simulation.cost.link import Direction
@@ -166,9 +167,8 @@ class Tier:
         self._loads_in_step = False
         """Whether the step that is being launched has begun its loads already."""
         side: Any = scheduler.connector.connector_scheduler
-        for part in (getattr(side, "stores", None), getattr(side, "loads", None)):
-            if part is not None:
-                part.takes_cycles = False  # of the simulated device, whatever this process runs on
+        if isinstance(side, TierScheduler):
+            side.prices.takes_cycles = False  # of the simulated device, whatever this process runs on
         self._manager = side.manager
         self._failed_stores = self._evicted_chunks = 0
         self._count_stores()

@@ -166,7 +166,6 @@ class AheadStores:
         keeper: Follows conversations; None: nobody does, and all of them may come back.
         free_fraction: Share of the device's blocks that is kept free or copied.
         copies_all: Whether copies are made that are not expected to pay.
-        takes_cycles: Whether what computes also copies, as on the CPU.
 
     Attributes:
         idle: What could be copied.
@@ -179,10 +178,10 @@ class AheadStores:
 
     def __init__(
         self, side: OffloadingConnectorScheduler, jobs: Jobs, pool: BlockPool, prices: TransferPrices,
-        keeper: Keeper | None, *, free_fraction: float, copies_all: bool, takes_cycles: bool,
+        keeper: Keeper | None, *, free_fraction: float, copies_all: bool,
     ) -> None:  # fmt: skip
         self._side, self._jobs, self._pool, self._prices, self._keeper = side, jobs, pool, prices, keeper
-        self.free_fraction, self.copies_all, self.takes_cycles = free_fraction, copies_all, takes_cycles
+        self.free_fraction, self.copies_all = free_fraction, copies_all
         self.idle = IdleChunks(pool)
         self.leaving: AbstractSet[str] = frozenset()
         self.unsaved = 0
@@ -206,7 +205,7 @@ class AheadStores:
             computed[req_id] = statuses[req_id].req.num_computed_tokens + num_tokens
         if gaps is not None:
             computed.update({req_id: gaps.front(req_id, computed[req_id]) for req_id in scheduled})
-        found = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if is_whole(self._side, self.gaps, r)}
+        found = {r: scheduled[r] for r in sorted(self.leaving & scheduled.keys()) if is_whole(self._side, gaps, r)}
         for req_id in found:
             statuses[req_id].update_offload_keys()
         return found | self._paying(scheduled) if self.looks_at_all else found
@@ -219,8 +218,7 @@ class AheadStores:
 
     def note_front(self, req_id: str, num_tokens: int) -> None:
         """Note that a request has computed so many tokens, those of steps under way included."""
-        gaps = self.gaps
-        self._computed[req_id] = num_tokens if gaps is None else gaps.front(req_id, num_tokens)
+        self._computed[req_id] = num_tokens if self.gaps is None else self.gaps.front(req_id, num_tokens)
 
     def forget_front(self, req_id: str) -> int:
         """Forget how far a request has come, and return that."""
@@ -318,7 +316,7 @@ class AheadStores:
         chunks: list[IdleChunk] = []
         if num_free - idle.num_blocks >= wanted or self.under_way_s > _MAX_UNDER_WAY_S:
             return chunks
-        must_pay, held = self.takes_cycles or num_free < wanted, self._policy
+        must_pay, held = self._prices.takes_cycles or num_free < wanted, self._policy
         most = _MAX_AHEAD_PER_STEP + num_taken
         for chunk in islice(idle.oldest(), max(most, _MAX_LOOKED_AT)):
             if held.get(chunk.key) is None:

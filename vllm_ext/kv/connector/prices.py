@@ -39,10 +39,12 @@ class TransferPrices:
     Args:
         chunk_bytes: What a chunk moves over the link of one worker; workers copy side by side.
         chunk_tokens: Tokens of a chunk.
+        takes_cycles: Whether what computes also copies, as on the CPU: there other copies make way for those that a
+            step waits for.
     """
 
-    def __init__(self, chunk_bytes: int, chunk_tokens: int) -> None:
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, chunk_bytes: int, chunk_tokens: int, *, takes_cycles: bool = False) -> None:
+        self.chunk_tokens, self.takes_cycles = chunk_tokens, takes_cycles
         self._chunk_bytes = chunk_bytes
         self.out = Bandwidth()
         self.back = Bandwidth()

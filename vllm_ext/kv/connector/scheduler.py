@@ -60,7 +60,6 @@ class TierScheduler(OffloadingConnectorScheduler):
         prices: What copies take.
         free_fraction: Share of the device's blocks that is kept free or copied.
         keeper: Follows conversations; None: nobody does.
-        takes_cycles: Whether what computes also copies, as on the CPU; there copies make way for loads within a step.
 
     Attributes:
         store: What ``auto`` stands for, where that was asked for.
@@ -82,7 +81,7 @@ class TierScheduler(OffloadingConnectorScheduler):
     def __init__(
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *,
         store: str = AUTO, load: str = BETWEEN, copies: str = PAYING, prices: TransferPrices,
-        free_fraction: float = 0.25, keeper: Keeper | None = None, takes_cycles: bool = False,
+        free_fraction: float = 0.25, keeper: Keeper | None = None,
     ) -> None:  # fmt: skip
         super().__init__(spec, vllm_config, kv_cache_config)
         self.prices, self.keeper = prices, keeper
@@ -102,7 +101,7 @@ class TierScheduler(OffloadingConnectorScheduler):
             allowed = "needs full attention in one group of layers, and vLLM's prefix cache; use auto or early"
             raise ConfigError("kv_tier.store", store, allowed)
         self.store = store if store != AUTO else AHEAD if can else EARLY
-        self._free_fraction, self._copies_all, self._takes_cycles = free_fraction, copies == ALL, takes_cycles
+        self._free_fraction, self._copies_all = free_fraction, copies == ALL
         self._dispositions: dict[str, KvDisposition] = {}
         """By request preempted in this step: what becomes of its KV, where that is not the tier's own way."""
 
@@ -112,8 +111,8 @@ class TierScheduler(OffloadingConnectorScheduler):
         """Take vLLM's blocks, of which ``ahead`` asks what they hold."""
         if self.store == AHEAD:
             self.stores = AheadStores(
-                self, self.jobs, pool, self.prices, self.keeper, free_fraction=self._free_fraction,
-                copies_all=self._copies_all, takes_cycles=self._takes_cycles,
+                self, self.jobs, pool, self.prices, self.keeper,
+                free_fraction=self._free_fraction, copies_all=self._copies_all,
             )  # fmt: skip
 
     def use(self, clock: Callable[[], float], prefill_s: Callable[[int, int], float]) -> None:
@@ -139,9 +138,8 @@ class TierScheduler(OffloadingConnectorScheduler):
         """
         if self._load != BETWEEN:
             self.loads = StepLoads(
-                self._load, self.prices, step_s, num_running, self.clock,
-                num_layers=self._num_layers, takes_cycles=self._takes_cycles,
-            )  # fmt: skip
+                self._load, self.prices, step_s, num_running, self.clock, num_layers=self._num_layers
+            )
 
     def cross_gaps(self, gaps: GapSearch) -> None:
         """Take who plans; chunks are found for it if loads within a step are possible at all."""

@@ -64,7 +64,6 @@ class StepLoads:
         num_running: Returns how many requests are in the step that is being scheduled.
         clock: Returns the time, in seconds.
         num_layers: Layers of the model.
-        takes_cycles: Whether what computes also copies, as on the CPU: there other copies make way for these.
 
     Attributes:
         chosen: Requests whose load is to be within the step, if they get their blocks.
@@ -73,11 +72,11 @@ class StepLoads:
     def __init__(
         self, mode: str, prices: TransferPrices, step_s: Callable[[], float], num_running: Callable[[], int],
         clock: Callable[[], float],
-        *, num_layers: int, takes_cycles: bool,
+        *, num_layers: int,
     ) -> None:  # fmt: skip
         self._always = mode == IN_STEP
         self._prices, self._step_s, self._num_running, self._clock = prices, step_s, num_running, clock
-        self._num_layers, self.takes_cycles = num_layers, takes_cycles
+        self._num_layers = num_layers
         self.chosen: set[str] = set()
         self._loads: dict[int, _Load] = {}
         self._starting: set[int] = set()
@@ -91,7 +90,7 @@ class StepLoads:
 
     def is_cheaper(self, num_tokens: int) -> bool:
         """Return whether so many tokens are loaded within the step that is being scheduled; changes nothing."""
-        behind_s = 0.0 if self.takes_cycles else max(0.0, self._link_free_s - self._clock())
+        behind_s = 0.0 if self._prices.takes_cycles else max(0.0, self._link_free_s - self._clock())
         return self._always or in_step_is_cheaper(
             self._prices.load_s(num_tokens),
             planned_s=self._planned_s,

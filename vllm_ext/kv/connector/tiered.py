@@ -90,7 +90,6 @@ class TieredConnector(OffloadingConnector):
                     returns=str(options.returns),
                     prompt_only=options.prompt_only,
                 ),
-                takes_cycles=current_platform.is_cpu(),
             )
             store = self.connector_scheduler.store
             logger.info("KV tier: chunks are stored %s, prompts only: %s", store, options.prompt_only)
@@ -226,4 +225,5 @@ class TieredConnector(OffloadingConnector):
 
 
 def _prices(spec: TierSpec) -> TransferPrices:
-    return TransferPrices(spec.geometry.chunk_bytes, min(group.tokens_per_block for group in spec.config.groups))
+    chunk_tokens = min(group.tokens_per_block for group in spec.config.groups)
+    return TransferPrices(spec.geometry.chunk_bytes, chunk_tokens, takes_cycles=current_platform.is_cpu())
