@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from headlines import HEADLINES, NOT_HEADLINES, NoHeadline, Result
-from result_tables import TABLES, goals, table
+from headlines import HEADLINES, NOT_HEADLINES
+from result_file import Result, Unshown
+from result_tables import TABLES, claims
 
 from vllm_ext.report.provenance import RESULTS
+from vllm_ext.report.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(
@@ -45,7 +46,7 @@ def readme_block(root: Path) -> str:
     notes += [f"- {reason(root)}\n" for reason in NOT_HEADLINES]
     commands = dict.fromkeys(f"    {line.result.command}\n" for line in shown)
     header = ["", "measured", "vllm-ext", "baseline", "machine", "commit"]
-    return "".join([table(header, rows), "\n", *notes, "\n", *commands])
+    return "".join([Table(header, rows).markdown(), "\n", *notes, "\n", *commands])
 
 
 def measured_block(root: Path, names: str, page: Path) -> str:
@@ -53,38 +54,31 @@ def measured_block(root: Path, names: str, page: Path) -> str:
     files = sorted(path.name for path in (root / RESULTS).glob("*.json")) if names == _ALL else names.split()
     results = [Result(root, name) for name in files]
     up = "../" * len(page.relative_to(root).parent.parts)
-    rows = [
-        [f"[{one.name}]({up}{RESULTS.as_posix()}/{one.name})", one.machine, one.measured_at, _goals_met(one)]
-        for one in results
-    ]
-    shown = table(["result", "machine", "commit", "goals met"], rows)
+    rows = []
+    for one in results:
+        met = [claim["met"] for claim in one.claims]
+        reached = f"{sum(met)} of {len(met)}" if met else "none set"
+        rows.append([f"[{one.name}]({up}{RESULTS.as_posix()}/{one.name})", one.machine, one.measured_at, reached])
+    shown = Table(["result", "machine", "commit", "goals met"], rows).markdown()
     if names == _ALL:
         return shown
-    commands = [f"    {result.command}\n" for result in results]
-    return "".join([shown, "\n", *commands, *_goals_shown(results)])
-
-
-def _goals_met(result: Result) -> str:
-    met = [bool(goal["met"]) for goal in result.goals]
-    return f"{sum(met)} of {len(met)}" if met else "none set"
-
-
-def _goals_shown(results: Iterable[Result]) -> list[str]:
-    every = [goal for result in results for goal in result.goals]
-    shown = every if len(every) <= _MANY else [goal for goal in every if not goal["met"]]
-    return ["\n", goals(shown)] if shown else []
+    every = [claim for one in results for claim in one.claims]
+    judged = every if len(every) <= _MANY else [claim for claim in every if not claim["met"]]
+    return "".join(
+        [shown, "\n", *(f"    {one.command}\n" for one in results), *(["\n", claims(judged)] if judged else [])]
+    )
 
 
 def rewritten(root: Path, page: Path) -> str:
     """Return the text of a page with its blocks made anew.
 
     Raises:
-        NoHeadline: a result lacks what the page shows of it, a table is unknown, or README.md has not one block.
+        Unshown: a result lacks what the page shows of it, a table is unknown, or README.md has not one block.
     """
     text = page.read_text()
     found = [match["kind"] for match in _BLOCK.finditer(text)]
     if page == root / "README.md" and found != ["results"]:
-        raise NoHeadline(f"README.md has blocks {found}, not one of results: see scripts/readme_results.py")
+        raise Unshown(f"README.md has blocks {found}, not one of results: see scripts/readme_results.py")
     return _BLOCK.sub(lambda at: at["begin"] + _block(root, page, at["kind"], at["names"]) + at["end"], text)
 
 
@@ -94,7 +88,7 @@ def _block(root: Path, page: Path, kind: str, names: str) -> str:
     if kind == "measured":
         return measured_block(root, names, page)
     if names not in TABLES:
-        raise NoHeadline(f"{page.relative_to(root)}: there is no table {names!r}, only {', '.join(TABLES)}")
+        raise Unshown(f"{page.relative_to(root)}: there is no table {names!r}, only {', '.join(TABLES)}")
     return TABLES[names](root)
 
 
@@ -110,7 +104,7 @@ def main() -> int:
     check = parser.parse_args().check
     try:
         made = {page: rewritten(ROOT, page) for page in pages(ROOT)}
-    except NoHeadline as error:
+    except Unshown as error:
         print(error, file=sys.stderr)
         return 1
     if not check:

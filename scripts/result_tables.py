@@ -1,167 +1,123 @@
-"""The tables of docs/results, computed from the files in benchmarks/results."""
+"""The tables of docs/results, from the files in benchmarks/results: rows, columns, and how a number is written."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headlines import NoHeadline, Result
+from result_file import Result
 
 from vllm_ext.report.provenance import RESULTS
+from vllm_ext.report.table import Table
 
-_BASELINES = {
-    "upstream-fcfs": "vLLM",
-    "upstream-priority": "vLLM, priorities",
-    "upstream-watermark": "vLLM, watermark 5 %",
-    "upstream-chunked": "vLLM, steps of 256 tokens",
-    "fcfs": "our `fcfs`",
-}
-"""Rows of engine_compare that are not called what --scheduler-cls takes."""
-_CHATS = {
-    "stateless": "vLLM, no prefix caching",
-    "prefix-cache": "vLLM",
-    "tier-lru": "LRU, early",
-    "tier-arc": "ARC, early",
-    "tier-retention": "retention value, early",
-    "tier-retention-8": "retention value, early, 8 bits",
-    "pensieve": "`pensieve` with gaps",
-    "pensieve-8": "`pensieve` with gaps, 8 bits",
-}
-"""Rows of multi_turn; when these were measured `pensieve` had gaps."""
-_ABLATION = {
-    "gaps, leading": "gaps, leading ends first",
-    "no gaps, retention": "no gaps, retention value: `pensieve`",
-    "no gaps, tail": "no gaps, tails",
-    "no gaps, lru": "no gaps, LRU",
-}
-"""Rows of kv_ablation."""
-_KEPT = {
-    "alise-published:defer": "Defer",
-    "alise-published:recompute": "Recompute",
-    "alise-published:swap-8-ahead": "host memory, 8 bits, `store: ahead`",
-    "alise-published:in-place-10": "records, a tenth of the memory",
-    "alise-published:in-place-20": "records, a fifth",
-}
-"""Rows of engine_compare that differ in what becomes of preempted requests' KV."""
-_RANGE = ("", "_low", "_high")
-_SIZES = ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json")
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown; every line ends in a newline."""
-    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:], ""])
+Columns = Mapping[str, tuple[str, Callable[[float], str]]]
+"""Header -> metric, and how its value is written."""
+_BASELINES = {"upstream-fcfs": "vLLM", "upstream-priority": "vLLM, priorities",
+              "upstream-watermark": "vLLM, watermark 5 %",
+              "upstream-chunked": "vLLM, steps of 256 tokens", "fcfs": "our `fcfs`"}  # fmt: skip
+_CHATS = {"stateless": "vLLM, no prefix caching", "prefix-cache": "vLLM", "tier-lru": "LRU, early",
+          "tier-arc": "ARC, early", "tier-retention": "retention value, early",
+          "tier-retention-8": "retention value, early, 8 bits", "pensieve": "`pensieve` with gaps",
+          "pensieve-8": "`pensieve` with gaps, 8 bits"}  # fmt: skip
+_ABLATION = {"gaps, leading": "gaps, leading ends first", "no gaps, retention": "no gaps, retention value: `pensieve`",
+             "no gaps, tail": "no gaps, tails", "no gaps, lru": "no gaps, LRU"}  # fmt: skip
+_KEPT = {"alise-published:defer": "Defer", "alise-published:recompute": "Recompute",
+         "alise-published:swap-8-ahead": "host memory, 8 bits, `store: ahead`",
+         "alise-published:in-place-10": "records, a tenth of the memory",
+         "alise-published:in-place-20": "records, a fifth"}  # fmt: skip
+"""Rows of engine_compare, multi_turn and kv_ablation that are not called what --scheduler-cls takes."""
 
 
 def _share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def _system(name: str) -> str:
-    return _BASELINES.get(name, f"`{name}`")
+def _fixed(digits: int, scale: float = 1.0) -> Callable[[float], str]:
+    return lambda value: f"{scale * value:.{digits}f}"
+
+
+_plain = "{:g}".format
+_seconds = _fixed(1, 1e-3)
+_HISTORIES: Columns = {"found on device": ("device_hit_share", _share),
+                       "found in host memory": ("host_hit_share", _share),
+                       "computed again": ("recomputed_share", _share)}  # fmt: skip
+
+
+def _cells(result: Result, row: str, at: str, columns: Columns) -> list[str]:
+    return [write(result.value(row, f"{at}.{metric}")) for metric, write in columns.values()]
 
 
 def latency(root: Path) -> str:
     """Mean normalised latency by load and system, and over vLLM's."""
-    result = Result(root, "engine_compare.json")
-    mean = "normalised_latency_mean"
-
-    def cell(system: str, load: float) -> str:
-        value = f"{result.value(system, f'load_{load:g}.{mean}_ms_per_token'):.3g}"
-        if system == "upstream-fcfs":
-            return value
-        return f"{value} ({result.value(system, f'load_{load:g}.{mean}_ratio'):.2f})"
-
+    result, mean = Result(root, "engine_compare.json"), "normalised_latency_mean"
     systems = list(result.setting("systems"))
-    loads = sorted(result.setting("loads"))
-    return table(
-        ["load", *map(_system, systems)], [[f"{load:g}", *(cell(name, load) for name in systems)] for load in loads]
-    )
+    rows = []
+    for load in sorted(result.setting("loads")):
+        values = [result.value(one, f"load_{load:g}.{mean}_ms_per_token") for one in systems]
+        ratios = [result.value(one, f"load_{load:g}.{mean}_ratio") for one in systems[1:]]
+        over = ["", *(f" ({ratio:.2f})" for ratio in ratios)]
+        rows.append([f"{load:g}", *(f"{value:.3g}{ratio}" for value, ratio in zip(values, over, strict=True))])
+    return Table(["load", *(_BASELINES.get(one, f"`{one}`") for one in systems)], rows).markdown()
 
 
-def objectives(root: Path) -> str:
-    """Objectives met, and what that costs in throughput."""
-    result = Result(root, "engine_compare_slo.json")
-
-    def row(name: str) -> list[str]:
-        def value(metric: str) -> float:
-            return result.value(name, f"load_1.2.{metric}")
-
-        met = [_share(value(f"slo_{kind}attainment_fraction")) for kind in ("", "ttft_", "tbt_")]
-        output = "1" if name == "upstream-fcfs" else f"{value('throughput_tokens_ratio'):.2f}"
-        late = f"{value('tbt_p99_over_slo'):.2f}"
-        return [_system(name), *met, f"{value('goodput_requests_per_s'):.1f}", late, output]
-
-    header = ["", "met all objectives", "TTFT met", "every TBT met", "requests/s in time"]
-    header += ["P99 of gap over TBT objective", "output tokens/s over vLLM's"]
-    return table(header, map(row, result.setting("systems")))
+def by_system(root: Path, *, name: str, at: str, columns: Columns, first: str = "", ratio: str = "") -> str:
+    """Return a row for each system at one load; ``ratio`` is 1 of vLLM, and has its extremes where others are named."""
+    result, rows = Result(root, name), []
+    for row in result.setting("systems"):
+        cells = []
+        for metric, write in columns.values():
+            key = f"{at}.{metric}"
+            text = "1" if metric == ratio and row == "upstream-fcfs" else write(result.value(row, key))
+            if metric == ratio and row in _KEPT:
+                text += " ({} to {})".format(*(write(result.value(row, f"{key}_{end}")) for end in ("min", "max")))
+            cells.append(text)
+        rows.append([{**_BASELINES, **_KEPT}.get(row, f"`{row}`"), *cells])
+    return Table([first, *columns], rows).markdown()
 
 
-def memory(root: Path) -> str:
-    """Preemptions and steps with little KV memory."""
-    result = Result(root, "engine_compare_memory.json")
-
-    def row(name: str) -> list[str]:
-        counts = [result.value(name, f"load_2.{metric}") for metric in ("preemptions", "output_steps")]
-        met = _share(result.value(name, "load_2.slo_attainment_fraction"))
-        return [_system(name), *(f"{count:g}" for count in counts), met]
-
-    return table(["", "preemptions", "steps", "met all objectives"], map(row, result.setting("systems")))
-
-
-def in_place(root: Path) -> str:
-    """What becomes of preempted jobs' KV, on the device among others."""
-    result = Result(root, "engine_compare_in_place.json")
-
-    def row(name: str) -> list[str]:
-        def value(metric: str) -> float:
-            return result.value(name, f"load_1.5.{metric}")
-
-        ratio, per_token = "normalised_latency_mean_ratio", value("normalised_latency_mean_ms_per_token")
-        over = [f"{value(ratio + end):.2f}" for end in ("", "_min", "_max")] if name in _KEPT else []
-        seconds = [value(metric) / 1000 for metric in ("e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")]
-        shown = [f"{per_token:.0f}", "{} ({} to {})".format(*over) if over else "1", *(f"{s:.1f}" for s in seconds)]
-        return [_KEPT.get(name, _system(name)), *shown, f"{value('preemptions'):.0f}"]
-
-    header = ["preempted KV", "mean ms per output token", "over vLLM's", "mean end-to-end, s", "P99, s", "mean TTFT, s"]
-    return table([*header, "preemptions"], map(row, result.setting("systems")))
+_OBJECTIVES: Columns = {
+    "met all objectives": ("slo_attainment_fraction", _share), "TTFT met": ("slo_ttft_attainment_fraction", _share),
+    "every TBT met": ("slo_tbt_attainment_fraction", _share),
+    "requests/s in time": ("goodput_requests_per_s", _fixed(1)),
+    "P99 of gap over TBT objective": ("tbt_p99_over_slo", _fixed(2)),
+    "output tokens/s over vLLM's": ("throughput_tokens_ratio", _fixed(2)),
+}  # fmt: skip
+_MEMORY: Columns = {"preemptions": ("preemptions", _plain), "steps": ("output_steps", _plain),
+                    "met all objectives": ("slo_attainment_fraction", _share)}  # fmt: skip
+_IN_PLACE: Columns = {
+    "mean ms per output token": ("normalised_latency_mean_ms_per_token", _fixed(0)),
+    "over vLLM's": ("normalised_latency_mean_ratio", _fixed(2)), "mean end-to-end, s": ("e2e_mean_ms", _seconds),
+    "P99, s": ("e2e_p99_ms", _seconds), "mean TTFT, s": ("ttft_mean_ms", _seconds),
+    "preemptions": ("preemptions", _fixed(0)),
+}  # fmt: skip
+_TURNS: Columns = {"P90, ms per output token": ("normalised_latency_p90_ms_per_token", _fixed(1)),
+                   "TTFT of later turns, ms": ("ttft_later_mean_ms", _fixed(0)), **_HISTORIES}  # fmt: skip
 
 
 def conversations(root: Path) -> str:
     """Rate sustained, latency, and where histories came from."""
-    result = Result(root, "multi_turn.json")
-
-    def row(name: str) -> list[str]:
-        rate = "0.62" if name == "stateless" else "0.84"
-        sustained = f"{result.value(name, 'sustained_conversations_per_s'):.2f}"
-        try:
-            bound = result.value(name, "sustained_conversations_per_s_is_lower_bound")
-        except NoHeadline:  # only bounds are marked
-            bound = 0.0
-        return [
-            _CHATS[name] + (f" (at {rate}/s)" if rate != "0.84" else ""),
-            f"> {sustained}" if bound else sustained,
-            f"{result.value(name, f'rate_{rate}.normalised_latency_p90_ms_per_token'):.1f}",
-            f"{result.value(name, f'rate_{rate}.ttft_later_mean_ms'):.0f}",
-            *_histories(result, name, rate),
-        ]
-
-    header = ["", "sustained, conversations/s", "P90, ms per output token", "TTFT of later turns, ms"]
-    header += ["found on device", "found in host memory", "computed again"]
-    return table(header, map(row, result.setting("rows")))
+    result, rows = Result(root, "multi_turn.json"), []
+    for row in result.setting("rows"):
+        rate = "0.62" if row == "stateless" else "0.84"
+        sustained = f"{result.value(row, 'sustained_conversations_per_s'):.2f}"
+        bound = result.value(row, "sustained_conversations_per_s_is_lower_bound", default=0.0)
+        name = _CHATS[row] + (f" (at {rate}/s)" if rate != "0.84" else "")
+        rows.append([name, f"> {sustained}" if bound else sustained, *_cells(result, row, f"rate_{rate}", _TURNS)])
+    return Table(["", "sustained, conversations/s", *_TURNS], rows).markdown()
 
 
 def sizes(root: Path) -> str:
     """Less and more host memory."""
+    columns = {name: _TURNS[name] for name in _TURNS if name not in ("TTFT of later turns, ms", "found on device")}
     rows = []
-    for result in (Result(root, name) for name in _SIZES):
-        for name in ("tier-lru", "tier-retention", "pensieve"):
-            latency = result.value(name, "rate_0.84.normalised_latency_p90_ms_per_token")
-            memory = f"{result.setting('tier_gib'):g} GiB, {result.setting('tier_tokens')[name]:,} tokens"
-            rows.append([memory, _CHATS[name], f"{latency:.1f}", *_histories(result, name, "0.84")[1:]])
-    return table(["host memory", "", "P90, ms per output token", "found in host memory", "computed again"], rows)
+    for name in ("multi_turn_small_tier.json", "multi_turn.json", "multi_turn_large_tier.json"):
+        result = Result(root, name)
+        for row in ("tier-lru", "tier-retention", "pensieve"):
+            memory = f"{result.setting('tier_gib'):g} GiB, {result.setting('tier_tokens')[row]:,} tokens"
+            rows.append([memory, _CHATS[row], *_cells(result, row, "rate_0.84", columns)])
+    return Table(["host memory", "", *columns], rows).markdown()
 
 
 def ablation(root: Path) -> str:
@@ -172,63 +128,40 @@ def ablation(root: Path) -> str:
         for at in (f"{scene}, {host_gb:g} GB" for host_gb in setting["host_gb"]):
             for name, shown in {**_ABLATION, upstream: upstream}.items():
                 row, prefix = (name, f"{at}.{name}.") if name == upstream else (f"{at}.{name}", "")
-                found = result.value(row, f"{prefix}history_found_fraction")
-                times = [result.value(row, prefix + metric) for metric in ("e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")]
-                ratio = "1"
-                if name != base:
-                    ends = [result.value(f"{at}: {name} over {base}", f"e2e_mean_ms_ratio{end}") for end in _RANGE]
-                    ratio = "{:.3f} ({:.3f} to {:.3f})".format(*ends)
-                seconds = [f"{times[0] / 1000:.2f}", ratio, f"{times[1] / 1000:.1f}", f"{times[2]:.0f}"]
+                names = ("history_found_fraction", "e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")
+                found, mean, p99, ttft = (result.value(row, prefix + metric) for metric in names)
+                pair = f"{at}: {name} over {base}"
+                ends = [result.value(pair, f"e2e_mean_ms_ratio{end}", default=1.0) for end in ("", "_low", "_high")]
+                ratio = "1" if name == base else "{:.3f} ({:.3f} to {:.3f})".format(*ends)
+                seconds = [f"{mean / 1000:.2f}", ratio, f"{p99 / 1000:.1f}", f"{ttft:.0f}"]
                 rows.append([at, shown, f"{100 * found:.1f} %", *seconds])
     header = ["", "", "histories found", "mean end-to-end, s", "over `pensieve`'s", "P99, s", "mean TTFT, ms"]
-    return table(header, rows)
-
-
-def _histories(result: Result, name: str, rate: str) -> list[str]:
-    shares = ("device_hit_share", "host_hit_share", "recomputed_share")
-    return [_share(result.value(name, f"rate_{rate}.{share}")) for share in shares]
+    return Table(header, rows).markdown()
 
 
 def step_cost(root: Path) -> str:
     """CPU time of a step over vLLM's, for every system and queue."""
     result = Result(root, "step_overhead.json")
-    queues = [f"{waiting}_waiting" for waiting in result.setting("waiting")]
-    queues.append(f"{result.setting('waiting_memory_bound')}_waiting_memory_bound")
-    measured = result.data["metrics"]
+    full = result.setting("waiting_memory_bound")
+    queues = {f"{waiting}_waiting": f"{waiting:,} waiting" for waiting in result.setting("waiting")}
+    queues[f"{full}_waiting_memory_bound"] = f"{full:,} waiting, KV memory full"
     rows = []
     for name in (name for group in result.setting("groups") for name in group):
         for running in result.setting("running"):
-            keys = [f"{name}_{running}_running_{queue}_ratio" for queue in queues]
-            cells = [f"{measured[key]:.2f}" if key in measured else "" for key in keys]
-            rows.append([f"`{name}`", str(running), *cells])
-    header = [f"{waiting:,} waiting" for waiting in result.setting("waiting")]
-    return table(["", "running", *header, f"{result.setting('waiting_memory_bound'):,} waiting, KV memory full"], rows)
-
-
-def goals(of: Iterable[Mapping[str, Any]]) -> str:
-    """Goals as they were set, and what came of each."""
-    return table(
-        ["metric", "goal", "measured", ""],
-        [
-            [f"`{_plain(goal['metric'])}`", f"{goal['op']} {goal['goal']:g}", f"{goal['value']:.4g}", _verdict(goal)]
-            for goal in of
-        ],
-    )
-
-
-def _verdict(goal: Mapping[str, Any]) -> str:
-    return "met" if goal["met"] else "**missed**"
+            ratios = [result.metrics.get(f"{name}_{running}_running_{queue}_ratio") for queue in queues]
+            rows.append([f"`{name}`", str(running), *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
+    return Table(["", "running", *queues.values()], rows).markdown()
 
 
 def papers(root: Path) -> str:
     """The figures that papers are known by, beside ours."""
-    studies = sorted(path.stem for path in (root / RESULTS / "repro").glob("*.json"))
     rows = []
-    for study in studies:
-        for goal in Result(root, f"repro/{study}.json").goals:
-            figure = [f"[{study}](../reproductions.md#{study})", goal["metric"]]
-            rows.append([*figure, f"{goal['goal']:.4g}", f"{goal['value']:.4g}", "yes" if goal["met"] else "**no**"])
-    return table(["figure", "claim", "paper", "ours", "reached"], rows)
+    for name in sorted(path.stem for path in (root / RESULTS / "repro").glob("*.json")):
+        for claim in Result(root, f"repro/{name}.json").claims:
+            if claim["headline"]:
+                values = [f"{claim['goal']:.4g}", f"{claim['value']:.4g}", "yes" if claim["met"] else "**no**"]
+                rows.append([f"[{name}](../reproductions.md#{name})", claim["name"], *values])
+    return Table(["figure", "claim", "paper", "ours", "reached"], rows).markdown()
 
 
 _ORDERING = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio", "P90 TTFT": "ratio",
@@ -237,27 +170,18 @@ _ORDERING = {"mean e2e": "ratio", "P99 e2e": "ratio", "mean normalised": "ratio"
 _ORDERING_HEADER = [f"{name}, points" if kind == "points" else name for name, kind in _ORDERING.items()]
 
 
-_NOT_TUNED = {"upstream tuned": "vLLM", "x tuned": "x vLLM", "than tuned": "than vLLM"}
-"""How results call vLLM with a watermark and its default budget, and what that is called where users read it."""
+def default_budget(name: str) -> str:
+    """Return what results call vLLM with a watermark and its default budget as it is called where users read it."""
+    for written, meant in {"upstream tuned": "vLLM", "x tuned": "x vLLM", "than tuned": "than vLLM"}.items():
+        name = name.replace(written, meant)
+    return "vLLM, no watermark" if name == "upstream" else name
 
 
-def _plain(name: str) -> str:
-    for said, meant in _NOT_TUNED.items():
-        name = name.replace(said, meant)
-    return name
-
-
-def _contender(name: str) -> str:
-    """Return what a row of ordering.py is called on a page."""
-    return "vLLM, no watermark" if name == "upstream" else _plain(name)
-
-
-def _ordering_cell(result: Result, system: str, at: str, measure: str) -> str:
-    found = result.data["baselines"].get(system, result.data["metrics"])
-    value = found[f"{at}.{measure}.{_ORDERING[measure]}"]
-    if _ORDERING[measure] == "points":
-        return f"{value:+.0f}"
-    return f"{value:.2f}"
+def _ordering_cells(found: Mapping[str, float], at: str) -> list[str]:
+    return [
+        f"{found[f'{at}.{measure}.{kind}']:{'+.0f' if kind == 'points' else '.2f'}}"
+        for measure, kind in _ORDERING.items()
+    ]
 
 
 def ordering(root: Path, name: str) -> str:
@@ -266,40 +190,46 @@ def ordering(root: Path, name: str) -> str:
     loads = sorted(result.setting("loads"))
     rows = []
     for system in result.setting("systems")[1:]:
-        cells = ((_ordering_cell(result, system, f"all.{load:g}", measure) for load in loads) for measure in _ORDERING)
-        rows.append([_contender(system), *(" / ".join(cell) for cell in cells)])
-    return table([f"at load {' / '.join(f'{load:g}' for load in loads)}", *_ORDERING_HEADER], rows)
+        found = result.data["baselines"].get(system, result.metrics)
+        by_load = [_ordering_cells(found, f"all.{load:g}") for load in loads]
+        rows.append([default_budget(system), *(" / ".join(cells) for cells in zip(*by_load, strict=True))])
+    return Table([f"at load {' / '.join(f'{load:g}' for load in loads)}", *_ORDERING_HEADER], rows).markdown()
 
 
 def workloads(root: Path, name: str) -> str:
     """Each workload at each of its loads: vLLM's over the system's, with the interval of the mean latency."""
-    result = Result(root, name)
-    metrics, mean = result.data["metrics"], ".mean e2e.ratio"
-    rows = []
-    for at in (key.removesuffix(mean) for key in metrics if key.endswith(mean) and not key.startswith("all.")):
+    result, mean, rows = Result(root, name), ".mean e2e.ratio", []
+    for at in (key.removesuffix(mean) for key in result.metrics if key.endswith(mean) and not key.startswith("all.")):
         for system in result.setting("systems")[1:]:
-            found = result.data["baselines"].get(system, metrics)
-            low, high = found[f"{at}.mean e2e.low"], found[f"{at}.mean e2e.high"]
-            cells = [_ordering_cell(result, system, at, measure) for measure in _ORDERING]
-            rows.append(
-                [at.replace(".", " at ", 1), _contender(system), f"{cells[0]} ({low:.2f} to {high:.2f})", *cells[1:]]
-            )
-    return table(["", "", *_ORDERING_HEADER], rows)
+            found = result.data["baselines"].get(system, result.metrics)
+            first, *others = _ordering_cells(found, at)
+            first += f" ({found[f'{at}.mean e2e.low']:.2f} to {found[f'{at}.mean e2e.high']:.2f})"
+            rows.append([at.replace(".", " at ", 1), default_budget(system), first, *others])
+    return Table(["", "", *_ORDERING_HEADER], rows).markdown()
+
+
+def claims(of: Iterable[Mapping[str, Any]]) -> str:
+    """Goals as they were set, and what came of each."""
+    rows = [(f"`{default_budget(one['name'])}`", f"{one['op']} {one['goal']:g}", f"{one['value']:.4g}",
+             "met" if one["met"] else "**missed**") for one in of]  # fmt: skip
+    return Table(["metric", "goal", "measured", ""], rows).markdown()
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "latency": latency,
-    "objectives": objectives,
-    "memory": memory,
-    "in-place": in_place,
+    "objectives": partial(by_system, name="engine_compare_slo.json", at="load_1.2", columns=_OBJECTIVES,
+                          ratio="throughput_tokens_ratio"),
+    "memory": partial(by_system, name="engine_compare_memory.json", at="load_2", columns=_MEMORY),
+    "in-place": partial(by_system, name="engine_compare_in_place.json", at="load_1.5", columns=_IN_PLACE,
+                        first="preempted KV", ratio="normalised_latency_mean_ratio"),
     "conversations": conversations,
     "sizes": sizes,
     "ablation": ablation,
     "step-cost": step_cost,
     "papers": papers,
-    "ordering-long": functools.partial(workloads, name="ordering_long.json"),
-    "ordering-more": functools.partial(workloads, name="ordering_more.json"),
-    "ordering-alpaca": functools.partial(ordering, name="ordering_alpaca.json"),
-    "ordering-predicted": functools.partial(ordering, name="ordering_predicted.json"),
-}
+    "ordering-long": partial(workloads, name="ordering_long.json"),
+    "ordering-more": partial(workloads, name="ordering_more.json"),
+    "ordering-alpaca": partial(ordering, name="ordering_alpaca.json"),
+    "ordering-predicted": partial(ordering, name="ordering_predicted.json"),
+}  # fmt: skip
 """The tables by the names that pages call them by."""

@@ -24,7 +24,6 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,9 @@ from attention_subjects import BLOCK, HEAD_DIM, HEADS, KV_HEADS, STRAW_MEN, Shap
 from vllm.platforms import current_platform
 
 from vllm_ext.kernels.paged_attention import cpu
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, check_output, largest_copy, measure, ratio
 
 SHARES = (0.25, 0.5, 1.0)
@@ -89,7 +90,7 @@ class Report:
         self.copy = copy_gb_per_s
         self.metrics: dict[str, float] = {"copy_gb_per_s": copy_gb_per_s}
         self.baselines: dict[str, dict[str, float]] = {}
-        self.goals: list[Goal] = []
+        self.claims: list[Claim] = []
         self.lines: dict[str, list[list[Any]]] = {"fig17": [], "sweep": []}
 
     def add_figure(self, context: int, step: Step, times: Times, *, last: bool) -> None:
@@ -143,15 +144,14 @@ class Report:
 
     def _judge(self, metric: str, value: float, op: str, goal: float, quartiles: Sequence[float], why: str) -> None:
         note = f"quartiles {quartiles[0]:.3f} to {quartiles[1]:.3f}"
-        made = Goal(metric=metric, value=round(value, 3), op=op, goal=goal, note=note)
-        self.goals.append(made if made.met or not why else replace(made, note=f"{note}; {why}"))
+        self.claims.append(Claim(name=metric, value=round(value, 3), op=op, goal=goal, facts=note, why=why))
 
-    def tables(self) -> list[str]:
+    def tables(self) -> list[Table]:
         """Lay out what was measured."""
         end = ["ms", "time / own", "q1", "q3", "GB/s of KV", "of a copy's"]
         return [
-            format_table(["context", "subject", *end], self.lines["fig17"]),
-            format_table(["queries", "context", "batch", "subject", *end], self.lines["sweep"]),
+            Table(["context", "subject", *end], self.lines["fig17"]),
+            Table(["queries", "context", "batch", "subject", *end], self.lines["sweep"]),
         ]
 
 
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics=report.metrics,
         baselines=report.baselines,
-        goals=report.goals,
+        claims=report.claims,
     )
     emit(result, report.tables(), args.out)
 

@@ -27,7 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, ratio
 from vllm_ext.tiny_model import Style, build
 
@@ -178,10 +180,10 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics=passing,
         baselines=metrics,
-        goals=[Goal(metric="passing through, x vLLM's step", value=passing["ratio"], op="<=", goal=GOAL, note=note)],
+        claims=[Claim(name="passing through, x vLLM's step", value=passing["ratio"], op="<=", goal=GOAL, facts=note)],
     )
     header = ["backend", "ms a step", "over vLLM's", "q1", "q3", "us more"]
-    emit(result, [format_table(header, lines)], args.out)
+    emit(result, [Table(header, lines)], args.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch.nn.functional import layer_norm, linear, relu
 
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, measure, ratio
 
 HIDDEN, FFN = 2048, 8192
@@ -103,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     generator = torch.Generator().manual_seed(args.seed)
     metrics: dict[str, float] = {}
     baselines: dict[str, dict[str, float]] = {ONE_BY_ONE: {}, FLOOR: {}}
-    lines, goals = [], []
+    lines, claims = [], []
     for rows in rows_list:
         times = measured(subjects(rows, generator), repeats)
         total = 0.0
@@ -127,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
         metrics[f"{rows}_rows.saved_by_perfect_kernels"] = round(share, 4)
         metric = f"{rows} rows: share of a layer that perfect kernels would save"
         note = f"{saved * 1e6:.0f} of {total * 1e6:.0f} us"
-        goals.append(Goal(metric=metric, value=share, op="<=", goal=GOAL, note=note))
+        claims.append(Claim(name=metric, value=share, op="<=", goal=GOAL, facts=note))
     config = {"hidden": HIDDEN, "ffn": FFN, "rows": rows_list, "repeats": repeats, "dtype": "float32", "threads": 1}
     result = Result(
         name="fused_kernels",
@@ -139,9 +141,9 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics=metrics,
         baselines=baselines,
-        goals=goals,
+        claims=claims,
     )
-    emit(result, [format_table(["rows", "part", "way", "us", "over floor", "q1", "q3"], lines)], args.out)
+    emit(result, [Table(["rows", "part", "way", "us", "over floor", "q1", "q3"], lines)], args.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ import torch
 
 from vllm_ext.cellular.train import trained
 from vllm_ext.experiments.batching import workloads
-from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 FIXED = 24
 OURS, PADDED, MERGED, ALONE = "cellular", "padded", "merged", "one by one"
@@ -110,7 +112,7 @@ def measure_streams(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return real.streams(model, audio, manners, 1 if args.quick else 3)
 
 
-def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> list[Goal]:
+def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> list[Claim]:
     """Judge what was measured."""
     queue = [metrics[f"scheduling_us_queued_{queued}"] for queued in QUEUES]
     streams = beside[PADDED]["rnnt_chunk_p99_ms"], beside[ALONE]["rnnt_chunk_p99_ms"]
@@ -120,28 +122,28 @@ def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> 
         "lstm_256_fixed_share_of_ideal": "a task is short beside gathering and the engine's own work per request",
         "lstm_1024_fixed_share_of_ideal": "gathering and the engine's work per request",
     }
-    goals = [
-        Goal(metric=f"lstm_{hidden}_{what}", value=metrics[f"lstm_{hidden}_{what}"], op=">=", goal=goal,
-             note=notes[f"lstm_{hidden}_{what}"])
+    claims = [
+        Claim(name=f"lstm_{hidden}_{what}", value=metrics[f"lstm_{hidden}_{what}"], op=">=", goal=goal,
+             facts=notes[f"lstm_{hidden}_{what}"])
         for hidden in (256, 1024) for what, goal in (("over_padded", 1.25), ("fixed_share_of_ideal", 0.87))
     ]  # fmt: skip
-    goals += [
-        Goal(metric="lstm_256_half_load_p90_saved", value=metrics["lstm_256_half_load_p90_saved"], op=">=", goal=0.375,
-             note="wall time on a machine with other load"),
-        Goal(metric="lstm_1024_fixed_scheduling_share", value=metrics["lstm_1024_fixed_scheduling_share"], op="<=",
-             goal=0.05, note="CPU time of scheduling and handing out over the worker's"),
-        Goal(metric="scheduling_us most queued / fewest", value=queue[-1] / queue[0], op="<=", goal=1.5,
-             note="what lies behind the queue's front should not matter"),
-        Goal(metric="objectives met, slack - arrival", op=">=", goal=0.2,
+    claims += [
+        Claim(name="lstm_256_half_load_p90_saved", value=metrics["lstm_256_half_load_p90_saved"], op=">=", goal=0.375,
+             facts="wall time on a machine with other load"),
+        Claim(name="lstm_1024_fixed_scheduling_share", value=metrics["lstm_1024_fixed_scheduling_share"], op="<=",
+             goal=0.05, facts="CPU time of scheduling and handing out over the worker's"),
+        Claim(name="scheduling_us most queued / fewest", value=queue[-1] / queue[0], op="<=", goal=1.5,
+             facts="what lies behind the queue's front should not matter"),
+        Claim(name="objectives met, slack - arrival", op=">=", goal=0.2,
              value=metrics["attainment_slack"] - metrics["attainment_arrival"],
-             note="of requests, at 1.2 times capacity"),
-        Goal(metric="rnnt_chunk_p99_ms / padded", value=metrics["rnnt_chunk_p99_ms"] / streams[0], op="<=", goal=1.0,
-             note="scheduling a task of one or two nodes costs more than with padded batching"),
-        Goal(metric="rnnt_chunk_p99_ms / one by one", op="<=", goal=1.0,
+             facts="of requests, at 1.2 times capacity"),
+        Claim(name="rnnt_chunk_p99_ms / padded", value=metrics["rnnt_chunk_p99_ms"] / streams[0], op="<=", goal=1.0,
+             facts="scheduling a task of one or two nodes costs more than with padded batching"),
+        Claim(name="rnnt_chunk_p99_ms / one by one", op="<=", goal=1.0,
              value=metrics["rnnt_chunk_p99_ms"] / streams[1],
-             note="alone, each stream's steps wait for those of all others"),
+             facts="alone, each stream's steps wait for those of all others"),
     ]  # fmt: skip
-    return goals
+    return claims
 
 
 def main(argv: Sequence[str]) -> None:
@@ -187,12 +189,12 @@ def main(argv: Sequence[str]) -> None:
         workload=workloads.pairs(args.requests[256], args.seed).workload,
         metrics=metrics,
         baselines=beside,
-        goals=goals_of(metrics, beside),
+        claims=goals_of(metrics, beside),
     )  # fmt: skip
     names = [OURS, *beside]
     keys = list(dict.fromkeys(key for one in (metrics, *beside.values()) for key in one))
     rows = [[key, *(one.get(key) for one in (metrics, *beside.values()))] for key in keys]
-    emit(result, [format_table(["", *names], rows)], args.out)
+    emit(result, [Table(["", *names], rows)], args.out)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,10 @@ from vllm_ext.cellular.models import Model, build
 from vllm_ext.experiments.batching import workloads
 from vllm_ext.experiments.batching.curves import HEADER, Point, metrics_of, peak, reductions, rows_of
 from vllm_ext.experiments.batching.merging import MergedBatching, Merging
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.plots import Panel, Series, stacked
-from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
+from vllm_ext.report.results import Result, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 HIDDEN = 256
 OURS, PUBLISHED, PADDED, AGAIN = "cellular", "cellular, published", "padded", "padded (A/A)"
@@ -226,7 +228,7 @@ def compared(found: Mapping[str, Curves]) -> dict[str, float]:
     return metrics
 
 
-def goals_of(metrics: Mapping[str, float]) -> list[Goal]:
+def goals_of(metrics: Mapping[str, float]) -> list[Claim]:
     """Judge by what the paper reports of its GPU."""
     wanted = {
         "lstm_cellular_peak_over_padded": (1.25, ""),
@@ -236,7 +238,7 @@ def goals_of(metrics: Mapping[str, float]) -> list[Goal]:
         "treelstm_cellular_peak_over_dynet": (1.48, "launching an operator costs little on a CPU"),
         "treelstm_cellular_peak_over_fold": (4.0, "merging costs a smaller part of a CPU's time than of a GPU's"),
     }
-    return [Goal(metric=name, value=metrics[name], op=">=", goal=goal, note=note)
+    return [Claim(name=name, value=metrics[name], op=">=", goal=goal, facts=note)
             for name, (goal, note) in wanted.items()]  # fmt: skip
 
 
@@ -291,9 +293,9 @@ def main(argv: Sequence[str]) -> None:
         workload=workloads.pairs(1_000, args.seed).workload,
         metrics=metrics,
         baselines=beside,
-        goals=[] if args.quick else goals_of(metrics),
+        claims=[] if args.quick else goals_of(metrics),
     )  # fmt: skip
-    tables = [f"\n{name}\n{format_table(HEADER, rows_of(one))}" for name, one in shown.items()]
+    tables = [f"\n{name}\n{Table(HEADER, rows_of(one))}" for name, one in shown.items()]
     emit(result, tables, args.out)
     if args.out is not None:
         draw(shown, args.out)

@@ -38,7 +38,9 @@ from vllm_ext.cellular.graphs import CellTable
 from vllm_ext.cellular.models import Layers
 from vllm_ext.cellular.scheduler import Batching, Scheduler
 from vllm_ext.experiments.batching.workloads import Data
-from vllm_ext.report.results import Goal, Result, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -222,17 +224,17 @@ def with_arrivals(case: Case, rate_per_s: float, args: argparse.Namespace) -> di
     return found
 
 
-def goals_of(found: Mapping[str, Mapping[str, float]]) -> list[Goal]:
+def goals_of(found: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     middle = f"depth_60.load_{SHARES[len(SHARES) // 2] * 100:.0f}.p90_over_cellular"
     why = "a large batch is nearly as quick without the rows that have left, so that joins between layers gain little"
     return [
-        Goal(metric="depth_60: requests_per_cpu_s / padded", op=">=", goal=1.3,
-             value=found[PADDED]["depth_60.cellular_over_this"], note="padding costs less than expected"),
-        Goal(metric=f"{middle}, padded", op=">=", goal=1.3, value=found[PADDED][middle],
-             note="runs of few seconds, whose spread the A/A row shows"),
-        Goal(metric="depth_60: requests_per_cpu_s / compacted", op=">=", goal=1.0,
-             value=found[COMPACTED]["depth_60.cellular_over_this"], note=why),
-        Goal(metric=f"{middle}, compacted", op=">=", goal=1.0, value=found[COMPACTED][middle], note=why),
+        Claim(name="depth_60: requests_per_cpu_s / padded", op=">=", goal=1.3,
+             value=found[PADDED]["depth_60.cellular_over_this"], facts="padding costs less than expected"),
+        Claim(name=f"{middle}, padded", op=">=", goal=1.3, value=found[PADDED][middle],
+             facts="runs of few seconds, whose spread the A/A row shows"),
+        Claim(name="depth_60: requests_per_cpu_s / compacted", op=">=", goal=1.0,
+             value=found[COMPACTED]["depth_60.cellular_over_this"], facts=why),
+        Claim(name=f"{middle}, compacted", op=">=", goal=1.0, value=found[COMPACTED][middle], facts=why),
     ]  # fmt: skip
 
 
@@ -275,11 +277,11 @@ def main(argv: Sequence[str]) -> None:
         workload=data.workload,
         metrics=found[OURS] | {f"full_depth.{key}": value for key, value in full.items()},
         baselines={manner: found[manner] for manner in MANNERS if manner != OURS},
-        goals=[] if args.quick else goals_of(found),
+        claims=[] if args.quick else goals_of(found),
     )  # fmt: skip
     keys = dict.fromkeys(key for one in found.values() for key in one)
     rows = [[key, *(found[manner].get(key) for manner in MANNERS)] for key in keys]
-    emit(result, [format_table(["", *MANNERS], rows)], args.out)
+    emit(result, [Table(["", *MANNERS], rows)], args.out)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,11 @@ from typing import Any
 import numpy as np
 from engine_process import run
 
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, num_kv_blocks
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.recorded.forced_length import extra_args
@@ -240,7 +242,7 @@ def main(argv: Sequence[str]) -> None:
     ours = values.pop("alise")
     low, high = ours["mean e2e.low"], ours["mean e2e.high"]
     note = f"mean {ours['mean e2e.ratio']}, interval {low} to {high}"
-    goals = [Goal(metric="alise: mean e2e, lower end of the interval", value=low, op=">=", goal=1.0, note=note)]
+    claims = [Claim(name="alise: mean e2e, lower end of the interval", value=low, op=">=", goal=1.0, facts=note)]
     config = {
         "hardware": HARDWARE.model_dump(), "requests": requests, "seeds": seeds, "load": args.load,
         "saturation_requests_per_s": round(capacity, 4), "systems": systems,
@@ -255,9 +257,9 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics=ours,
         baselines=values,
-        goals=goals,
+        claims=claims,
     )
-    emit(result, [format_table(["over vLLM", *MEASURES, "on time, points"], lines)], args.out)
+    emit(result, [Table(["over vLLM", *MEASURES, "on time, points"], lines)], args.out)
 
 
 if __name__ == "__main__":

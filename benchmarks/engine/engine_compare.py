@@ -41,7 +41,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import engine_goals as goals
+import engine_claims
 import engine_process
 import engine_report as report
 import engine_requests
@@ -95,7 +95,7 @@ class _Run:
 
     def table(self) -> str:
         """Return what was measured as text."""
-        columns = goals.SLO_COLUMNS if self._requests.have_objectives else goals.COLUMNS
+        columns = engine_claims.SLO_COLUMNS if self._requests.have_objectives else engine_claims.COLUMNS
         return report.table(self.reduced, columns, ("load", "system"))
 
     def measure(self, argv: Sequence[str]) -> results.Result:
@@ -114,7 +114,7 @@ class _Run:
         order = {(s, load): None for load in args.loads for s in args.systems}
         reduced = report.reduce(cells)
         self.reduced = {key: reduced[key] for key in order}
-        goals.add_ratios(cells, self.reduced)
+        engine_claims.add_ratios(cells, self.reduced)
         metrics, baselines = report.flatten(self.reduced, rows.UPSTREAM, "load_{:g}")
         dataset = self._requests.dataset
         return results.Result(
@@ -126,7 +126,7 @@ class _Run:
             workload=results.Workload(name=dataset.name, rows=len(dataset.rows), sha256=dataset.sha256),
             metrics={**capacity, **metrics},
             baselines=baselines,
-            goals=goals.goals(cells, self.reduced, args.workload, args.note),
+            claims=engine_claims.claims(cells, self.reduced, args.workload, args.note),
         )
 
     def _capacity(self) -> dict[str, float]:
@@ -157,8 +157,8 @@ class _Run:
         }
         said = f"{metrics[report.NORMALISED]:.2f} ms/token, {metrics['mean_waiting_requests']:.1f} waiting"
         if self._requests.have_objectives:
-            metrics |= goals.slo_metrics(sent, lines)
-            said += f", {metrics[goals.ATTAINED]:.0%} met their objectives"
+            metrics |= engine_claims.slo_metrics(sent, lines)
+            said += f", {metrics[engine_claims.ATTAINED]:.0%} met their objectives"
         progress(f"{label}: {said}")
         self._settings[system] = observed["settings"]
         cell = report.Cell(system=system, at=load, repeat=repeat, metrics=metrics)

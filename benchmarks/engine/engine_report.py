@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from vllm_ext.report.results import format_table
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.latency import RequestTimeline, summarise
 
 NORMALISED = "normalised_latency_mean_ms_per_token"
@@ -109,9 +109,8 @@ def flatten(
     return metrics, by_system
 
 
-def table(reduced: Reduced, columns: Mapping[str, str], header: Sequence[str]) -> str:
+def table(reduced: Reduced, columns: Mapping[str, str], header: Sequence[str]) -> Table:
     """One line per load or rate and system, in the order measured; ``columns`` maps metrics to headers."""
     ordered = sorted(reduced.items(), key=lambda item: item[0][1])
     rows = [[f"{at:.3g}", system, *(values.get(key) for key in columns)] for (system, at), values in ordered]
-    text: str = format_table([*header, *columns.values()], rows)
-    return text
+    return Table([*header, *columns.values()], rows)

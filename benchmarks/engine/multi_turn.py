@@ -117,7 +117,7 @@ class _Run:
             workload=results.Workload(name=self._first.name, rows=self._first.rows, sha256=self._first.sha256),
             metrics={**calibration, "target_p90_ms_per_token": target_ms, **metrics},
             baselines=baselines,
-            goals=report.goals(reduced, sustained, self._tier_tokens, args.note),
+            claims=report.claims(reduced, sustained, self._tier_tokens, args.note),
         )
 
     def _repeat(self, rates: Sequence[float], target_ms: float, repeat: int) -> Iterator[Cell]:

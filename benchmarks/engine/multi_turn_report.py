@@ -16,7 +16,8 @@ import multi_turn_rows as rows
 import numpy as np
 from engine_report import Cell, Reduced, phase_metrics, table
 
-from vllm_ext.report.results import Goal, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation import latency
 
 P90 = "normalised_latency_p90_ms_per_token"
@@ -205,12 +206,12 @@ def _flat(name: str, repeats: Sequence[Known]) -> dict[str, float]:
     return found
 
 
-def goals(
+def claims(
     reduced: Reduced,
     rates: Mapping[str, Mapping[int, Known]],
     tier_tokens: Mapping[str, int],
     note: str,
-) -> list[Goal]:
+) -> list[Claim]:
     """The goals whose rows were measured; a missed one says what was seen.
 
     Args:
@@ -219,10 +220,10 @@ def goals(
         tier_tokens: Row -> how many tokens its tier holds.
         note: Put before what was seen.
     """
-    judged: list[Goal] = []
+    judged: list[Claim] = []
 
     def judge(metric: str, value: float, op: str, goal: float, facts: str) -> None:
-        judged.append(Goal(metric=metric, value=value, op=op, goal=goal, note=f"{note} {facts}".strip()))
+        judged.append(Claim(name=metric, value=value, op=op, goal=goal, facts=f"{note} {facts}".strip()))
 
     for row, baseline, goal in GOALS:
         ratios = gains(rates, baseline).get(row, [])
@@ -257,7 +258,7 @@ def goals(
     return judged
 
 
-def tables(reduced: Reduced, rates: Mapping[str, Mapping[int, Known]], target_ms: float) -> list[str]:
+def tables(reduced: Reduced, rates: Mapping[str, Mapping[int, Known]], target_ms: float) -> list[object]:
     """One line per rate and row, in the order of rates; then one line per row with the rate it sustains."""
     over = {baseline: gains(rates, baseline) for baseline in BASELINES}
     ends = [
@@ -265,7 +266,7 @@ def tables(reduced: Reduced, rates: Mapping[str, Mapping[int, Known]], target_ms
         for row, repeats in rates.items()
     ]
     header = ["row", f"conv/s at p90 {target_ms:.3g} ms/tok", *(f"x {baseline}" for baseline in over)]
-    return [table(reduced, COLUMNS, ("conv/s", "row")), "", format_table(header, ends)]
+    return [table(reduced, COLUMNS, ("conv/s", "row")), "", Table(header, ends)]
 
 
 def _seen(repeats: Sequence[Known]) -> str:

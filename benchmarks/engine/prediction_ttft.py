@@ -28,7 +28,9 @@ import numpy as np
 from engine_cell import predictor_ready
 
 from vllm_ext import tiny_model
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.simulation import synthetic
 
 REQUESTS, QUICK_REQUESTS = 600, 120
@@ -52,12 +54,12 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="prediction_ttft-", ignore_cleanup_errors=True) as folder:
         asked, times = asyncio.run(_serve(model, prompts, folder, args.seed))
     metrics, baseline, interval = _summary(asked, times, args.seed)
-    goal = Goal(
-        metric="ttft_p50_ratio",
+    goal = Claim(
+        name="ttft_p50_ratio",
         value=metrics["ttft_p50_ratio"],
         op="<=",
         goal=GOAL,
-        note=f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, {int(asked.sum())} of {len(asked)} requests asked",
+        facts=f"95 % interval {interval[0]:.3f} to {interval[1]:.3f}, {asked.sum()} of {len(asked)} requests asked",
     )
     result = Result(
         name="prediction_ttft",
@@ -67,10 +69,10 @@ def main(argv: Sequence[str]) -> None:
         workload=Workload(name=data.name, rows=len(data.rows), sha256=data.sha256),
         metrics=metrics,
         baselines={"not-asked": baseline},
-        goals=[goal],
+        claims=[goal],
     )
     rows = [["asked", metrics["ttft_p50_ms"], metrics["ttft_p90_ms"]], ["not asked", *baseline.values()]]
-    emit(result, [format_table(["predictor", "ttft p50 ms", "p90 ms"], rows)], args.out)
+    emit(result, [Table(["predictor", "ttft p50 ms", "p90 ms"], rows)], args.out)
 
 
 async def _serve(model: str, prompts: Sequence[str], folder: str, seed: int) -> tuple[Any, Any]:

@@ -119,7 +119,7 @@ def _judge(
         result = dataclasses.replace(
             result,
             baselines={**result.baselines, OWN_HALF: halves.metrics},
-            goals=[*result.goals, *(dataclasses.replace(g, metric=f"{OWN_HALF}: {g.metric}") for g in halves.goals)],
+            claims=[*result.claims, *(dataclasses.replace(c, name=f"{OWN_HALF}: {c.name}") for c in halves.claims)],
         )
         tables.append(f"\n{OWN_HALF}:\n{reports.make_table(own)}")
     return main, result, tables

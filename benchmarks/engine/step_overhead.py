@@ -50,7 +50,8 @@ from step_overhead_subject import BASELINE, Cell, Subject
 
 from vllm_ext import systems
 from vllm_ext.config import ConfigError
-from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 COMPOSITIONS = ("alise+sarathi", "past-future+sarathi")
 TIERS = ("fcfs:tier-early", "fcfs:tier-ahead", "fcfs:gaps")
@@ -222,9 +223,9 @@ def main(argv: Sequence[str]) -> None:
         workload=Workload(name="steady-decode", rows=total, sha256=hashlib.sha256(shape.encode()).hexdigest()),
         metrics={f"{name}_{key}": value for name, values in found.items() for key, value in values.items()},
         baselines={BASELINE: {f"{n}_{key}": value for n, values in beside.items() for key, value in values.items()}},
-        goals=report.goals(found, beside, every_cell, max(args.running)),
+        claims=report.claims(found, beside, every_cell, max(args.running)),
     )
-    emit(result, [format_table(list(report.HEADER), rows)], args.out)
+    emit(result, [Table(list(report.HEADER), rows)], args.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from step_overhead_subject import BASELINE, Cell, Subject
 
-from vllm_ext.report.results import Goal
+from vllm_ext.report.claim import Claim
 
 MODEL_STEP_S = 0.025
 """Step of the model against which the policy's own share is taken. Source: an 8B model on one GPU takes about that."""
@@ -105,7 +105,7 @@ def _row(cell: Cell, name: str, facts: Mapping[str, float], ratio: float, interv
     return [cell.state, cell.running, cell.waiting, name, *times, ratio, interval, *policy, preempted]
 
 
-def goals(found: Found, beside: Found, cells: Iterable[Cell], running: int) -> list[Goal]:
+def claims(found: Found, beside: Found, cells: Iterable[Cell], running: int) -> list[Claim]:
     """Compare with what was wanted.
 
     At the larger batch: worst ratio of any state, growth, and the policy's share; at a small one: time in policies.
@@ -123,28 +123,28 @@ def goals(found: Found, beside: Found, cells: Iterable[Cell], running: int) -> l
         if name == POLICY_SHARE_OF and shares:
             metric = f"{name}_policy_share_of_25ms_step_{running}_running"
             note = f"policy: {max(shares) * MODEL_STEP_S * 1e6:.0f} us per step at worst"
-            judged.append(Goal(metric=metric, value=max(shares), op="<", goal=POLICY_SHARE_GOAL, note=note))
+            judged.append(Claim(name=metric, value=max(shares), op="<", goal=POLICY_SHARE_GOAL, facts=note))
         small = [cell for cell in cells if cell.running == SMALL_BATCH and f"{cell.key}_policy_us" in ours]
         if small:
             judged.append(_small_policy(name, ours, small))
     return judged
 
 
-def _small_policy(name: str, ours: Mapping[str, float], cells: Sequence[Cell]) -> Goal:
+def _small_policy(name: str, ours: Mapping[str, float], cells: Sequence[Cell]) -> Claim:
     worst = max(cells, key=lambda cell: ours[f"{cell.key}_policy_us"])
-    return Goal(
-        metric=f"{name}_worst_policy_us_{SMALL_BATCH}_running",
+    return Claim(
+        name=f"{name}_worst_policy_us_{SMALL_BATCH}_running",
         value=ours[f"{worst.key}_policy_us"],
         op="<=",
         goal=SMALL_POLICY_GOAL_US,
-        note=f"worst with {worst.waiting} waiting, bound by {worst.state}, of a step of "
+        facts=f"worst with {worst.waiting} waiting, bound by {worst.state}, of a step of "
         f"{ours[worst.key + '_step_us']:.0f} us",
     )
 
 
 def _worst_ratio(
     name: str, ours: Mapping[str, float], base: Mapping[str, float], cells: Sequence[Cell], running: int
-) -> Goal:
+) -> Claim:
     worst = max(cells, key=lambda cell: ours[f"{cell.key}_ratio"])
     key = worst.key
     extra = {part: ours[f"{key}_{part}_us"] - base[f"{key}_{part}_us"] for part in ("schedule", "update")}
@@ -157,18 +157,18 @@ def _worst_ratio(
         note += (
             f"; it is no steady state for this system: {ours[f'{key}_preemptions']:.0f} preemptions, {mean:.0f} running"
         )
-    return Goal(
-        metric=f"{name}_worst_ratio_{running}_running",
+    return Claim(
+        name=f"{name}_worst_ratio_{running}_running",
         value=ours[f"{key}_ratio"],
         op="<=",
         goal=OWN_RATIO_GOALS.get(name, RATIO_GOAL),
-        note=note,
+        facts=note,
     )
 
 
 def _growth(
     name: str, ours: Mapping[str, float], base: Mapping[str, float], cells: Sequence[Cell], running: int
-) -> Goal:
+) -> Claim:
     by_length = sorted(cells, key=lambda cell: cell.waiting)
     shortest, longest = by_length[0], by_length[-1]
 
@@ -184,4 +184,4 @@ def _growth(
         note += f"; over cost with {other.waiting}: {growth(ours, other):.3f} and {growth(base, other):.3f}"
     value = round(growth(ours, shortest) / growth(base, shortest), 4)
     metric = f"{name}_growth_over_upstream_growth_{running}_running"
-    return Goal(metric=metric, value=value, op="<=", goal=FLATNESS_GOAL, note=note)
+    return Claim(name=metric, value=value, op="<=", goal=FLATNESS_GOAL, facts=note)

@@ -44,7 +44,9 @@ from vllm import LLM, SamplingParams
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 SPECIAL = PAD, START, END, THINK, THOUGHT = ("<|end|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 TEMPLATE = (
@@ -318,14 +320,14 @@ def main(argv: Sequence[str]) -> None:
         found[MEMORY] = serve(ours, tokenizer, questions, MEMORY).metrics()
         seconds = times(ours, tokenizer, texts, repeats)
     behind = round(found[IDS]["history_found_share"] - found[MEMORY]["history_found_share"], 5)
-    goals = [
-        Goal(metric="history_found_share, ids less memory", value=behind, op="<=", goal=0.005, note=_UNEXPLAINED),
-        Goal(
-            metric="lookup_over_tokenizer",
+    claims = [
+        Claim(name="history_found_share, ids less memory", value=behind, op="<=", goal=0.005, facts=_UNEXPLAINED),
+        Claim(
+            name="lookup_over_tokenizer",
             value=seconds["lookup_over_tokenizer"],
             op="<=",
             goal=0.01,
-            note=_UNEXPLAINED,
+            facts=_UNEXPLAINED,
         ),
     ]
     result = Result(
@@ -338,11 +340,11 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics={**{f"memory.{name}": value for name, value in found[MEMORY].items()}, **seconds},
         baselines={row: {f"{name}": value for name, value in found[row].items()} for row in (TEXT, IDS)},
-        goals=goals,
+        claims=claims,
     )
     rows = [[row, *found[row].values()] for row in ROWS]
-    costs = format_table(["a history of 100,000 tokens", ""], [[name, value] for name, value in seconds.items()])
-    emit(result, [format_table(["history sent as", *found[TEXT]], rows), costs], args.out)
+    costs = Table(["a history of 100,000 tokens", ""], [[name, value] for name, value in seconds.items()])
+    emit(result, [Table(["history sent as", *found[TEXT]], rows), costs], args.out)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ from findings import Findings
 from vllm_ext.kernels.kv_quant import gpu as codec
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kernels.paged_attention import PagedKV, Ranges, gpu, reference
-from vllm_ext.report.results import Goal, Workload, command, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Workload, command
+from vllm_ext.report.table import Table
 from vllm_ext.report.timing import Seconds, captured, check_output, measure, ratio
 
 OWN, INT8, FLASH, UNIFIED, XFORMERS = "own", "own_int8", "flash_attn_3", "triton_unified", "xformers_split_k"
@@ -279,7 +281,7 @@ def measured(cell: Cell, repeats: int, device: str, found: Findings) -> tuple[St
     return step, {name: taken / step.copies for name, taken in times.items()}
 
 
-def goals(cell: Cell, times: dict[str, Seconds], share: float) -> list[Goal]:
+def claims(cell: Cell, times: dict[str, Seconds], share: float) -> list[Claim]:
     """Return what was hoped for of one cell."""
     made = []
 
@@ -288,27 +290,27 @@ def goals(cell: Cell, times: dict[str, Seconds], share: float) -> list[Goal]:
             found, low, high = ratio(times, one, other)
             note = f"quartiles {low:.2f} to {high:.2f}; {_MISSED}"
             made.append(
-                Goal(metric=f"{cell.name}_{one}_over_{other}_time", value=round(found, 3), op=op, goal=goal, note=note)
+                Claim(name=f"{cell.name}_{one}_over_{other}_time", value=round(found, 3), op=op, goal=goal, facts=note)
             )
 
     if cell.query == 1 and cell.batch * cell.context >= 64 * 4096:
         judge(OWN, INT8, ">=", 1.6)
         judge(FLASH, OWN, ">=", 0.85)
         metric = f"{cell.name}_own_share_of_memory_limit"
-        made.append(Goal(metric=metric, value=round(share, 3), op=">=", goal=0.7, note=_MISSED))
+        made.append(Claim(name=metric, value=round(share, 3), op=">=", goal=0.7, facts=_MISSED))
     if cell.query == 8:
         judge(UNIFIED, OWN, ">=", 1.2)
     return made
 
 
-class Table:
-    """Lines of cells, and what becomes of them in a result."""
+class Lines:
+    """Of cells, and what becomes of them in a result."""
 
     header = ("cell", "subject", "us", "time / own", "q1", "q3", "of memory's limit")
 
     def __init__(self, found: Findings, limit_gb_per_s: float) -> None:
         self._found, self._limit = found, limit_gb_per_s
-        self.lines: list[list[Any]] = []
+        self.rows: list[list[Any]] = []
 
     def add(self, step: Step, times: dict[str, Seconds], *, is_judged: bool) -> None:
         """Take in the times of a cell."""
@@ -319,9 +321,9 @@ class Table:
             target = found.baselines.setdefault(name, {}) if name in RIVALS else found.metrics
             target[f"{cell.name}_{name}_us"] = microseconds
             over_own = ratio(times, name, OWN) if OWN in times else (None, None, None)
-            self.lines.append([cell.name, name, microseconds, *over_own, shares[name]])
+            self.rows.append([cell.name, name, microseconds, *over_own, shares[name]])
         if is_judged and {OWN, INT8} <= times.keys():
-            found.goals += goals(cell, times, shares[OWN])
+            found.claims += claims(cell, times, shares[OWN])
         found.write()
 
 
@@ -345,12 +347,12 @@ def main(argv: Sequence[str]) -> int:
         return found.end(found.wrong)
     limit = limit_gb_per_s(1 if args.dry else 2048, repeats, device)
     found.baselines["memory"] = {"read_and_written_gb_per_s": round(limit, 2)}
-    table = Table(found, limit)
+    lines = Lines(found, limit)
     for cell in cells:
         if made := found.attempt(cell.name, functools.partial(measured, cell, repeats, device, found)):
-            table.add(*made, is_judged=not args.dry)
+            lines.add(*made, is_judged=not args.dry)
         del made
-    return found.end([format_table(table.header, table.lines)])
+    return found.end([Table(lines.header, lines.rows)])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import checkout  # noqa: F401 - before all that it makes importable
 import on_gpu
 
-from vllm_ext.report.results import Goal, Result, Workload, emit, machine, versions
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, emit, machine, versions
 
 T = TypeVar("T")
 _ERROR_CHARS = 300
@@ -42,7 +43,7 @@ class Findings:
     out: Path | None
     metrics: dict[str, float] = field(default_factory=dict)
     baselines: dict[str, dict[str, float]] = field(default_factory=dict)
-    goals: list[Goal] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=versions)
@@ -70,7 +71,7 @@ class Findings:
     def _result(self, *, complete: bool) -> PartialResult:
         return PartialResult(
             name=self.name, command=self.command, config=self.config, seed=self.seed, workload=self.workload,
-            metrics=self.metrics, baselines=self.baselines, goals=self.goals, versions=self.versions,
+            metrics=self.metrics, baselines=self.baselines, claims=self.claims, versions=self.versions,
             machine=self.machine, complete=complete, wrong=self.wrong, failed=self.failed,
         )  # fmt: skip
 

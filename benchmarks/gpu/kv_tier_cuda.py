@@ -39,7 +39,9 @@ from kv_tier_cuda_parts import Shape, Tier, wrong_bytes
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagingSlot
 from vllm_ext.kv.cuda.transfers import Ended
-from vllm_ext.report.results import Goal, Workload, command, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Workload, command
+from vllm_ext.report.table import Table
 
 Metrics = dict[str, float]
 _ONE_COPY = "one pinned copy"
@@ -303,7 +305,7 @@ def measure(shape: Shape, where: str, repeats: int, found: Findings) -> None:
         found.attempt("other tiers", lambda: measure_other_tiers(found, tier_of, repeats))
 
 
-def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
+def claims(metrics: dict[str, float], copies: dict[str, float]) -> list[Claim]:
     """Return what copies were meant to reach."""
     found = []
     for name, goal in (("raw", 0.9), ("8bit", 1.6)):
@@ -312,15 +314,15 @@ def goals(metrics: dict[str, float], copies: dict[str, float]) -> list[Goal]:
             kernel = metrics[f"{name}_{'pack' if kind == 'store' else 'unpack'}_kernel_gb_per_s"]
             note = "" if ratio >= goal else f"the kernel alone moves {kernel:.0f} GB/s of KV"
             metric = f"{name}_{kind} / one pinned copy"
-            found.append(Goal(metric=metric, value=ratio, op=">=", goal=goal, note=note))
-    return found + [_polled_goal(metrics, copies, kind, period) for kind in ("store", "load") for period in _POLLED_MS]
+            found.append(Claim(name=metric, value=ratio, op=">=", goal=goal, facts=note))
+    return found + [_polled_claim(metrics, copies, kind, period) for kind in ("store", "load") for period in _POLLED_MS]
 
 
-def _polled_goal(metrics: dict[str, float], copies: dict[str, float], kind: str, period_ms: int) -> Goal:
+def _polled_claim(metrics: dict[str, float], copies: dict[str, float], kind: str, period_ms: int) -> Claim:
     name = f"raw_{kind}_polled_{period_ms}ms"
     ratio = metrics[f"{name}_gb_per_s"] / copies[f"{kind}_gb_per_s"]
     note = "" if ratio >= _POLLED_GOAL else f"looked at all the time it is {metrics[f'raw_{kind}_gb_per_s']:.0f} GB/s"
-    return Goal(metric=f"{name} / one pinned copy", value=ratio, op=">=", goal=_POLLED_GOAL, note=note)
+    return Claim(name=f"{name} / one pinned copy", value=ratio, op=">=", goal=_POLLED_GOAL, facts=note)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -342,10 +344,10 @@ def main(argv: Sequence[str]) -> int:
     if not args.dry and (limit := pcie_limit_gb_per_s()) is not None:
         found.baselines["PCIe limit"] = dict.fromkeys(("store_gb_per_s", "load_gb_per_s"), limit)
     if not (args.dry or found.wrong or found.failed):
-        found.goals = goals(found.metrics, found.baselines[_ONE_COPY])
+        found.claims = claims(found.metrics, found.baselines[_ONE_COPY])
     rows = [[name, value] for name, value in found.metrics.items()]
     rows += [[f"{kind}: {name}", value] for kind, values in found.baselines.items() for name, value in values.items()]
-    return found.end([format_table(("metric", "value"), rows)])
+    return found.end([Table(("metric", "value"), rows)])
 
 
 def _nothing() -> None:

@@ -35,7 +35,9 @@ import torch
 from kv_quant_model import FULL, QUICK, Trained, trained
 
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.report.timing import largest_copy
 
 BLOCKS = (16, 32, 64, 128)
@@ -76,11 +78,11 @@ def measure_error(found: Trained, args: argparse.Namespace) -> dict[str, dict[st
 def goals_of(
     sizes: Mapping[str, float], cells: Sequence[speed.Cell], errors: Mapping[str, Mapping[str, float]],
     output: Mapping[str, float], found: Trained,
-) -> list[Goal]:  # fmt: skip
+) -> list[Claim]:  # fmt: skip
     """Judge what was measured."""
-    goals = [Goal(metric=f"block_{quality.BLOCK}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
+    claims = [Claim(name=f"block_{quality.BLOCK}_times_smaller_than_bf16", op=">=", goal=RATIO_GOAL,
                   value=sizes[f"block_{quality.BLOCK}_times_smaller_than_bf16"],
-                  note="a minimum and a scale of 16 bits for each channel of a block: see format.md")]  # fmt: skip
+                  facts="a minimum and a scale of 16 bits for each channel of a block: see format.md")]  # fmt: skip
     for cell in cells:
         if cell.block_size == JUDGED_BLOCK and cell.state == "cold" and cell.direction == "store":
             middle, low, high = cell.ratios
@@ -89,42 +91,42 @@ def goals_of(
             arithmetic = warm.metrics()[f"{warm.key}_gb_per_s"]
             note = f"{reached:.2f} GB/s in 8 bits, {copied:.2f} GB/s copied; quartiles {low:.2f} to {high:.2f}; "
             note += f"arithmetic alone (warm) makes {arithmetic:.1f} GB/s and is only in part hidden behind memory"
-            goals.append(Goal(metric=f"{cell.key}_time_over_copy", value=middle, op="<=", goal=1.0, note=note))
+            claims.append(Claim(name=f"{cell.key}_time_over_copy", value=middle, op="<=", goal=1.0, facts=note))
     worst = max(errors, key=lambda name: errors[name]["max_error_over_allowed"])
-    goals.append(
-        Goal(metric="worst_error_over_allowed", value=errors[worst]["max_error_over_allowed"], op="<=", goal=1.0,
-             note=f"of {worst}")
+    claims.append(
+        Claim(name="worst_error_over_allowed", value=errors[worst]["max_error_over_allowed"], op="<=", goal=1.0,
+             facts=f"of {worst}")
     )  # fmt: skip
     low, high = (output[f"perplexity_change_{end}_percent"] for end in ("low", "high"))
     note = f"95 % interval {low:.3f} to {high:.3f} %, of a model with perplexity {output['perplexity']:.1f}"
     note += f" on held-out text ({found.recipe.steps} steps of training)"
     value = abs(output["perplexity_change_percent"])
-    goals.append(
-        Goal(metric="perplexity_change_abs_percent", value=value, op="<", goal=PERPLEXITY_GOAL_PERCENT, note=note)
+    claims.append(
+        Claim(name="perplexity_change_abs_percent", value=value, op="<", goal=PERPLEXITY_GOAL_PERCENT, facts=note)
     )
-    return goals
+    return claims
 
 
 def tables(
     sizes: Mapping[str, float], cells: Sequence[speed.Cell], errors: Mapping[str, Mapping[str, float]],
     outputs: Mapping[str, Mapping[str, float]],
-) -> list[str]:  # fmt: skip
+) -> list[Table]:  # fmt: skip
     """Lay out what was measured."""
     header = ["tokens of a block", "bytes per token and layer", "times smaller than bf16"]
     names = ("bytes_per_token_and_layer", "times_smaller_than_bf16")
-    made = [format_table(header, [[b, *(sizes[f"block_{b}_{name}"] for name in names)] for b in BLOCKS])]
+    made = [Table(header, [[b, *(sizes[f"block_{b}_{name}"] for name in names)] for b in BLOCKS])]
     header = ["layout", "block", "caches", "direction", "copy GB/s", "8 bits GB/s", "time / copy", "q1", "q3"]
-    made.append(format_table(header, speed.rows_of(cells)))
+    made.append(Table(header, speed.rows_of(cells)))
     made.append(_side_by_side("values", errors))
     made.append(_side_by_side("KV of the first half", outputs))
     return made
 
 
-def _side_by_side(label: str, found: Mapping[str, Mapping[str, float]]) -> str:
+def _side_by_side(label: str, found: Mapping[str, Mapping[str, float]]) -> Table:
     """A column for each of several dictionaries; a line for each key."""
     keys = list(dict.fromkeys(key for one in found.values() for key in one))
     rows: list[list[Any]] = [[key, *(one.get(key) for one in found.values())] for key in keys]
-    return format_table([label, *found], rows)
+    return Table([label, *found], rows)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -165,7 +167,7 @@ def main(argv: Sequence[str]) -> None:
         workload=Workload(name="this repository's text", rows=len(found.held_out), sha256=found.text_sha256),
         metrics=metrics,
         baselines={"copy_bf16": {k: v for cell in cells for k, v in cell.baseline().items()}} | beside | gpu_beside,
-        goals=goals_of(sizes, cells, errors, output, found),
+        claims=goals_of(sizes, cells, errors, output, found),
     )
     shown = tables(sizes, cells, errors, {f"int8_block_{quality.BLOCK}": output} | beside)
     emit(result, shown + ([_side_by_side("GPU", {"8 bits": gpu_found} | gpu_beside)] if gpu_found else []), args.out)

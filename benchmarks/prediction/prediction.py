@@ -34,7 +34,9 @@ from vllm_ext.prediction.encoder import Encoder
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.rows import read
 from vllm_ext.prediction.text import PromptText
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 SOURCES = {
     "dolly": "single_turn/dolly_3k",
@@ -103,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
             "sets": {name: len(rows) for name, rows in sets.items()},
         },
         workload=Workload(name="+".join(sets), rows=sum(map(len, sets.values())), sha256=sha256),
-        metrics=metrics, goals=[] if args.data is None or args.proxy else _goals(metrics),
+        metrics=metrics, claims=[] if args.data is None or args.proxy else _claims(metrics),
     )  # fmt: skip
     emit(result, _tables(compared, scores, means), args.out)
 
@@ -175,11 +177,11 @@ def _tables(rows: Sequence[str], scores: dict[Cell, dict[str, float]], means: di
         places = list(dict.fromkeys((cell.where, cell.turns) for cell in scores))
         lines = [[where, turns, *(scores[Cell(row, where, turns)][measure] for row in rows)] for where, turns in places]
         lines.append(["mean of sets", "all", *(means[f"{row}/mean/{measure}"] for row in rows)])
-        tables.append(f"{measure}\n{format_table(['data', 'turns', *rows], lines)}\n")
+        tables.append(f"{measure}\n{Table(['data', 'turns', *rows], lines)}\n")
     return tables
 
 
-def _goals(metrics: dict[str, float]) -> list[Goal]:
+def _claims(metrics: dict[str, float]) -> list[Claim]:
     def of(row: str, measure: str) -> float:
         return metrics[f"{row}/mean/{measure}"]
 
@@ -194,9 +196,9 @@ def _goals(metrics: dict[str, float]) -> list[Goal]:
         if name in metrics:
             wanted.append((name, metrics[name], ">=", least))
     return [
-        Goal(
-            metric=name, value=value, op=op, goal=goal,
-            note="" if (value >= goal if op == ">=" else value <= goal) else "not reached; the tables say by how much",
+        Claim(
+            name=name, value=value, op=op, goal=goal,
+            facts="" if (value >= goal if op == ">=" else value <= goal) else "not reached; the tables say by how much",
         )
         for name, value, op, goal in wanted
     ]  # fmt: skip

@@ -31,7 +31,9 @@ from vllm_ext.prediction.learned import LearnedPredictor
 from vllm_ext.prediction.neighbours import Neighbours
 from vllm_ext.prediction.predictor import FinishedPrompt, Prompt
 from vllm_ext.prediction.store import NewEntry, Store
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 
 ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 _BATCH = 16
@@ -69,13 +71,13 @@ def main(argv: Sequence[str]) -> None:
         config={"entries": entries, "encoder": encoder.name, "precision": encoder.precision},
         workload=Workload(name="made up", rows=entries, sha256=hashlib.sha256(str(entries).encode()).hexdigest()),
         metrics=metrics,
-        goals=[
-            _goal("search_ms", metrics["search_ms"], 0.5),
-            _goal("resident_mib", metrics["resident_mib"], 600.0),
-            _goal("commit_16_ms", metrics["commit_16_ms"], 5.0),
+        claims=[
+            _claim("search_ms", metrics["search_ms"], 0.5),
+            _claim("resident_mib", metrics["resident_mib"], 600.0),
+            _claim("commit_16_ms", metrics["commit_16_ms"], 5.0),
         ],
     )  # fmt: skip
-    emit(result, [format_table(["cost", ""], list(metrics.items()))], args.out)
+    emit(result, [Table(["cost", ""], list(metrics.items()))], args.out)
 
 
 def _store_costs(folder: Path, encoder: Encoder, vectors: Any) -> dict[str, float]:
@@ -179,8 +181,8 @@ def _median_ms(calls: Sequence[Callable[[], object]]) -> float:
     return 1e3 * float(np.median(times))
 
 
-def _goal(name: str, value: float, most: float) -> Goal:
-    return Goal(metric=name, value=value, op="<=", goal=most, note="" if value <= most else "not reached")
+def _claim(name: str, value: float, most: float) -> Claim:
+    return Claim(name=name, value=value, op="<=", goal=most, facts="" if value <= most else "not reached")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ from vllm_ext.config.kv_tier import AHEAD, AUTO, EARLY, RETENTION
 from vllm_ext.kv.conversations.keeper import Keeper
 from vllm_ext.kv.eviction.retention import Chain, default_cost
 from vllm_ext.kv.host.manager import TierManager
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.harness import block_hasher, make_request
 
 CAPACITIES, THOUGHTS = (400, 800, 1600), (0, 600)
@@ -179,27 +181,27 @@ def main(argv: Sequence[str]) -> None:
         workload=Workload(name="conversations that think", rows=num_turns, sha256=checksum.hexdigest()),
         metrics={f"{name}.{scene}": share for name in map(str, OURS) for scene, share in shares[name].items()},
         baselines={str(setting): shares[str(setting)] for setting in [*UPSTREAM, *IN_TURN]},
-        goals=[*_goals(shares)],
+        claims=[*_claims(shares)],
     )
     scenes_of = shares[str(OURS[0])]
     rows = [[name, *(shares[name][scene] for scene in scenes_of)] for name in shares]
     header = ["found share of histories", *(scene.removesuffix(".found_share") for scene in scenes_of)]
-    emit(result, [format_table(header, rows)], args.out)
+    emit(result, [Table(header, rows)], args.out)
 
 
-def _goals(shares: dict[str, dict[str, float]]) -> Iterator[Goal]:
+def _claims(shares: dict[str, dict[str, float]]) -> Iterator[Claim]:
     prompts, everything = (shares[str(setting)] for setting in OURS[:2])
     for auto in OURS[2:]:
         for scene, share in shares[str(auto)].items():
             value = round(share / max(prompts[scene], everything[scene]), 4)
             metric = f"{scene}: {auto} over the better of prompts and all"
             note = "" if auto.store == AHEAD else "what a request generates is there until it ends, for a preemption"
-            yield Goal(metric=metric, value=value, op=">=", goal=1 - WITHIN, note=note or _UNEXPLAINED)
+            yield Claim(name=metric, value=value, op=">=", goal=1 - WITHIN, facts=note or _UNEXPLAINED)
     for first, in_turn in zip(OURS, IN_TURN, strict=False):
         for scene, share in shares[str(first)].items():
             value = round(share / shares[str(in_turn)][scene], 4)
             metric = f"{scene}: {first} over the same with abandoned branches in turn"
-            yield Goal(metric=metric, value=value, op=">=", goal=1.0, note=_UNEXPLAINED)
+            yield Claim(name=metric, value=value, op=">=", goal=1.0, facts=_UNEXPLAINED)
 
 
 if __name__ == "__main__":

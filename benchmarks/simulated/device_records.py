@@ -17,18 +17,20 @@ given the seed; intervals are over seeds.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import mean
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from parallel import finished
+import simulated
 
 from vllm_ext.config.attention import OWN, STOCK
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.experiments.experiment import Experiment, Findings
+from vllm_ext.experiments.grid import Grid, with_extremes
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -39,7 +41,8 @@ STOCK_SHARE = 0.2
 BASE = "no records"
 BLOCK_TOKENS = 32
 FOUND, LATENCY = "history_found_fraction", "normalised_latency_mean_ms_per_token"
-MEASURES = (FOUND, "prefill_tokens", LATENCY, "ttft_mean_ms", "preemptions")
+MEASURES = ("prefill_tokens", LATENCY, "ttft_mean_ms", "preemptions")
+"""And `FOUND` of conversations."""
 _COUNT, _QUICK_COUNT = 100, 40
 _TALKS: dict[str, Any] = {
     "source": "pensieve-sharegpt", "min_turns": 2, "max_turns": 8, "scale_prompt": 4.0, "think_s": 8.0,
@@ -59,6 +62,11 @@ class Scene:
     beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other ways to treat KV, by name: options of the tier."""
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is shown of it."""
+        return (FOUND, *MEASURES) if self.asked is _TALKS else MEASURES
+
 
 SCENES = {
     "talks": Scene(description="conversations, fcfs", system="fcfs", num_blocks=900, asked=_TALKS),
@@ -73,18 +81,6 @@ SCENES = {
 }
 
 
-class Job(NamedTuple):
-    """One run."""
-
-    scene: str
-    row: str
-    seed: int
-    requests: int
-
-    def __str__(self) -> str:
-        return f"{self.scene}, {self.row}, seed {self.seed}"
-
-
 def rows(scene: Scene) -> dict[str, dict[str, Any]]:
     """Return the options of vllm_ext of each row, the base first."""
     found: dict[str, dict[str, Any]] = {BASE: {}}
@@ -95,9 +91,8 @@ def rows(scene: Scene) -> dict[str, dict[str, Any]]:
     return found
 
 
-def spec(job: Job) -> SimulationSpec:
-    """Return the description of a run."""
-    scene = SCENES[job.scene]
+def spec(scene: Scene, options: dict[str, Any], requests: int, seed: int) -> SimulationSpec:
+    """Return a run."""
     return SimulationSpec(
         engine=EngineSpec(
             system=scene.system,
@@ -107,82 +102,65 @@ def spec(job: Job) -> SimulationSpec:
             max_model_len=2048 if scene.system == "alise-published" else 4096,
             profiled=True,
             prefix_caching=True,
-            options=rows(scene)[job.row],
+            options=options,
         ),
         hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
-        workload=WorkloadSpec(**scene.asked, num_requests=job.requests, seed=job.seed),
+        workload=WorkloadSpec(**scene.asked, num_requests=requests, seed=seed),
     )
 
 
-def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
-    """Simulate what is not kept from before; return the measures of each run.
+def claims(grid: Grid) -> Iterator[Claim]:
+    """Yield what was hoped for, and how it came out, of the best share of each scene with our kernel."""
 
-    Raises:
-        SystemExit: runs failed, which are named; the others are kept.
-        RuntimeError: requests of a run did not end.
-    """
-    metrics = finished({str(job): spec(job) for job in jobs}, at_a_time, label="records")
-    return {job: {name: float(metrics[str(job)].get(name, 0.0)) for name in MEASURES} for job in jobs}
+    def own(scene: str, metric: str) -> list[float]:
+        return [grid.mean(name, row, metric) for name, row in grid.cells if name == scene and row.endswith(OWN)]
 
-
-def goals(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[Goal]:
-    """Return what was hoped for, and how it came out, of the best share of each scene with our kernel."""
-    made = []
     for scene in ("talks", "gaps"):
-        base, best = means[scene][BASE][FOUND], max(v[FOUND] for r, v in means[scene].items() if r.endswith(OWN))
+        base = grid.mean(scene, BASE, FOUND)
         missed = f"the base finds {base:.2f} of all" if 1.5 * base > 1 else "the arena takes from the blocks that run"
-        note = "" if best >= 1.5 * base else missed
-        made.append(
-            Goal(metric=f"{scene}: {FOUND} over {BASE}", value=round(best / base, 3), op=">=", goal=1.5, note=note)
-        )
-    jobs = means["jobs"]
-    best = min(v[LATENCY] for r, v in jobs.items() if r.endswith(OWN))
+        value = round(max(own(scene, FOUND)) / base, 3)
+        yield Claim(name=f"{scene}: {FOUND} over {BASE}", value=value, goal=1.5, why=missed)
     for other in (BASE, *SCENES["jobs"].beside):
-        value = round(best / jobs[other][LATENCY], 3)
-        note = (
-            ""
-            if value <= 1
-            else "fewer blocks mean more preemptions, and a GPU computes some 200 tokens again in no time"
-        )
-        made.append(Goal(metric=f"jobs: {LATENCY} over {other}", value=value, op="<=", goal=1.0, note=note))
-    return made
+        value = round(min(own("jobs", LATENCY)) / grid.mean("jobs", other, LATENCY), 3)
+        missed = "fewer blocks mean more preemptions, and a GPU computes some 200 tokens again in no time"
+        yield Claim(name=f"jobs: {LATENCY} over {other}", value=value, op="<=", goal=1.0, why=missed)
 
 
-def main(argv: Sequence[str]) -> None:
-    """Simulate, print, write."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
-    args = parser.parse_args(argv)
-    seeds = [args.seed] if args.quick else [args.seed + i for i in range(3)]
-    requests = _QUICK_COUNT if args.quick else _COUNT
-    jobs = [Job(name, row, seed, requests) for name, scene in SCENES.items() for row in rows(scene) for seed in seeds]
-    found = run(jobs, args.jobs)
-    means: dict[str, dict[str, dict[str, float]]] = {}
-    tables, flat, bases = [], {}, {}
-    for name, scene in SCENES.items():
-        lines, means[name] = [], {}
-        for row in rows(scene):
-            values = {m: [found[Job(name, row, seed, requests)][m] for seed in seeds] for m in MEASURES}
-            means[name][row] = {m: mean(v) for m, v in values.items()}
-            lines.append([row, *(f"{mean(v):.4g} ({min(v):.4g}..{max(v):.4g})" for v in values.values())])
-            target = bases if row == BASE else flat
-            target |= {f"{name}.{row}.{m}": value for m, value in means[name][row].items()}
-        tables.append(
-            f"\n{name}: {scene.description}, {scene.num_blocks} blocks\n{format_table(['row', *MEASURES], lines)}"
-        )
-    checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
-    result = Result(
-        name="device_records",
-        command=command(argv, __file__),
-        config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
-        seed=args.seed,
-        workload=Workload(name="conversations and single requests", rows=requests, sha256=checksum),
-        metrics=flat,
+def run(runner: Runner) -> Findings:
+    """Serve each scene with every share of records."""
+    seeds, requests = runner.seeds(3), _QUICK_COUNT if runner.quick else _COUNT
+    specs = {
+        (name, row): partial(spec, scene, options, requests)
+        for name, scene in SCENES.items()
+        for row, options in rows(scene).items()
+    }
+    grid = runner.grid(specs, seeds)
+    means = {
+        f"{scene}.{row}.{name}": grid.mean(scene, row, name)
+        for scene, row in grid.cells
+        for name in SCENES[scene].measures
+    }
+    bases = {key: value for key, value in means.items() if f".{BASE}." in key}
+    return Findings(
+        tables=[
+            Table(
+                ["row", *scene.measures],
+                [[row, *(with_extremes(grid.values(name, row, m)) for m in scene.measures)] for row in rows(scene)],
+                title=f"{name}: {scene.description}, {scene.num_blocks} blocks",
+            )
+            for name, scene in SCENES.items()
+        ],
+        claims=[*claims(grid)],
+        metrics={key: value for key, value in means.items() if key not in bases},
         baselines={BASE: bases},
-        goals=goals(means),
+        config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
+        workload=[spec(scene, {}, requests, seed).workload for scene in SCENES.values() for seed in seeds],
     )
-    emit(result, tables, args.out)
 
+
+EXPERIMENT = Experiment(
+    id="device_records", title="Is it worth it to give device memory to records of 8 bits?", run=run
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    simulated.main(EXPERIMENT, sys.argv[1:])

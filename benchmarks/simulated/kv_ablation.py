@@ -18,17 +18,18 @@ the most.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from parallel import finished
+import simulated
 
 from vllm_ext.config.kv_tier import FUSED, LEADING, LOSSLESS, OFF, RETENTION, TAIL
-from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.experiments.experiment import Experiment, Findings
+from vllm_ext.experiments.grid import with_extremes
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -45,6 +46,8 @@ COMPUTED, MEAN, P99, TTFT, P90 = (
 FOUND = "history_found_fraction"
 MEASURES = (FOUND, COMPUTED, MEAN, P99, TTFT, P90)
 _DURATION_S, _QUICK_S = 400.0, 150.0
+BASE = f"no gaps, {RETENTION}"
+"""What `pensieve` does: all others are compared with it."""
 
 
 class Scene(NamedTuple):
@@ -68,27 +71,14 @@ SCENES = {
 }
 
 
-class Job(NamedTuple):
-    """One run."""
-
-    scene: str
-    host_gb: float
-    row: str
-    seed: int
-    duration_s: float
-
-    def __str__(self) -> str:
-        return f"{self.scene}, {self.host_gb:g} GB, {self.row}, seed {self.seed}"
-
-
-def spec(job: Job) -> SimulationSpec:
-    """Return the description of a run."""
-    scene, host_bytes = SCENES[job.scene], int(job.host_gb * 1e9)
+def spec(scene: Scene, host_gb: float, row: str, duration_s: float, seed: int) -> SimulationSpec:
+    """Return a run."""
+    host_bytes = int(host_gb * 1e9)
     kept: dict[str, Any]
-    if job.row == UPSTREAM:
+    if row == UPSTREAM:
         kept = {"system": "upstream-fcfs", "kv_offload": KvOffloadSpec(cpu_bytes=host_bytes, policy="lru")}
     else:
-        tier = {"gib": host_bytes / 2**30, "bits": LOSSLESS, **ROWS[job.row]}
+        tier = {"gib": host_bytes / 2**30, "bits": LOSSLESS, **ROWS[row]}
         kept = {"system": "pensieve", "options": {"kv_tier": tier}}
     return SimulationSpec(
         engine=EngineSpec(**kept, max_model_len=scene.max_model_len, block_size=32, prefix_caching=True),
@@ -98,92 +88,57 @@ def spec(job: Job) -> SimulationSpec:
             rate_per_s=scene.rate_per_s,
             rate_counts="requests",
             scale_prompt=scene.scale,
-            duration_s=job.duration_s,
+            duration_s=duration_s,
             think_s=60.0,
-            seed=job.seed,
+            seed=seed,
         ),
     )
 
 
-def ratios(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the pairs' ratios, the least and the most of them."""
-    found = [one / max(other, 1e-9) for one, other in zip(ones, others, strict=True)]
-    return fmean(found), min(found), max(found)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Simulate, print, write."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
-    parser.add_argument("--scenes", default=",".join(SCENES), help="a comma list of them")
-    args = parser.parse_args(argv)
-    seeds = [args.seed] if args.quick else [args.seed + number for number in range(args.seeds)]
-    scenes = [*args.scenes.split(",")][: 1 if args.quick else None]
-    duration_s = _QUICK_S if args.quick else _DURATION_S
+def run(runner: Runner) -> Findings:
+    """Serve each scene by all rows, with less and more host memory."""
+    scenes = dict([*SCENES.items()][: 1 if runner.quick else None])
+    seeds, duration_s = runner.seeds(3), _QUICK_S if runner.quick else _DURATION_S
+    stores = {f"{name}, {gb:g} GB": (scene, gb) for name, scene in scenes.items() for gb in scene.host_gb}
     rows = [*ROWS, UPSTREAM]
-    jobs = [
-        Job(scene, host_gb, row, seed, duration_s)
-        for scene in scenes
-        for host_gb in SCENES[scene].host_gb
-        for row in rows
-        for seed in seeds
-    ]
-    metrics = finished({str(job): spec(job) for job in jobs}, args.jobs, label="ablation")
-    tables: list[str] = []
-    flat: dict[str, float] = {}
-    compared: list[tuple[str, dict[str, tuple[float, float, float]]]] = []
-    for scene in scenes:
-        for host_gb in SCENES[scene].host_gb:
-            values = {
-                row: {
-                    measure: [metrics[str(Job(scene, host_gb, row, seed, duration_s))][measure] for seed in seeds]
-                    for measure in MEASURES
-                }
-                for row in rows
-            }
-            name = f"{scene}, {host_gb:g} GB"
-            flat |= {f"{name}.{row}.{m}": round(fmean(v), 4) for row, of in values.items() for m, v in of.items()}
-            lines = [[row, *(f"{fmean(v):.4g}" for v in of.values())] for row, of in values.items()]
-            tables.append(f"\n{name}\n{format_table(['row', *MEASURES], lines)}")
-            compared += [(f"{name}: {one} over {other}", _compared(values[one], values[other])) for one, other in PAIRS]
-    header = ["ratio", COMPUTED, MEAN, P99, TTFT, P90]
-    shown = [[name, *(f"{m:.3f} ({low:.3f}..{high:.3f})" for m, low, high in of.values())] for name, of in compared]
-    tables.append("\n" + format_table(header, shown))
-    for name, of in compared:
-        for measure, (ratio, low, high) in of.items():
-            flat |= {
-                f"{name}.{measure}_ratio{end}": round(v, 4) for end, v in zip(_ENDS, (ratio, low, high), strict=True)
-            }
-    checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
+    grid = runner.grid({(at, row): partial(spec, *stores[at], row, duration_s) for at in stores for row in rows}, seeds)
+    flat = {f"{at}.{row}.{m}": round(grid.mean(at, row, m), 4) for at, row in grid.cells for m in MEASURES}
     upstream = {name: value for name, value in flat.items() if f".{UPSTREAM}." in name}
-    result = Result(
-        name="kv_ablation",
-        command=command(argv, __file__),
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for at, row in grid.cells:
+        if row != BASE:
+            pair = ratios[f"{at}: {row} over {BASE}"] = {m: grid.over(at, row, BASE, m) for m in MEASURES[1:]}
+            for measure, found in pair.items():
+                ends = {"": fmean(found), "_low": min(found), "_high": max(found)}
+                flat |= {f"{at}: {row} over {BASE}.{measure}_ratio{end}": round(v, 4) for end, v in ends.items()}
+    return Findings(
+        tables=[
+            *(
+                Table(["row", *MEASURES], [[row, *(grid.mean(at, row, m) for m in MEASURES)] for row in rows], title=at)
+                for at in stores
+            ),
+            Table(
+                ["ratio", *MEASURES[1:]],
+                [[pair, *(with_extremes(found, ".3f") for found in of.values())] for pair, of in ratios.items()],
+                title=f"over {BASE}",
+            ),
+        ],
+        claims=[],
+        metrics={name: value for name, value in flat.items() if name not in upstream},
+        baselines={UPSTREAM: upstream},
         config={
             "seeds": seeds,
             "duration_s": duration_s,
-            "scenes": {name: SCENES[name]._asdict() for name in scenes},
+            "scenes": {name: scene._asdict() for name, scene in scenes.items()},
             "interval": "low and high are the least and the most of the seeds, paired",
         },
-        seed=args.seed,
-        workload=Workload(name="conversations of pensieve-sharegpt", rows=len(jobs), sha256=checksum),
-        metrics={name: value for name, value in flat.items() if name not in upstream},
-        baselines={UPSTREAM: upstream},
-        goals=[],
+        workload=[spec(scene, 1.0, UPSTREAM, duration_s, seed).workload for scene in scenes.values() for seed in seeds],
     )
-    emit(result, tables, args.out)
 
 
-BASE = f"no gaps, {RETENTION}"
-PAIRS = [(row, BASE) for row in (*ROWS, UPSTREAM) if row != BASE]
-"""What is compared: all with what `pensieve` does."""
-_ENDS = ("", "_low", "_high")
-
-
-def _compared(ones: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> Any:
-    return {m: ratios(ones[m], others[m]) for m in MEASURES[1:]}
-
+EXPERIMENT = Experiment(
+    id="kv_ablation", title="What are gaps, and the retention value, worth to conversations at equal stores?", run=run
+)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    simulated.main(EXPERIMENT, sys.argv[1:])

@@ -22,19 +22,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from ordering_report import Cells, compare, goals, kind, means, tables, worst
+import simulated
+from ordering_report import Cells, claims, compare, kind, means, tables, worst
 from ordering_scenes import AGAIN, MEASURES, NEED_PREDICTIONS, SCENES, SYSTEMS, TUNED, WATERMARK, Scene
-from parallel import simulated
 
 from vllm_ext.envs import cache_dir
+from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.intervals import MIN_SEEDS
-from vllm_ext.report.results import Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.results import Result, Workload, command, emit
+from vllm_ext.report.table import Table
 
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
 SEEDS = 5
@@ -46,19 +47,20 @@ _WARM = 0.25
 """Share of a lasting backlog that is not counted."""
 
 
-def saturations(scenes: Mapping[str, Scene], data: Path, seed: int, jobs: int, share: float) -> dict[str, float]:
+def saturations(scenes: Mapping[str, Scene], data: Path, runner: Runner) -> dict[str, float]:
     """Return requests/s that vLLM serves, with its default budget, of each workload while there is a queue.
 
     Raises:
         SystemExit: runs failed, or a backlog did not last.
     """
+    share = QUICK_SHARE if runner.quick else 1.0
     spans = {name: (scene.duration_s * share * _WARM, scene.duration_s * share) for name, scene in scenes.items()}
     runs = {
-        f"{name}, backlog for {span:g} s": scene.backlogged(data, TUNED, seed, span)
+        f"{name}, backlog for {span:g} s": scene.backlogged(data, TUNED, runner.seed, span)
         for name, scene in scenes.items()
         for span in spans[name]
     }
-    found = simulated(runs, jobs, label="saturation")
+    found = runner.metrics(runs)
     rates = {}
     for name, (start, end) in spans.items():
         short, long = (found[f"{name}, backlog for {span:g} s"] for span in (start, end))
@@ -76,24 +78,23 @@ def measured(
     asked: argparse.Namespace,
     seeds: Sequence[int],
     systems: Sequence[str],
+    runner: Runner,
 ) -> Cells:
     """Simulate what is not kept from before; cells by workload, load, system and seed.
 
     Raises:
         SystemExit: runs failed, which are named; the others are kept.
     """
-    runs, keys = {}, {}
+    runs = {}
     for name, scene in scenes.items():
         duration_s = lasts(asked, scene)
         for load in scene.loads or asked.loads:
             rate = float(f"{load * rates[name]:.6g}")
             for system in systems:
                 for seed in seeds:
-                    said = f"{name} at {load:g}, {system}, seed {seed}"
-                    runs[said] = scene.spec(asked.data, system, seed, rate_per_s=rate, duration_s=duration_s)
-                    keys[said] = (name, load, system, seed)
-    found = simulated(runs, asked.jobs, label="ordering")
-    return {keys[said]: metrics for said, metrics in found.items()}
+                    made = scene.spec(asked.data, system, seed, rate_per_s=rate, duration_s=duration_s)
+                    runs[name, load, system, seed] = made
+    return runner.metrics(runs)
 
 
 def lasts(asked: argparse.Namespace, scene: Scene) -> float:
@@ -103,9 +104,8 @@ def lasts(asked: argparse.Namespace, scene: Scene) -> float:
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what it names must be there."""
-    parser = argument_parser(__doc__)
+    parser = simulated.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
     parser.add_argument("--seeds", type=int, help=f"how many seeds (default: {SEEDS}; quick: 1)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals (default: by workload)")
     parser.add_argument("--workloads", help=f"comma list of {', '.join(SCENES)} (default: all)")
@@ -150,8 +150,9 @@ def main(argv: Sequence[str]) -> None:
         scenes = {name: scene.with_predictions(args.data, folder) for name, scene in scenes.items()}
     seeds = [args.seed + number for number in range(args.seeds)]
     systems = list(dict.fromkeys([TUNED, AGAIN, *args.systems]))
-    rates = saturations(scenes, args.data, args.seed, args.jobs, QUICK_SHARE if args.quick else 1.0)
-    cells = measured(scenes, rates, args, seeds, systems)
+    with simulated.runner(args, "ordering") as runner:
+        rates = saturations(scenes, args.data, runner)
+        cells = measured(scenes, rates, args, seeds, systems, runner)
     compared = compare(cells)
     shown = [system for system in systems if system != TUNED]
     values = means(compared)
@@ -190,9 +191,9 @@ def main(argv: Sequence[str]) -> None:
         ),
         metrics=flat[own],
         baselines={system: found for system, found in flat.items() if system != own},
-        goals=goals(compared, scenes),
+        claims=claims(compared, scenes),
     )
-    saturation = format_table(["workload", "load 1.0, requests/s"], list(rates.items()))
+    saturation = Table(["workload", "load 1.0, requests/s"], list(rates.items()))
     emit(result, [saturation, *tables(compared, values, shown), worst(compared, shown)], args.out)
 
 

@@ -9,8 +9,9 @@ from statistics import mean
 
 from ordering_scenes import ANOTHERS, MEASURES, PREDICTED, TUNED, Measure, Scene
 
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.intervals import Compared, interval
-from vllm_ext.report.results import Goal, format_table
+from vllm_ext.report.table import Table
 
 Cells = Mapping[tuple[str, float, str, int], Mapping[str, float]]
 """Workload, load, system and seed -> metrics."""
@@ -65,10 +66,10 @@ def tables(found: Found, over: Mapping[tuple[float, str, str], float], systems: 
         rows: list[list[object]] = [
             [one.name, *(_shown(found[workload, load, system, one.name]) for system in systems)] for one in MEASURES
         ]
-        texts.append(f"\n{workload} at {load:g}, x tuned, above 1 is better\n{format_table(['', *systems], rows)}")
+        texts.append(f"\n{workload} at {load:g}, x tuned, above 1 is better\n{Table(['', *systems], rows)}")
     for load in dict.fromkeys(key[0] for key in over):
         rows = [[one.name, *(over[load, system, one.name] for system in systems)] for one in MEASURES]
-        texts.append(f"\nall workloads at {load:g}, geometric mean\n{format_table(['', *systems], rows)}")
+        texts.append(f"\nall workloads at {load:g}, geometric mean\n{Table(['', *systems], rows)}")
     return texts
 
 
@@ -85,23 +86,23 @@ def worst(found: Found, systems: Sequence[str]) -> str:
             value, workload, load = _least(found, system, name)
             row.append(f"{value:.3g} ({workload} at {load:g})")
         rows.append(row)
-    return f"\nworst cells\n{format_table(['system', *_FLOORS], rows)}"
+    return f"\nworst cells\n{Table(['system', *_FLOORS], rows)}"
 
 
 def _least(found: Found, system: str, name: str) -> tuple[float, str, float]:
     return min((one.value, key[0], key[1]) for key, one in found.items() if key[2:] == (system, name))
 
 
-def goals(found: Found, scenes: Mapping[str, Scene]) -> list[Goal]:
+def claims(found: Found, scenes: Mapping[str, Scene]) -> list[Claim]:
     """Hold what ships to its goals, as far as the cells were measured.
 
     The goals in the mean are of the real predictor's lengths; without one they judge what history alone gives.
     """
-    wanted: list[Goal] = []
+    wanted: list[Claim] = []
 
     def hold(metric: str, value: float, least: float) -> None:
         note = "" if value >= least else f"missed by {least - value:.3g}"
-        wanted.append(Goal(metric=metric, value=round(value, 4), op=">=", goal=least, note=note))
+        wanted.append(Claim(name=metric, value=round(value, 4), op=">=", goal=least, facts=note))
 
     for system in _JUDGED:
         cells = {key: one.value for key, one in found.items() if key[2] == system}

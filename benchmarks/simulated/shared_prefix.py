@@ -20,18 +20,21 @@ Systems that reserve the maximum for each request (``orca``, ``conservative``) a
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import mean
-from typing import Any, NamedTuple
+from functools import partial
+from statistics import fmean
+from typing import Any
 
-from parallel import finished
+import simulated
 
 from vllm_ext.config.kv_tier import FUSED
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.experiments.experiment import Experiment, Findings
+from vllm_ext.experiments.grid import Grid, with_extremes
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, KvOffloadSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -112,35 +115,18 @@ SCENES = {
 }
 
 
-class Job(NamedTuple):
-    """One run; of conversations, one for each two requests."""
-
-    scene: str
-    system: str
-    seed: int
-    requests: int
-
-    def __str__(self) -> str:
-        return f"{self.scene}, {self.system}, seed {self.seed}"
-
-
-def systems() -> list[str]:
-    """Return the systems to compare, vLLM first."""
-    return [UPSTREAM, TUNED, *(row.name for row in table(unserved=True) if not row.oracle)]
-
-
-def spec(job: Job) -> SimulationSpec:
-    """Return the description of a run."""
-    scene = SCENES[job.scene]
-    tuned, upstream = job.system == TUNED, job.system.startswith("upstream")
+def spec(name: str, system: str, requests: int, seed: int) -> SimulationSpec:
+    """Return a run; of conversations there is one for each two requests."""
+    scene = SCENES[name]
+    tuned, upstream = system == TUNED, system.startswith("upstream")
     offload = KvOffloadSpec(cpu_bytes=int(scene.host_gib * _GIB)) if upstream and scene.host_gib else None
-    asked: dict[str, Any] = {**_REQUESTS, "scale_prompt": scene.own_scale, "num_requests": job.requests}
+    asked: dict[str, Any] = {**_REQUESTS, "scale_prompt": scene.own_scale, "num_requests": requests}
     if scene.conversations:
-        asked = {**_CONVERSATIONS, "num_requests": job.requests // 2}
+        asked = {**_CONVERSATIONS, "num_requests": requests // 2}
     tier = {**({"gib": scene.host_gib} if scene.host_gib else {}), **({"gaps": FUSED} if scene.gaps else {})}
     return SimulationSpec(
         engine=EngineSpec(
-            system=UPSTREAM if tuned else job.system,
+            system=UPSTREAM if tuned else system,
             num_blocks=scene.num_blocks,
             max_num_batched_tokens=scene.budget,
             max_model_len=4096 if scene.conversations else 1800,
@@ -150,73 +136,52 @@ def spec(job: Job) -> SimulationSpec:
             options={"kv_tier": tier} if tier and not upstream else {},
         ),
         hardware=HardwareSpec(model="llama-3.1-8b", device="h100"),
-        workload=WorkloadSpec(**_PROMPTS, **asked, seed=job.seed),
+        workload=WorkloadSpec(**_PROMPTS, **asked, seed=seed),
     )
 
 
-def run(jobs: Sequence[Job], at_a_time: int) -> dict[Job, dict[str, float]]:
-    """Simulate what is not kept from before; return the measures of each run.
-
-    Raises:
-        SystemExit: runs failed, which are named; the others are kept.
-        RuntimeError: requests of a run did not end.
-    """
-    metrics = finished({str(job): spec(job) for job in jobs}, at_a_time, label="shared prefix")
-    return {job: {name: float(metrics[str(job)][name]) for name in MEASURES} for job in jobs}
-
-
-def ratios(found: Mapping[Job, Mapping[str, float]], scene: str, system: str) -> dict[str, list[float]]:
-    """Return each measure over upstream's, one ratio per seed."""
-    result: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for job, metrics in found.items():
-        if (job.scene, job.system) == (scene, system):
-            base = found[job._replace(system=UPSTREAM)]
-            for name in MEASURES:
-                result[name].append(metrics[name] / base[name])
-    return result
+def claims(grid: Grid) -> Iterator[Claim]:
+    """Hold each system to vLLM's steps and mean latency."""
+    for scene, system in grid.cells:
+        if system not in (UPSTREAM, TUNED, *RESERVING):
+            for measure in MEASURES[:2]:
+                yield Claim(
+                    name=f"{scene}: {system}, {measure} over upstream's",
+                    value=round(fmean(grid.over(scene, system, UPSTREAM, measure)), 4),
+                    op="<=",
+                    goal=MOST,
+                    why=BY_DESIGN.get(system, "not explained yet"),
+                )
 
 
-def main(argv: Sequence[str]) -> None:
-    """Simulate, print, write."""
-    parser = argument_parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
-    parser.add_argument("--systems", help="comma list (default: all but oracles)")
-    args = parser.parse_args(argv)
-    chosen = [UPSTREAM, *args.systems.split(",")] if args.systems else systems()
-    seeds = [args.seed] if args.quick else [args.seed + i for i in range(5)]
-    requests = _QUICK_COUNT if args.quick else _COUNT
-    jobs = [Job(scene, system, seed, requests) for scene in SCENES for system in chosen for seed in seeds]
-    found = run(jobs, args.jobs)
-    flat: dict[str, dict[str, float]] = {system: {} for system in chosen}
-    goals, tables = [], []
-    for scene, described in SCENES.items():
-        rows = []
-        for system in chosen:
-            of_seeds = ratios(found, scene, system)
-            for name, values in of_seeds.items():
-                flat[system][f"{scene}.{name}_over_upstream"] = mean(values)
-            rows.append([system, *(f"{mean(v):.3f} ({min(v):.3f}..{max(v):.3f})" for v in of_seeds.values())])
-            if system in (UPSTREAM, TUNED, *RESERVING):
-                continue
-            for name in MEASURES[:2]:
-                value = round(mean(of_seeds[name]), 4)
-                metric = f"{scene}: {system}, {name} over upstream's"
-                note = "" if value <= MOST else BY_DESIGN.get(system, "not explained yet")
-                goals.append(Goal(metric=metric, value=value, op="<=", goal=MOST, note=note))
-        tables.append(f"\n{scene}: {described.description}\n{format_table(['system', *MEASURES], rows)}")
-    checksum = hashlib.sha256("".join(spec(job).workload.model_dump_json() for job in jobs).encode()).hexdigest()
-    result = Result(
-        name="shared_prefix",
-        command=command(argv, __file__),
+def run(runner: Runner) -> Findings:
+    """Serve the same requests with every system but oracles."""
+    systems = [UPSTREAM, TUNED, *(row.name for row in table(unserved=True) if not row.oracle)]
+    seeds, requests = runner.seeds(5), _QUICK_COUNT if runner.quick else _COUNT
+    grid = runner.grid({(s, one): partial(spec, s, one, requests) for s in SCENES for one in systems}, seeds)
+    over = {key: {name: grid.over(*key, UPSTREAM, name) for name in MEASURES} for key in grid.cells}
+    flat: dict[str, dict[str, float]] = {system: {} for system in systems}
+    for (scene, system), ratios in over.items():
+        flat[system] |= {f"{scene}.{name}_over_upstream": fmean(values) for name, values in ratios.items()}
+    ours = [system for system in systems if system not in (UPSTREAM, TUNED)]
+    return Findings(
+        tables=[
+            Table(
+                ["system", *MEASURES],
+                [[one, *(with_extremes(values, ".3f") for values in over[name, one].values())] for one in systems],
+                title=f"{name}: {scene.description}",
+            )
+            for name, scene in SCENES.items()
+        ],
+        claims=[*claims(grid)],
+        metrics={f"{system}.{key}": value for system in ours for key, value in flat[system].items()},
+        baselines={system: flat[system] for system in (UPSTREAM, TUNED)},
         config={"seeds": seeds, "requests": requests, "scenes": {n: s.description for n, s in SCENES.items()}},
-        seed=args.seed,
-        workload=Workload(name="alpaca-like behind a shared prompt", rows=requests, sha256=checksum),
-        metrics={f"{s}.{k}": v for s, values in flat.items() if s not in (UPSTREAM, TUNED) for k, v in values.items()},
-        baselines={name: flat[name] for name in (UPSTREAM, TUNED) if name in flat},
-        goals=goals,
+        workload=[spec(scene, UPSTREAM, requests, seed).workload for scene in SCENES for seed in seeds],
     )
-    emit(result, tables, args.out)
 
+
+EXPERIMENT = Experiment(id="shared_prefix", title="Is any system slower than vLLM behind a shared prompt?", run=run)
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    simulated.main(EXPERIMENT, sys.argv[1:])

@@ -33,7 +33,9 @@ from unittest import mock
 from simulator_memory import memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.report.results import Goal, Result, Workload, argument_parser, command, emit, format_table
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
+from vllm_ext.report.table import Table
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.run_data import RunData
@@ -152,37 +154,37 @@ def in_turns(spec: SimulationSpec, repeats: int, timer: Callable[[], float]) -> 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def table_of(cells: dict[str, dict[str, Pairs]]) -> str:
+def table_of(cells: dict[str, dict[str, Pairs]]) -> Table:
     rows = [
         [name, system, *values_of(pairs).values()] for name, found in cells.items() for system, pairs in found.items()
     ]
-    return format_table(["load", "system", *(heading for heading, *_ in COLUMNS.values())], rows)
+    return Table(["load", "system", *(heading for heading, *_ in COLUMNS.values())], rows)
 
 
-def goals_of(cells: dict[str, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Goal]:
+def claims_of(cells: dict[str, dict[str, Pairs]], per_request: dict[str, dict[str, float]]) -> list[Claim]:
     """Compare with what was wanted."""
-    goals = []
+    claims = []
     for (system, clients), goal in SPEED_GOALS.items():
         load = f"{clients}_clients"
         found = values_of(cells[load][system])
         note = f"{found['us_per_step']:.0f} us a step; told of everybody {found['exact_virtual_s_per_s']:.0f}"
         metric = f"{system}_{load}_virtual_s_per_s"
-        goals.append(Goal(metric=metric, value=found["virtual_s_per_s"], op=">=", goal=goal, note=note))
+        claims.append(Claim(name=metric, value=found["virtual_s_per_s"], op=">=", goal=goal, facts=note))
     for kind in ("resident", "allocated"):
         system = max(per_request, key=lambda name: per_request[name][kind])
         value = per_request[system][kind]
         note = f"{system}: a million requests would take {value * MILLION / 2**20:.0f} MiB"
         metric = f"worst_{kind}_bytes_per_request"
-        goals.append(Goal(metric=metric, value=value, op="<=", goal=BYTES_GOAL, note=note))
-    return goals
+        claims.append(Claim(name=metric, value=value, op="<=", goal=BYTES_GOAL, facts=note))
+    return claims
 
 
-def trace_goal(traces: dict[str, Pairs], duration_s: float) -> Goal:
+def trace_claim(traces: dict[str, Pairs], duration_s: float) -> Claim:
     """The slowest system counts; a shorter trace is given less time."""
     system, pairs = max(traces.items(), key=lambda item: min(item[1].quick_s))
     note = f"{system}: {pairs.data.duration_s:.0f} s of virtual time, {pairs.speed:.0f} times real time"
     goal = TRACE_GOAL_S * duration_s / TRACE_S
-    return Goal(metric="worst_trace_run_s", value=round(min(pairs.quick_s), 2), op="<=", goal=goal, note=note)
+    return Claim(name="worst_trace_run_s", value=round(min(pairs.quick_s), 2), op="<=", goal=goal, facts=note)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -206,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
     named = {**cells, "trace": traces}
     tables = [
         table_of(named),
-        format_table(
+        Table(
             ["system", "resident bytes per request", "allocated bytes per request", "MiB per million"],
             [[name, *sizes.values(), max(sizes.values()) * MILLION / 2**20] for name, sizes in per_request.items()],
         ),
@@ -239,7 +241,7 @@ def main(argv: Sequence[str]) -> None:
         seed=args.seed,
         workload=Workload(name=workload.name, rows=workload.rows, sha256=workload.sha256),
         metrics=metrics,
-        goals=[*goals_of(cells, per_request), trace_goal(traces, duration_s)],
+        claims=[*claims_of(cells, per_request), trace_claim(traces, duration_s)],
     )
     emit(result, tables, args.out)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,11 +85,6 @@ class Scene:
         )
         options = {**self.options, **chosen.options} if ours else {}
         return made.model_copy(update={"engine": made.engine.model_copy(update={"options": options})})
-
-    def digest(self, seeds: Sequence[int], *, quick: bool) -> str:
-        """Return a checksum of what is served."""
-        texts = [self.spec("upstream", seed, quick=quick).workload.model_dump_json() for seed in seeds]
-        return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 SYSTEMS = {

@@ -67,7 +67,7 @@ def test_a_try_on_the_cpu_compares_outputs_with_the_definition_and_fills_the_res
     }
     assert all(value > 0 for value in result["metrics"].values())
     assert set(result["baselines"]) == {"memory"}
-    assert result["goals"] == [], "numbers of a try mean nothing"
+    assert result["claims"] == [], "numbers of a try mean nothing"
     assert (result["complete"], result["wrong"], result["failed"]) == (True, [], {})
 
 

@@ -40,16 +40,16 @@ def phase(*times: list[float], reason: str = "stop") -> dict[str, Any]:
 
 
 def cell(system: str, latency_ms: float, *, load: float = 0.9, repeat: int = 0) -> Any:
-    goals, report = script("engine_goals"), script("engine_report")
-    metrics = {**dict.fromkeys(goals.RATIOS, 1.0), "mean_waiting_requests": 3.0, "preemptions": 0.0}
+    engine_claims, report = script("engine_claims"), script("engine_report")
+    metrics = {**dict.fromkeys(engine_claims.RATIOS, 1.0), "mean_waiting_requests": 3.0, "preemptions": 0.0}
     return report.Cell(system=system, at=load, repeat=repeat, metrics={**metrics, report.NORMALISED: latency_ms})
 
 
 def judged(cells: list[Any], note: str = "") -> tuple[dict[str, Any], Any]:
     """Goals by metric, and what the cells were reduced to."""
     reduced = script("engine_report").reduce(cells)
-    script("engine_goals").add_ratios(cells, reduced)
-    return {goal.metric: goal for goal in script("engine_goals").goals(cells, reduced, "lengths", note)}, reduced
+    script("engine_claims").add_ratios(cells, reduced)
+    return {goal.name: goal for goal in script("engine_claims").claims(cells, reduced, "lengths", note)}, reduced
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,12 @@ def test_variants_are_judged_against_another_row_of_the_same_repeat() -> None:
 
 
 def test_goals_compare_rows_that_are_measured() -> None:
-    goals, rows = script("engine_goals"), script("engine_rows")
+    engine_claims, rows = script("engine_claims"), script("engine_rows")
     without = set(rows.WORKLOADS) - set(rows.WITH_OBJECTIVES)
-    for workloads, comparisons in [(without, goals.COMPARISONS), *(({w}, c) for w, c in goals.SLO_COMPARISONS.items())]:
+    for workloads, comparisons in [
+        (without, engine_claims.COMPARISONS),
+        *(({w}, c) for w, c in engine_claims.SLO_COMPARISONS.items()),
+    ]:
         measured = {row for workload in workloads for row in rows.default_rows(workload, quick=False).split(",")}
         assert {row for one in comparisons for row in (one.row, one.other)} <= measured
 

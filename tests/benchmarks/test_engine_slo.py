@@ -40,14 +40,14 @@ def sent(ttft_ms: float, tbt_ms: float, tier: str = "chat") -> dict[str, Any]:
 
 def measured(system: str, repeat: int = 0, load: float = 1.3, **metrics: float) -> Any:
     """A cell with what goals look at."""
-    goals, report = script("engine_goals"), script("engine_report")
+    engine_claims, report = script("engine_claims"), script("engine_report")
     values = {
-        **dict.fromkeys(goals.RATIOS, 1.0),
-        goals.ATTAINED: 0.5,
-        goals.GAPS: 2.0,
-        goals.TOKENS: 100.0,
-        goals.STEPS: 1000.0,
-        goals.EVICTIONS: 50.0,
+        **dict.fromkeys(engine_claims.RATIOS, 1.0),
+        engine_claims.ATTAINED: 0.5,
+        engine_claims.GAPS: 2.0,
+        engine_claims.TOKENS: 100.0,
+        engine_claims.STEPS: 1000.0,
+        engine_claims.EVICTIONS: 50.0,
         "goodput_requests_per_s": 5.0,
         "mean_waiting_requests": 1.0,
         "tbt_p99_ms": 20.0,
@@ -57,9 +57,9 @@ def measured(system: str, repeat: int = 0, load: float = 1.3, **metrics: float) 
 
 
 def goals(found: list[Any], workload: str = "mixed-slo") -> dict[str, Any]:
-    module, reduced = script("engine_goals"), script("engine_report").reduce(found)
+    module, reduced = script("engine_claims"), script("engine_report").reduce(found)
     module.add_ratios(found, reduced)
-    return {goal.metric: goal for goal in module.goals(found, reduced, workload, "")}
+    return {goal.name: goal for goal in module.claims(found, reduced, workload, "")}
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_profile_that_is_not_there_is_refused() -> None:
 
 def test_objectives_are_judged_request_by_request() -> None:
     """Three requests: one meets both, one has a gap too long, one starts too late."""
-    report = script("engine_goals")
+    report = script("engine_claims")
     lines = [timeline(0.0, 0.1, 0.2), timeline(0.0, 0.1, 0.9, 1.0), timeline(0.0, 0.6, 0.7, 0.8, 2.0)]
     requests = [sent(200, 150), sent(200, 400), sent(500, 1300, tier="document")]
     found = report.slo_metrics(requests, lines)

@@ -178,7 +178,7 @@ def test_smallest_run_prints_tables_and_one_line_of_json(
     result = json.loads(printed.out.splitlines()[-1])
     assert result == json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert result["metrics"]["block_64_times_smaller_than_bf16"] == pytest.approx(1.8824, abs=1e-4)
-    assert {goal["metric"] for goal in result["goals"]} == {
+    assert {goal["name"] for goal in result["claims"]} == {
         "block_64_times_smaller_than_bf16", "cpu_block32_cold_store_time_over_copy",
         "rows_block32_cold_store_time_over_copy", "worst_error_over_allowed", "perplexity_change_abs_percent",
     }  # fmt: skip

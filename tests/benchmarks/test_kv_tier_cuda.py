@@ -57,7 +57,7 @@ def test_a_try_on_the_cpu_checks_bytes_and_fills_the_result() -> None:
             assert result["metrics"][f"{bits}_compute_time_beside_{kind}s_ratio"] > 0
     assert result["metrics"]["raw_host_bytes_per_kv_byte"] == 1
     assert set(result["baselines"]) == {"one pinned copy"}
-    assert result["goals"] == [], "numbers of a try mean nothing"
+    assert result["claims"] == [], "numbers of a try mean nothing"
     assert (result["complete"], result["wrong"], result["failed"]) == (True, [], {})
 
 
@@ -97,8 +97,8 @@ def test_a_link_that_idles_between_looks_is_a_goal_missed(rate: float, missed: s
     metrics |= {f"{name}_{kind}_kernel_gb_per_s": 900.0 for name in ("raw", "8bit") for kind in ("pack", "unpack")}
     metrics |= {f"raw_{kind}_polled_{period}ms_gb_per_s": 50.0 for kind in ("store", "load") for period in (6, 20)}
     metrics |= {f"raw_{kind}_polled_20ms_gb_per_s": rate for kind in ("store", "load")}
-    goals = benchmark.goals(metrics, {"store_gb_per_s": 50.0, "load_gb_per_s": 50.0})
-    found = {goal.metric for goal in goals if not goal.met}
+    goals = benchmark.claims(metrics, {"store_gb_per_s": 50.0, "load_gb_per_s": 50.0})
+    found = {goal.name for goal in goals if not goal.met}
     assert found == {f"raw_{kind}_polled_20ms / one pinned copy" for kind in missed}
 
 

@@ -305,7 +305,7 @@ def test_counts_add_up_over_steps() -> None:
 def judged(measured: list[Any], tokens: dict[str, int]) -> list[Any]:
     reduced = script("engine_report").reduce(measured)
     report = script("multi_turn_report")
-    found: list[Any] = report.goals(reduced, report.sustained(measured, 20.0), tokens, "why.")
+    found: list[Any] = report.claims(reduced, report.sustained(measured, 20.0), tokens, "why.")
     return found
 
 
@@ -350,7 +350,7 @@ def test_results_hold_medians_spread_and_bounds() -> None:
     summed = report.summary(rates)
     assert summed["tier-retention"]["sustained_over_stateless_ratio_is_lower_bound"] == 1.0
     assert summed["stateless"]["sustained_conversations_per_s"] == 1.0
-    text = "\n".join(report.tables(reduced, rates, 20.0))
+    text = "\n".join(map(str, report.tables(reduced, rates, 20.0)))
     assert ">= 1.33 (>= 1.33, 1.5)" in text
 
 
@@ -359,7 +359,7 @@ def test_goals_are_judged_where_their_rows_were_measured() -> None:
     measured = cells(MEASURED, recomputed_share=0.25)
     measured += cells({"tier-retention-8": [{1.0: 5.0}]}, recomputed_share=0.125)
     tokens = {"tier-retention": 100, "tier-retention-8": 200}
-    found = {goal.metric: (goal.value, goal.met) for goal in judged(measured, tokens)}
+    found = {goal.name: (goal.value, goal.met) for goal in judged(measured, tokens)}
     assert found["tier-retention.sustained_over_stateless_ratio"] == (pytest.approx(4 / 3), True)
     assert found["tier-retention.sustained_over_tier_lru_ratio"] == (1.0, False)
     assert found[report.DENSITY] == (2.0, True)
@@ -370,7 +370,7 @@ def test_history_found_on_the_device_is_compared_with_prefix_caching() -> None:
     report = script("multi_turn_report")
     measured = cells({"records": [{1.0: 5.0}]}, device_hit_share=0.6)
     measured += cells({"prefix-cache": [{1.0: 10.0}]}, device_hit_share=0.3)
-    found = {goal.metric: (goal.value, goal.met) for goal in judged(measured, {})}
+    found = {goal.name: (goal.value, goal.met) for goal in judged(measured, {})}
     assert found[report.ON_DEVICE] == (2.0, True)
 
 

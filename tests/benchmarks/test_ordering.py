@@ -55,12 +55,12 @@ def test_above_1_is_better_of_every_measure_and_the_interval_is_that_of_the_loga
 @pytest.mark.parametrize(("factor", "met"), [(1.71, True), (1.69, False)])
 def test_goals_are_held_to_the_issue(scenes: ModuleType, report: ModuleType, factor: float, met: bool) -> None:
     found = report.compare(cells(scenes, dict.fromkeys(SEEDS, factor), points=20.5 if met else 19.5))
-    goals = {goal.metric: goal for goal in report.goals(found, scenes.SCENES)}
+    goals = {goal.name: goal for goal in report.claims(found, scenes.SCENES)}
     assert goals["alise, sharegpt at 1: mean e2e, x tuned"].met is met
     assert goals["alise at 1: share on time, points more than tuned"].met is met
     assert "missed by 0.01" in goals["alise, sharegpt at 1: mean e2e, x tuned"].note or met
     slower = report.compare(cells(scenes, dict.fromkeys(SEEDS, 0.5)))
-    floors = [goal for goal in report.goals(slower, scenes.SCENES) if "worst cell" in goal.metric]
+    floors = [goal for goal in report.claims(slower, scenes.SCENES) if "worst cell" in goal.name]
     assert len(floors) == 4
     assert not any(goal.met for goal in floors)
 

@@ -185,8 +185,8 @@ def judged(ratios: dict[str, float], *, share: float = 0.02) -> dict[str, Any]:
         ours |= {f"{key}_ratio": ratio, f"{key}_preemptions": 0.0, f"{key}_mean_running_requests": 256.0}
         ours |= {f"{key}_policy_share_of_25ms_step": share}
         base |= {f"{key}_{part}": value for part, value in facts(1.0).items()}
-    made = report.goals({"past-future": ours}, {"past-future": base}, points.values(), 256)
-    return {goal.metric: goal for goal in made}
+    made = report.claims({"past-future": ours}, {"past-future": base}, points.values(), 256)
+    return {goal.name: goal for goal in made}
 
 
 def test_worst_state_is_judged_and_growth_from_an_empty_queue() -> None:
@@ -212,7 +212,7 @@ def test_the_time_of_policies_is_judged_with_few_running() -> None:
     for cell in cells:
         ours |= {f"{cell.key}_{part}": 1.0 for part in ("step_us", "schedule_us", "update_us", "preemptions")}
         ours[f"{cell.key}_mean_running_requests"] = float(cell.running)
-    made = {goal.metric: goal for goal in report.goals({"alise": ours}, {"alise": ours}, cells, 256)}
+    made = {goal.name: goal for goal in report.claims({"alise": ours}, {"alise": ours}, cells, 256)}
     goal = made["alise_worst_policy_us_8_running"]
     assert (goal.value, goal.goal, goal.met) == (110.0, 100.0, False)
     assert goal.note.startswith("worst with 1000 waiting")

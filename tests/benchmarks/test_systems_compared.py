@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from vllm_ext.experiments.grid import Grid
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
 
@@ -27,15 +29,14 @@ def test_a_margin_above_1_is_better_whichever_direction_better_is(compared: Modu
 
 
 def test_auto_is_held_to_the_owner_of_each_measure_and_to_upstream_tuned(compared: ModuleType) -> None:
-    scenes = sys.modules["systems_scenes"]
-    scene = scenes.SCENES["streams"]
+    scene = sys.modules["systems_scenes"].SCENES["streams"]
     values = {"auto": 0.9, "sarathi": 0.95, "upstream tuned": 0.2}
-    found = {(scene.name, name): {m.name: value for m in scene.measures} for name, value in values.items()}
-    goals = {goal.metric: goal for goal in compared.goals([scene], found)}
-    met = goals["streams: every gap within 100 ms, how many times better auto is than sarathi"]
+    grid = Grid({("streams", name): [{m.metric: value for m in scene.measures}] for name, value in values.items()})
+    claims = {claim.name: claim for claim in compared.claims(grid)}
+    met = claims["streams: every gap within 100 ms, how many times better auto is than sarathi"]
     assert (met.met, met.goal) == (False, 0.98)
-    assert goals["streams: every gap within 100 ms, how many times better auto is than upstream tuned"].met
-    assert len(goals) == 4, "median TTFT and P99 TBT are shown, not judged"
+    assert claims["streams: every gap within 100 ms, how many times better auto is than upstream tuned"].met
+    assert len(claims) == 4, "median TTFT and P99 TBT are shown, not judged"
 
 
 def test_every_scene_serves_the_same_requests_to_all_systems(compared: ModuleType) -> None:
@@ -43,28 +44,39 @@ def test_every_scene_serves_the_same_requests_to_all_systems(compared: ModuleTyp
     for scene in scenes.SCENES.values():
         specs = [scene.spec(name, 1, quick=True) for name in scenes.SYSTEMS]
         assert len({spec.workload.model_dump_json() for spec in specs}) == 1
-        assert scene.digest([0], quick=True) != scene.digest([1], quick=True)
         owners = {m.owner for m in scene.measures if m.owner}
         assert owners <= set(scenes.SYSTEMS)
 
 
-def test_systems_of_a_scene_are_simulated_once_and_a_failed_run_is_named(
+def test_a_failed_run_is_named_and_the_same_command_goes_on_with_it(
     compared: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path))
-    scene = sys.modules["systems_scenes"].SCENES["instructions, no objectives"]
-    name = scene.measures[0].metric
+    monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path / "cache"))
+    scenes = sys.modules["systems_scenes"]
+    name = "instructions, no objectives"
+    (measure,) = scenes.SCENES[name].measures
+    for module in (scenes, compared):
+        monkeypatch.setattr(module, "SCENES", {name: scenes.SCENES[name]})
+        monkeypatch.setattr(
+            module, "SYSTEMS", {one: scenes.SYSTEMS[one] for one in ("auto", "alise", "upstream tuned")}
+        )
     ran: list[str] = []
 
     def point(spec: SimulationSpec) -> dict[str, float]:
         ran.append(spec.engine.system)
-        if spec.engine.system == "sarathi" and ran.count("sarathi") == 1:
+        if spec.engine.system == "alise" and ran.count("alise") == 1:
             raise ArithmeticError("not today")
-        return {name: 10.0 + spec.workload.seed}
+        return {measure.metric: 10.0 + spec.workload.seed, "unfinished_requests": 0.0}
 
     monkeypatch.setattr(pools, "simulate_point", point)
-    with pytest.raises(SystemExit, match=r"instructions, no objectives, sarathi, seed 0: ArithmeticError: not today"):
-        compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)
-    found = compared.run([scene], ["auto", "sarathi"], [0, 1], 1, quick=True)
-    assert found == {(scene.name, system): {scene.measures[0].name: 10.5} for system in ("auto", "sarathi")}
-    assert sorted(ran) == ["auto", "auto", "sarathi", "sarathi", "sarathi"]
+    out = tmp_path / "result.json"
+    argv = ["--quick", "--seed", "3", "--jobs", "1", "--out", str(out)]
+    simulated = sys.modules["simulated"]
+    with pytest.raises(SystemExit, match=rf"{name}, alise, seed 3: ArithmeticError: not today; the same command goes"):
+        simulated.main(compared.EXPERIMENT, argv)
+    simulated.main(compared.EXPERIMENT, argv)
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert result["command"].startswith("python benchmarks/simulated/systems_compared.py --quick --seed 3")
+    assert result["metrics"] == {f"{name}.{measure.metric}": 13.0}
+    assert set(result["baselines"]) == {"alise", "upstream tuned"}
+    assert sorted(ran) == ["alise", "alise", "auto", "upstream-fcfs"]

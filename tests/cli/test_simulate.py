@@ -260,7 +260,7 @@ def test_what_is_wrong_is_one_line_that_names_it(
 
 
 def test_table_shows_a_dash_where_there_is_no_ratio() -> None:
-    text = simulate.table({"a": {"preemptions": 0.0, "requests": 4.0}, "b": {"preemptions": 3.0, "requests": 2.0}})
+    text = str(simulate.table({"a": {"preemptions": 0.0, "requests": 4.0}, "b": {"preemptions": 3.0, "requests": 2.0}}))
     assert text.splitlines()[2:] == ["requests     4  2  0.5", "preemptions  0  3    -"]
 
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import headlines  # noqa: E402
 import readme_results  # noqa: E402
+import result_file  # noqa: E402
 import result_tables  # noqa: E402
 
 from vllm_ext.hooks import registry  # noqa: E402
@@ -92,20 +93,20 @@ def test_a_value_that_changes_makes_the_readme_stale(checkout: Path) -> None:
 def test_an_absent_metric_is_named_with_its_file(checkout: Path, name: str, part: str, key: str) -> None:
     change(checkout, name, part, key, None)
     metric = key.split(".", 1)[-1]
-    with pytest.raises(headlines.NoHeadline, match=rf"benchmarks/results/{name} has no .*'{metric}'"):
+    with pytest.raises(result_file.Unshown, match=rf"benchmarks/results/{name} has no .*'{metric}'"):
         readme_results.rewritten(checkout, checkout / "README.md")
 
 
 def test_an_absent_file_is_named(checkout: Path) -> None:
     (checkout / "benchmarks" / "results" / "step_overhead.json").unlink()
-    with pytest.raises(headlines.NoHeadline, match=r"benchmarks/results/step_overhead.json can't be read"):
+    with pytest.raises(result_file.Unshown, match=r"benchmarks/results/step_overhead.json can't be read"):
         readme_results.rewritten(checkout, checkout / "README.md")
 
 
 def test_a_run_whose_noise_is_as_large_is_no_headline(checkout: Path) -> None:
     change(checkout, "engine_compare_memory.json", "metrics", "fcfs.load_2.preemptions", 900.0)
     with pytest.raises(
-        headlines.NoHeadline, match=r"ranks nothing: the effect is 111.5, and its A/A pair differs by 136"
+        result_file.Unshown, match=r"ranks nothing: the effect is 111.5, and its A/A pair differs by 136"
     ):
         headlines.preemptions(checkout)
 
@@ -114,7 +115,9 @@ def test_a_run_whose_noise_is_as_large_is_no_headline(checkout: Path) -> None:
 def test_no_headline_comes_from_a_run_that_ranks_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every line of the table was compared with an A/A pair."""
     compared: list[tuple[float, float]] = []
-    monkeypatch.setattr(headlines, "check_ranks", lambda result, effect, noise: compared.append((effect, noise)))
+    monkeypatch.setattr(
+        result_file.Result, "check_ranks", lambda result, effect, noise: compared.append((effect, noise))
+    )
     make(ROOT)
     assert len(compared) == 1
     assert compared[0][0] > compared[0][1] >= 0
@@ -126,7 +129,7 @@ def test_an_order_that_seeds_alone_explain_is_not_shown(checkout: Path) -> None:
     data["baselines"]["alise, predicted"]["all.1.mean e2e.ratio"] = 1.289
     data["baselines"][headlines.AGAIN]["all.1.mean e2e.ratio"] = 0.5
     path.write_text(json.dumps(data))
-    with pytest.raises(headlines.NoHeadline, match=r"effect is 0.289, and its A/A pair differs by 1"):
+    with pytest.raises(result_file.Unshown, match=r"effect is 0.289, and its A/A pair differs by 1"):
         headlines.order(checkout)
 
 
@@ -166,7 +169,7 @@ def test_a_result_that_ranks_now_asks_to_be_a_headline(
     checkout: Path, make: Any, name: str, key: str, value: float
 ) -> None:
     change(checkout, name, "metrics", key, value)
-    with pytest.raises(headlines.NoHeadline, match=rf"{name} ranks \w+ now: make it a headline"):
+    with pytest.raises(result_file.Unshown, match=rf"{name} ranks \w+ now: make it a headline"):
         make(checkout)
 
 
@@ -212,7 +215,7 @@ def test_a_command_is_shown_without_what_belongs_to_the_machine_that_ran_it(chec
     ran = "python benchmarks/x.py --dataset ../data/a.jsonl.gz --keep cells --quick --out results/x.json"
     path = checkout / "benchmarks" / "results" / "x.json"
     path.write_text(json.dumps({"command": ran}))
-    assert headlines.Result(checkout, "x.json").command == "python benchmarks/x.py --dataset a.jsonl.gz --quick"
+    assert result_file.Result(checkout, "x.json").command == "python benchmarks/x.py --dataset a.jsonl.gz --quick"
 
 
 @pytest.mark.parametrize("name", result_tables.TABLES)
@@ -225,7 +228,7 @@ def test_every_table_is_on_a_page_and_has_a_header(name: str) -> None:
 
 def test_a_readme_without_the_block_is_refused(checkout: Path) -> None:
     (checkout / "README.md").write_text("# Nothing\n")
-    with pytest.raises(headlines.NoHeadline, match=r"README.md has blocks \[\], not one of results"):
+    with pytest.raises(result_file.Unshown, match=r"README.md has blocks \[\], not one of results"):
         readme_results.rewritten(checkout, checkout / "README.md")
 
 
@@ -233,7 +236,7 @@ def test_an_unknown_table_is_refused_with_the_known_ones(checkout: Path) -> None
     page = checkout / "docs" / "results" / "new.md"
     page.parent.mkdir(parents=True)
     page.write_text("<!-- table: speed -->\n<!-- table: end -->\n")
-    with pytest.raises(headlines.NoHeadline, match=r"docs/results/new.md: there is no table 'speed', only latency, "):
+    with pytest.raises(result_file.Unshown, match=r"docs/results/new.md: there is no table 'speed', only latency, "):
         readme_results.rewritten(checkout, page)
 
 

@@ -89,17 +89,17 @@ def test_gain_is_that_over_stateless_serving_and_better_than_todays_caches() -> 
     low = {(load, name): 40.0 if name != base.PENSIEVE.name else ms for load, ms in latency.items() for name in names}
     over_stateless, over_lru = measured(rates, low).claims(1.3)
     assert "opt-13b, 5 turns or more" in over_stateless.name
-    assert (over_stateless.ours, over_stateless.reached, over_stateless.headline) == (1.5, True, True)
+    assert (over_stateless.value, over_stateless.met, over_stateless.headline) == (1.5, True, True)
     assert "over vLLM 0.32's 1.20" in over_stateless.note
     assert "from 0.75 of its rate on" in over_stateless.note
-    assert (over_lru.ours, over_lru.reached) == (0.75, False)
+    assert (over_lru.value, over_lru.met) == (0.75, False)
 
 
 def test_where_nothing_is_gained_it_is_said() -> None:
     names = [c.name for c in (base.VLLM_2023, base.STATELESS, base.PENSIEVE)]
     low = {(load, name): 40.0 for load in base.LOW_LOADS for name in names}
     (claim,) = measured(dict.fromkeys(names, 2.0), low).claims(1.25)
-    assert claim.ours == 1.0
+    assert claim.value == 1.0
     assert "at no load measured below it" in claim.note
 
 
@@ -115,5 +115,5 @@ def test_hit_rates_and_recomputed_tokens_are_compared_where_there_is_pressure() 
     ours = {1.0: metrics(99.5, 0.5), 2.0: metrics(70.0, 30.0)}
     lru = {1.0: metrics(99.0, 1.0), 2.0: metrics(60.0, 40.0)}
     points, fewer = fig14.claims(*({rate: fig14.figures(one) for rate, one in of.items()} for of in (ours, lru)))
-    assert points.ours == pytest.approx(10.0)
-    assert fewer.ours == pytest.approx(0.25), "at 1/s LRU finds 99 %, so half as many tokens say nothing"
+    assert points.value == pytest.approx(10.0)
+    assert fewer.value == pytest.approx(0.25), "at 1/s LRU finds 99 %, so half as many tokens say nothing"

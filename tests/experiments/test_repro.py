@@ -12,9 +12,11 @@ import pytest
 
 from vllm_ext.cli import repro as command
 from vllm_ext.experiments import catalogue, report
-from vllm_ext.experiments.experiment import Claim, Experiment, Findings, Plot
+from vllm_ext.experiments.experiment import Experiment, Findings, Plot
 from vllm_ext.experiments.runner import RunFailed, Runner, Sustained
 from vllm_ext.report import json_output, provenance
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.sweep.pools import InProcessPool
@@ -51,13 +53,12 @@ def sustained(
 
 
 def claim(paper: float = 2.0, ours: float = 3.0, **other: object) -> Claim:
-    return Claim(**{"name": "rate ratio", "paper": paper, "ours": ours, "why": "a reason", **other})  # type: ignore[arg-type]
+    return Claim(**{"name": "rate ratio", "goal": paper, "value": ours, "why": "a reason", **other})  # type: ignore[arg-type]
 
 
 def findings(*claims: Claim) -> Findings:
     return Findings(
-        header=("system", "req/s"),
-        rows=[("ours", 3.0)],
+        tables=[Table(("system", "req/s"), [("ours", 3.0)])],
         claims=claims,
         metrics={"ours.rate_per_s": 3.0},
         workload=[WorkloadSpec(source="fixed:16:4", num_requests=3)],
@@ -121,25 +122,15 @@ def test_metrics_come_back_under_their_keys_and_are_not_simulated_twice(tmp_path
     assert seen == [1.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    ("better", "paper", "ours", "reached"),
-    [("higher", 2.0, 2.0, True), ("higher", 2.0, 1.9, False), ("lower", 2.0, 1.9, True), ("lower", 2.0, 2.1, False)],
-)
-def test_claim_is_reached_in_the_direction_that_is_better(
-    better: str, paper: float, ours: float, reached: bool
-) -> None:
-    made = claim(paper, ours, better=better)
-    assert made.reached is reached
-    assert made.note == ("" if reached else "a reason")
-    assert made.ratio == ours / paper
-
-
-def test_headline_claims_are_goals_and_a_missed_one_keeps_its_reason() -> None:
-    made = report.result(
-        STUDY, findings(claim(headline=True), claim(4.0, 3.0, headline=True)), command="x", seed=0, quick=True
-    )
-    assert [(goal.met, goal.note) for goal in made.goals] == [(True, ""), (False, "a reason")]
-    assert [c["reached"] for c in made.config["claims"]] == [True, False]
+def test_all_claims_are_kept_and_a_missed_one_has_its_reason() -> None:
+    claims = claim(headline=True), claim(4.0, 3.0), claim(4.0, 3.0, why="", facts="a fact"), claim(4.0, 3.0, why="")
+    made = report.result(STUDY, findings(*claims), command="x", seed=0, quick=True)
+    assert [(one.headline, one.met, one.note) for one in made.claims] == [
+        (True, True, ""),
+        (False, False, "a reason"),
+        (False, False, "a fact"),
+        (False, False, "see the differences"),
+    ]
 
 
 def test_documentation_shows_paper_ours_and_ratio_of_each_result(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def measured() -> dict[tuple[capacity.Cell, str], Sustained]:
 def test_claim_compares_the_cells_that_the_paper_speaks_of(wanted: dict[str, Any], ratio: float) -> None:
     published = capacity.Published(paper=2.0, model="yi-34b", over=capacity.VLLM_2023, headline=True, **wanted)
     claim, _ = capacity.claims(published, measured())
-    assert claim.ours == ratio
+    assert claim.value == ratio
     assert claim.headline
     assert "sarathi-published 6/s, limited by P99 TBT; vllm-2023" in claim.note
 

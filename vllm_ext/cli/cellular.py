@@ -58,7 +58,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _profile(args: argparse.Namespace) -> int:
     from vllm_ext.cellular import executor, profile
-    from vllm_ext.report.results import format_table
+    from vllm_ext.report.table import Table
 
     model = _model(args.model, args.seed)
     for module in model.modules.values():
@@ -71,7 +71,7 @@ def _profile(args: argparse.Namespace) -> int:
     rows = [[f"{batch}", *(one.seconds[batch] * 1e3 for one in found.values())] for batch in sorted(args.batches)]
     rows.append(["knee", *(one.knee for one in found.values())])
     rows.append(["best", *(one.best for one in found.values())])
-    print(format_table(["batch", *(f"{name} (ms)" for name in found)], rows))
+    print(Table(["batch", *(f"{name} (ms)" for name in found)], rows))
     if args.out:
         profile.save(model, found, args.out)
         print(f"{args.out}\nuse it: vllm-ext cellular serve {args.model} --profile {args.out}")

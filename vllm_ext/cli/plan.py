@@ -15,6 +15,7 @@ from vllm_ext.cli.missing import need
 from vllm_ext.report import json_output, results
 from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.provenance import result_path
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.plan import (
     BASELINE,
     LOADS,
@@ -78,7 +79,7 @@ def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.plot is not None:
         _draw(rows, objective, base, args.plot)
     incomplete = left_out.lines((row.outcome.metrics or {} for row in rows), base, workload)
-    said = [_table(rows, objective), *incomplete, "", _advice(verdict, base, own_rate)]
+    said: list[object] = [_table(rows, objective), *incomplete, "", _advice(verdict, base, own_rate)]
     results.emit(made, said, args.out, as_json=args.json)
     if failed := sum(row.outcome.failed for row in rows):
         print(
@@ -139,13 +140,13 @@ def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
         print(f"{where}: {said}", file=sys.stderr, flush=True)
 
 
-def _table(rows: Sequence[Row], objective: Objective) -> str:
+def _table(rows: Sequence[Row], objective: Objective) -> Table:
     columns = {**(_SLO_COLUMNS if objective.with_slo else {}), **_COLUMNS}
     cells = []
     for row in rows:
         metrics = row.outcome.metrics or {}
         cells.append((row.load, row.rate_per_s, row.candidate.name, *(metrics.get(name) for name in columns.values())))
-    return results.format_table(("x load", "req/s", "candidate", *columns), cells)
+    return Table(("x load", "req/s", "candidate", *columns), cells)
 
 
 def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:

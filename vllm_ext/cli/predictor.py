@@ -54,6 +54,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from vllm_ext.prediction.learned import LearnedPredictor
     from vllm_ext.report import results
     from vllm_ext.report.count_progress import CountProgress
+    from vllm_ext.report.table import Table
 
     folder: Path = args.out or default_folder(args.model)
     _check_place(folder)
@@ -83,7 +84,7 @@ def _train(args: argparse.Namespace, argv: Sequence[str]) -> int:
         config={"encoder": encoder.name, "lengths_counted_in": dict(rows.counted_in), "folder": folder.name},
         workload=_workload(rows), metrics={name: float(value) for name, value in metrics.items()},
     )  # fmt: skip
-    table = results.format_table(["learned", ""], list(metrics.items()))
+    table = Table(["learned", ""], list(metrics.items()))
     results.emit(result, [] if args.quiet else [table, *_units(rows), f"written to {folder}"])
     return 0
 
@@ -93,6 +94,7 @@ def _eval(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from vllm_ext.prediction.learned import LearnedPredictor
     from vllm_ext.report import results
     from vllm_ext.report.count_progress import CountProgress
+    from vllm_ext.report.table import Table
 
     if args.quick and args.max_rows is None:
         args.max_rows = QUICK_ROWS
@@ -123,7 +125,7 @@ def _eval(args: argparse.Namespace, argv: Sequence[str]) -> int:
             predictor.close()
     parts = {"all": said, "first turns": said.where(said.turns == 0), "later turns": said.where(said.turns > 0)}
     found = {name: evaluate.scores(part) for name, part in parts.items() if len(part.true)}
-    table = results.format_table(
+    table = Table(
         ["requests", "n", *evaluate.MEASURES],
         [[name, len(parts[name].true), *(score[m] for m in evaluate.MEASURES)] for name, score in found.items()],
     )
@@ -142,7 +144,7 @@ def _eval(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _show(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     from vllm_ext.prediction import show
-    from vllm_ext.report.results import format_table
+    from vllm_ext.report.table import Table
 
     folder = _folder(args)
     found = show.describe(folder)
@@ -151,7 +153,7 @@ def _show(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"folder": str(folder), **found}))
     else:
-        print(format_table(["predictor", str(folder)], show.as_rows(found)))
+        print(Table(["predictor", str(folder)], show.as_rows(found)))
     return 1 if found["problems"] else 0
 
 

@@ -16,6 +16,7 @@ from vllm_ext.cli.missing import need
 from vllm_ext.report import json_output, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.provenance import result_path
+from vllm_ext.report.table import Table
 from vllm_ext.simulation import export
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.perfetto import write_trace
@@ -159,7 +160,7 @@ def _result(
     )
 
 
-def table(found: Found, *, every: bool = False) -> str:
+def table(found: Found, *, every: bool = False) -> Table:
     """Return metrics as text, a line each; beside each further system its ratio to the first."""
     first, *others = found
     known = {name for metrics in found.values() for name in metrics}
@@ -169,7 +170,7 @@ def table(found: Found, *, every: bool = False) -> str:
     for name in names:
         beside = (cell for system in others for cell in (found[system].get(name), _ratio(found, system, name)))
         rows.append([name, found[first].get(name), *beside])
-    return results.format_table(header, rows)
+    return Table(header, rows)
 
 
 def _ratio(found: Found, system: str, name: str) -> float | None:

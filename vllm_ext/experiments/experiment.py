@@ -6,9 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Workload
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -50,41 +52,6 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One figure of a paper beside ours."""
-
-    name: str
-    """What is compared, e.g. ``opt-13b sharegpt: rate at 200 ms/token, alise / vllm-2023``."""
-    paper: float
-    """The paper's figure."""
-    ours: float
-    """What was measured here."""
-    better: Literal["higher", "lower"] = "higher"
-    """Which direction is an improvement; the claim is reproduced if ours is at least as good."""
-    facts: str = ""
-    """What to know beside the two."""
-    why: str = ""
-    """Why ours falls short; said only if it does."""
-    headline: bool = False
-    """Whether this is the figure the paper is known by; it becomes a goal of the result."""
-
-    @property
-    def ratio(self) -> float:
-        """Ours / paper's."""
-        return self.ours / self.paper
-
-    @property
-    def reached(self) -> bool:
-        """Whether ours is at least as good as the paper's."""
-        return self.ours >= self.paper if self.better == "higher" else self.ours <= self.paper
-
-    @property
-    def note(self) -> str:
-        """What is said beside the figures."""
-        return "; ".join(filter(None, (self.facts, "" if self.reached else self.why)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plot:
     """A picture of the findings, drawn when they are written."""
 
@@ -120,12 +87,12 @@ def bar_plot(suffix: str, groups: Sequence[str], heights: Mapping[str, Sequence[
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a reproduction measured."""
+    """What an experiment measured."""
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    """The table, as the paper would print it."""
+    tables: Sequence[Table]
+    """As the paper would print them."""
     claims: Sequence[Claim]
+    """The paper's figures beside ours, or what was to be reached."""
     metrics: Mapping[str, float]
     """Flat; names end in units."""
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -166,19 +133,19 @@ def served(workloads: Sequence[WorkloadSpec | Workload]) -> tuple[str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A reproduction."""
+    """Something to find out by simulating: a figure of a paper, or a question of ours."""
 
     id: str
     """Name on the command line: ``alise-fig6``."""
-    paper: str
-    """Where the figure was published."""
     title: str
-    """One line for the list."""
-    row: str
-    """Of the systems table: which row the paper's system is; others stand beside it under names of their own."""
-    differences: Sequence[str]
-    """What is not as in the paper, and what that does to the comparison."""
+    """One line for the list: what is measured, or the question."""
     run: Callable[[Runner], Findings]
+    paper: str = ""
+    """Where the figure was published."""
+    row: str = ""
+    """Of the systems table: which row the paper's system is; others stand beside it under names of their own."""
+    differences: Sequence[str] = ()
+    """What is not as in the paper, and what that does to the comparison."""
 
 
 class Paper:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.experiments.experiment import Claim, Experiment, Findings, served
+from vllm_ext.experiments.experiment import Experiment, Findings, served
 from vllm_ext.report.provenance import measured_at
-from vllm_ext.report.results import Goal, Result, Workload, format_table
+from vllm_ext.report.results import Result, Workload
+from vllm_ext.report.table import Table
 
 
 def result(experiment: Experiment, findings: Findings, *, command: str, seed: int, quick: bool) -> Result:
-    """Return the findings in the common format; every claim is in ``config["claims"]``, headlines are goals."""
-    fields = ("name", "paper", "ours", "ratio", "better", "reached", "headline", "note")
+    """Return the findings in the common format."""
     name, rows, sha256 = served(findings.workload)
+    published = {"paper": experiment.paper, "row": experiment.row, "differences": list(experiment.differences)}
     return Result(
         name=experiment.id,
         command=command,
         config={
             **findings.config,
-            "paper": experiment.paper,
+            **(published if experiment.paper else {}),
             "title": experiment.title,
-            "row": experiment.row,
-            "differences": list(experiment.differences),
-            "claims": [{field: getattr(claim, field) for field in fields} for claim in findings.claims],
             "plots": [plot.suffix for plot in findings.plots],
             "quick": quick,
         },
@@ -34,23 +33,30 @@ def result(experiment: Experiment, findings: Findings, *, command: str, seed: in
         workload=Workload(name=name, rows=rows, sha256=sha256),
         metrics=findings.metrics,
         baselines=findings.baselines,
-        goals=[_goal(claim) for claim in findings.claims if claim.headline],
+        claims=[replace(claim, why=claim.why or ("" if claim.facts else _SEE)) for claim in findings.claims],
     )
 
 
-def tables(experiment: Experiment, findings: Findings) -> list[str]:
-    """Return the texts for a terminal: the measurements, the claims, and what is not as in the paper."""
-    claims = [
-        (c.name, c.paper, c.ours, c.ratio, "yes" if c.reached else f"no: {c.note or 'see the differences'}")
-        for c in findings.claims
-    ]
-    differences = "\n".join(f"- {line}" for line in experiment.differences)
+def tables(experiment: Experiment, findings: Findings) -> list[object]:
+    """Return what is shown on a terminal: the measurements, the claims, and what is not as in the paper."""
+    if not experiment.paper:
+        return [*findings.tables]
     return [
         f"{experiment.id}: {experiment.title}\n{experiment.paper}; measured as {experiment.row}\n",
-        format_table(findings.header, findings.rows),
-        "\n" + format_table(("figure", "paper", "ours", "ours/paper", "reached"), claims),
-        f"\nnot as in the paper:\n{differences}\n",
+        *findings.tables,
+        "",
+        Table(_HEADER, [_row(claim.as_dict()) for claim in findings.claims]),
+        "\n".join(["\nnot as in the paper:", *(f"- {line}" for line in experiment.differences), ""]),
     ]
+
+
+_SEE = "see the differences"
+_HEADER = ("figure", "paper", "ours", "ours / paper", "reached")
+
+
+def _row(claim: Mapping[str, Any]) -> tuple[object, ...]:
+    reached = "yes" if claim["met"] else f"no: {claim['note'] or _SEE}"
+    return claim["name"], float(claim["goal"]), float(claim["value"]), claim["value"] / claim["goal"], reached
 
 
 def documentation(files: Sequence[Path], experiments: Iterable[str] = ()) -> str:
@@ -92,11 +98,11 @@ def _section(raw: dict[str, Any], stem: str) -> str:
     lines += [_said_of_row(raw), ""]
     if config["quick"]:
         lines += ["**Measured with `--quick`: shorter traces than those of the full run.**", ""]
-    lines += ["| figure | paper | ours | ours / paper | reached |", "|---|---|---|---|---|"]
-    for claim in config["claims"]:
-        name = f"**{claim['name']}**" if claim["headline"] else claim["name"]
-        reached = "yes" if claim["reached"] else f"no: {claim['note'] or 'see below'}"
-        lines.append(f"| {name} | {claim['paper']:.4g} | {claim['ours']:.4g} | {claim['ratio']:.2f} | {reached} |")
+    rows = []
+    for claim in raw["claims"]:
+        name, paper, ours, ratio, reached = _row(claim)
+        rows.append((f"**{name}**" if claim["headline"] else name, paper, ours, f"{ratio:.2f}", reached))
+    lines.append(Table(_HEADER, rows).markdown().rstrip())
     lines += ["", "Not as in the paper:", ""]
     lines += [f"- {difference}" for difference in config["differences"]]
     for suffix in config["plots"]:
@@ -113,14 +119,4 @@ def _said_of_row(raw: dict[str, Any]) -> str:
     return (
         f"The paper's system is our row `{system}` with the changes named below, not `{system}-published`, which this "
         "measurement is older than."
-    )
-
-
-def _goal(claim: Claim) -> Goal:
-    return Goal(
-        metric=claim.name,
-        value=claim.ours,
-        op=">=" if claim.better == "higher" else "<=",
-        goal=claim.paper,
-        note=claim.note or ("" if claim.reached else "see config.differences"),
     )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from vllm_ext.experiments.grid import Grid, Metrics
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, answered, search
@@ -16,7 +17,6 @@ from vllm_ext.simulation.sweep.store import Outcome, PointStore
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
-Metrics = Mapping[str, float]
 Limits = Mapping[str, float]
 """Metric -> the value it must not exceed."""
 _LOWEST_PER_S, _HIGHEST_PER_S = 1e-3, 1e4
@@ -67,6 +67,27 @@ class Runner:
             RunFailed: simulations raised, which the message names; the others have run and are kept.
         """
         return self._all({key: _one(spec, str(key)) for key, spec in specs.items()})
+
+    def seeds(self, number: int) -> list[int]:
+        """Return so many seeds, one where it must be quick."""
+        return [self.seed + at for at in range(1 if self.quick else number)]
+
+    def grid(self, specs: Mapping[tuple[str, str], Callable[[int], SimulationSpec]], seeds: Sequence[int]) -> Grid:
+        """Simulate scenes x variants x seeds to their ends.
+
+        Args:
+            specs: Scene and variant -> from a seed to the description of the run.
+            seeds: The same of all.
+
+        Raises:
+            RunFailed: as `metrics`, or requests of a run did not end.
+        """
+        runs = {f"{', '.join(key)}, seed {seed}": make(seed) for key, make in specs.items() for seed in seeds}
+        found = self.metrics(runs)
+        if cut := [f"{name}: {number:.0f} requests did not end" for name, one in found.items()
+                   if (number := one["unfinished_requests"])]:  # fmt: skip
+            raise RunFailed("; ".join(cut))
+        return Grid({key: [found[f"{', '.join(key)}, seed {seed}"] for seed in seeds] for key in specs})
 
     def sustained(
         self,

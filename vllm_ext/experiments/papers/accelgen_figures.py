@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_ext.experiments.experiment import Claim, Findings, bar_plot, flat
+from vllm_ext.experiments.experiment import Findings, bar_plot, flat
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers.accelgen_window import observe_all
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
 
 FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
 QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
@@ -184,23 +185,23 @@ def _fig11_claims(
             panel, other = pick(pairs, key=pairs.__getitem__)
             yield Claim(
                 name=f"{name}, {which}",
-                paper=paper,
-                ours=pairs[panel, other],
+                goal=paper,
+                value=pairs[panel, other],
                 headline=headline,
                 facts=f"against {other} on {panel}",
                 why=_fig11_why(name, ours[panel], found[panel, other]),
             )
     yield Claim(
         name="output tokens/s, AccelGen / Oracle, least of the models",
-        paper=0.88,
-        ours=min(over(TOKENS)(one, found[panel, base.ORACLE.name]) for panel, one in ours.items()),
+        goal=0.88,
+        value=min(over(TOKENS)(one, found[panel, base.ORACLE.name]) for panel, one in ours.items()),
         facts="the Oracle here is AccelGen with true lengths, not a search",
     )
     yield Claim(
         name="scheduling of a step / mean JCT, %, largest of the models (upper bound, wall clock)",
-        paper=0.02,
-        ours=max(100 * one["wall_s_per_step"] / one[JCT] for one in ours.values()),
-        better="lower",
+        goal=0.02,
+        value=max(100 * one["wall_s_per_step"] / one[JCT] for one in ours.values()),
+        op="<=",
         facts="all that the simulation does per step, vLLM's own scheduler included; JCT is simulated",
     )
 
@@ -278,8 +279,8 @@ def fig12(runner: Runner) -> Findings:
             claims.append(
                 Claim(
                     name=f"{ablation.name}: {name}",
-                    paper=paper,
-                    ours=statistics.fmean(each.values()),
+                    goal=paper,
+                    value=statistics.fmean(each.values()),
                     headline=headline,
                     facts=", ".join(f"{panel} {value:.2f}" for panel, value in each.items()),
                     why=why,

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from vllm_ext.experiments.experiment import Claim, Findings, Variant, line_plot
+from vllm_ext.experiments.experiment import Findings, Variant, line_plot
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers import accelgen_figures as windows
 from vllm_ext.experiments.papers.accelgen_window import observe_all
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
 
 NOISE = 0.05
 """A fall by less is none: traces are short."""
@@ -120,8 +121,8 @@ def _rises(panel: str, axis: str, goodput: Mapping[float, float]) -> Claim:
     curve = ", ".join(f"{x:g}: {value:.0f}" for x, value in goodput.items())
     return Claim(
         name=f"{panel}: share of the steps along {axis} that do not lower goodput",
-        paper=1.0,
-        ours=sum(holds) / len(holds),
+        goal=1.0,
+        value=sum(holds) / len(holds),
         headline=field == "rate_per_s",
         facts=f"tokens/s in time at {curve}",
         why=WHY[field],

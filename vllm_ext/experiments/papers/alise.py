@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from vllm_ext.experiments.experiment import Claim, Findings, Paper, Variant, bar_plot, flat, line_plot
+from vllm_ext.experiments.experiment import Findings, Paper, Variant, bar_plot, flat, line_plot
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
@@ -189,10 +191,14 @@ def fig6(runner: Runner) -> Findings:
     curves = {key: [(at, metrics[NORMALISED]) for at, metrics in one.trials] for key, one in found.items()}
     baselines = {c.name for c in (ORCA, VLLM_2023, VLLM, VLLM_TUNED)}
     return Findings(
-        header=("model", "lengths", "system", "req/s at 200 ms/token", "x vLLM-2023", "lowest ms/token"),
-        rows=[
-            (*key, at, at / rate[(*key[:2], VLLM_2023.name)], min(ms for _, ms in curves[key]))
-            for key, at in rate.items()
+        tables=[
+            Table(
+                ("model", "lengths", "system", "req/s at 200 ms/token", "x vLLM-2023", "lowest ms/token"),
+                [
+                    (*key, at, at / rate[(*key[:2], VLLM_2023.name)], min(ms for _, ms in curves[key]))
+                    for key, at in rate.items()
+                ],
+            )
         ],
         claims=list(_fig6_claims(rate, panels)),
         **flat(
@@ -242,8 +248,8 @@ def _fig6_claims(rate: Mapping[tuple[str, str, str], float], panels: list[tuple[
                     why += f"; with true lengths and without aging it is {oracle / base:.2f}"
                 yield Claim(
                     name=f"{model}, {dataset}: rate at 200 ms/token, ALISE / {other.name}",
-                    paper=figure,
-                    ours=rate[model, dataset, alise(PAPER_ERROR[dataset]).name] / base,
+                    goal=figure,
+                    value=rate[model, dataset, alise(PAPER_ERROR[dataset]).name] / base,
                     headline=model == JUDGED,
                     why=why,
                 )
@@ -314,16 +320,20 @@ def table3(runner: Runner) -> Findings:
         claims += [
             Claim(
                 name=f"{model}, {data}: requests/s at {COMPARED:g} x capacity, ALISE / {other.name}",
-                paper=paper / figure,
-                ours=at[aged[data].name] / at[other.name],
+                goal=paper / figure,
+                value=at[aged[data].name] / at[other.name],
                 headline=other is VLLM_2023,
                 why=TABLE_3_WHY[other].format(at[unaged[data].name] / at[other.name]),
             )
             for other, figure in ((VLLM_2023, vllm), (ORCA, orca))
         ]
     return Findings(
-        header=("model", "lengths", "overload", "system", "requests/s", "x vLLM-2023"),
-        rows=[(*key, value, value / done[(*key[:3], VLLM_2023.name)]) for key, value in done.items()],
+        tables=[
+            Table(
+                ("model", "lengths", "overload", "system", "requests/s", "x vLLM-2023"),
+                [(*key, value, value / done[(*key[:3], VLLM_2023.name)]) for key, value in done.items()],
+            )
+        ],
         claims=claims,
         **flat(
             {key: {DONE: value} for key, value in done.items()},
@@ -335,7 +345,7 @@ def table3(runner: Runner) -> Findings:
             bar_plot(
                 "",
                 [claim.name.split(":")[0] + claim.name.rsplit("ALISE", 1)[1] for claim in claims],
-                {"paper": [claim.paper for claim in claims], "ours": [claim.ours for claim in claims]},
+                {"paper": [claim.goal for claim in claims], "ours": [claim.value for claim in claims]},
                 ylabel="ratio of requests per second",
             )
         ],

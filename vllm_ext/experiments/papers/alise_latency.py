@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config.kv_tier import EARLY
-from vllm_ext.experiments.experiment import Claim, Findings, Variant, line_plot
+from vllm_ext.experiments.experiment import Findings, Variant, line_plot
 from vllm_ext.experiments.papers import alise as base
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.systems.alise import PRICED
 
@@ -91,8 +93,12 @@ def fig8(runner: Runner) -> Findings:
     moving = (SWAP_16, SWAP_8, SWAP_8_LARGE, PRICED_8)
     told = (base.NORMALISED, "preemptions", "transfer_load_bytes", "transfer_waited_s")
     return Findings(
-        header=("rate", *(f"{c.name}, ms/token" for c in STRATEGIES)),
-        rows=[(f"{load:g} x {at_edge:.3g} req/s", *(ms[c][load] for c in STRATEGIES)) for load in loads],
+        tables=[
+            Table(
+                ("rate", *(f"{c.name}, ms/token" for c in STRATEGIES)),
+                [(f"{load:g} x {at_edge:.3g} req/s", *(ms[c][load] for c in STRATEGIES)) for load in loads],
+            )
+        ],
         claims=[
             _largest(ms[other], ms[strategy], f"{other.name} / {strategy.name}", figure, headline=strategy is SWAP_8)
             for strategy in (SWAP_8, PRICED_8)
@@ -133,8 +139,8 @@ def _largest(above: Mapping[float, float], below: Mapping[float, float], name: s
     by_rate = ", ".join(f"{load:g}: {ratio:.2f}" for load, ratio in ratios.items())
     return Claim(
         name=f"largest ratio of mean normalised latency, {name}",
-        paper=paper,
-        ours=ratios[best],
+        goal=paper,
+        value=ratios[best],
         facts=f"at {best:g} times the rate; by rate: {by_rate}",
         **more,
     )
@@ -183,27 +189,31 @@ def fig9(runner: Runner) -> Findings:
         c: {f"load_{load:g}.e2e_mean_saved_fraction": x for load, x in one.items()} for c, one in saved.items()
     }
     return Findings(
-        header=("rate", *(f"{c.name}, mean e2e s" for c in shown), "saved (vLLM-2023)", "saved (vLLM 0.32)"),
-        rows=[
-            (
-                f"{load:g} x {at_edge:.3g} req/s",
-                *(ms[load, c.name] / 1000 for c in shown),
-                *(one[load] for one in saved.values()),
+        tables=[
+            Table(
+                ("rate", *(f"{c.name}, mean e2e s" for c in shown), "saved (vLLM-2023)", "saved (vLLM 0.32)"),
+                [
+                    (
+                        f"{load:g} x {at_edge:.3g} req/s",
+                        *(ms[load, c.name] / 1000 for c in shown),
+                        *(one[load] for one in saved.values()),
+                    )
+                    for load in AROUND
+                ],
             )
-            for load in AROUND
         ],
         claims=[
             Claim(
                 name="mean end-to-end latency saved by ALISE over the whole trace, against FCFS (vLLM-2023), fraction",
-                paper=SAVED,
-                ours=saved[base.VLLM_2023][1.0],
+                goal=SAVED,
+                value=saved[base.VLLM_2023][1.0],
                 headline=True,
                 facts=f"largest at {best:g} times the rate: {saved[base.VLLM_2023][best]:.2f}",
             ),
             Claim(
                 name=f"the same over {SAMPLE} consecutive requests from the middle of the trace",
-                paper=SAVED,
-                ours=of_sample,
+                goal=SAVED,
+                value=of_sample,
                 facts="200 requests are a few minutes of a queue that comes and goes: where the window lies decides",
             ),
         ],

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.experiments.experiment import Claim, Findings, Paper, bar_plot, line_plot
+from vllm_ext.experiments.experiment import Findings, Paper, bar_plot, line_plot
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 
 if TYPE_CHECKING:
     from vllm_ext.experiments.batching.curves import Manner, Point, Requests
@@ -110,7 +112,7 @@ def findings(
     for name in ours:
         metrics |= metrics_of("" if len(ours) == 1 else f"{name}.", curves[name])
     return Findings(
-        header=HEADER, rows=rows_of(curves), claims=claims, metrics=metrics,
+        tables=[Table(HEADER, rows_of(curves))], claims=claims, metrics=metrics,
         baselines={name: metrics_of("", points) for name, points in curves.items() if name not in ours},
         config={"seconds_per_load": seconds(runner)}, plots=[plot], workload=[data],
     )  # fmt: skip
@@ -133,11 +135,11 @@ def against_padded(
     facts, most = f"{len(lower)} loads", max(point.served_per_s for point in theirs)
     saved = f"{what}: P90 latency saved below half of {PADDED}'s peak"
     return [
-        Claim(name=f"{what}: peak throughput, {OURS} / {PADDED}", paper=paper[0], ours=peak(ours) / peak(theirs),
+        Claim(name=f"{what}: peak throughput, {OURS} / {PADDED}", goal=paper[0], value=peak(ours) / peak(theirs),
               facts=f"{peak(ours):.0f} and {peak(theirs):.0f} req/s, {most:.0f} at any latency",
               why=MARGIN, headline=True),
-        Claim(name=f"{saved}, at least", paper=paper[1], ours=min(lower), facts=facts, headline=True, why=MARGIN),
-        Claim(name=f"{saved}, at most", paper=paper[2], ours=max(lower), facts=facts, headline=True,
+        Claim(name=f"{saved}, at least", goal=paper[1], value=min(lower), facts=facts, headline=True, why=MARGIN),
+        Claim(name=f"{saved}, at most", goal=paper[2], value=max(lower), facts=facts, headline=True,
               why="the cost model's padded batching has no overhead of its own"),
     ]  # fmt: skip
 
@@ -160,12 +162,12 @@ def fig3(runner: Runner) -> Findings:
     rate = {batch: batch / seconds for batch, seconds in found.seconds.items()}
     why = "a CPU is busy with a small batch already, where a GPU waits for weights"
     claims = [
-        Claim(name="rows/s at batch 64 / at batch 1", paper=64.0, ours=rate[64] / rate[1], why=why),
-        Claim(name="rows/s at batch 512 / at batch 64", paper=(512 / 784) / (64 / 185), ours=rate[512] / rate[64],
+        Claim(name="rows/s at batch 64 / at batch 1", goal=64.0, value=rate[64] / rate[1], why=why),
+        Claim(name="rows/s at batch 512 / at batch 64", goal=(512 / 784) / (64 / 185), value=rate[512] / rate[64],
               why=why),
     ]  # fmt: skip
     return Findings(
-        header=("batch", "ms", "rows/s"), rows=[[str(b), ms[b], rate[b]] for b in batches], claims=claims,
+        tables=[Table(("batch", "ms", "rows/s"), [[str(b), ms[b], rate[b]] for b in batches])], claims=claims,
         metrics={f"batch_{b}.ms": ms[b] for b in batches} | {"knee_rows": float(found.knee)},
         plots=[line_plot("", {"this CPU": [(rate[b], ms[b]) for b in batches]}, xlabel="rows/s", ylabel="ms per step",
                          log_x=True, log_y=True)],
@@ -185,12 +187,12 @@ def fig7(runner: Runner) -> Findings:
     low = {name: next(p.p90_ms for p in curves[name] if p.load_per_s == 5e3) for name in (OURS, small)}
     claims = [
         *against_padded(curves[OURS], curves[PADDED], "LSTM", (1.25, 0.375, 0.905)),
-        Claim(name="P90 latency at 5K req/s (ms)", paper=12.0, ours=low[OURS], better="lower"),
-        Claim(name="peak throughput (req/s)", paper=20e3, ours=peak(curves[OURS])),
-        Claim(name="P90 latency at 5K req/s, batches of at most 512 / 64", paper=1.0, ours=low[OURS] / low[small],
-              better="lower", facts="stated as similar"),
-        Claim(name="batches of at most 64: peak, batchmaker / padded", paper=1.0,
-              ours=peak(curves[small]) / peak(curves[small_padded]),
+        Claim(name="P90 latency at 5K req/s (ms)", goal=12.0, value=low[OURS], op="<="),
+        Claim(name="peak throughput (req/s)", goal=20e3, value=peak(curves[OURS])),
+        Claim(name="P90 latency at 5K req/s, batches of at most 512 / 64", goal=1.0, value=low[OURS] / low[small],
+              op="<=", facts="stated as similar"),
+        Claim(name="batches of at most 64: peak, batchmaker / padded", goal=1.0,
+              value=peak(curves[small]) / peak(curves[small_padded]),
               why="at batch 64 the 65 us per task are a fourth of it; padded batching has no such cost here"),
     ]  # fmt: skip
     return findings(curves, claims, data, runner, (OURS, small))
@@ -206,14 +208,14 @@ def fig8(runner: Runner) -> Findings:
     curves = compared(runner, manners, requests)
     low = {name: points[0].p90_ms for name, points in curves.items()}
     claims = [
-        Claim(name="P90 latency at the lowest load, width 40 / 10", paper=1.0, ours=low["width 40"] / low["width 10"],
-              better="lower", facts="stated as better"),
-        Claim(name="P90 latency at the lowest load, width 10 / 1", paper=1.0, ours=low["width 10"] / low["width 1"],
-              better="lower", facts="stated as better"),
-        Claim(name="peak, width 1 / 10", paper=1.0, ours=peak(curves["width 1"]) / peak(curves["width 10"]),
+        Claim(name="P90 latency at the lowest load, width 40 / 10", goal=1.0, value=low["width 40"] / low["width 10"],
+              op="<=", facts="stated as better"),
+        Claim(name="P90 latency at the lowest load, width 10 / 1", goal=1.0, value=low["width 10"] / low["width 1"],
+              op="<=", facts="stated as better"),
+        Claim(name="peak, width 1 / 10", goal=1.0, value=peak(curves["width 1"]) / peak(curves["width 10"]),
               facts="stated as best",
               why="its latency is above 500 ms from moderate loads on, before its batches are full"),
-        Claim(name="peak, width 10 / 40", paper=1.0, ours=peak(curves["width 10"]) / peak(curves["width 40"]),
+        Claim(name="peak, width 10 / 40", goal=1.0, value=peak(curves["width 10"]) / peak(curves["width 40"]),
               facts="stated as higher", why="fewer, fuller buckets outweigh their padding"),
     ]  # fmt: skip
     return findings(curves, claims, data, runner, tuple(curves))
@@ -243,16 +245,16 @@ def fig9(runner: Runner) -> Findings:
         }
     ours, theirs = found[OURS], found[PADDED]
     claims = [
-        Claim(name="P99 queueing time (ms)", paper=1.38, ours=ours["queueing_p99_ms"], better="lower", headline=True,
+        Claim(name="P99 queueing time (ms)", goal=1.38, value=ours["queueing_p99_ms"], op="<=", headline=True,
               why="a series of five tasks is waited for"),
-        Claim(name="P99 queueing time, padded / batchmaker", paper=100 / 1.38, headline=True,
-              ours=theirs["queueing_p99_ms"] / ours["queueing_p99_ms"], facts="the paper states more than 100 ms"),
-        Claim(name="median computing time, padded / batchmaker", paper=1.0,
-              ours=theirs["computing_p50_ms"] / ours["computing_p50_ms"], facts="stated as less"),
+        Claim(name="P99 queueing time, padded / batchmaker", goal=100 / 1.38, headline=True,
+              value=theirs["queueing_p99_ms"] / ours["queueing_p99_ms"], facts="the paper states more than 100 ms"),
+        Claim(name="median computing time, padded / batchmaker", goal=1.0,
+              value=theirs["computing_p50_ms"] / ours["computing_p50_ms"], facts="stated as less"),
     ]  # fmt: skip
     keys = list(ours)
     return Findings(
-        header=("batching", *keys), rows=[[name, *one.values()] for name, one in found.items()], claims=claims,
+        tables=[Table(("batching", *keys), [[name, *one.values()] for name, one in found.items()])], claims=claims,
         metrics=ours, baselines={PADDED: theirs}, workload=[data],
         plots=[bar_plot("", keys, {name: [*one.values()] for name, one in found.items()}, ylabel="ms")],
     )  # fmt: skip
@@ -276,14 +278,14 @@ def fig11(runner: Runner) -> Findings:
     low = {name: points[0].p90_ms for name, points in curves.items()}
     grown = {one: low[f"{one}, 100"] / low[f"{one}, 50"] for one in (OURS, PADDED)}
     claims = [
-        Claim(name="24 words: peak throughput over the ideal", paper=0.87, ours=peak(curves[f"{OURS}, 24"]) / ideal,
+        Claim(name="24 words: peak throughput over the ideal", goal=0.87, value=peak(curves[f"{OURS}, 24"]) / ideal,
               facts=f"ideal {ideal:.0f} req/s", headline=True,
               why="a task at batch 512 takes 859 us instead of 784"),
-        *(Claim(name=f"at most {n}: peak throughput, {OURS} / {PADDED}", paper=1.0,
-                ours=peak(curves[f"{OURS}, {n}"]) / peak(curves[f"{PADDED}, {n}"]), facts="stated as higher")
+        *(Claim(name=f"at most {n}: peak throughput, {OURS} / {PADDED}", goal=1.0,
+                value=peak(curves[f"{OURS}, {n}"]) / peak(curves[f"{PADDED}, {n}"]), facts="stated as higher")
           for n in ("50", "100")),
-        Claim(name=f"P90 at the lowest load, at most 100 / 50: {OURS} over {PADDED}", paper=1.0, better="lower",
-              ours=grown[OURS] / grown[PADDED], facts="variance of length costs the baselines more",
+        Claim(name=f"P90 at the lowest load, at most 100 / 50: {OURS} over {PADDED}", goal=1.0, op="<=",
+              value=grown[OURS] / grown[PADDED], facts="variance of length costs the baselines more",
               why="its P90 follows the longer sentences themselves"),
     ]  # fmt: skip
     return findings(curves, claims, data_sets["100"][1], runner, tuple(f"{OURS}, {n}" for n in data_sets))

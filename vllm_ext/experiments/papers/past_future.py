@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.experiments.experiment import Claim, Findings, Paper, Plot, Variant, bar_plot, flat
-from vllm_ext.experiments.runner import Metrics, Runner
+from vllm_ext.experiments.experiment import Findings, Paper, Plot, Variant, bar_plot, flat
+from vllm_ext.experiments.grid import Metrics
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build
@@ -236,8 +239,7 @@ def table1(runner: Runner) -> Findings:
         rows.append((data, row, requests(row), taken, over, 100 * used, 100 * future, evicted, *printed))
     columns = "lengths, scheduler, requests, decoding steps, x optimum, memory %, future memory %, evicted %"
     return Findings(
-        header=(*columns.split(", "), "paper: steps", "paper: evicted %"),
-        rows=rows,
+        tables=[Table((*columns.split(", "), "paper: steps", "paper: evicted %"), rows)],
         claims=[claim for data in PUBLISHED for claim in _table1_claims(data, told)],
         **flat(told, "{}.".format, {row: f"{row}: " for _, row in told if row.startswith(("past", "theor"))}),
         config={"requests": counts, "lengths_divided_by": shrink, "steps_stated_for_requests": PAPER_REQUESTS},
@@ -279,31 +281,31 @@ def _table1_claims(data: str, told: Mapping[tuple[str, str], Metrics]) -> Iterat
     )
     yield Claim(
         name=f"{data}: evicted requests at 5 % reserve, %",
-        paper=evicted,
-        ours=own["evicted_percent"],
-        better="lower",
+        goal=evicted,
+        value=own["evicted_percent"],
+        op="<=",
         headline=True,
         why=f"aggressive at 95 %: {milder:.3g} %",
     )
     yield Claim(
         name=f"{data}: decoding steps at 5 % reserve, for 3000 requests",
-        paper=steps,
-        ours=taken,
-        better="lower",
+        goal=steps,
+        value=taken,
+        op="<=",
         headline=True,
         why=f"{fuller}; the optimum takes {known:.6g} steps here, {best} there",
     )
     yield Claim(
         name=f"{data}: decoding steps at 5 % reserve, over those of the theoretical optimum",
-        paper=steps / best,
-        ours=taken / known,
-        better="lower",
+        goal=steps / best,
+        value=taken / known,
+        op="<=",
         why=fuller,
     )
     yield Claim(
         name=f"{data}: decoding steps, conservative / past-future at 5 %",
-        paper=published["conservative"][0] / steps,
-        ours=conservative / taken,
+        goal=published["conservative"][0] / steps,
+        value=conservative / taken,
         facts=f"conservative takes {conservative:.6g} steps here, {published['conservative'][0]} in the paper",
     )
 

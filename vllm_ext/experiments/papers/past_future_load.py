@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ext.envs import cache_dir
-from vllm_ext.experiments.experiment import Claim, Findings, Variant, flat, line_plot
+from vllm_ext.experiments.experiment import Findings, Variant, flat, line_plot
+from vllm_ext.experiments.grid import Metrics
 from vllm_ext.experiments.papers import past_future as base
-from vllm_ext.experiments.runner import Metrics, Runner
+from vllm_ext.experiments.runner import Runner
 from vllm_ext.files import replaced
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.spec import RecordSpec
 from vllm_ext.simulation.synthetic import PRESETS
 from vllm_ext.simulation.workloads.spec import SloTarget, TierSpec
@@ -129,17 +132,21 @@ def fig7(runner: Runner) -> Findings:
     good = {key: metrics.get(GOODPUT, 0.0) for key, metrics in found.items()}
     columns = "model, lengths, scheduler, clients, good tokens/s, tokens/s, in time, evictions/request, memory"
     return Findings(
-        header=columns.split(", "),
-        rows=[
-            (
-                *key,
-                good[key],
-                metrics["throughput_tokens_per_s"],
-                metrics.get("slo_attainment_fraction", 0.0),
-                _evictions(metrics),
-                metrics["mean_kv_used_fraction"],
+        tables=[
+            Table(
+                columns.split(", "),
+                [
+                    (
+                        *key,
+                        good[key],
+                        metrics["throughput_tokens_per_s"],
+                        metrics.get("slo_attainment_fraction", 0.0),
+                        _evictions(metrics),
+                        metrics["mean_kv_used_fraction"],
+                    )
+                    for key, metrics in found.items()
+                ],
             )
-            for key, metrics in found.items()
         ],
         claims=list(_fig7_claims(found, good)),
         **flat(
@@ -179,8 +186,8 @@ def _fig7_claims(found: Cells, good: Mapping[tuple[str, str, str, int], float]) 
                 ratio = good[model, data, PUBLISHED.name, most] / max(good[key], 1e-9)
                 yield Claim(
                     name=f"{model}, {data}, {most} clients: goodput, past-future / {other.name}",
-                    paper=PAPER_FACTOR,
-                    ours=min(ratio, 1e3),
+                    goal=PAPER_FACTOR,
+                    value=min(ratio, 1e3),
                     headline=model == JUDGED and other is not MILDER,
                     why=_fig7_why(other, found[key]),
                 )
@@ -267,10 +274,20 @@ def fig8(runner: Runner) -> Findings:
     said = {None: "", True: "yes", False: "no"}
     told = {"decoding_steps": steps, "evicted_percent": evicted}
     return Findings(
-        header=("scheduler", "decoding steps", "memory %", "evicted %", "beaten by past-future"),
-        rows=[
-            (name, steps[name], 100 * metrics["backlog_kv_used_fraction"], evicted[name], said[beaten.get(name)])
-            for name, metrics in found.items()
+        tables=[
+            Table(
+                ("scheduler", "decoding steps", "memory %", "evicted %", "beaten by past-future"),
+                [
+                    (
+                        name,
+                        steps[name],
+                        100 * metrics["backlog_kv_used_fraction"],
+                        evicted[name],
+                        said[beaten.get(name)],
+                    )
+                    for name, metrics in found.items()
+                ],
+            )
         ],
         claims=list(_fig8_claims(steps, evicted, beaten)),
         **flat(
@@ -323,8 +340,8 @@ def _fig8_claims(
     not_beaten = ", ".join(name for name, lost in beaten.items() if not lost)
     yield Claim(
         name="settings of aggressive and conservative that a reserve of past-future beats, fraction",
-        paper=1.0,
-        ours=sum(beaten.values()) / len(beaten),
+        goal=1.0,
+        value=sum(beaten.values()) / len(beaten),
         headline=True,
         why=f"not beaten: {not_beaten}; they take fewer steps than any reserve, or evict less",
     )
@@ -335,7 +352,7 @@ def _fig8_claims(
             best = min(quick_enough, key=evicted.__getitem__)
             yield Claim(
                 name=f"evicted requests, {best} / {own}: the best {kind} that takes as few steps",
-                paper=1.0,
-                ours=evicted[best] / max(evicted[own], 0.01),
+                goal=1.0,
+                value=evicted[best] / max(evicted[own], 0.01),
                 facts=f"{evicted[best]:.3g} % against {evicted[own]:.3g} %; the figure prints no numbers",
             )

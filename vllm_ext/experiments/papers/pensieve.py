@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from vllm_ext.experiments.experiment import Claim, Findings, Paper, Plot, Variant, flat, line_plot
+from vllm_ext.experiments.experiment import Findings, Paper, Plot, Variant, flat, line_plot
 from vllm_ext.experiments.runner import Runner, Sustained
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.spec import KvOffloadSpec, SimulationSpec
 
@@ -180,8 +182,8 @@ class Measured:
         stateless = self.ratio(PENSIEVE, STATELESS)
         yield Claim(
             name=f"{self.setting.name}: throughput at equal P90 normalised latency, Pensieve / stateless",
-            paper=paper,
-            ours=self.ratio(PENSIEVE, VLLM_2023),
+            goal=paper,
+            value=self.ratio(PENSIEVE, VLLM_2023),
             headline=True,
             facts=f"over vLLM 0.2's schedule; over vLLM 0.32's {stateless:.2f}. P90 is lower by {GAIN:.0%} {seen}",
         )
@@ -189,8 +191,8 @@ class Measured:
             if other.name in self.found:
                 yield Claim(
                     name=f"{self.setting.name}: the same, Pensieve / {other.name} (not in the paper: better than 1)",
-                    paper=1.0,
-                    ours=self.ratio(PENSIEVE, other),
+                    goal=1.0,
+                    value=self.ratio(PENSIEVE, other),
                     facts="with as many bytes in the host",
                 )
 
@@ -264,8 +266,7 @@ def throughput(
             rows.append((m.setting.name, c.name, rate, m.ratio(c, VLLM_2023), found, *low))
     lows = (f"P90 at {load:g}" for load in LOW_LOADS)
     return Findings(
-        header=("setting", "system", "requests/s", "/ stateless", "history found", *lows),
-        rows=rows,
+        tables=[Table(("setting", "system", "requests/s", "/ stateless", "history found", *lows), rows)],
         claims=[*claims, *(claim for m in settings for claim in also(m))],
         **flat(told, "{}.".format, own={PENSIEVE.name: ""}),
         config=config(variants, QUICK_S if runner.quick else SEARCH_S),
@@ -331,8 +332,8 @@ def fig18(runner: Runner) -> Findings:
         return [
             Claim(
                 name="throughput at equal P90 normalised latency, unified / separate steps (no number in the paper)",
-                paper=1.0,
-                ours=measured.ratio(PENSIEVE, SEPARATE),
+                goal=1.0,
+                value=measured.ratio(PENSIEVE, SEPARATE),
                 headline=True,
                 facts="P90 of separate steps over that of unified ones at fractions of the stateless rate: "
                 + ", ".join(f"{load:g}: {ratio:.2f}" for load, ratio in low.items()),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_ext.experiments.experiment import Claim, Findings, flat, line_plot
+from vllm_ext.experiments.experiment import Findings, flat, line_plot
+from vllm_ext.experiments.grid import Metrics
 from vllm_ext.experiments.papers import pensieve as base
-from vllm_ext.experiments.runner import Metrics, Runner
+from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 
 RATES, QUICK_RATES = (2.0, 3.0, 3.5, 4.0, 4.5, 5.0), (3.0, 4.5)
 QUICK_HOST_SHARE = 0.1
@@ -54,8 +57,12 @@ def fig14(runner: Runner) -> Findings:
     }
     found = {key: figures(metrics) for key, metrics in runner.metrics(specs).items()}
     return Findings(
-        header=("requests/s", "policy", "host hit rate", "history found", "recomputed tokens", "P90 ms/token"),
-        rows=[(*key, *one.values()) for key, one in found.items()],
+        tables=[
+            Table(
+                ("requests/s", "policy", "host hit rate", "history found", "recomputed tokens", "P90 ms/token"),
+                [(*key, *one.values()) for key, one in found.items()],
+            )
+        ],
         claims=claims(*({rate: found[rate, c.name] for rate in rates} for c in (JUDGED, LRU))),
         **flat(found, "rate_{:g}.".format, own={JUDGED.name: ""}),
         config={**base.config(SHOWN, duration_s), "rates_per_s": list(rates), "host_share": share},
@@ -87,15 +94,15 @@ def claims(ours: Mapping[float, Metrics], lru: Mapping[float, Metrics]) -> list[
     return [
         Claim(
             name="host hit rate, percentage points above LRU, largest over the rates",
-            paper=HIT_POINTS,
-            ours=max(points.values()),
+            goal=HIT_POINTS,
+            value=max(points.values()),
             headline=True,
             facts=", ".join(f"{rate:g}/s: {value:+.1f}" for rate, value in points.items()),
         ),
         Claim(
             name="recomputed tokens fewer than LRU's, largest share where LRU hits less than 95 %",
-            paper=FEWER,
-            ours=max(fewer.values()),
+            goal=FEWER,
+            value=max(fewer.values()),
             headline=True,
             facts=", ".join(f"{rate:g}/s: {value:+.1%}" for rate, value in fewer.items()),
         ),

@@ -8,8 +8,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from vllm_ext.experiments.experiment import Claim, Findings, Paper, Variant, bar_plot, flat
+from vllm_ext.experiments.experiment import Findings, Paper, Variant, bar_plot, flat
 from vllm_ext.experiments.runner import Runner
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, activation_bytes
 from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.spec import SimulationSpec
@@ -243,10 +245,14 @@ def table4(runner: Runner) -> Findings:
     per_s = {group: fmean(of_seeds.values()) for group, of_seeds in rates.items()}
     shown = {(data, name): means[data, "matched", name] for data in PUBLISHED for name in NAMES}
     return Findings(
-        header=("lengths", "requests/s", "scheduler", "P50 TTFT s", "P99 TBT s", "paper's TTFT", "paper's TBT"),
-        rows=[
-            (data, f"{per_s[data, at]:.3g} ({at})", name, *one.values(), *PUBLISHED[data].get(name, ("", "")))
-            for (data, at, name), one in means.items()
+        tables=[
+            Table(
+                ("lengths", "requests/s", "scheduler", "P50 TTFT s", "P99 TBT s", "paper's TTFT", "paper's TBT"),
+                [
+                    (data, f"{per_s[data, at]:.3g} ({at})", name, *one.values(), *PUBLISHED[data].get(name, ("", "")))
+                    for (data, at, name), one in means.items()
+                ],
+            )
         ],
         claims=[claim for data in PUBLISHED for claim in _table4_claims(data, shown)],
         **flat(
@@ -285,16 +291,16 @@ def _table4_claims(data: str, shown: Mapping[tuple[str, str], Mapping[str, float
         ours, combined = shown[data, alone][what], shown[data, COMBINED][what]
         yield Claim(
             name=f"{data}: {what} of {alone} / combined",
-            paper=paper[alone][what] / paper[COMBINED][what],
-            ours=ours / combined,
+            goal=paper[alone][what] / paper[COMBINED][what],
+            value=ours / combined,
             headline=headline,
             facts=f"{ours:.3g} s against {combined:.3g} s; {why}",
         )
     for name, what in ((COMBINED, TBT), (DYNAMIC, TBT), (DYNAMIC, TTFT)):
         yield Claim(
             name=f"{data}: {what} of {name}, s",
-            paper=paper[COMBINED][what],
-            ours=shown[data, name][what],
-            better="lower",
+            goal=paper[COMBINED][what],
+            value=shown[data, name][what],
+            op="<=",
             facts="compared at the rate at which the combined system has the paper's P50 TTFT",
         )

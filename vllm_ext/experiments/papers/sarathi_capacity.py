@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from vllm_ext.experiments.experiment import Claim, Findings, Variant, bar_plot, flat
+from vllm_ext.experiments.experiment import Findings, Variant, bar_plot, flat
 from vllm_ext.experiments.papers import sarathi as base
 from vllm_ext.experiments.runner import Runner, Sustained
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 
 DELAY, TBT = "scheduling_delay_p50_s", "tbt_p99_ms"
 DELAY_LIMIT_S = 2.0
@@ -110,8 +112,8 @@ def claims(published: Published, found: Mapping[tuple[Cell, str], Sustained]) ->
         said = "; ".join(_said(name, found[cell, name]) for name in (system, published.over))
         yield Claim(
             name=f"{of}: capacity of {system} / {published.over}{extent} ({published.where})",
-            paper=published.paper,
-            ours=ratios[cell],
+            goal=published.paper,
+            value=ratios[cell],
             headline=published.headline and system == PAPERS,
             facts=f"{cell.dataset} {cell.slo}: {said}. {published.why}".rstrip(". "),
         )
@@ -172,14 +174,18 @@ def measure(
     )
     rates = {(cell, name): rate(found, cell, name) for name in SHOWN for cell in cells}
     return Findings(
-        header=("capacity, requests/s", *SHOWN, *(f"{PAPERS} / {over}" for over in COMPARED)),
-        rows=[
-            [
-                str(cell),
-                *(rates[cell, name] for name in SHOWN),
-                *(rates[cell, PAPERS] / rates[cell, over] for over in COMPARED),
-            ]
-            for cell in cells
+        tables=[
+            Table(
+                ("capacity, requests/s", *SHOWN, *(f"{PAPERS} / {over}" for over in COMPARED)),
+                [
+                    [
+                        str(cell),
+                        *(rates[cell, name] for name in SHOWN),
+                        *(rates[cell, PAPERS] / rates[cell, over] for over in COMPARED),
+                    ]
+                    for cell in cells
+                ],
+            )
         ],
         claims=[claim for one in published for claim in claims(one, found)],
         **flat(

@@ -22,7 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.report.results import Goal, Result, Workload, format_table, machine, versions
+from vllm_ext.report.claim import Claim
+from vllm_ext.report.results import Result, Workload, machine, versions
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.fitted import Fitted, fit_steps
 from vllm_ext.simulation.latency import RequestTimeline
 from vllm_ext.simulation.recorded import agreement, recording
@@ -295,13 +297,13 @@ def make_result(
         floor = report.floors.get((system, load))
         judged[f"{system}.load_{load:g}"] = (values, [] if floor is None else [floor])
     metrics = {f"{prefix}.{key}": value for prefix, (values, _) in judged.items() for key, value in values.items()}
-    goals = [
-        Goal(
-            metric=f"{prefix}.{metric}",
+    claims = [
+        Claim(
+            name=f"{prefix}.{metric}",
             value=values[metric],
             op="<=",
             goal=limit,
-            note=f"{note} {_noise_in_words(noise, metric)}".strip(),
+            facts=f"{note} {_noise_in_words(noise, metric)}".strip(),
         )
         for prefix, (values, noise) in judged.items()
         for metric, limit in GOALS.items()
@@ -322,13 +324,13 @@ def make_result(
             MEASURED: _flat(report.measured),
             **({REPEAT: _flat(report.floors)} if report.floors else {}),
         },
-        goals=goals,
+        claims=claims,
         versions=versions(),
         machine=machine(),
     )
 
 
-def make_table(report: Report) -> str:
+def make_table(report: Report) -> Table:
     """Return a line per system and load, errors in percent, and one for all requests together.
 
     Below each system and load stands the distance of two runs of the real engine, where there are repeats.
@@ -341,8 +343,7 @@ def make_table(report: Report) -> str:
             rows.append(["", "  real engine, again", *(_percent(floor.get(key)) for key in _COLUMNS)])
     pooled = report.pooled()
     rows.append([ALL, "", *(_percent(pooled.get(key)) for key in _COLUMNS)])
-    text: str = format_table(["load", "system (%)", *_COLUMNS.values()], rows)
-    return text
+    return Table(["load", "system (%)", *_COLUMNS.values()], rows)
 
 
 def load(path: Path, system: str | None = None) -> list[Run]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ext.files import replaced
-from vllm_ext.report.results import format_table
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec
 
@@ -106,12 +106,12 @@ def _joined(names: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(names))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text, with the metrics that matter most."""
+def table(rows: Sequence[Row]) -> Table:
+    """Return the rows with the metrics that matter most."""
     known = {name for row in rows for name in row.metrics}
     shown = [*dict.fromkeys(name for row in rows for name in row.plain), *(name for name in SHOWN if name in known)]
     cells = [[(row.plain | row.metrics).get(name) for name in shown] for row in rows]
-    return format_table([name.rpartition(".")[2] for name in shown], cells)
+    return Table([name.rpartition(".")[2] for name in shown], cells)
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -15,7 +15,7 @@ from engine_report import NORMALISED, Cell, Reduced, pairs
 from engine_rows import BASELINE, MEMORY_BOUND, MIXED_SLO, PREEMPTED, UPSTREAM
 from engine_slo import tier_of
 
-from vllm_ext.report.results import Goal
+from vllm_ext.report.claim import Claim
 from vllm_ext.simulation.latency import RequestTimeline
 
 TTFT, TOKENS = "ttft_p50_ms", "throughput_tokens_per_s"
@@ -174,9 +174,9 @@ def add_ratios(cells: Sequence[Cell], reduced: Mapping[tuple[str, float], dict[s
             values[GAIN] = median(100 * (ours - base) for ours, base in found)
 
 
-def goals(cells: Sequence[Cell], reduced: Reduced, workload: str, note: str) -> list[Goal]:
+def claims(cells: Sequence[Cell], reduced: Reduced, workload: str, note: str) -> list[Claim]:
     """Return the goals of a workload whose systems were measured; each states the values it rests on."""
-    judged: list[Goal] = []
+    judged: list[Claim] = []
     for load in dict.fromkeys(load for _, load in reduced):
         if workload == MIXED_SLO and (BASELINE, load) in reduced:
             judged += _objectives(reduced, load)
@@ -184,10 +184,10 @@ def goals(cells: Sequence[Cell], reduced: Reduced, workload: str, note: str) -> 
             if one.load in (None, load) and (found := pairs(cells, one.row, one.other, load, one.metric)):
                 judged.append(_compared(one, load, found, reduced))
         judged += _auto(cells, workload, load)
-    return [replace(goal, note=f"{note} {goal.note}".strip()) for goal in judged]
+    return [replace(goal, facts=f"{note} {goal.facts}".strip()) for goal in judged]
 
 
-def _compared(one: Comparison, load: float, found: Sequence[tuple[float, float]], reduced: Reduced) -> Goal:
+def _compared(one: Comparison, load: float, found: Sequence[tuple[float, float]], reduced: Reduced) -> Claim:
     """Where both values are 0 they are equal."""
     ratios = [ours / theirs if theirs else (1.0 if not ours else ours + 1.0) for ours, theirs in found]
     ours, theirs = (median(values) for values in zip(*found, strict=True))
@@ -198,22 +198,22 @@ def _compared(one: Comparison, load: float, found: Sequence[tuple[float, float]]
         "preemptions"
     )
     name = f"{one.row}.load_{load:g}.{one.name}"
-    return Goal(metric=name, value=median(ratios), op=one.op, goal=one.goal, note=note)
+    return Claim(name=name, value=median(ratios), op=one.op, goal=one.goal, facts=note)
 
 
-def _objectives(reduced: Reduced, load: float) -> Iterator[Goal]:
+def _objectives(reduced: Reduced, load: float) -> Iterator[Claim]:
     base = reduced[BASELINE, load]
     if GAPS in (sarathi := reduced.get(("sarathi", load), {})):
         upstream = f"{BASELINE}: P99 of gap over objective {base[GAPS]:.2f}, {base['tbt_p99_ms']:.1f} ms"
         note = f"sarathi: {sarathi[GAPS]:.2f}, {sarathi['tbt_p99_ms']:.1f} ms; {upstream}"
-        yield Goal(metric=f"{BASELINE}.load_{load:g}.{GAPS}", value=base[GAPS], op=">", goal=1.0, note=upstream)
-        yield Goal(metric=f"sarathi.load_{load:g}.{GAPS}", value=sarathi[GAPS], op="<=", goal=1.0, note=note)
+        yield Claim(name=f"{BASELINE}.load_{load:g}.{GAPS}", value=base[GAPS], op=">", goal=1.0, facts=upstream)
+        yield Claim(name=f"sarathi.load_{load:g}.{GAPS}", value=sarathi[GAPS], op="<=", goal=1.0, facts=note)
     if GAIN in (accelgen := reduced.get(("accelgen", load), {})):
         note = f"attainment: accelgen {accelgen[ATTAINED]:.3f}, {BASELINE} {base[ATTAINED]:.3f}"
-        yield Goal(metric=f"accelgen.load_{load:g}.{GAIN}", value=accelgen[GAIN], op=">=", goal=30.0, note=note)
+        yield Claim(name=f"accelgen.load_{load:g}.{GAIN}", value=accelgen[GAIN], op=">=", goal=30.0, facts=note)
 
 
-def _auto(cells: Sequence[Cell], workload: str, load: float) -> Iterator[Goal]:
+def _auto(cells: Sequence[Cell], workload: str, load: float) -> Iterator[Claim]:
     """Return how far ``auto`` is behind each system on that one's own metric, and behind the best of upstream's rows.
 
     The loss is a ratio above 1. Gaps within their objective count alike, and preemptions as one more than there were.
@@ -227,11 +227,11 @@ def _auto(cells: Sequence[Cell], workload: str, load: float) -> Iterator[Goal]:
         name = f"auto.load_{load:g}.{metric}_loss_to_"
         if system in losses:
             note = f"{metric} against {system}: loss {losses[system]:.3f}"
-            yield Goal(metric=name + system, value=losses.pop(system), op="<=", goal=1.02, note=note)
+            yield Claim(name=name + system, value=losses.pop(system), op="<=", goal=1.02, facts=note)
         if losses:
             best = max(losses, key=losses.__getitem__)
             note = f"{metric} against {best}, the best of upstream's rows in this: loss {losses[best]:.3f}"
-            yield Goal(metric=f"{name}upstream", value=losses[best], op="<=", goal=1.0, note=note)
+            yield Claim(name=f"{name}upstream", value=losses[best], op="<=", goal=1.0, facts=note)
 
 
 def _loss(metric: str, more_is_better: bool, ours: float, theirs: float) -> float:
