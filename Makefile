@@ -13,7 +13,7 @@ OUT ?= .gpu/results
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-all conformance soak lint format gpu-check gpu-bundle bench-quick repro clean
+.PHONY: help setup serve demo test test-all conformance soak lint format gpu-check gpu-bundle bench-quick repro docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,8 +70,11 @@ bench-quick: setup ## Run on small data every benchmark whose docstring shows --
 
 repro: setup ## Measure papers' figures again on the simulator; ARGS=--quick for shorter traces
 	$(BIN)/vllm-ext repro all --out-dir benchmarks/results/repro $(ARGS)
-	$(BIN)/vllm-ext repro --document
 	$(BIN)/python scripts/readme_results.py
+
+docs: setup ## Make the pages that git does not keep: hooks into vLLM, and all reproductions of papers' figures
+	$(BIN)/vllm-ext patches --markdown > docs/patches.md
+	$(BIN)/vllm-ext repro --document
 
 clean: ## Remove the environment, caches and build output
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -160,7 +160,7 @@ def papers(root: Path) -> str:
         for claim in Result(root, f"repro/{name}.json").claims:
             if claim["headline"]:
                 values = [f"{claim['goal']:.4g}", f"{claim['value']:.4g}", "yes" if claim["met"] else "**no**"]
-                rows.append([f"[{name}](../reproductions.md#{name})", claim["name"], *values])
+                rows.append([f"[{name}](../../benchmarks/results/repro/{name}.json)", claim["name"], *values])
     return Table(["figure", "claim", "paper", "ours", "reached"], rows).markdown()
 
 

@@ -163,7 +163,7 @@ def test_commit_of_a_package_that_is_no_part_of_the_checkout_around_it_is_none(
 
 
 def test_results_and_pages_made_from_them_leave_a_tree_clean(checkout: Path) -> None:
-    committed = ("benchmarks/results/old.json", "docs/reproductions.md", "docs/results/memory.md", "README.md")
+    committed = ("benchmarks/results/old.json", "docs/results/memory.md", "README.md")
     for name in committed:
         commit(checkout, name)
     for name in (*committed, "benchmarks/results/repro/new.json"):
