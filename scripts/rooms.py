@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_ext"
 PAGE = ROOT / "docs" / "architecture.md"
+_NAME = re.compile(r'"vllm_ext\.([\w.]+)(?::\w+)?"')
 _BEGIN, _END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
 
 LAYERS = """
@@ -75,6 +77,23 @@ def imports(root: Path = ROOT) -> dict[str, frozenset[str]]:
                 targets.add(inner if inner in known else inner.rpartition(".")[0])
         found[name] = frozenset(targets - {name, ""})
     return found
+
+
+def served(root: Path = ROOT) -> frozenset[str]:
+    """Return the modules that a server can come to load: what the plugin and the hooks reach by imports, or by a name.
+
+    vLLM and our registries take classes by names such as ``vllm_ext.kv.connector.tiered``.
+    """
+    known, reached = modules(root), set[str]()
+    coming = [name for name in known if room_of(name) in ("plugin", "patches")]
+    while coming:
+        name = coming.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        named = _NAME.findall(known[name].read_text(encoding="utf-8"))
+        coming += [*imports(root)[name], *(inner for inner in named if inner in known)]
+    return frozenset(reached)
 
 
 def room_of(module: str) -> str:

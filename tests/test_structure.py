@@ -88,6 +88,18 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert rooms.rewritten(text) == text
 
 
+SERVER_LINES = 30_500
+"""What a server can come to load, in lines; it may only get less."""
+
+
+def test_a_server_loads_little_and_nothing_of_the_tools() -> None:
+    served = rooms.served()
+    assert {"scheduling.scheduler", "kv.connector.tiered", "prediction.learned"} <= served
+    tools = {"cli", "demo", "cluster", "cellular", "report", "tiny_model"}
+    assert {name for name in served if rooms.room_of(name) in tools} == set()
+    assert sum(rooms.modules()[name].read_bytes().count(b"\n") for name in served) <= SERVER_LINES
+
+
 def test_few_modules_lie_in_no_room() -> None:
     loose = {name for name, path in rooms.modules().items() if name and "." not in name and path.name != "__init__.py"}
     assert loose == {"datasets", "envs", "files", "hints", "plugin"}
