@@ -112,7 +112,7 @@ def measure_streams(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return real.streams(model, audio, manners, 1 if args.quick else 3)
 
 
-def goals_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> list[Claim]:
+def claims_of(metrics: dict[str, float], beside: dict[str, dict[str, float]]) -> list[Claim]:
     """Judge what was measured."""
     queue = [metrics[f"scheduling_us_queued_{queued}"] for queued in QUEUES]
     streams = beside[PADDED]["rnnt_chunk_p99_ms"], beside[ALONE]["rnnt_chunk_p99_ms"]
@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> None:
         workload=workloads.pairs(args.requests[256], args.seed).workload,
         metrics=metrics,
         baselines=beside,
-        claims=goals_of(metrics, beside),
+        claims=claims_of(metrics, beside),
     )  # fmt: skip
     names = [OURS, *beside]
     keys = list(dict.fromkeys(key for one in (metrics, *beside.values()) for key in one))

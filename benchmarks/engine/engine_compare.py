@@ -53,6 +53,7 @@ from engine_requests import MEASURED
 
 from vllm_ext import systems, tiny_model
 from vllm_ext.report import results
+from vllm_ext.report.table import Table
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.recorded import recording
 from vllm_ext.simulation.recorded.recording import ClientRequest, EngineSettings, Header
@@ -93,8 +94,8 @@ class _Run:
         self._disturbed = 0
         self.reduced: dict[tuple[str, float], dict[str, float]] = {}
 
-    def table(self) -> str:
-        """Return what was measured as text."""
+    def table(self) -> Table:
+        """Return what was measured."""
         columns = engine_claims.SLO_COLUMNS if self._requests.have_objectives else engine_claims.COLUMNS
         return report.table(self.reduced, columns, ("load", "system"))
 

@@ -37,6 +37,7 @@ from pathlib import Path
 import engine_compare
 
 from vllm_ext.report import results
+from vllm_ext.report.table import Table
 from vllm_ext.simulation.recorded import validation as reports
 
 _FIT_SEED = 1000
@@ -95,7 +96,7 @@ def _record(options: Sequence[str], path: Path, *, seed: int, repeats: int) -> r
 
 def _judge(
     args: argparse.Namespace, argv: Sequence[str], recording: Path, fit_on: Path | None
-) -> tuple[reports.Report, results.Result, list[str]]:
+) -> tuple[reports.Report, results.Result, list[Table]]:
     """Both reports; the one with the fit of another recording is the result, the other a baseline of it."""
     runs = reports.load(recording)
     own = reports.make_report(runs, replays=fit_on is None)
@@ -121,7 +122,7 @@ def _judge(
             baselines={**result.baselines, OWN_HALF: halves.metrics},
             claims=[*result.claims, *(dataclasses.replace(c, name=f"{OWN_HALF}: {c.name}") for c in halves.claims)],
         )
-        tables.append(f"\n{OWN_HALF}:\n{reports.make_table(own)}")
+        tables.append(dataclasses.replace(reports.make_table(own), title=f"{OWN_HALF}:"))
     return main, result, tables
 
 
