@@ -416,7 +416,7 @@ def test_a_cell_whose_rows_depend_on_each_other_is_refused() -> None:
         ({"workers": 0}, "workers=0"),
         ({"workers": 2, "device": "cuda"}, "workers=2: must be 1"),
         ({"order": "lifo"}, "order='lifo'"),
-        ({"max_restarts": -1}, "max_restarts=-1: must be 0 or greater"),
+        ({"max_restarts": -1}, "max_restarts=-1: must be greater than or equal to 0"),
         ({"cells": "any"}, "cells='any': must be one of published, alternate"),
         ({"max_batch": {"stop": 3}}, "max_batch="),
         ({"max_batch": {"step": 0}}, "max_batch=0 of cell step"),

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_ext.cli import new_policy, plan
 from vllm_ext.cli.plan import main
-from vllm_ext.report import json_output
+from vllm_ext.report import common_flags
 from vllm_ext.report.plots import Series
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep import pools
@@ -91,7 +91,7 @@ def test_plan_without_a_queue_says_so_row_by_row_and_stays_with_the_defaults(
     assert "1 x: alise: as vLLM default, not run: nobody waited" in said
     assert "recommended: vLLM default" in printed.err
     assert "nothing helps at 0.5, 1 times your load (0.0167, 0.0333 requests/s): no request waits" in printed.err
-    assert printed.out == f"{json_output.HINT}\n"
+    assert printed.out == f"{common_flags.JSON_HINT}\n"
 
 
 def test_failed_run_is_named_the_rest_is_judged_and_the_next_plan_runs_it_alone(

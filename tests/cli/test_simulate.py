@@ -15,7 +15,7 @@ from tests.extent import HANG_S
 from vllm_ext import config
 from vllm_ext.cli import simulate
 from vllm_ext.cli.simulate import main
-from vllm_ext.report import json_output
+from vllm_ext.report import common_flags
 from vllm_ext.simulation.spec import SimulationSpec
 
 SMALL = ("--cost", "constant", "--dataset", "fixed:20:8", "--num-requests", "12", "--max-model-len", "64")
@@ -79,7 +79,7 @@ def test_terminal_gets_the_table_and_how_to_ask_for_json(
     assert main([*SMALL]) == 0
     shown = capsys.readouterr()
     assert "normalised_latency_mean_ms_per_token" in shown.err
-    assert shown.out == f"{json_output.HINT}\n"
+    assert shown.out == f"{common_flags.JSON_HINT}\n"
     assert main([*SMALL, "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == "simulate"
 

@@ -14,7 +14,7 @@ from vllm_ext.cli import repro as command
 from vllm_ext.experiments import catalogue, report
 from vllm_ext.experiments.experiment import Experiment, Findings, Plot
 from vllm_ext.experiments.runner import RunFailed, Runner, Sustained
-from vllm_ext.report import json_output, provenance
+from vllm_ext.report import common_flags, provenance
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec
@@ -263,6 +263,6 @@ def test_terminal_gets_the_json_only_if_asked_for(
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert run_one() == 0
-    assert capsys.readouterr().out == f"{json_output.HINT}\n"
+    assert capsys.readouterr().out == f"{common_flags.JSON_HINT}\n"
     assert run_one("--json") == 0
     assert json.loads(capsys.readouterr().out)["name"] == "tiny"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.report import json_output, results
+from vllm_ext.report import common_flags, results
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload
 
@@ -107,7 +107,7 @@ def test_terminal_gets_json_only_if_asked_for_and_the_file_always(
     results.emit(result, ["a table"], out, as_json=asked)
     printed = capsys.readouterr()
     assert "a table" in printed.err
-    assert printed.out == f"{json_output.HINT if terminal and not asked else result.to_json()}\n"
+    assert printed.out == f"{common_flags.JSON_HINT if terminal and not asked else result.to_json()}\n"
     assert json.loads(out.read_text(encoding="utf-8")) == json.loads(result.to_json())
 
 

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
-from vllm_ext.cellular.order import ORDERS
+from pydantic import Field, model_validator
+
 from vllm_ext.cellular.scheduler import MAX_TASKS_TO_SUBMIT
+from vllm_ext.config.errors import ConfigError
+from vllm_ext.config.model import Flag, Options
 
-CELLS = ("published", "alternate")
-"""Which cell goes next: as in Algorithm 1, or in turns."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(Options):
     """How an engine serves."""
 
-    workers: int = 1
+    root: ClassVar[str] = ""
+
+    workers: Annotated[int, Flag()] = Field(default=1, ge=1)
     """Threads that compute; each is a worker of Algorithm 1."""
-    max_requests: int = 4096
-    """Open requests beyond which new ones are refused."""
+    max_requests: Annotated[int, Flag()] = Field(default=4096, ge=1)
+    """Open requests beyond which new ones are refused, with status 503."""
     max_batch: Mapping[str, int] | None = None
     """Cell -> largest batch; by default as the model says, and on a CPU at most 128."""
-    max_tasks_to_submit: int = MAX_TASKS_TO_SUBMIT
-    order: str = "arrival"
-    """One of `ORDERS`."""
-    cells: str | None = None
-    """One of `CELLS`; None: in turns while fewer than two workers live, as published otherwise."""
-    max_restarts: int = 3
+    max_tasks_to_submit: Annotated[int, Flag()] = Field(default=MAX_TASKS_TO_SUBMIT, ge=1)
+    """Tasks of a series that a worker takes at once."""
+    order: Annotated[Literal["arrival", "slack"], Flag()] = "arrival"
+    """Who goes first: by arrival, or by the least slack to the objective."""
+    cells: Annotated[Literal["published", "alternate"] | None, Flag()] = None
+    """Which cell goes next: published: as in BatchMaker's Algorithm 1, or alternate: in turns; None: in turns while
+    fewer than two workers live."""
+    max_restarts: int = Field(default=3, ge=0)
     """How often in a minute workers that died begin anew; the next one that dies stays dead."""
     device: str = "cpu"
-    state_bytes: int = 4 << 30
+    state_bytes: int = Field(default=4 << 30, ge=1)
     """How large values between cells may get."""
     step_s: Mapping[str, float] | None = None
     """Cell -> seconds of a task, for the order by slack; see `vllm-ext cellular profile`."""
 
-    def __post_init__(self) -> None:
-        for name in ("workers", "max_requests", "max_tasks_to_submit", "state_bytes"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts={self.max_restarts!r}: must be 0 or greater")
+    @model_validator(mode="after")
+    def _a_device_has_one_worker(self) -> Self:
         if self.workers > 1 and self.device != "cpu":
-            raise ValueError(
-                f"workers={self.workers!r}: must be 1 with device={self.device!r}, whose stream they share"
+            raise ConfigError(
+                "workers", self.workers, f"must be 1 with device={self.device!r}, whose stream they share"
             )
-        if self.order not in ORDERS:
-            raise ValueError(f"order={self.order!r}: must be one of {', '.join(ORDERS)}")
-        if self.cells is not None and self.cells not in CELLS:
-            raise ValueError(f"cells={self.cells!r}: must be one of {', '.join(CELLS)}")
+        return self

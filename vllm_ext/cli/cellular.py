@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_ext.cellular.options import EngineOptions
+from vllm_ext.cli.command import Parser, guarded
+from vllm_ext.cli.spec_flags import add_flags, given
+from vllm_ext.report import common_flags
+
 if TYPE_CHECKING:
     from vllm_ext.cellular.models import Model
-    from vllm_ext.cellular.options import EngineOptions
 
 KINDS = ("lstm", "seq2seq", "treelstm", "rnnt")
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_PROBLEM = 2
+_ENGINE = "engine."
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    args = _parser().parse_args(list(argv))
-    try:
-        status: int = args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"vllm-ext cellular {args.action}: {error}", file=sys.stderr)
-        return _PROBLEM
-    return status
+    return guarded(_parser(), lambda args: args.run(args), argv)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -36,8 +35,10 @@ def _serve(args: argparse.Namespace) -> int:
     from vllm_ext.cellular.garbage import freeze
     from vllm_ext.cellular.serving import create_app
 
+    options = _options(args)
     model = _model(args.model, args.seed)
-    options = _options(model, args)
+    if args.profile is not None:
+        options = _profiled(options, model, args.profile)
     with CellularEngine(model, options, compute=_compute(args.compile, args.device)) as engine:
         app = create_app(engine, default_slo_ms=args.default_slo_ms, max_sessions=args.max_sessions)
         freeze()
@@ -64,11 +65,11 @@ def _profile(args: argparse.Namespace) -> int:
     for module in model.modules.values():
         module.to(args.device)
     compute = _compute(args.compile, args.device)
-    executor.prepare(compute, [replace(cell, batch_sizes=tuple(sorted(args.batches))) for cell in model.cells])
+    executor.prepare(compute, [replace(cell, batch_sizes=tuple(args.batches)) for cell in model.cells])
     found = {
         cell.name: profile.measure(cell, args.batches, repeats=args.repeats, compute=compute) for cell in model.cells
     }
-    rows = [[f"{batch}", *(one.seconds[batch] * 1e3 for one in found.values())] for batch in sorted(args.batches)]
+    rows = [[f"{batch}", *(one.seconds[batch] * 1e3 for one in found.values())] for batch in args.batches]
     rows.append(["knee", *(one.knee for one in found.values())])
     rows.append(["best", *(one.best for one in found.values())])
     print(Table(["batch", *(f"{name} (ms)" for name in found)], rows))
@@ -98,21 +99,19 @@ def _model(name: str, seed: int) -> Model:
     return load(Path(name))
 
 
-def _options(model: Model, args: argparse.Namespace) -> EngineOptions:
-    from vllm_ext.cellular import profile
-    from vllm_ext.cellular.options import EngineOptions
+def _options(args: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        device=args.device, state_bytes=args.state_mib << 20, max_batch=_sizes(args.max_batch), **given(args, _ENGINE)
+    )
 
-    options = EngineOptions(
-        workers=args.workers, max_requests=args.max_requests, max_tasks_to_submit=args.max_tasks_to_submit,
-        order=args.order, cells=args.cells, device=args.device, state_bytes=args.state_mib << 20,
-        max_batch=_sizes(args.max_batch),
-    )  # fmt: skip
-    if args.profile is None:
-        return options
-    found = profile.load(model, args.profile)
+
+def _profiled(options: EngineOptions, model: Model, path: Path) -> EngineOptions:
+    """Return the options with a profile's largest batches, where none were given, and its step times."""
+    from vllm_ext.cellular import profile
+
+    found = profile.load(model, path)
     best = {name: one.best for name, one in found.items()} | dict(options.max_batch or {})
-    steps = {name: one.seconds[one.best] for name, one in found.items()}
-    return replace(options, max_batch=best, step_s=steps)
+    return options.changed(max_batch=best, step_s={name: one.seconds[one.best] for name, one in found.items()})
 
 
 def _compute(compiled: bool, device: str) -> Any:
@@ -131,12 +130,10 @@ def _compute(compiled: bool, device: str) -> Any:
         )
     import torch
 
-    kept: dict[str, Any] = {}
+    compiled_of = functools.cache(lambda module: torch.compile(module, dynamic=True))
 
     def call(cell: Cell, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        if cell.name not in kept:
-            kept[cell.name] = torch.compile(cell.module, dynamic=True)
-        found = kept[cell.name](*inputs)
+        found = compiled_of(cell.module)(*inputs)
         return found if isinstance(found, tuple) else (found,)
 
     return call
@@ -159,14 +156,14 @@ def _batches(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="vllm-ext cellular", description="Serve models of many small steps, batched at every step (BatchMaker)."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=text, description=text)
+    def action(name: str, run: Any, text: str) -> Parser:
+        made: Parser = actions.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
         return made
 
@@ -180,35 +177,22 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--compile", action="store_true", help="compile the cells with torch.compile; not on a CPU")
     train.add_argument("model", choices=KINDS)
     train.add_argument("--out", type=Path, required=True, metavar="FILE", help="file in safetensors to write")
-    train.add_argument("--steps", type=int, default=400, help="training steps (default: %(default)s)")
+    train.add_argument("--steps", type=int, default=400, metavar="N", help="training steps (default: %(default)s)")
     train.add_argument("--size", action="append", default=[], metavar="NAME=NUMBER", help="such as hidden=128")
-    for one in (serve, profile, train):
-        one.add_argument("--seed", type=int, default=0, help="of the training (default: %(default)s)")
-    profile.add_argument("--batches", type=_batches, default=list(_BATCHES), help="such as 1,64,512")
-    profile.add_argument("--repeats", type=int, default=7, help="times each is measured (default: %(default)s)")
+    profile.add_argument("--batches", type=_batches, default=list(_BATCHES), metavar="N,M", help="such as 1,64,512")
+    profile.add_argument("--repeats", type=int, default=7, metavar="N", help="measurements of each (default: 7)")
     profile.add_argument("--out", type=Path, metavar="FILE", help="write the profile to FILE")
-    demo.add_argument("--max-batch", type=int, default=4, help="largest batch (default: %(default)s)")
-    _add_serving(serve)
-    return parser
-
-
-def _add_serving(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
+    demo.add_argument("--max-batch", type=int, default=4, metavar="N", help="largest batch (default: %(default)s)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="its port (default: %(default)s)")
     serve.add_argument("--profile", type=Path, metavar="FILE", help="largest batches and step times from a profile")
+    serve.add_argument("--max-sessions", type=int, default=1024, metavar="N", help="open sessions (default: 1024)")
+    serve.add_argument("--default-slo-ms", type=float, metavar="MS", help="objective of requests that name none")
+    serve.add_argument("--max-batch", action="append", default=[], metavar="CELL=N", help="largest batch of a cell")
     serve.add_argument(
-        "--max-batch", action="append", default=[], metavar="CELL=NUMBER", help="largest batch of a cell"
+        "--state-mib", type=int, default=4096, metavar="N", help="for values between cells (default: 4096)"
     )
-    serve.add_argument("--max-tasks-to-submit", type=int, default=5, help="tasks of a series (default: %(default)s)")
-    serve.add_argument("--order", default="arrival", help="arrival, or slack: least slack first (default: %(default)s)")
-    serve.add_argument(
-        "--cells", metavar="WHICH",
-        help="published: as in BatchMaker's Algorithm 1, or alternate: in turns (default: alternate with one worker)",
-    )  # fmt: skip
-    serve.add_argument("--workers", type=int, default=1, help="threads that compute (default: %(default)s)")
-    serve.add_argument(
-        "--max-requests", type=int, default=4096, help="open at once; more get 503 (default: %(default)s)"
-    )
-    serve.add_argument("--max-sessions", type=int, default=1024, help="open sessions (default: %(default)s)")
-    serve.add_argument("--state-mib", type=int, default=4096, help="for values between cells (default: %(default)s)")
-    serve.add_argument("--default-slo-ms", type=float, help="objective of requests that name none")
+    add_flags(serve, EngineOptions, _ENGINE, "engine")
+    for one in (serve, profile, train):
+        common_flags.add(one, seed="of the training (default: 0)")
+    return parser

@@ -5,8 +5,6 @@ Source: BatchMaker, figure 2.5. A step takes one unit of time, whatever the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from vllm_ext.cellular.cells import CellType, Port
@@ -14,7 +12,7 @@ from vllm_ext.cellular.graphs import CellGraph, CellTable, Data, Zero
 from vllm_ext.cellular.layout import CompiledGraph, compile_graph
 from vllm_ext.cellular.scheduler import Batching, Scheduler, Task
 from vllm_ext.experiments.batching.padding import PaddedBatching
-from vllm_ext.experiments.batching.virtual import Arrival, Costs, Served, serve
+from vllm_ext.experiments.batching.virtual import Arrival, Costs, serve
 
 LENGTHS = (2, 3, 3, 5, 5, 7, 3, 1)
 SECOND_HALF_AT = 0.5
@@ -29,29 +27,30 @@ def shown(max_batch: int = 4) -> str:
     """
     step = CellType(name="step", inputs=(Port("token", (), "int64"), Port("h")), outputs=(Port("h"),))
     cells = CellTable([step.with_batches(max_batch)])
-    manners: dict[str, Callable[[], Batching]] = {
-        "cellular batching: requests join and leave at every step": lambda: Scheduler(cells, max_tasks_to_submit=1),
-        "padded batching: a batch goes on until its longest request has ended": lambda: PaddedBatching(
+    manners: dict[str, Batching] = {
+        "cellular batching: requests join and leave at every step": Scheduler(cells, max_tasks_to_submit=1),
+        "padded batching: a batch goes on until its longest request has ended": PaddedBatching(
             cells, max_batch=max_batch, width=_LONGEST
         ),
     }
-    return "\n\n".join(_table(title, make(), cells) for title, make in manners.items())
+    return "\n\n".join(_table(title, batching, cells) for title, batching in manners.items())
 
 
 def _table(title: str, batching: Batching, cells: CellTable) -> str:
-    watched = _Watched(batching)
+    """Serve the requests, which are all entered before the first has ended: each has a number of its own."""
+    ran = _note_steps(batching)
+    halves = [0.0 if place < len(LENGTHS) // 2 else SECOND_HALF_AT for place in range(len(LENGTHS))]
     arrivals = [
-        Arrival(at_s=0.0 if place < len(LENGTHS) // 2 else SECOND_HALF_AT, graph=_chain(length, cells), lengths={})
-        for place, length in enumerate(LENGTHS)
+        Arrival(at_s=at_s, graph=_chain(length, cells), lengths={})
+        for at_s, length in zip(halves, LENGTHS, strict=True)
     ]
-    served: Served = serve(watched, arrivals, Costs(cells={"step": lambda _: 1.0}))
+    served = serve(batching, arrivals, Costs(cells={"step": lambda _: 1.0}))
     last = int(served.ended_s.max())
     lines = [title, "request  length  " + "".join(f"{second:>3}" for second in range(last)) + "   ended"]
-    for place, length in enumerate(LENGTHS):
+    for place, (number, length) in enumerate(zip(sorted(ran), LENGTHS, strict=True)):
         begin, end = served.started_s[place], served.ended_s[place]
-        ran = watched.ran[place]
-        cells_of = "".join("  #" if s in ran else "  ." if begin <= s < end else "   " for s in range(last))
-        lines.append(f"req{place + 1:<6}{length:>6}  {cells_of}{end:>8.0f}")
+        marks = ("  #" if s in ran[number] else "  ." if begin <= s < end else "   " for s in range(last))
+        lines.append(f"req{place + 1:<6}{length:>6}  {''.join(marks)}{end:>8.0f}")
     lines.append(f"mean latency {served.latency_s.mean():.1f} steps, all done after {last}")
     return "\n".join(lines)
 
@@ -62,30 +61,17 @@ def _chain(length: int, cells: CellTable) -> CompiledGraph:
     return compile_graph(graph, cells)
 
 
-class _Watched:
-    """Notes when each request is computed: requests are entered in their order."""
+def _note_steps(batching: Batching) -> dict[int, set[int]]:
+    """Return number of a request -> steps in which it is computed, which is filled while ``batching`` serves."""
+    ran: dict[int, set[int]] = {}
+    schedule = batching.schedule
 
-    def __init__(self, inner: Batching) -> None:
-        self._inner, self.table, self.counts = inner, inner.table, inner.counts
-        self.add, self.abort, self.worker_died = self._add, inner.abort, inner.worker_died
-        self.ran: list[set[int]] = []
-        self._places: dict[int, int] = {}
-
-    def _add(self, *args: object) -> list[int]:
-        numbers = self._inner.add(*args)  # type: ignore[arg-type]
-        for number in numbers:
-            self._places[number] = len(self.ran)
-            self.ran.append(set())
-        return numbers
-
-    def schedule(self, worker: int, now: float) -> list[Task]:
-        """Note who is in the next tasks."""
-        tasks = self._inner.schedule(worker, now)
+    def noted(worker: int, now: float) -> list[Task]:
+        tasks = schedule(worker, now)
         for later, task in enumerate(tasks):
-            for request in self.table.request[task.nodes].tolist():
-                self.ran[self._places[request]].add(int(now) + later)
+            for number in batching.table.request[task.nodes].tolist():
+                ran.setdefault(number, set()).add(int(now) + later)
         return tasks
 
-    def complete(self, task: Task, *results: np.ndarray | None) -> list[int]:
-        """Pass it on."""
-        return self._inner.complete(task, *results)
+    batching.schedule = noted  # type: ignore[method-assign]
+    return ran

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_ext.cli.exit_status import FAILED
-from vllm_ext.cli.missing import need
+from vllm_ext.cli.command import FAILED, Parser, guarded, need
 from vllm_ext.demo.server import ServerError, ServerProcess
+from vllm_ext.report import common_flags
 
 if TYPE_CHECKING:  # imported where they are used: the openai client takes a second to load
     from vllm_ext.demo.client import Answer
@@ -38,14 +38,14 @@ RECORDS_WAIT_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo; 0 if every request finished, 3 if not, 128 + signal if it was interrupted."""
-    args = _parser().parse_args(argv)
+    return guarded(_parser(), _demo, argv, failures=(ServerError, ValueError, OSError))
+
+
+def _demo(args: argparse.Namespace) -> int:
     need("vllm")
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        return _run(args)
-    except (ServerError, ValueError, OSError) as error:
-        print(f"vllm-ext demo: {error}", file=sys.stderr)
-        return FAILED
+        return _serve(args)
     except Interrupted as interruption:
         print("interrupted; the server is stopped", file=sys.stderr)
         return 128 + interruption.number
@@ -66,20 +66,21 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> int:
     from vllm_ext.demo.workload import make_workload
 
     requests = make_workload(args.requests, args.seed)
-    model = args.model or _tiny_model()
+    if not args.model:
+        from vllm_ext.tiny_model import build
+
+        args.model = str(build())
+        _say(f"model: {args.model}")
     folder = Path(tempfile.mkdtemp(prefix="vllm-ext-demo-"))
     request_log = folder / "requests.jsonl"
     server = ServerProcess(
-        model,
-        server_args(args.scheduler_cls, request_log),
-        log_path=folder / "server.log",
-        port=args.port,
+        args.model, server_args(args.scheduler_cls, request_log), log_path=folder / "server.log", port=args.port,
         on_progress=_progress,
-    )
+    )  # fmt: skip
     _say(f"starting: {shlex.join(server.command)}")
     _say(f"server log: {server.log_path}")
     start = time.monotonic()
@@ -93,14 +94,13 @@ def _run(args: argparse.Namespace) -> int:
 
 def server_args(scheduler_cls: str, request_log: Path) -> list[str]:
     """Return the arguments of `vllm serve` for the demo; without a scheduler it is plain vLLM."""
-    args = ["--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
-    args += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    args += ["--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
-    args += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-    if scheduler_cls:
-        args += ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log)]
-        args += ["--ext-metrics-interval-s", "0.25"]
-    return args
+    args = (
+        f"--served-model-name {SERVED_NAME} --dtype float32 --enforce-eager --max-model-len {MAX_MODEL_LEN} "
+        f"--max-num-seqs {MAX_NUM_SEQS} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS} "
+        f"--kv-cache-memory-bytes {KV_CACHE_BYTES}"
+    ).split()
+    ours = ["--scheduler-cls", scheduler_cls, "--ext-request-log", str(request_log), "--ext-metrics-interval-s", "0.25"]
+    return args + (ours if scheduler_cls else [])
 
 
 def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], request_log: Path | None) -> bool:
@@ -113,9 +113,7 @@ def _ask_and_report(server: ServerProcess, requests: Sequence[DemoRequest], requ
     answers = send_all(requests, base_url=server.base_url, model=SERVED_NAME)
     wall_s = time.monotonic() - start
     records = _records(request_log, answers) if request_log is not None else {}
-    print(report.table(answers, records))
-    print()
-    print(report.summary(answers, records, wall_s))
+    print(report.table(answers, records), "", report.summary(answers, records, wall_s), sep="\n")
     failures = [answer for answer in answers if answer.error is not None]
     if server.is_running():
         print("", *report.chosen_metrics(server.get("/metrics")), sep="\n")
@@ -145,12 +143,9 @@ def _records(request_log: Path, answers: Sequence[Answer]) -> Mapping[int, Recor
 
 
 def _keep_serving(server: ServerProcess) -> int:
-    body = json.dumps(
-        {"model": SERVED_NAME, "prompt": "The harbour wakes", "max_tokens": 32, "vllm_xargs": {"osl": 32}}
-    )
-    _say(
-        f"\nstill serving; try\n  curl {server.base_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
-    )
+    request = {"model": SERVED_NAME, "prompt": "The harbour wakes", "max_tokens": 32, "vllm_xargs": {"osl": 32}}
+    options = f"-H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+    _say(f"\nstill serving; try\n  curl {server.base_url}/v1/completions {options}")
     _say(f"  curl {server.base_url}/metrics\nCtrl-C to stop")
     try:
         while server.is_running():
@@ -160,14 +155,6 @@ def _keep_serving(server: ServerProcess) -> int:
             raise
         return 0  # the way this mode is meant to end
     raise ServerError(f"the server is gone; the end of {server.log_path}:\n{server.log_tail()}")
-
-
-def _tiny_model() -> str:
-    from vllm_ext.tiny_model import build
-
-    path = build()
-    _say(f"model: {path}")
-    return str(path)
 
 
 def _progress(waited_s: float) -> None:
@@ -182,17 +169,18 @@ def _say(text: str) -> None:
     print(lead + text, file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="vllm-ext demo",
         description="Serve a small model, send it a few dozen requests in bursts, and print what happened to each.",
     )
     parser.add_argument("--model", help="model directory or name (default: the embedded tiny model, built on the spot)")
     parser.add_argument(
-        "--scheduler-cls", default="alise", help="scheduling system; '' is plain vLLM (default: %(default)s)"
-    )
-    parser.add_argument("--requests", type=int, default=36, help="how many to send (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="port of the server; 0 takes a free one (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: %(default)s)")
+        "--scheduler-cls", default="alise", metavar="NAME",
+        help="scheduling system; '' is plain vLLM (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--requests", type=int, default=36, metavar="N", help="how many to send (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="of the server; 0 takes a free one (default)")
     parser.add_argument("--keep-serving", action="store_true", help="leave the server up until Ctrl-C")
+    common_flags.add(parser, seed="seed of the requests (default: 0)")
     return parser

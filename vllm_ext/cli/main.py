@@ -5,49 +5,35 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import vllm_ext
-from vllm_ext.cli import missing
-from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli import command
 
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A subcommand."""
-
-    target: str
-    """``module:function``; the function takes the arguments after the subcommand and returns the exit status."""
-    help: str
-    """One line for ``vllm-ext --help``."""
-
-    def load(self) -> Callable[[Sequence[str]], int]:
-        """Import the subcommand, which may take seconds, and return its function."""
-        module, _, function = self.target.partition(":")
-        loaded: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-        return loaded
-
-
-_HELP = {
-    "cellular": "serve models of many small steps, batched at every step",
-    "demo": "serve a small model and show what vllm-ext does",
-    "doctor": "say whether this installation works, and if not, why",
-    "new-policy": "write a policy of your own to start from, and its test",
-    "patches": "list the hooks into vLLM and the verified versions",
-    "plan": "simulate every system on your trace and recommend one",
-    "predictor": "train, judge, show and clear what length prediction learned",
-    "profile": "measure step times for the runtime model",
-    "repro": "measure figures and tables of papers again on the simulator",
-    "simulate": "serve a workload in virtual time",
-    "sweep": "run a grid of simulations, or search capacities",
-    "tiny-model": "write a small random model for trying out",
-    "validate": "compare the simulator with a recorded run of the real engine",
-}
-COMMANDS: Mapping[str, Command] = MappingProxyType(
-    {name: Command(target=f"vllm_ext.cli.{name.replace('-', '_')}:main", help=text) for name, text in _HELP.items()}
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "cellular": "serve models of many small steps, batched at every step",
+        "demo": "serve a small model and show what vllm-ext does",
+        "doctor": "say whether this installation works, and if not, why",
+        "new-policy": "write a policy of your own to start from, and its test",
+        "patches": "list the hooks into vLLM and the verified versions",
+        "plan": "simulate every system on your trace and recommend one",
+        "predictor": "train, judge, show and clear what length prediction learned",
+        "profile": "measure step times for the runtime model",
+        "repro": "measure figures and tables of papers again on the simulator",
+        "simulate": "serve a workload in virtual time",
+        "sweep": "run a grid of simulations, or search capacities",
+        "tiny-model": "write a small random model for trying out",
+        "validate": "compare the simulator with a recorded run of the real engine",
+    }
 )
+"""Name -> one line for ``vllm-ext --help``; the command is ``main`` of the module of that name."""
+
+
+def module_of(name: str) -> str:
+    """Return the module of a command."""
+    return f"vllm_ext.cli.{name.replace('-', '_')}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,17 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse sees the subcommand's name only: the arguments after it belong to the subcommand's own parser.
     name = _parser().parse_args(arguments[:1]).command
     try:
-        return COMMANDS[name].load()(arguments[1:])
+        status: int = importlib.import_module(module_of(name)).main(arguments[1:])
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        print(f"vllm-ext {name}: {missing.told(error)}", file=sys.stderr)
-        return FAILED
+        print(f"vllm-ext {name}: {command.told(error)}", file=sys.stderr)
+        return command.FAILED
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    table = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="vllm-ext",
         description="Better scheduling and memory for stock vLLM.",

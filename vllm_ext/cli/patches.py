@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 
+from vllm_ext.cli.command import Parser
 from vllm_ext.hooks import registry
 from vllm_ext.hooks.errors import installed_vllm
 from vllm_ext.hooks.patch import Hook
 from vllm_ext.hooks.registry import HookStatus
+from vllm_ext.report import common_flags
 
 _HEAD = """# Hooks into vLLM
 
@@ -30,11 +30,11 @@ overrides. *Verified* means that the code in that version was read and the hook 
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0, or 1 with ``--check`` if a hook does not fit the vLLM installed."""
-    parser = argparse.ArgumentParser(prog="vllm-ext patches", description=__doc__)
+    parser = Parser(prog="vllm-ext patches", description=__doc__)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the state of each hook as JSON")
+    common_flags.add(form, json="print the state of each hook as JSON")
     form.add_argument("--markdown", action="store_true", help="print docs/patches.md")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless every hook fits the vLLM installed")
     args = parser.parse_args(argv)
@@ -94,7 +94,3 @@ def _section(group: str, hooks: Sequence[Hook]) -> str:
         target = hook.target.removeprefix("vllm.")
         rows.append(f"| {hook.kind} | `{target}` | {hook.why} | {', '.join(hook.versions) or 'any'} |")
     return "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_ext.cli import kept_runs, left_out, spec_flags
-from vllm_ext.cli.exit_status import FAILED
-from vllm_ext.cli.missing import need
-from vllm_ext.report import json_output, results
+from vllm_ext.cli import left_out, spec_flags
+from vllm_ext.cli.command import FAILED, GOES_ON, Failed, Parser, UsageError, guarded, need
+from vllm_ext.report import common_flags, results
 from vllm_ext.report.plots import Series, lines
-from vllm_ext.report.provenance import result_path
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.plan import (
-    BASELINE,
-    LOADS,
-    Objective,
-    Obstacle,
-    Row,
-    Verdict,
-    compare,
-    decide,
-    with_own_policies,
-)
+from vllm_ext.simulation import plan
+from vllm_ext.simulation.plan import BASELINE, Objective, Obstacle, Row, Verdict
 from vllm_ext.simulation.spec import SimulationSpec, check_context, checked, engine_blocks, limits_of, with_values
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
@@ -50,32 +40,30 @@ _COLUMNS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, 2 if a flag or the trace is wrong, 3 if a run failed or left something out, 130 on Ctrl-C."""
-    args = _parser().parse_args(list(argv))
-    again = "what is done is kept, the same command goes on with the rest"
-    return spec_flags.guarded(PROG, lambda: _plan(args, argv), again=again)
+    return guarded(_parser(), _plan, argv, again=GOES_ON)
 
 
-def _plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _plan(args: argparse.Namespace) -> int:
     base, own_rate = _base(args)
     if args.print_spec:
         print(base.model_dump_json(indent=1))
         return 0
     need("vllm")
-    loads = LOADS if args.loads is None else _loads(args.loads)
-    base, candidates = with_own_policies(base)
+    loads = plan.LOADS if args.loads is None else _loads(args.loads)
+    base, candidates = plan.with_own_policies(base)
     workload = build(base.workload)
     objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
-    limits = limits_of(base.engine, base.hardware)._asdict()
     what = f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads"
+    limits = limits_of(base.engine, base.hardware)._asdict()
     served = ", ".join(f"{name} {value}" for name, value in limits.items())
     print(f"{what}; {served}", *workload.source.notes, sep="\n", file=sys.stderr)
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-        rows = compare(base, own_rate, candidates, loads, store, pool, lambda row: _tell(row, base, quiet=args.quiet))
-    verdict = decide(rows, objective)
+        tell = functools.partial(_tell, base, quiet=args.quiet)
+        rows = plan.compare(base, own_rate, candidates, loads, store, pool, tell)
+    verdict = plan.decide(rows, objective)
     if verdict is None:
-        print(f"{PROG}: {BASELINE} failed at every load, there is nothing to compare with", file=sys.stderr)
-        return FAILED
-    made = _result(argv, base, own_rate, rows, verdict, workload)
+        raise Failed(f"{BASELINE} failed at every load, there is nothing to compare with")
+    made = _result(args, base, own_rate, rows, verdict, workload)
     if args.plot is not None:
         _draw(rows, objective, base, args.plot)
     incomplete = left_out.lines((row.outcome.metrics or {} for row in rows), base, workload)
@@ -99,14 +87,14 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
     spec = checked(spec_flags.base_spec(args))
     check_context(limits_of(spec.engine, spec.hardware), engine_blocks(spec), spec.engine.block_size)
     if spec.workload.arrivals in ("closed-loop", "at-once"):
-        raise spec_flags.UsageError(
+        raise UsageError(
             f"--arrivals {spec.workload.arrivals}: a plan varies the load, which these arrivals do not follow"
         )
     if spec.workload.rate_per_s is not None:
         return spec, spec.workload.rate_per_s
     times = [request.arrival_s for request in build(spec.workload).start()]
     if len(times) < 2 or times[-1] <= times[0]:
-        raise spec_flags.UsageError(
+        raise UsageError(
             f"--trace {spec.workload.source}: {len(times)} requests with recorded arrivals; a plan needs at least two "
             "at different times, or --rate with --arrivals poisson"
         )
@@ -120,17 +108,17 @@ def _loads(text: str) -> tuple[float, ...]:
     except ValueError:
         loads = ()
     if not loads or loads[0] <= 0:
-        raise spec_flags.UsageError(f"--loads {text}: must be numbers above 0, separated by commas")
+        raise UsageError(f"--loads {text}: must be numbers above 0, separated by commas")
     return loads
 
 
-def _tell(row: Row, base: SimulationSpec, *, quiet: bool) -> None:
+def _tell(base: SimulationSpec, row: Row, *, quiet: bool) -> None:
     """Say what came of a run."""
     where, metrics = f"{row.load:g} x: {row.candidate.name}", row.outcome.metrics
     if metrics is None:
         print(f"{PROG}: {where}: failed: {row.outcome.error}", file=sys.stderr, flush=True)
     elif not metrics["requests"]:
-        raise spec_flags.UsageError(
+        raise UsageError(
             f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
             f"early, or all prompts exceed --max-model-len {limits_of(base.engine, base.hardware).max_model_len}"
         )
@@ -168,41 +156,29 @@ def _advice(verdict: Verdict, base: SimulationSpec, own_rate: float) -> str:
 
 
 def _result(
-    argv: Sequence[str],
-    base: SimulationSpec,
-    own_rate: float,
-    rows: Sequence[Row],
-    verdict: Verdict,
+    args: argparse.Namespace, base: SimulationSpec, own_rate: float, rows: Sequence[Row], verdict: Verdict,
     workload: GeneratedWorkload,
-) -> results.Result:
+) -> results.Result:  # fmt: skip
     metrics: dict[str, float] = {"own_rate_per_s": own_rate}
     baseline: dict[str, float] = {}
     for row in rows:
-        of_baseline = row.candidate.name == BASELINE
-        into, prefix = (baseline, "") if of_baseline else (metrics, f"{row.candidate.name}.")
+        into, prefix = (baseline, "") if row.candidate.name == BASELINE else (metrics, f"{row.candidate.name}.")
         found = row.outcome.metrics or {}
         into |= {f"{prefix}load_{row.load:g}.{metric}": value for metric, value in found.items()}
-    return results.Result(
-        name="plan",
-        command=spec_flags.command_line(PROG, argv),
-        config={
-            "spec": spec_flags.public(base.model_dump(mode="json")),
-            "loads": sorted({row.load for row in rows}),
-            "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
-            "as_default": [f"{row.candidate.name} at {row.load:g}: {row.skipped}" for row in rows if row.skipped],
-            "recommended": verdict.choice.name,
-            "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
-            "reason": verdict.reason,
-            "helps_at": list(verdict.helps_at),
-            "nothing_helps": {f"{load:g}": obstacle.value for load, obstacle in verdict.nothing_helps.items()},
-            "carried_load": dict(verdict.carried_load),
-            "carries_every_load": [name for name, load in verdict.carried_load.items() if load == rows[-1].load],
-        },
-        seed=base.workload.seed,
-        workload=spec_flags.workload_of(workload),
-        metrics=metrics,
-        baselines={BASELINE: baseline},
-    )
+    config = {
+        "spec": base.model_dump(mode="json"),
+        "loads": sorted({row.load for row in rows}),
+        "failed": [f"{row.candidate.name} at {row.load:g}" for row in rows if row.outcome.failed],
+        "as_default": [f"{row.candidate.name} at {row.load:g}: {row.skipped}" for row in rows if row.skipped],
+        "recommended": verdict.choice.name,
+        "flags": [",".join(spec_flags.public(flag.split(","))) for flag in verdict.choice.flags],
+        "reason": verdict.reason,
+        "helps_at": verdict.helps_at,
+        "nothing_helps": {f"{load:g}": obstacle.value for load, obstacle in verdict.nothing_helps.items()},
+        "carried_load": verdict.carried_load,
+        "carries_every_load": [name for name, load in verdict.carried_load.items() if load == rows[-1].load],
+    }
+    return spec_flags.result("plan", args.command_line, base, workload, config, metrics, {BASELINE: baseline})
 
 
 def _draw(rows: Sequence[Row], objective: Objective, base: SimulationSpec, path: Path) -> None:
@@ -227,40 +203,32 @@ def _told_apart(rows: Sequence[Row], metric: str) -> list[Series]:
             points.setdefault(row.candidate.name, {})[row.rate_per_s] = row.outcome.metrics[metric]
     groups: list[list[str]] = []
     for name, found in points.items():
-        alike = (group for group in groups if _same_line(points[group[0]], found))
-        if (group := next(alike, None)) is None:
-            groups.append([name])
-        else:
+        if group := next((group for group in groups if _same_line(points[group[0]], found)), None):
             group.append(name)
-    return [
-        Series(label=", ".join(group), x=list(points[group[0]]), y=list(points[group[0]].values())) for group in groups
-    ]
+        else:
+            groups.append([name])
+    drawn = [(", ".join(group), points[group[0]]) for group in groups]
+    return [Series(label=label, x=list(found), y=list(found.values())) for label, found in drawn]
 
 
 def _same_line(one: Mapping[float, float], other: Mapping[float, float]) -> bool:
     return one.keys() == other.keys() and all(math.isclose(one[x], other[x], rel_tol=_SAME_LINE) for x in one)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = spec_flags.Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROG,
-        description=(
-            "Simulate every system on your trace, from light load to overload, and recommend one with its flags."
-        ),
+        description="Simulate every system on your trace, from light load to overload, and recommend one, with flags.",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace; its recorded arrivals are the load 1")
     parser.add_argument("--loads", metavar="X,Y", help="multiples of the trace's rate (default: 0.25 to 3)")
     parser.add_argument(
-        "--min-attainment",
-        type=float,
-        default=0.9,
-        metavar="SHARE",
+        "--min-attainment", type=float, default=0.9, metavar="SHARE",
         help="a load is carried if this share of the requests meets all SLOs (default: 0.9)",
-    )
-    kept_runs.add_arguments(parser)
-    parser.add_argument("--out", type=result_path, metavar="FILE", help="write the JSON result to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the objective against the rate (.png or .svg)")
-    json_output.add_argument(parser)
-    parser.add_argument("--quiet", action="store_true", help="no line per simulation")
+    )  # fmt: skip
     spec_flags.add_arguments(parser, systems=False)
+    common_flags.add(
+        parser, "jobs", "cache", "out", "json", quiet="no line per simulation",
+        plot="draw the objective against the rate (.png or .svg)",
+    )  # fmt: skip
     return parser

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.step_time.profile_loads import (
-    MAX_BATCH_TOKENS,
-    OUTPUT_TOKENS,
-    SHORTEST_PROMPT,
-    Load,
-    longest_prompt,
-    plan,
-)
+from vllm_ext.cli.command import UsageError, guarded
+from vllm_ext.step_time import profile_loads
+from vllm_ext.step_time.profile_loads import OUTPUT_TOKENS, SHORTEST_PROMPT, Load, longest_prompt
 
 if TYPE_CHECKING:
     from vllm_ext.report.count_progress import CountProgress
@@ -55,62 +51,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="File to write; by default one per engine and hardware in the cache.")
     parser.add_argument("--rounds", type=int, default=2, help="Times all loads are run.")
     EngineArgs.add_cli_args(parser)
-    args = parser.parse_args(list(argv))
-    if args.rounds < 1:
-        parser.error(f"--rounds={args.rounds}: must be at least 1")
-    args.scheduler_cls = "fcfs"
-    args.enable_prefix_caching = False
-    try:
-        return _profile(EngineArgs.from_cli_args(args), args.rounds, args.out)
-    except (_Unfit, OSError) as error:
-        print(f"vllm-ext profile: {error}", file=sys.stderr)
-        return 2
+    return guarded(parser, _profile, argv)
 
 
-class _Unfit(Exception):
-    """The steps that were measured make no model."""
-
-
-def _profile(engine_args: Any, rounds: int, out: Path | None) -> int:
-    import dataclasses
-
+def _profile(args: argparse.Namespace) -> int:
     import vllm
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     from vllm_ext.step_time.fit import fit
     from vllm_ext.step_time.profile import Profile, default_path, engine_key, save
 
+    if args.rounds < 1:
+        raise UsageError(f"--rounds={args.rounds}: must be at least 1")
+    args.scheduler_cls, args.enable_prefix_caching = "fcfs", False
+    engine_args = EngineArgs.from_cli_args(args)
     llm = vllm.LLM(**{f.name: getattr(engine_args, f.name) for f in dataclasses.fields(engine_args)})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     key = engine_key(scheduler.vllm_config, current_platform.get_device_name())
     runner = _Runner(llm, llm.llm_engine.model_config.get_vocab_size(), scheduler.max_model_len)
-    steps = _measure(runner, scheduler, rounds)
+    steps = _measure(runner, scheduler, args.rounds)
     found = _measure_pivot(runner, scheduler)
-    try:
-        result = fit(steps)
-    except ValueError as error:
-        raise _Unfit(str(error)) from error
-    path = out or default_path(key)
+    result = fit(steps)
+    path = args.out or default_path(key)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     if found is not None:
-        fields |= {
-            "pivot_tokens": found.pivot.tokens,
-            "pivot_s": found.pivot.step_s,
-            "pivot_saturated": found.saturated,
-        }
+        pivot = found.pivot
+        fields |= {"pivot_tokens": pivot.tokens, "pivot_s": pivot.step_s, "pivot_saturated": found.saturated}
     profile = Profile(**key._asdict(), vllm_version=vllm.__version__, **fields)
     save(profile, path)
-    print(report(profile))
-    print(pivot_report(found))
-    use = f"vllm serve {key.model} --scheduler-cls alise --ext-profile {path if out else 'auto'}"
-    print(f"{path}\nuse it, with the same dtype and tensor-parallel size: {use}")
+    print(report(profile), pivot_report(found), path, sep="\n")
+    use = f"vllm serve {key.model} --scheduler-cls alise --ext-profile {path if args.out else 'auto'}"
+    print(f"use it, with the same dtype and tensor-parallel size: {use}")
     return 0
 
 
 def _measure(runner: _Runner, scheduler: Any, rounds: int) -> list[tuple[StepFeatures, float]]:
     from vllm_ext.report.count_progress import CountProgress
 
-    loads = plan(scheduler.max_model_len, scheduler.max_num_running_reqs) * rounds
+    loads = profile_loads.plan(scheduler.max_model_len, scheduler.max_num_running_reqs) * rounds
     runner.run(Load("decode", 1, 8))
     recorder = _Recorder()
     scheduler.observer.timer.sink = recorder
@@ -134,16 +113,16 @@ def _measure_pivot(runner: _Runner, scheduler: Any) -> PivotFound | None:
         return search(_PromptSteps(runner, recorder, seats, longest, progress), largest)
 
 
+@dataclasses.dataclass
 class _PromptSteps:
     """Times steps of prompts alone."""
 
-    def __init__(self, runner: _Runner, recorder: _Recorder, seats: int, longest: int, progress: CountProgress) -> None:
-        self._runner = runner
-        self._recorder = recorder
-        self._seats = seats
-        self._longest = longest
-        self._progress = progress
-        self._count = 0
+    runner: _Runner
+    recorder: _Recorder
+    seats: int
+    longest: int
+    progress: CountProgress
+    count: int = 0
 
     def __call__(self, tokens: int) -> float | None:
         """Return the median of some repeats, in seconds: 3, and up to 15 where they are short.
@@ -152,17 +131,17 @@ class _PromptSteps:
         """
         from vllm_ext.step_time.pivot_search import prompts_of
 
-        prompts = prompts_of(tokens, self._longest, self._seats)
+        prompts = prompts_of(tokens, self.longest, self.seats)
         durations: list[float] = []
         while len(durations) <= _LEAST_REPEATS or (len(durations) <= _MOST_REPEATS and sum(durations) < _REPEAT_FOR_S):
-            self._recorder.steps.clear()
-            self._runner.run_prompts(prompts)
-            whole = [s for f, s in self._recorder.steps if f.num_prefill_tokens == tokens and not f.num_decodes]
+            self.recorder.steps.clear()
+            self.runner.run_prompts(prompts)
+            whole = [s for f, s in self.recorder.steps if f.num_prefill_tokens == tokens and not f.num_decodes]
             if not whole:
                 return None
             durations.append(whole[0])
-        self._count += 1
-        self._progress.update(self._count, f"{tokens} tokens")
+        self.count += 1
+        self.progress.update(self.count, f"{tokens} tokens")
         return statistics.median(durations[1:])  # the first may hold what is done once per shape, such as a compilation
 
 
@@ -194,7 +173,7 @@ class _Runner:
     def _come_and_go(self, rng: random.Random, batch: int) -> None:
         """Keep ``batch`` requests of random lengths in the engine: a new one comes whenever one has ended."""
         engine = self._llm.llm_engine
-        longest = max(SHORTEST_PROMPT, min(self._longest, MAX_BATCH_TOKENS // batch))
+        longest = max(SHORTEST_PROMPT, min(self._longest, profile_loads.MAX_BATCH_TOKENS // batch))
         left = max(_LEAST_ARRIVALS, _ARRIVALS_PER_SEAT * batch)
         while left or engine.has_unfinished_requests():
             if left and engine.get_num_unfinished_requests() < batch:

@@ -11,45 +11,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vllm_ext.cli import left_out, spec_flags
-from vllm_ext.cli.exit_status import FAILED
-from vllm_ext.cli.missing import need
-from vllm_ext.report import json_output, plots, results
+from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
+from vllm_ext.report import common_flags, plots, results
 from vllm_ext.report.count_progress import CountProgress
-from vllm_ext.report.provenance import result_path
 from vllm_ext.report.table import Table
 from vllm_ext.simulation import export
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.perfetto import write_trace
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec, checked, limits_of, with_values
-from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
+from vllm_ext.simulation.workloads.build import build
 
-PROG = "vllm-ext simulate"
 SHOWN = (
-    "requests",
-    "aborted_requests",
-    "unfinished_requests",
-    "rejected_requests",
-    "duration_s",
-    "throughput_requests_per_s",
-    "throughput_tokens_per_s",
-    "normalised_latency_mean_ms_per_token",
-    "normalised_latency_p90_ms_per_token",
-    "ttft_mean_ms",
-    "ttft_p99_ms",
-    "tbt_p99_ms",
-    "tbt_max_ms",
-    "e2e_mean_ms",
-    "e2e_p99_ms",
-    "scheduling_delay_p50_s",
-    "slo_attainment_fraction",
-    "goodput_requests_per_s",
-    "mean_running_requests",
-    "mean_waiting_requests",
-    "mean_kv_used_fraction",
-    "preemptions",
-    "policy_fallbacks",
-)
+    "requests", "aborted_requests", "unfinished_requests", "rejected_requests", "duration_s",
+    "throughput_requests_per_s", "throughput_tokens_per_s", "normalised_latency_mean_ms_per_token",
+    "normalised_latency_p90_ms_per_token", "ttft_mean_ms", "ttft_p99_ms", "tbt_p99_ms", "tbt_max_ms", "e2e_mean_ms",
+    "e2e_p99_ms", "scheduling_delay_p50_s", "slo_attainment_fraction", "goodput_requests_per_s",
+    "mean_running_requests", "mean_waiting_requests", "mean_kv_used_fraction", "preemptions", "policy_fallbacks",
+)  # fmt: skip
 """Metrics of the printed table, as far as the run has them; the JSON has all."""
 TRACE_EVENTS = 1_000_000
 """Events kept for a trace where the description does not say."""
@@ -70,27 +49,27 @@ Found = Mapping[str, Mapping[str, float]]
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, 2 if a flag, a field or a file is wrong, 3 if requests or rows were left out."""
-    args = _parser().parse_args(argv)
-    return spec_flags.guarded(PROG, lambda: _main(args, argv))
+    return guarded(_parser(), _simulate, argv)
 
 
-def _main(args: argparse.Namespace, argv: Sequence[str]) -> int:
+def _simulate(args: argparse.Namespace) -> int:
     specs = _specs(args)
+    described = {spec.engine.system: spec.model_dump(mode="json") for spec in specs}
     if args.print_spec:
-        described = [spec.model_dump(mode="json") for spec in specs]
-        print(json.dumps(described if len(specs) > 1 else described[0], indent=1))
+        print(json.dumps([*described.values()] if len(specs) > 1 else described[specs[0].engine.system], indent=1))
         return 0
     need("vllm")
     workload = build(specs[0].workload)
     if not args.quiet:
-        for note in workload.source.notes:
-            print(note, file=sys.stderr)
+        print(*(f"{note}\n" for note in workload.source.notes), sep="", end="", file=sys.stderr)
     runs = {spec.engine.system: _run(spec, args.quiet) for spec in specs}
     _write_files(args, runs)
     found = {system: summarise(run) for system, run in runs.items()}
     incomplete = left_out.lines(found.values(), specs[0], workload)
     tables = [] if args.quiet else [table(found, every=args.all_metrics), *_why_no_difference(specs, found)]
-    results.emit(_result(argv, specs, found, workload), [*tables, *incomplete], args.out, as_json=args.json)
+    metrics, baselines = _beside_the_first(found)
+    made = spec_flags.result("simulate", args.command_line, specs[0], workload, described, metrics, baselines)
+    results.emit(made, [*tables, *incomplete], args.out, as_json=args.json)
     return FAILED if incomplete else 0
 
 
@@ -99,7 +78,7 @@ def _specs(args: argparse.Namespace) -> list[SimulationSpec]:
     for option, (_, suffixes) in _FILES.items():
         path: Path | None = getattr(args, option)
         if path is not None and not path.name.endswith(suffixes):
-            raise spec_flags.UsageError(f"--{option} {path}: must end in {', '.join(suffixes)}")
+            raise UsageError(f"--{option} {path}: must end in {', '.join(suffixes)}")
     base = spec_flags.base_spec(args)
     if args.trace is not None and not base.record.events:
         base = with_values(base, {"record.events": TRACE_EVENTS})
@@ -139,25 +118,14 @@ def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[st
     return [f"no request waited, so that no system could order them better: {remedy}"]
 
 
-def _result(
-    argv: Sequence[str], specs: Sequence[SimulationSpec], found: Found, workload: GeneratedWorkload
-) -> results.Result:
-    """One system: its metrics. Several: the first is the baseline, the others' metrics have their names in front."""
+def _beside_the_first(found: Found) -> tuple[Mapping[str, float], Found]:
+    """Metrics and baselines of a result; of several systems the first is the baseline, the others are named."""
     first, *others = found
-    metrics = dict(found[first])
-    if others:
-        metrics = {f"{system}.{name}": value for system in others for name, value in found[system].items()}
-        ratios = ((f"{system}.{name}_ratio", _ratio(found, system, name)) for system in others for name in SHOWN)
-        metrics |= {name: ratio for name, ratio in ratios if ratio is not None}
-    return results.Result(
-        name="simulate",
-        command=spec_flags.command_line(PROG, argv),
-        config={spec.engine.system: spec_flags.public(spec.model_dump(mode="json")) for spec in specs},
-        seed=specs[0].workload.seed,
-        workload=spec_flags.workload_of(workload),
-        metrics=metrics,
-        baselines={first: found[first]} if others else {},
-    )
+    if not others:
+        return found[first], {}
+    metrics = {f"{system}.{name}": value for system in others for name, value in found[system].items()}
+    ratios = {f"{system}.{name}_ratio": _ratio(found, system, name) for system in others for name in SHOWN}
+    return metrics | {name: ratio for name, ratio in ratios.items() if ratio is not None}, {first: found[first]}
 
 
 def table(found: Found, *, every: bool = False) -> Table:
@@ -210,19 +178,19 @@ def _own_path(path: Path | None, system: str, runs: Mapping[str, RunData]) -> Pa
     return path.with_name(f"{path.name.removesuffix(suffix)}.{system}{suffix}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = spec_flags.Parser(
-        prog=PROG,
+def _parser() -> Parser:
+    parser = Parser(
+        prog="vllm-ext simulate",
         description="Run vLLM's scheduler, or a system of vllm-ext, in virtual time. A cost model stands for the "
-        "model's forward pass;\nthe schedulers are the ones that serve. A terminal gets a table; with --json, or into "
-        "a pipe, the last\nline of standard output is the result as JSON.",
+        "model's forward pass; the schedulers are the ones that serve. A terminal gets a table; with --json, or into a "
+        "pipe, the last line of standard output is the result as JSON.",
     )
     spec_flags.add_arguments(parser)
     output = parser.add_argument_group("output; with several systems, files of single runs get the system's name")
-    output.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
-    for name, (what, suffixes) in _FILES.items():
-        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"{what} ({', '.join(suffixes)})")
+    texts = {name: f"{what} ({', '.join(suffixes)})" for name, (what, suffixes) in _FILES.items()}
+    drawn = texts.pop("plot")
+    for name, text in texts.items():
+        output.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
     output.add_argument("--all-metrics", action="store_true", help="all metrics in the table, not only the main ones")
-    json_output.add_argument(output)
-    output.add_argument("--quiet", action="store_true", help="no progress and no table")
+    common_flags.add(parser, "out", "json", "quiet", plot=drawn)
     return parser

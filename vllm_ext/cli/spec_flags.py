@@ -1,20 +1,20 @@
-"""What the commands that simulate share: flags that describe a run, checked paths, and how errors are told."""
+"""Flags made of the fields of models, and what the commands that simulate make of theirs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from vllm_ext.cli.command import Parser, UsageError
 from vllm_ext.config import flags
-from vllm_ext.config.model import flagged
-from vllm_ext.report.results import Workload, without_folder
+from vllm_ext.config.model import Flag, flagged
+from vllm_ext.report.results import Result, Workload, without_folder
 
 if TYPE_CHECKING:  # not imported by commands that do not simulate
     from vllm_ext.simulation.spec import SimulationSpec
@@ -23,35 +23,32 @@ if TYPE_CHECKING:  # not imported by commands that do not simulate
 SYSTEMS = "--system"
 SPEC = "spec."
 """In front of the dotted paths under which flags that set fields stand in the parsed arguments."""
-_OWN_NAMES = {"engine.system": SYSTEMS, "workload.tiers": "--slo", "engine.options.policies": "--policy"}
-"""Fields whose flags are more than the text of a value."""
+_POLICIES = "engine.options.policies"
 _SLO_NAMES = ("ttft", "tbt", "e2e")
 
 
-class UsageError(ValueError):
-    """A flag or a file is wrong; the message is one line that names it."""
+def add_flags(
+    parser: Parser, model: type[BaseModel], prefix: str, title: str = "run", fields: Iterable[str] = ()
+) -> None:
+    """Add the flags of a model; see `given`.
 
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; abbreviations of flags are not understood."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-
-    def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line on stderr, without argparse's usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, model: type[BaseModel], prefix: str) -> None:
-    """Add the flags of a model, the nested ones in groups; see `given`."""
+    Args:
+        parser: Gets them.
+        model: Its nested models are groups of their own.
+        prefix: Before the dotted path under which a flag's value stands in the parsed arguments.
+        title: Of the group of the model's own fields.
+        fields: Those that get a flag, whose name is theirs; by default the fields that are marked with one.
+    """
     groups: dict[str, Any] = {}
-    for path, flag, field in flagged(model):
+    for path, flag, field in (
+        ((name, Flag(), model.model_fields[name]) for name in fields) if fields else flagged(model)
+    ):
         name = path.rpartition(".")[0]
-        if name not in groups and isinstance(parser, Parser):
-            groups[name] = parser.add_argument_group(name or "run")
-        options = flags.argument(flag, field) | {"dest": prefix + path}
-        groups.get(name, parser).add_argument(*flags.names_of(path, flag), **options)
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name or title)
+        names = flags.names_of(path, flag)
+        groups[name].add_argument(*names, **flags.argument(flag, field) | {"dest": prefix + path})
+        parser.flag_of |= dict.fromkeys((path, prefix + path), names[0])
 
 
 def given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
@@ -75,47 +72,31 @@ def add_arguments(parser: Parser, *, systems: bool = True) -> None:
     general = parser.add_argument_group("description of the run")
     general.add_argument("--spec", type=Path, metavar="FILE", help="JSON description, all fields of it optional")
     general.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PATH=JSON",
+        "--set", action="append", default=[], metavar="PATH=JSON",
         help="set any field by its dotted path, such as engine.options.ordering.theta=0.0; repeatable",
-    )
+    )  # fmt: skip
     general.add_argument("--print-spec", action="store_true", help="print the description as JSON and stop")
     if systems:
         general.add_argument(
-            SYSTEMS,
-            "--scheduler-cls",
-            dest="systems",
-            metavar="A,B",
+            SYSTEMS, "--scheduler-cls", dest="systems", metavar="A,B",
             help="systems to compare: upstream-fcfs or upstream-priority for vLLM alone, or what --scheduler-cls takes",
-        )
+        )  # fmt: skip
     general.add_argument(
-        "--policy",
-        "--ext-policy",
-        dest=f"{SPEC}engine.options.policies",
-        action="append",
-        metavar="FILE.py:CLASS",
+        "--policy", "--ext-policy", dest=f"{SPEC}{_POLICIES}", action="append", metavar="FILE.py:CLASS",
         help="a policy of your own, which takes its axis of every system but vLLM alone; repeatable",
-    )
+    )  # fmt: skip
     general.add_argument(
-        "--slo",
-        dest=f"{SPEC}workload.tiers",
-        type=_slo,
-        metavar="ttft=S,tbt=S,e2e=S",
+        "--slo", dest=f"{SPEC}workload.tiers", type=_slo, metavar="ttft=S,tbt=S,e2e=S",
         help="objectives of every request in seconds: first token, every gap between tokens, last token",
-    )
+    )  # fmt: skip
     add_flags(parser, SimulationSpec, SPEC)
+    parser.flag_of |= {"engine.system": SYSTEMS, "workload.tiers": "--slo", _POLICIES: "--policy"}
 
 
 def changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the flags and ``--set`` change: dotted path -> value.
-
-    Raises:
-        UsageError: ``--set`` cannot be read, or a field is set twice.
-    """
+    """Return what the flags and ``--set`` change: dotted path -> value."""
     values = given(args, SPEC)
-    policies = values.pop("engine.options.policies", None)
+    policies = values.pop(_POLICIES, None)
     if "cost.file" in values:
         values.setdefault("cost.kind", "fitted")
     for text in args.set:
@@ -125,17 +106,12 @@ def changes(args: argparse.Namespace) -> dict[str, Any]:
         if path in values:
             raise UsageError(f"--set {text}: {path} is set by another flag already")
         values[path] = json_or_text(value)
-    if policies:  # after --set, which may bring other options
-        values["engine.options.policies"] = policies
-    return values
+    # after --set, which may bring other options
+    return values | ({_POLICIES: policies} if policies else {})
 
 
 def base_spec(args: argparse.Namespace) -> SimulationSpec:
-    """Return the description of ``--spec`` with what the flags set; the systems are left to the caller.
-
-    Raises:
-        UsageError: a file, flag or field is wrong.
-    """
+    """Return the description of ``--spec`` with what the flags set; the systems are left to the caller."""
     from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 
     spec = SimulationSpec() if args.spec is None else parse(SimulationSpec, read_json(args.spec, "--spec"))
@@ -143,11 +119,7 @@ def base_spec(args: argparse.Namespace) -> SimulationSpec:
 
 
 def systems_of(args: argparse.Namespace, spec: SimulationSpec) -> list[str]:
-    """Return the systems to run: those of the flag, else the description's.
-
-    Raises:
-        UsageError: one is named twice, or none.
-    """
+    """Return the systems to run: those of the flag, else the description's."""
     if args.systems is None:
         return [spec.engine.system]
     systems = [name.strip() for name in args.systems.split(",")]
@@ -157,19 +129,16 @@ def systems_of(args: argparse.Namespace, spec: SimulationSpec) -> list[str]:
 
 
 def read_json(path: Path, flag: str) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UsageError: it cannot be read, or is no JSON; names the flag, the file and the line.
-    """
+    """Read a JSON file; a `UsageError` names the flag, the file and the line."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path}: cannot be read: {error}") from error
     except json.JSONDecodeError as error:
-        raise UsageError(f"{flag} {path}: line {error.lineno}: not JSON: {error.msg}") from error
+        problem = f"line {error.lineno}: not JSON: {error.msg}"
     except RecursionError as error:
-        raise UsageError(f"{flag} {path}: nested too deep: {error}") from error
+        problem = f"nested too deep: {error}"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {error}"
+    raise UsageError(f"{flag} {path}: {problem}")
 
 
 def json_or_text(text: str) -> Any:
@@ -180,35 +149,15 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def guarded(prog: str, run: Callable[[], int], *, again: str = "") -> int:
-    """Run a command; 2 and one line where a flag, a field or a file is wrong, 130 and how to go on after Ctrl-C."""
-    try:
-        return run()
-    except ModuleNotFoundError:  # `cli.main` says what to install
-        raise
-    except (ValueError, OSError, ImportError) as error:
-        return complain(prog, error)
-    except KeyboardInterrupt:
-        if not again:
-            raise
-        print(f"\n{prog}: interrupted; {again}", file=sys.stderr)
-        return 130
-
-
-def complain(prog: str, error: Exception) -> int:
-    """Print one line, with the flag that sets the field in question, and return the exit status."""
-    from vllm_ext.simulation.spec import SimulationSpec
-
-    named = {path: flags.names_of(path, flag)[0] for path, flag, _ in flagged(SimulationSpec)} | _OWN_NAMES
-    flag = named.get(getattr(error, "field", ""))
-    text = " ".join(str(error).split())
-    print(f"{prog}: {f'{flag}: ' if flag else ''}{text}", file=sys.stderr)
-    return 2
-
-
-def workload_of(made: GeneratedWorkload) -> Workload:
-    """Return name, size and checksum of a run's workload, for a result."""
-    return Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256)
+def result(
+    name: str, words: Sequence[str], spec: SimulationSpec, made: GeneratedWorkload, config: Mapping[str, Any],
+    metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]] | None = None,
+) -> Result:  # fmt: skip
+    """Return the result of runs of ``spec`` on what was ``made``; ``words`` are the command that repeats them."""
+    return Result(
+        name=name, command=command_line(words), config=public(config), seed=spec.workload.seed, metrics=metrics,
+        workload=Workload(name=Path(made.name).name, rows=made.rows, sha256=made.sha256), baselines=baselines or {},
+    )  # fmt: skip
 
 
 def public(value: Any) -> Any:
@@ -220,9 +169,9 @@ def public(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
-def command_line(prog: str, argv: Sequence[str]) -> str:
+def command_line(words: Sequence[str]) -> str:
     """Return the command to repeat a run; absolute paths are cut to their last part."""
-    return " ".join([prog, shlex.join(map(without_folder, argv))]).strip()
+    return shlex.join(map(without_folder, words))
 
 
 def _slo(text: str) -> list[dict[str, Any]]:

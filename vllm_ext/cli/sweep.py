@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.cli import left_out, spec_flags
-from vllm_ext.cli.exit_status import FAILED
-from vllm_ext.cli.missing import need
-from vllm_ext.cli.spec_flags import UsageError
-from vllm_ext.config import flagged, flags
+from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
 from vllm_ext.files import replaced
-from vllm_ext.report import json_output, results
+from vllm_ext.report import common_flags, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
@@ -28,12 +25,12 @@ PROG = "vllm-ext sweep"
 DESCRIPTION = "sweep.json"
 """In the sweep's folder: what is swept, so that ``--dir`` alone goes on with it."""
 _CAPACITY = "capacity."
+_AGAIN = f"what is done is kept, `{PROG} --dir {{dir}}` goes on with the rest"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 0, 2 if a flag or a file is wrong, 3 if a run failed or left something out, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
-    return spec_flags.guarded(PROG, lambda: _main(args), again=_again(args.dir))
+    return guarded(_parser(), _main, argv, again=_AGAIN)
 
 
 def make_pool(args: argparse.Namespace) -> pools.Pool:
@@ -72,22 +69,12 @@ def _main(args: argparse.Namespace) -> int:
         summary.write_csv(rows, args.dir / "summary.csv")
         _plot(args, sweep, ran)
         # The same for a sweep that was interrupted as for one that was not: its command names the description kept.
-        command = ["--sweep", f"{args.dir.name}/{DESCRIPTION}", "--dir", args.dir.name]
+        words = [*PROG.split(), "--sweep", f"{args.dir.name}/{DESCRIPTION}", "--dir", args.dir.name]
         merged = [{key: value for key, value in (row.plain | row.metrics).items() if value is not None} for row in rows]
-        result = results.Result(
-            name="sweep",
-            command=spec_flags.command_line(PROG, command),
-            config={
-                "sweep": spec_flags.public(sweep.model_dump(mode="json")),
-                "rows": spec_flags.public(merged),
-            },
-            seed=sweep.base.workload.seed,
-            workload=spec_flags.workload_of(workload),
-            metrics=_metrics(sweep, rows, num_points),
-        )
-        tables = [] if args.quiet else [summary.table(rows)]
-        incomplete = _left_out(ran, workload)
-        results.emit(result, [*tables, *incomplete], args.dir / "summary.json", as_json=args.json)
+        config = {"sweep": sweep.model_dump(mode="json"), "rows": merged}
+        made = spec_flags.result("sweep", words, sweep.base, workload, config, _metrics(sweep, rows, num_points))
+        said = ([] if args.quiet else [summary.table(rows)]) + (incomplete := _left_out(ran, workload))
+        results.emit(made, said, args.dir / "summary.json", as_json=args.json)
     if not args.quiet:
         print(f"{counts[False]} runs computed, {counts[True]} found in {args.dir}", file=sys.stderr)
     failed = [one for one in ran if one.outcome.failed]
@@ -95,7 +82,7 @@ def _main(args: argparse.Namespace) -> int:
         error = " ".join(str(one.outcome.error).split())
         print(f"{PROG}: failed: {dict(one.point.values)}: {error}", file=sys.stderr)
     if failed:
-        print(f"{PROG}: {len(failed)} failed; {_again(args.dir)}", file=sys.stderr)
+        print(f"{PROG}: {len(failed)} failed; {_AGAIN.format(dir=args.dir)}", file=sys.stderr)
     return FAILED if failed or incomplete else 0
 
 
@@ -128,10 +115,6 @@ def _metrics(sweep: SweepSpec, rows: Sequence[summary.Row], num_points: int) -> 
     return metrics
 
 
-def _again(folder: Path) -> str:
-    return f"what is done is kept, `{PROG} --dir {folder}` goes on with the rest"
-
-
 def _sweep(args: argparse.Namespace) -> SweepSpec:
     """Return what to sweep: that of ``--sweep``, the flags, or the folder's if there are neither."""
 
@@ -154,13 +137,10 @@ def _sweep(args: argparse.Namespace) -> SweepSpec:
         else:
             axes = {SYSTEM: systems, **{path: values for path, values in axes.items() if path != SYSTEM}}
     data = start.model_dump(mode="json", exclude_unset=True)
+    capacity = _capacity(args, data.get("capacity"))
+    given = {"repeats": args.repeats, "constraints": args.constraint or None, "capacity": capacity}
     data |= {"base": base.model_dump(mode="json", exclude_unset=True), "axes": axes}
-    if args.repeats is not None:
-        data["repeats"] = args.repeats
-    if args.constraint:
-        data["constraints"] = args.constraint
-    data |= _capacity(args, data.get("capacity"))
-    sweep = parse(SweepSpec, data)
+    sweep = parse(SweepSpec, data | {name: value for name, value in given.items() if value is not None})
     if not sweep.axes and sweep.capacity is None and sweep.repeats == 1:
         raise UsageError("nothing to sweep: give --axis PATH=A,B, several systems, --repeats or --capacity")
     return sweep
@@ -177,22 +157,21 @@ def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
     return axes
 
 
-def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
+def _capacity(args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any] | None:
     """The capacity search of the flags over that of the file."""
     found = spec_flags.given(args, _CAPACITY)
     if not args.capacity and before is None:
         if found:
-            first = next(flags.names_of(path, flag)[0] for path, flag, _ in flagged(CapacitySpec) if path in found)
-            raise UsageError(f"{first}: needs --capacity")
-        return {}
-    return {"capacity": {**(before or {}), **found}}
+            raise UsageError(f"{args.parser.flag_of[_CAPACITY + next(iter(found))]}: needs --capacity")
+        return None
+    return {**(before or {}), **found}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = spec_flags.Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=PROG,
         description="Run every combination of some settings, or search the capacity of each. Every run is kept in the "
-        "folder when it ends;\nan interrupted sweep goes on with `vllm-ext sweep --dir DIR`. A terminal gets a table;\n"
+        "folder when it ends; an interrupted sweep goes on with `vllm-ext sweep --dir DIR`. A terminal gets a table; "
         "with --json, or into a pipe, the last line of standard output is the result as JSON.",
     )
     what = parser.add_argument_group("what varies")
@@ -202,20 +181,20 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--constraint", action="append", default=[], metavar="METRIC<=X", help="what runs should meet; repeatable"
     )
-    search = parser.add_argument_group("capacity: the highest rate at which all constraints hold")
-    search.add_argument("--capacity", action="store_true", help="search it for every combination")
-    spec_flags.add_flags(search, CapacitySpec, _CAPACITY)
+    what.add_argument("--capacity", action="store_true", help="search it for every combination")
+    spec_flags.add_flags(parser, CapacitySpec, _CAPACITY, "capacity: the highest rate at which all constraints hold")
     where = parser.add_argument_group("where it runs, and what is written")
     where.add_argument(
         "--dir", type=Path, required=True, help="folder of the runs, summary.csv, summary.json, plot.png"
     )
-    where.add_argument("--jobs", type=int, metavar="N", help="processes (default: 1); with --ray, most runs at a time")
     where.add_argument(
         "--ray", nargs="?", const="local", metavar="ADDRESS", help="run on a Ray cluster (default: one of this machine)"
     )
     where.add_argument("--metric", metavar="NAME", help="metric to plot")
-    where.add_argument("--plot", type=Path, metavar="FILE", help="plot, .png or .svg (default: plot.png in --dir)")
-    json_output.add_argument(where)
-    where.add_argument("--quiet", action="store_true", help="no progress and no table")
     spec_flags.add_arguments(parser)
+    common_flags.add(
+        parser, "json", "quiet", jobs="processes (default: 1); with --ray, most runs at a time",
+        plot="plot, .png or .svg (default: plot.png in --dir)",
+    )  # fmt: skip
+    parser.set_defaults(jobs=None)
     return parser

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_ext.cli.exit_status import FAILED
+from vllm_ext.cli.command import Parser, guarded
+from vllm_ext.report import common_flags
 from vllm_ext.tiny_model import Style, build
 
 
 def main(argv: Sequence[str]) -> int:
     """Build the model unless it is there, and print its path as the only line on stdout."""
-    args = _parser().parse_args(argv)
-    try:
-        path = build(args.style, args.seed, args.dir)
-    except (ValueError, OSError) as error:
-        print(f"vllm-ext tiny-model: {error}", file=sys.stderr)
-        return FAILED
-    print(path)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-ext tiny-model",
         description="Build a small random model with its tokenizer from a seed, without a download; print its path.",
     )
-    parser.add_argument("--style", choices=[style.value for style in Style], default=Style.LLAMA.value)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
-    parser.add_argument(
-        "--dir", type=Path, help="folder in which the model's own folder is made (default: the user's cache)"
-    )
-    return parser
+    parser.add_argument("--style", choices=[style.value for style in Style], default="llama", help="(default: llama)")
+    parser.add_argument("--dir", type=Path, help="folder in which the model's own is made (default: the user's cache)")
+    common_flags.add(parser, seed="seed of the weights (default: 0)")
+    return guarded(parser, _build, argv, failures=(ValueError, OSError))
+
+
+def _build(args: argparse.Namespace) -> int:
+    print(build(args.style, args.seed, args.dir))
+    return 0

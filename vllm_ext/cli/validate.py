@@ -9,63 +9,56 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ext.cli import spec_flags
-from vllm_ext.report import plots, results
-from vllm_ext.report.provenance import result_path
+from vllm_ext.cli.command import Parser, guarded
+from vllm_ext.cli.spec_flags import command_line
+from vllm_ext.report import common_flags, plots, results
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.recorded.validation import Report
 
-PROG = "vllm-ext validate"
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; 1 if a replay decided otherwise than the recorded run, 2 if the recording can't be used."""
-    args = _parser().parse_args(list(argv))
+    return guarded(_parser(), _validate, argv)
+
+
+def _validate(args: argparse.Namespace) -> int:
     from vllm_ext.simulation.recorded import validation as reports
 
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it describes every configuration it builds
-    try:
-        runs = reports.load(args.recording, args.system)
-        fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
-        report = reports.make_report(runs, fit_on, replays=not args.no_replay)
-        command = spec_flags.command_line(PROG, argv)
-        result = reports.make_result(report, args.recording, args.fit_on, name="validate", command=command)
-        if args.save_cost is not None:
-            report.validations[0].fit.cost.save(args.save_cost)
-        if args.plot is not None:
-            _plot(report, args.plot)
-        results.emit(result, [reports.make_table(report)], args.out)
-    except (OSError, ValueError) as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        return 2
+    runs = reports.load(args.recording, args.system)
+    fit_on = reports.load(args.fit_on) if args.fit_on is not None else None
+    report = reports.make_report(runs, fit_on, replays=not args.no_replay)
+    command = command_line(args.command_line)
+    result = reports.make_result(report, args.recording, args.fit_on, name="validate", command=command)
+    if args.save_cost is not None:
+        report.validations[0].fit.cost.save(args.save_cost)
+    if args.plot is not None:
+        _plot(report, args.plot)
+    results.emit(result, [reports.make_table(report)], args.out)
     for divergence in report.divergences():
         print(f"the replay differs: {divergence}", file=sys.stderr)
     return 1 if report.divergences() else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROG,
-        description=(
-            "Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and report how "
-            "far prediction and measurement differ. benchmarks/engine/engine_compare.py --record writes a recording."
-        ),
+def _parser() -> Parser:
+    parser = Parser(
+        prog="vllm-ext validate",
+        description="Repeat recorded runs of the real engine exactly, predict them from their arrivals alone, and "
+        "report how far prediction and measurement differ. benchmarks/engine/engine_compare.py --record writes a "
+        "recording.",
     )
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="file of recorded runs (.jsonl or .jsonl.gz)")
     parser.add_argument(
-        "--fit-on",
-        type=Path,
-        metavar="OTHER",
+        "--fit-on", type=Path, metavar="OTHER",
         help="fit step times on this recording; default: the first half of each run, of which then the rest is judged",
-    )
+    )  # fmt: skip
     parser.add_argument("--system", metavar="NAME", help="validate the runs of this system only")
     parser.add_argument("--no-replay", action="store_true", help="leave out the exact replay")
     parser.add_argument(
         "--save-cost", type=Path, metavar="FILE", help="keep the fitted cost model (of the first run) for simulations"
     )
-    parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted and measured latencies (.png, .svg)")
+    common_flags.add(parser, "out", plot="draw predicted and measured latencies (.png, .svg)")
     return parser
 
 

@@ -39,6 +39,8 @@ def argument(flag: Flag, field: FieldInfo) -> dict[str, Any]:
     """Return what ``add_argument`` takes for a flag, without its name; one that is not given sets nothing."""
     kind: Any = flag.type or next((arg for arg in get_args(field.annotation) if arg is not NoneType), field.annotation)
     options: dict[str, Any] = {"type": kind, "metavar": flag.metavar or {int: "N", float: "X"}.get(kind, "NAME")}
+    if not flag.type and get_args(kind):  # a Literal or None, a Text or None
+        kind = get_args(kind)[0]
     if isinstance(kind, str):  # of a Literal
         options = {"type": str, "metavar": flag.metavar or f"{{{','.join(literal_of(field))}}}"}
     elif kind is bool:

@@ -73,7 +73,9 @@ class Options(BaseModel):
     )
 
     at: ClassVar[str] = ""
-    """Dotted name of the group below ``vllm_ext``."""
+    """Dotted name of the group below the root."""
+    root: ClassVar[str] = KEY
+    """See `ConfigError`."""
 
     def __init__(self, **values: Any) -> None:
         """Check the values.
@@ -84,7 +86,7 @@ class Options(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise refusal(error, type(self), at=type(self).at) from None
+            raise refusal(error, type(self), at=type(self).at, root=type(self).root) from None
 
     def changed(self, **values: Any) -> Self:
         """Return the same options with others of some, checked.

