@@ -193,6 +193,7 @@ def _parser() -> Parser:
         "--state-mib", type=int, default=4096, metavar="N", help="for values between cells (default: 4096)"
     )
     add_flags(serve, EngineOptions, _ENGINE, "engine")
+    serve.flag_of["state_bytes"] = "--state-mib"
     for one in (serve, profile, train):
         common_flags.add(one, seed="of the training (default: 0)")
     return parser

@@ -218,7 +218,7 @@ def _same_line(one: Mapping[float, float], other: Mapping[float, float]) -> bool
 def _parser() -> Parser:
     parser = Parser(
         prog=PROG,
-        description="Simulate every system on your trace, from light load to overload, and recommend one, with flags.",
+        description="Simulate every system on your trace, from light load to overload; recommend one with its flags.",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="your trace; its recorded arrivals are the load 1")
     parser.add_argument("--loads", metavar="X,Y", help="multiples of the trace's rate (default: 0.25 to 3)")

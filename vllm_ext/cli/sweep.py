@@ -181,7 +181,7 @@ def _parser() -> Parser:
     what.add_argument(
         "--constraint", action="append", default=[], metavar="METRIC<=X", help="what runs should meet; repeatable"
     )
-    what.add_argument("--capacity", action="store_true", help="search it for every combination")
+    what.add_argument("--capacity", action="store_true", help="search the highest rate of every combination")
     spec_flags.add_flags(parser, CapacitySpec, _CAPACITY, "capacity: the highest rate at which all constraints hold")
     where = parser.add_argument_group("where it runs, and what is written")
     where.add_argument(

