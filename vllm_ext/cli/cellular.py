@@ -66,9 +66,8 @@ def _profile(args: argparse.Namespace) -> int:
         module.to(args.device)
     compute = _compute(args.compile, args.device)
     executor.prepare(compute, [replace(cell, batch_sizes=tuple(args.batches)) for cell in model.cells])
-    found = {
-        cell.name: profile.measure(cell, args.batches, repeats=args.repeats, compute=compute) for cell in model.cells
-    }
+    measure = functools.partial(profile.measure, batches=args.batches, repeats=args.repeats, compute=compute)
+    found = {cell.name: measure(cell) for cell in model.cells}
     rows = [[f"{batch}", *(one.seconds[batch] * 1e3 for one in found.values())] for batch in args.batches]
     rows.append(["knee", *(one.knee for one in found.values())])
     rows.append(["best", *(one.best for one in found.values())])

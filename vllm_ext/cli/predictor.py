@@ -247,9 +247,7 @@ def _parser() -> Parser:
     judge.set_defaults(model="")
     for learner, common in ((train, {}), (judge, {"out": "", "quick": f"at most {QUICK_ROWS} rows"})):
         _add_data(learner)
-        add_flags(
-            learner, PredictorConfig, _CONFIG, "embedding; as the server has it (predictor.encoder ...)", _EMBEDDING
-        )
+        add_flags(learner, PredictorConfig, _CONFIG, "embedding, as the server has it (predictor.*)", _EMBEDDING)
         add_flags(learner, PredictorConfig, _CONFIG, "store and regression", _STORE)
         common_flags.add(learner, "quiet", **common, seed="of samples and splits (default: 0)")
     for name, text in (

@@ -64,10 +64,9 @@ def _reproduce(experiment: Experiment, args: argparse.Namespace) -> int:
     try:
         if out is not None:  # experiments before this one took their time
             check_committed(out)
+        told = None if args.quiet else tell
         with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
-            on_point = None if args.quiet else tell
-            runner = Runner(quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=on_point)
-            findings = experiment.run(runner)
+            findings = experiment.run(Runner(quick=args.quick, seed=args.seed, pool=pool, store=store, on_point=told))
         quick, seed = " --quick" if args.quick else "", f" --seed {args.seed}" if args.seed else ""
         command = f"{args.parser.prog} {experiment.id}{quick}{seed}"
         made = result(experiment, findings, command=command, seed=args.seed, quick=args.quick)
