@@ -12,7 +12,7 @@ import engine_rows
 import engine_slo
 
 from vllm_ext import datasets
-from vllm_ext.report import results
+from vllm_ext.report import common_flags
 from vllm_ext.simulation import synthetic
 
 Option = tuple[str, Callable[[str], Any], Any, str]
@@ -128,7 +128,7 @@ def add_engine(group: Any) -> None:
 def parser(description: str) -> argparse.ArgumentParser:
     """The parser with all defaults of a full run."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.add_arguments(options)
+    common_flags.add(options, "out", "quick", "seed")
     group = options.add_argument_group("what is compared")
     group.add_argument(
         "--workload",

@@ -11,7 +11,7 @@ import engine_options
 import multi_turn_rows as rows
 import multi_turn_workload as workload
 
-from vllm_ext.report import results
+from vllm_ext.report import common_flags
 
 MODEL = {
     "hidden_size": 512,
@@ -128,7 +128,7 @@ def parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
 
 def _parser(description: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.add_arguments(options)
+    common_flags.add(options, "out", "quick", "seed")
     group = options.add_argument_group("what is compared")
     others = ", ".join(name for name in rows.ROWS if name not in rows.DEFAULT)
     chosen = f"comma list; beside those by default: {others}"

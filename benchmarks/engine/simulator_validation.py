@@ -36,7 +36,7 @@ from pathlib import Path
 
 import engine_compare
 
-from vllm_ext.report import results
+from vllm_ext.report import common_flags, results
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.recorded import validation as reports
 
@@ -130,7 +130,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    results.add_arguments(parser)
+    common_flags.add(parser, "out", "quick", "seed")
     parser.add_argument("--repeats", type=int, default=2, help="runs of the same requests (default: %(default)s)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recordings there")
     parser.add_argument(

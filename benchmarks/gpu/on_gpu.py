@@ -12,7 +12,7 @@ import checkout  # noqa: F401 - before all that it makes importable
 import torch
 
 from vllm_ext.files import replaced
-from vllm_ext.report import results
+from vllm_ext.report import common_flags, results
 
 DONE, WRONG, FAILED = 0, 1, 3
 """Exit statuses: all was measured; a comparison found something wrong, which the result names; something is missing."""
@@ -21,7 +21,7 @@ DONE, WRONG, FAILED = 0, 1, 3
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark of a GPU has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results.add_arguments(parser)
+    common_flags.add(parser, "out", "quick", "seed")
     parser.add_argument("--dry", action="store_true", help="a try on the CPU, whose numbers mean nothing")
     return parser
 

@@ -34,7 +34,7 @@ from ordering_scenes import AGAIN, MEASURES, NEED_PREDICTIONS, SCENES, SYSTEMS, 
 from vllm_ext.envs import cache_dir
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.intervals import MIN_SEEDS
-from vllm_ext.report.results import Result, Workload, command, emit
+from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
 
 LOADS = (0.7, 0.9, 1.0, 1.1, 1.2)
@@ -104,7 +104,7 @@ def lasts(asked: argparse.Namespace, scene: Scene) -> float:
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; what it names must be there."""
-    parser = simulated.parser(__doc__)
+    parser = argument_parser(__doc__, "jobs")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of recorded workloads")
     parser.add_argument("--seeds", type=int, help=f"how many seeds (default: {SEEDS}; quick: 1)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals (default: by workload)")

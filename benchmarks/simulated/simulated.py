@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,6 @@ from vllm_ext.report.results import argument_parser, command, emit
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
-
-
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a benchmark's parser, with ``--jobs``."""
-    made = argument_parser(doc)
-    made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="simulations at a time")
-    return made
 
 
 @contextmanager
@@ -53,7 +45,7 @@ def runner(args: argparse.Namespace, label: str) -> Iterator[Runner]:
 def main(experiment: Experiment, argv: Sequence[str]) -> None:
     """Simulate, print, write: what a benchmark does that has no options of its own."""
     module = sys.modules[experiment.run.__module__]
-    args = parser(module.__doc__).parse_args(argv)
+    args = argument_parser(module.__doc__, "jobs").parse_args(argv)
     with runner(args, experiment.id) as simulations:
         findings = experiment.run(simulations)
     said = command(argv, module.__file__ or "")

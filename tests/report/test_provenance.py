@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.report import provenance, results
+from vllm_ext.report import common_flags, provenance, results
 from vllm_ext.report.provenance import UncommittedSources, check_committed, measured_at, result_path
 
 MODULE = "vllm_ext/report/provenance.py"
@@ -203,7 +203,7 @@ def test_long_list_of_files_is_cut(checkout: Path) -> None:
 
 def test_option_is_refused_before_anything_is_measured(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    results.add_arguments(parser)
+    common_flags.add(parser, "out", "quick", "seed")
     out = str(checkout / "benchmarks/results/x.json")
     assert parser.parse_args(["--out", out]).out == Path(out)
     write(checkout, MODULE, "new")

@@ -107,16 +107,16 @@ class Result:
         return json.dumps(as_dict, indent=indent, allow_nan=False)
 
 
-def argument_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a benchmark's parser, with the first line of its docstring and the options that all of them have."""
+def argument_parser(doc: str | None, *more: str) -> argparse.ArgumentParser:
+    """Return a benchmark's parser, with the first line of its docstring and the options that all of them have.
+
+    Args:
+        doc: The benchmark's docstring.
+        more: Others of `common_flags`.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    add_arguments(parser)
+    common_flags.add(parser, "out", "quick", "seed", *more)
     return parser
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options every benchmark has: ``--out``, ``--quick`` and ``--seed``."""
-    common_flags.add(parser, "out", "quick", "seed")
 
 
 def emit(result: Result, tables: Sequence[object], out: Path | None = None, *, as_json: bool = True) -> None:
