@@ -11,6 +11,7 @@ from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers.accelgen_window import observe_all
 from vllm_ext.experiments.runner import Runner
 from vllm_ext.report.claim import Claim
+from vllm_ext.report.table import Table
 
 FULL = base.Load(arrivals_s=180.0, drain_s=60.0)
 QUICK = base.Load(arrivals_s=40.0, drain_s=20.0)
@@ -78,10 +79,10 @@ def table(
     where: Callable[..., str] = "{}.".format,
     kept: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return table, metrics and baselines, fields of `Findings`; ``kept`` are metrics if they are not the columns."""
+    """Return tables, metrics and baselines, fields of `Findings`; ``kept`` are metrics if they are not the columns."""
+    rows = [(*key, *(one[name] for name in columns)) for key, one in found.items()]
     return {
-        "header": (*dims, *(LABELS[name] for name in columns)),
-        "rows": [(*key, *(one[name] for name in columns)) for key, one in found.items()],
+        "tables": [Table((*dims, *(LABELS[name] for name in columns)), rows)],
         **flat(
             {key: {name: one[name] for name in kept or columns} for key, one in found.items()},
             where,
