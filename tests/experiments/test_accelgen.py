@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vllm_ext.experiments.experiment import Findings
 from vllm_ext.experiments.papers import accelgen as base
+from vllm_ext.experiments.papers import accelgen_figures as figures
 from vllm_ext.experiments.papers import accelgen_window as measure
 from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, RequestTable, RunData
 from vllm_ext.simulation.workloads.build import build
@@ -106,3 +108,11 @@ def test_everybody_who_arrived_has_a_row_and_the_window_ends_on_time() -> None:
         assert found["output_tokens_per_s"] > 0
         assert found["goodput_tokens_per_s"] <= found["output_tokens_per_s"]
         assert found["jct_to_window_end_mean_s"] <= load.window_s + 1.0
+
+
+def test_a_figure_is_a_table_with_our_row_as_metrics_and_others_as_baselines() -> None:
+    columns = (next(iter(figures.LABELS)),)
+    found = {("OPT-13B", name): {columns[0]: value} for name, value in ((base.ACCELGEN.name, 3.0), ("Orca", 1.0))}
+    made = Findings(**figures.table(found, columns), claims=[], workload=[])
+    assert made.tables[0].rows == [("OPT-13B", base.ACCELGEN.name, 3.0), ("OPT-13B", "Orca", 1.0)]
+    assert (made.metrics, made.baselines) == ({f"OPT-13B.{columns[0]}": 3.0}, {"Orca": {f"OPT-13B.{columns[0]}": 1.0}})
