@@ -38,7 +38,7 @@ from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, num_kv_blocks
+from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.recorded.forced_length import extra_args
 from vllm_ext.simulation.step_shape import StepShape
@@ -55,7 +55,7 @@ SYSTEMS: Mapping[str, dict[str, Any]] = {
     **{name: {"scheduler_cls": name} for name in ("alise", "auto")},
 }
 OTHER_SEEDS = 1000
-HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
+HARDWARE = HardwareSpec(model="opt-13b", device="a100-40").resolve()
 BLOCK, BUDGET, SEATS, MAX_LEN = 32, 2048, 256, 512
 SCALE = 0.25
 """Of the KV memory."""
@@ -95,7 +95,7 @@ class Engine:
             max_num_batched_tokens=BUDGET,
             block_size=BLOCK,
             num_gpu_blocks_override=int(
-                SCALE * num_kv_blocks(HARDWARE, BLOCK, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS)
+                SCALE * HARDWARE.num_kv_blocks(BLOCK, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS)
             ),
             kv_cache_memory_bytes=2**29,
             **SYSTEMS[system],
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> None:
     note = f"mean {ours['mean e2e.ratio']}, interval {low} to {high}"
     claims = [Claim(name="alise: mean e2e, lower end of the interval", value=low, op=">=", goal=1.0, facts=note)]
     config = {
-        "hardware": HARDWARE.model_dump(), "requests": requests, "seeds": seeds, "load": args.load,
+        "hardware": HARDWARE.spec.model_dump(), "requests": requests, "seeds": seeds, "load": args.load,
         "saturation_requests_per_s": round(capacity, 4), "systems": systems,
     }  # fmt: skip
     result = Result(

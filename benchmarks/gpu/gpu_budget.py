@@ -214,7 +214,7 @@ def simulated(found: dict[str, Any], cost_file: Path) -> dict[str, Any]:
         ValueError: it is damaged.
     """
     from vllm_ext.simulation.cost.fitted import Fitted
-    from vllm_ext.simulation.run import simulate_parts
+    from vllm_ext.simulation.run import simulate
     from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 
     cost = Fitted.load(cost_file)
@@ -222,12 +222,12 @@ def simulated(found: dict[str, Any], cost_file: Path) -> dict[str, Any]:
     for budget, window in found["windows"].items():
         engine = EngineSpec(
             system="upstream-fcfs", max_num_seqs=found["max_num_seqs"], max_num_batched_tokens=int(budget),
-            max_model_len=found["max_model_len"], block_size=found["block_size"], prefix_caching=False,
+            max_model_len=found["max_model_len"], block_size=found["block_size"],
+            num_blocks=found["kv_tokens"] // found["block_size"], prefix_caching=False,
             async_scheduling=False,  # of a grid whose steps hold the host's time as well
         )  # fmt: skip
         arrivals = workload(found["rate_per_s"], found["window_s"], found["seed"], dry=found["dry"])
-        spec, blocks = SimulationSpec(engine=engine), found["kv_tokens"] // found["block_size"]
-        data, _ = simulate_parts(spec, workload=arrivals, cost=cost, num_blocks=blocks)
+        data = simulate(SimulationSpec(engine=engine), workload=arrivals, cost=cost)
         arrived = data.requests.floats("arrival_s")
         e2e, ttft = (data.requests.floats(name) - arrived for name in ("finish_s", "first_token_s"))
         said[budget] = {

@@ -59,8 +59,8 @@ def _resident_bytes() -> int:
 def _bytes_per_request(system: str, total: int, size_bytes: Callable[[], int]) -> float:
     """What one more request leaves in memory at the end of a long run."""
     workload = _ShortRequests(total, size_bytes)
-    spec = SimulationSpec(engine=EngineSpec(system=system))
-    runs.simulate_parts(spec, workload=workload, cost=Fitted.constant(0.02), num_blocks=2000)
+    spec = SimulationSpec(engine=EngineSpec(system=system, num_blocks=2000))
+    runs.simulate(spec, workload=workload, cost=Fitted.constant(0.02))
     (few, small), (many, large) = workload.sizes
     return round((large - small) / (many - few), 1)
 

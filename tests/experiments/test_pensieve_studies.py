@@ -11,7 +11,7 @@ from vllm_ext.experiments.papers import pensieve as base
 from vllm_ext.experiments.papers import pensieve_eviction as fig14
 from vllm_ext.experiments.runner import Sustained
 from vllm_ext.simulation.run import build_scheduler
-from vllm_ext.simulation.spec import engine_blocks
+from vllm_ext.simulation.spec import resolve
 from vllm_ext.systems import build
 
 
@@ -23,7 +23,7 @@ def test_kv_of_each_gpu_takes_40_gb() -> None:
     """OPT-13B has 819,200 bytes of KV per token; of Llama 2-70B a GPU holds 2 of 8 heads, 81,920 bytes per token."""
     for model, token_bytes in (("opt-13b", 819_200), ("llama-2-70b", 81_920)):
         made = spec(base.PREFIX, model)
-        assert engine_blocks(made) == 40_000_000_000 // (32 * token_bytes)
+        assert resolve(made).num_blocks == 40_000_000_000 // (32 * token_bytes)
 
 
 @pytest.mark.parametrize("model", ["opt-13b", "opt-66b"])
@@ -64,7 +64,7 @@ def test_policies_differ_in_what_they_evict_alone() -> None:
 
 def test_separate_steps_are_pensieve_with_the_schedule_of_2023() -> None:
     made = spec(base.SEPARATE)
-    scheduler = build_scheduler(made.engine, 1100, made.hardware)
+    scheduler = build_scheduler(resolve(made))
     described = scheduler.policies.describe()
     assert "SeparateBatches" in described
     assert "WholePrompts" in described

@@ -64,8 +64,8 @@ def test_pipeline_stage_sees_half_the_requests_and_the_memory_of_half_the_layers
     assert one(3.0, panel).workload.rate_per_s == 1.5
     hardware = panel.hardware
     assert hardware.tensor_parallel == 4
-    weights = hardware.resolve_model().weight_bytes(8)
-    usable = 0.9 * hardware.resolve_device().memory_bytes
+    weights = hardware.resolve().model.weight_bytes(8)
+    usable = 0.9 * hardware.resolve().device.memory_bytes
     assert 0 < usable - weights - hardware.kv_memory_bytes < 2 << 30  # what is left out are activations
 
 

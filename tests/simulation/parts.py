@@ -14,10 +14,10 @@ from typing import Any
 from vllm_ext.simulation import run
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import build_scheduler, simulate_parts
+from vllm_ext.simulation.run import build_scheduler
 from vllm_ext.simulation.run_data import RequestTable, RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, resolve
 from vllm_ext.simulation.step_shape import StepShape
 
 NUM_BLOCKS = 64
@@ -104,11 +104,12 @@ def make_engine(
 ) -> SimulatedEngine:
     """An engine that has not run yet, with everything recorded; its parts are at hand for audits."""
     spec = SimulationSpec(
-        engine=engine_spec(**options),
+        engine=engine_spec(num_blocks=num_blocks, **options),
         record=RecordSpec(token_times=True, events=events, backlog=backlog, decisions=True),
+        exact=exact,
     )
-    scheduler = build_scheduler(spec.engine, num_blocks, exact=exact)
-    return run.make_engine(spec, scheduler, as_workload(workload), cost or SteadyCost())
+    resolved = resolve(spec)
+    return run.make_engine(resolved, build_scheduler(resolved), as_workload(workload), cost or SteadyCost())
 
 
 def as_workload(workload: Iterable[SimRequest] | ListWorkload) -> ListWorkload:
@@ -126,14 +127,12 @@ def simulate(
 ) -> tuple[RunData, list[Decision]]:
     """Run through the public entrance; return the data and the decisions."""
     spec = SimulationSpec(
-        engine=engine_spec(**options),
+        engine=engine_spec(num_blocks=num_blocks, **options),
         record=record or RecordSpec(token_times=True, decisions=True),
         max_time_s=max_time_s,
     )
-    data, decisions = simulate_parts(
-        spec, workload=as_workload(workload), cost=cost or SteadyCost(), num_blocks=num_blocks
-    )
-    return data, decisions or []
+    data = run.simulate(spec, workload=as_workload(workload), cost=cost or SteadyCost())
+    return data, data.decisions or []
 
 
 def rows(table: RequestTable) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_ext.simulation.cost.devices import DEVICES, Device
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.limits import Limits
-from vllm_ext.simulation.spec import EngineSpec, limits_of
+from vllm_ext.simulation.spec import EngineSpec, Limits, limits_of
 
 
 def vllms(
@@ -47,7 +46,7 @@ def test_limits_are_those_of_vllms_own_function(
 ) -> None:
     hardware = HardwareSpec(model="llama-3.1-8b", device=device.name, tensor_parallel=tensor_parallel)
     for context in (64, 4096):
-        ours = limits_of(EngineSpec(max_model_len=context, **given), hardware)
+        ours = limits_of(EngineSpec(max_model_len=context, **given), hardware.resolve())
         assert ours == vllms(monkeypatch, device, tensor_parallel, context, **given)
 
 
@@ -63,4 +62,4 @@ def test_limits_are_those_of_vllms_own_function(
 def test_context_is_the_models_and_the_rest_the_devices(
     model: str, device: str, expected: tuple[int, int, int]
 ) -> None:
-    assert limits_of(EngineSpec(), HardwareSpec(model=model, device=device)) == expected
+    assert limits_of(EngineSpec(), HardwareSpec(model=model, device=device).resolve()) == expected

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec
 
-from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.eviction.retention import RetentionCachePolicy
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
+from vllm_ext.simulation.cost.spec import HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import build_scheduler
+from vllm_ext.simulation.spec import Resolved, SimulationSpec, resolve
 from vllm_ext.simulation.tier import build_tier
 
 from .parts import ListWorkload, ask, engine_spec, rows
@@ -51,13 +51,18 @@ def test_quantisation_that_is_not_hidden_takes_its_time() -> None:
     assert busy[1] - busy[0] == pytest.approx(0.5, abs=1e-3)
 
 
+def resolved(hardware: HardwareSpec, **engine: Any) -> Resolved:
+    described = engine_spec(**{"system": "fcfs", "num_blocks": 14, **engine})
+    return resolve(SimulationSpec(engine=described, hardware=hardware))
+
+
 def test_devices_of_a_group_share_the_tier() -> None:
     """The heads of OPT-13B on two devices: the same chunks in all, and half of each on a device."""
     counts = []
     for devices in (1, 2):
         hardware = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=devices)
-        scheduler = build_scheduler(engine_spec(system="fcfs", options=own_tier(400, bits=8)), 14, hardware)
-        tier = build_tier(scheduler, hardware, CostSpec())
+        described = resolved(hardware, options=own_tier(400, bits=8))
+        tier = build_tier(build_scheduler(described), described)
         counts.append((tier.counters(0.0)["num_tier_chunks"], tier.copies.block_bytes * devices))
     assert counts[0] == counts[1]
 
@@ -66,9 +71,9 @@ def test_devices_of_a_group_share_the_tier() -> None:
 @pytest.mark.parametrize("devices", [1, 4])
 def test_what_a_copy_is_learned_to_take_is_what_it_takes(devices: int, bits: int) -> None:
     hardware = HardwareSpec(model="opt-13b", device="a100-40", tensor_parallel=devices)
-    options = own_tier(400, bits=bits)
-    scheduler = build_scheduler(engine_spec(system="fcfs", options=options), 14, hardware)
-    copies, prices = build_tier(scheduler, hardware, CostSpec()).copies, scheduler.connector.connector_scheduler.prices
+    described = resolved(hardware, options=own_tier(400, bits=bits))
+    scheduler = build_scheduler(described)
+    copies, prices = build_tier(scheduler, described).copies, scheduler.connector.connector_scheduler.prices
     device = GPULoadStoreSpec([1, 2], group_sizes=[2], block_indices=[0])
     copies.submit_store(7, device, BlockIDsLoadStoreSpec([0, 1]))
     copies.step_begins(1e6, 1e6)
@@ -108,12 +113,6 @@ def test_eviction_goes_by_virtual_time() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-def refused(hardware: HardwareSpec | None = HARDWARE, **options: Any) -> ConfigError | ValueError:
-    with pytest.raises(ValueError) as caught:
-        build_scheduler(engine_spec(**{"system": "fcfs", **options}), 14, hardware)
-    return caught.value
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -123,11 +122,9 @@ def refused(hardware: HardwareSpec | None = HARDWARE, **options: Any) -> ConfigE
         ({"options": {"kv_tier": {"gibs": 1}}}, "kv_tier.gibs=1: unknown option"),
         ({"options": own_tier(disk_dir="/no", disk_gib=1.0)}, "must be left out in a simulation, which has no disk"),
         ({"options": own_tier(bits=8), "hardware": FP8}, "needs KV of type"),
-        ({"options": own_tier(), "hardware": None}, "hardware=None: needed for kv_tier"),
         ({"options": own_tier(), "system": "upstream-fcfs"}, "must be empty for upstream-fcfs"),
         ({"options": own_tier(), "kv_offload": offload()}, "kv_tier={'gib'"),
         ({"options": own_tier(), "kv_offload": offload()}, "must be left out beside kv_offload"),
-        ({"kv_offload": offload(), "hardware": None}, "hardware=None: needed for kv_offload"),
         (
             {"kv_offload": {"cpu_bytes": 2 * BLOCK_BYTES - 1, "blocks_per_chunk": 2}},
             "cpu_bytes=26214399: must hold at least one chunk of 26214400 bytes",
@@ -139,7 +136,7 @@ def test_settings_that_can_not_be_are_refused_as_by_the_server(settings: dict[st
     hardware = settings.get("hardware", HARDWARE)
     engine = {name: value for name, value in settings.items() if name != "hardware"}
     with pytest.raises(ValueError) as caught:
-        build_scheduler(engine_spec(**{"system": "fcfs", **engine}), 14, hardware)
+        build_scheduler(resolved(hardware, **engine))
     assert says in str(caught.value)
 
 

@@ -9,33 +9,28 @@ import pytest
 
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.limits import Limits
-from vllm_ext.simulation.run import build_scheduler, start_from_profile
+from vllm_ext.simulation.spec import Limits
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.step_time.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 
-from .parts import NUM_BLOCKS, PerTokenCost, ask, engine_spec
+from .parts import PerTokenCost, ask, make_engine
 from .parts import simulate as run_small
 
-COST = build(HardwareSpec(model="opt-13b", device="a100-80"), CostSpec())
+COST = build(HardwareSpec(model="opt-13b", device="a100-80").resolve(), CostSpec())
 
 
 def started(**options: Any) -> Any:
-    spec = engine_spec(system="fcfs", profiled=True, **options)
-    scheduler = build_scheduler(spec, NUM_BLOCKS)
-    start_from_profile(scheduler, spec, COST, Limits(160, 8, 64))
-    return scheduler
+    return make_engine([], COST, system="fcfs", profiled=True, **options).scheduler
 
 
 def test_the_model_is_in_place_before_anything_runs() -> None:
-    scheduler, expected = started(), runtime_model(COST, Limits(160, 8, 64))
+    scheduler, expected = started(), runtime_model(COST, Limits(160, 8, 64), 128)
     found = scheduler.tracked.runtime
     assert found.coefficients == expected.coefficients != DEFAULT
     assert found.given == found.coefficients, "recordings know what it started from"
     assert (found.pivot, found.num_observations) == (expected.pivot, 0)
     assert scheduler.observer.timer.sink is found, "steps teach the model that views are made of"
-    assert found.tile_tokens == DEFAULT_TILE_TOKENS
-    assert runtime_model(COST, Limits(160, 8, 64), tile_tokens=128).tile_tokens == 128
+    assert found.tile_tokens == 128 != DEFAULT_TILE_TOKENS
 
 
 def test_vllm_alone_is_left_as_it_is() -> None:

@@ -15,7 +15,7 @@ from vllm_ext.config.kv_tier import PREFIX_POLICIES
 from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.simulation.cost.link import Direction, TransferLink
 from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run import simulate_parts
+from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
@@ -316,13 +316,12 @@ def test_request_preempted_by_a_policy_is_not_loaded_in_the_same_step() -> None:
 @_DEPTHS
 def test_run_reports_the_tier_and_repeats_itself(async_scheduling: bool, connector: dict[str, Any]) -> None:
     spec = SimulationSpec(
-        engine=engine_spec(prefix_caching=True, async_scheduling=async_scheduling, **connector),
+        engine=engine_spec(num_blocks=14, prefix_caching=True, async_scheduling=async_scheduling, **connector),
         hardware=HARDWARE,
         record=RecordSpec(token_times=True, decisions=True),
     )
-    runs = [simulate_parts(spec, workload=ListWorkload(crowd()), cost=SteadyCost(), num_blocks=14) for _ in range(2)]
-    (data, decisions), (again, decided_again) = runs
-    assert fingerprint(data, decisions or []) == fingerprint(again, decided_again or [])
+    data, again = (simulate(spec, workload=ListWorkload(crowd()), cost=SteadyCost()) for _ in range(2))
+    assert fingerprint(data, data.decisions or []) == fingerprint(again, again.decisions or [])
     counters = data.counters
     assert counters["transfer_store_bytes"] > 0
     if "kv_offload" in connector:
@@ -341,6 +340,6 @@ def test_run_reports_the_tier_and_repeats_itself(async_scheduling: bool, connect
 def test_without_a_tier_there_is_no_connector() -> None:
     server = serve([ask("a")], run=False)
     assert server.scheduler.connector is None
-    spec = SimulationSpec(engine=engine_spec())
-    data, _ = simulate_parts(spec, workload=ListWorkload([ask("a")]), cost=SteadyCost(), num_blocks=14)
+    spec = SimulationSpec(engine=engine_spec(num_blocks=14))
+    data = simulate(spec, workload=ListWorkload([ask("a")]), cost=SteadyCost())
     assert not [name for name in data.counters if name.startswith(("tier", "transfer", "link"))]

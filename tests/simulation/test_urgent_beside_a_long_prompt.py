@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.run import simulate_parts
+from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
 
 from .parts import as_workload, ask, rows
 
 HARDWARE = HardwareSpec(model="opt-13b", device="a100-80")
-COST = build(HARDWARE, CostSpec())
+COST = build(HARDWARE.resolve(), CostSpec())
 LONG, SHORT, TTFT_S = 12_000, 100, 0.5
 
 
@@ -25,6 +25,7 @@ def _scene(system: str, *, short: int = 8, seats: int = 32, blocks: int = 4000) 
             max_num_batched_tokens=2048,
             max_model_len=12_100,
             block_size=16,
+            num_blocks=blocks,
             prefix_caching=False,
             async_scheduling=False,
             profiled=not system.startswith("upstream"),
@@ -35,7 +36,7 @@ def _scene(system: str, *, short: int = 8, seats: int = 32, blocks: int = 4000) 
     hints = {"ttft_slo_ms": 1000 * TTFT_S}
     names = [f"short-{i}" for i in range(short)]
     asked = [long, *(ask(name, 0.3, SHORT, 4, extra_args=hints) for name in names)]
-    data, _ = simulate_parts(spec, workload=as_workload(asked), cost=COST, num_blocks=blocks)
+    data = simulate(spec, workload=as_workload(asked), cost=COST)
     ended = rows(data.requests)
     in_time = sum(ended[name]["first_token_s"] - 0.3 <= TTFT_S for name in names)
     return in_time, ended["long"]["first_token_s"]

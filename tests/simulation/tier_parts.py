@@ -16,7 +16,7 @@ from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import build_scheduler, make_engine
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
-from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec, SimulationSpec, resolve
 from vllm_ext.simulation.tier import Tier
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, as_workload, ask, engine_spec
@@ -82,7 +82,7 @@ def serve(
         options: Of `engine_spec`.
     """
     spec = SimulationSpec(
-        engine=engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, **options}),
+        engine=engine_spec(**{"prefix_caching": True, "kv_offload": kv_offload, "num_blocks": num_blocks, **options}),
         hardware=HARDWARE,
         exact=exact,
         cost=CostSpec(
@@ -93,8 +93,9 @@ def serve(
         ),
         record=record or RecordSpec(token_times=True, decisions=True),
     )
-    scheduler = build_scheduler(spec.engine, num_blocks, HARDWARE, exact=exact)
-    engine = make_engine(spec, scheduler, as_workload(workload), cost or PerTokenCost())
+    resolved = resolve(spec)
+    scheduler = build_scheduler(resolved)
+    engine = make_engine(resolved, scheduler, as_workload(workload), cost or PerTokenCost())
     if (tier := engine.collector.tier) is not None:
         tier.copies.auditor = TransferAuditor(scheduler)
     if run:

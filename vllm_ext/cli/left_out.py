@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from vllm_ext.simulation.spec import SimulationSpec, limits_of
+from vllm_ext.simulation.spec import SimulationSpec, resolve
 from vllm_ext.simulation.workloads.build import GeneratedWorkload
 
 _TOLERATED = 0.001
@@ -25,7 +25,7 @@ def lines(runs: Iterable[Mapping[str, float]], spec: SimulationSpec, workload: G
     bad, rows = workload.source.bad_rows, workload.rows
     said = []
     if rejected > _TOLERATED * arrived:
-        context = limits_of(spec.engine, spec.hardware).max_model_len
+        context = resolve(spec).limits.max_model_len
         said.append(
             f"incomplete: {rejected:.0f} of {arrived:.0f} requests ({rejected / arrived:.1%}) were rejected and count "
             f"as missed: their prompts fill the context of {context} tokens (--max-model-len)"

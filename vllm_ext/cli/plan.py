@@ -17,7 +17,7 @@ from vllm_ext.report.plots import Series, lines
 from vllm_ext.report.table import Table
 from vllm_ext.simulation import plan
 from vllm_ext.simulation.plan import BASELINE, Objective, Obstacle, Row, Verdict
-from vllm_ext.simulation.spec import SimulationSpec, check_context, checked, engine_blocks, limits_of, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.sweep.pools import local_pool
 from vllm_ext.simulation.sweep.store import PointStore
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build, mean_rate
@@ -54,7 +54,7 @@ def _plan(args: argparse.Namespace) -> int:
     workload = build(base.workload)
     objective = Objective(with_slo=bool(base.workload.tiers), min_attainment=args.min_attainment)
     what = f"{base.workload.source}: {own_rate:.4g} requests/s; {len(candidates)} candidates at {len(loads)} loads"
-    limits = limits_of(base.engine, base.hardware)._asdict()
+    limits = resolve(base).limits._asdict()
     served = ", ".join(f"{name} {value}" for name, value in limits.items())
     print(f"{what}; {served}", *workload.source.notes, sep="\n", file=sys.stderr)
     with PointStore(args.cache) as store, local_pool(args.jobs) as pool:
@@ -85,7 +85,7 @@ def _base(args: argparse.Namespace) -> tuple[SimulationSpec, float]:
         flags[f"{spec_flags.SPEC}workload.source"] = str(args.trace)
         flags.setdefault(f"{spec_flags.SPEC}workload.arrivals", "recorded")
     spec = checked(spec_flags.base_spec(args))
-    check_context(limits_of(spec.engine, spec.hardware), engine_blocks(spec), spec.engine.block_size)
+    resolve(spec)  # what vLLM would not start with is refused before anything is run
     if spec.workload.arrivals in ("closed-loop", "at-once"):
         raise UsageError(
             f"--arrivals {spec.workload.arrivals}: a plan varies the load, which these arrivals do not follow"
@@ -120,7 +120,7 @@ def _tell(base: SimulationSpec, row: Row, *, quiet: bool) -> None:
     elif not metrics["requests"]:
         raise UsageError(
             f"no request ended under {row.candidate.name} at {row.load:g} x: --max-time {base.max_time_s} is too "
-            f"early, or all prompts exceed --max-model-len {limits_of(base.engine, base.hardware).max_model_len}"
+            f"early, or all prompts exceed --max-model-len {resolve(base).limits.max_model_len}"
         )
     elif not quiet:
         shown = [f"{label} {metrics[name]:.4g}" for label, name in _COLUMNS.items() if name in metrics]

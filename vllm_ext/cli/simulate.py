@@ -19,7 +19,7 @@ from vllm_ext.simulation import export
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.perfetto import write_trace
 from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.spec import SimulationSpec, checked, limits_of, with_values
+from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.workloads.build import build
 
 SHOWN = (
@@ -111,8 +111,8 @@ def _why_no_difference(specs: Sequence[SimulationSpec], found: Found) -> list[st
     """
     if any(metrics["contended_steps"] for metrics in found.values()):
         return []
-    engine, metrics = specs[0].engine, found[specs[0].engine.system]
-    seats = metrics.get("mean_running_requests", 0.0) / limits_of(engine, specs[0].hardware).max_num_seqs
+    metrics = found[specs[0].engine.system]
+    seats = metrics.get("mean_running_requests", 0.0) / resolve(specs[0]).limits.max_num_seqs
     taken, rate = max(seats, metrics.get("mean_kv_used_fraction", 0.0)), specs[0].workload.rate_per_s
     remedy = f"raise --rate above {rate / taken:.2g}" if rate is not None and taken else "raise the load"
     return [f"no request waited, so that no system could order them better: {remedy}"]

@@ -242,6 +242,8 @@ class RunData:
     unserved: RequestTable = field(default_factory=RequestTable)
     """Requests that arrived and never ended, as they were at the end of the run. ``finish_s`` is NaN; ``max_gap_s`` has
     the gap since the last token too."""
+    decisions: list[Any] | None = None
+    """What every step decided, if the run was told to keep it."""
     counters: dict[str, float] = field(default_factory=dict)
     """Totals with units in the names: ``steps``, ``preemptions``, ``prefill_tokens``, ``decode_tokens``, ``idle_s``,
     ``device_busy_s``, ``policy_fallbacks``, ``unfinished_requests``, ``num_kv_blocks``, ..."""

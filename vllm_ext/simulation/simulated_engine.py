@@ -26,13 +26,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.kv.int8.step import step_of
 from vllm_ext.kv.partial_prefix.layout import layouts_of
+from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
 from vllm_ext.simulation.decision import Decision, Stalled
 from vllm_ext.simulation.events import EventKind, EventQueue
 from vllm_ext.simulation.request_factory import RequestFactory, TooLong
 from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.steered import steered
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.token_runner import TokenRunner, output_ids
 from vllm_ext.simulation.virtual_clock import VirtualClock
@@ -100,10 +100,9 @@ class SimulatedEngine:
         self._empty_in_a_row = 0
         self._arrivals: Iterator[SimRequest] = iter(())
         self._last_arrival_s = 0.0
-        self._ours = ours = steered(scheduler)
-        self._predictions: Any = None if ours is None else ours.tracked
-        if ours is not None:
-            ours.clock = self.clock
+        self._ours = scheduler if isinstance(scheduler, SteeredScheduler) else None
+        if self._ours is not None:
+            self._ours.clock = self.clock
         if tier is not None:
             tier.use_clock(self.clock)
         _report_preemptions(scheduler, collector, self.clock)
@@ -280,8 +279,8 @@ class SimulatedEngine:
         if request.predicted is not None and self._ours is not None:
             self._ours.update_predictions([(request.req_id, request.predicted, "retrieval")])
         predicted = 0
-        if self._predictions is not None and (job := self._predictions.get(request.req_id)) is not None:
-            predicted = job.prediction.tokens
+        if self._ours is not None and (tracked := self._ours.tracked.get(request.req_id)) is not None:
+            predicted = tracked.prediction.tokens
         self.collector.arrived(request, predicted, now)
         for after_s, only_unanswered in ((request.abort_after_s, False), (request.patience_s, True)):
             if after_s is not None:

@@ -6,19 +6,20 @@ A wrong field, value, system or option is an error before anything is run; nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext import config, systems
 from vllm_ext.config import ConfigError, made
 from vllm_ext.config.model import Flag, Model
-from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, num_kv_blocks
-from vllm_ext.simulation.limits import Limits, completed
+from vllm_ext.simulation.cost.spec import CostSpec, Hardware, HardwareSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 UPSTREAM = {"upstream-fcfs": "fcfs", "upstream-priority": "priority"}
 """vLLM's own schedulers, which take no options of vllm_ext, and its names of their policies."""
+_GIB = 1 << 30
 
 
 class KvOffloadSpec(BaseModel):
@@ -104,53 +105,77 @@ class SimulationSpec(BaseModel):
     Where there is a KV connector it always is."""
 
 
-def limits_of(engine: EngineSpec, hardware: HardwareSpec) -> Limits:
-    """Return what bounds the steps of an engine on this hardware.
+class Limits(NamedTuple):
+    """The engine's settings that bound a step, as vLLM names them."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def limits_of(engine: EngineSpec, hardware: Hardware) -> Limits:
+    """Return the limits of an engine, with vLLM's defaults for the device where it leaves them open.
+
+    The rules of ``EngineArgs.get_batch_defaults`` for the API server, which asks the device that it runs on. A default
+    budget is at most what all seats can hold, and a default number of seats at most the budget.
+    """
+    device, split = hardware.device, hardware.spec.tensor_parallel
+    seats, tokens = 256, 2048
+    if device.name == "cpu":
+        seats, tokens = 128 * split, 2048 * split
+    elif device.memory_bytes >= 160 * _GIB:
+        seats, tokens = 1024, 16_384
+    elif device.memory_bytes >= 70 * _GIB and not device.name.startswith("a100"):
+        seats, tokens = 1024, 8192
+    max_model_len = engine.max_model_len or hardware.model.max_positions
+    seats = engine.max_num_seqs or seats
+    tokens = engine.max_num_batched_tokens or min(tokens, seats * max_model_len)
+    return Limits(max_model_len, engine.max_num_seqs or min(seats, tokens), tokens)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A description with all that it names looked up, once for a run."""
+
+    spec: SimulationSpec
+    hardware: Hardware
+    limits: Limits
+    num_blocks: int
+    """KV blocks: those given, else what the memory holds beside weights and activations."""
+    system: systems.System | None
+    """The row; None for vLLM alone."""
+
+    @property
+    def reads_truth(self) -> bool:
+        """Whether the system reads true output lengths."""
+        sources = (self.spec.engine.options.get("prediction") or {}).get("sources") or ()
+        return self.system is not None and (self.system.oracle or "oracle" in sources)
+
+
+def resolve(spec: SimulationSpec) -> Resolved:
+    """Look up what a description names.
 
     Raises:
         OSError: the model's configuration can't be read.
-        ValueError: it is no such configuration, or the model can't be split over the devices.
+        ValueError: (ConfigError included) it is no such configuration, the model can't be split over the devices, the
+            system is unknown, or the KV pool is too small for one request of ``max_model_len`` tokens, with which vLLM
+            does not start.
     """
-    return completed(
-        hardware.resolve_device(),
-        hardware.tensor_parallel,
-        max_model_len=engine.max_model_len or hardware.resolve_model().max_positions,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-    )
-
-
-def check_context(limits: Limits, num_blocks: int, block_size: int) -> None:
-    """Refuse a KV pool that is too small for the longest sequence: vLLM does not start with it.
-
-    Raises:
-        ValueError: it is; the message says what it holds.
-    """
-    held_tokens = (num_blocks - 1) * block_size
+    engine, hardware = spec.engine, spec.hardware.resolve()
+    limits = limits_of(engine, hardware)
+    num_blocks = engine.num_blocks
+    if num_blocks is None:
+        bounds = limits._asdict()
+        del bounds["max_model_len"]
+        num_blocks = hardware.num_kv_blocks(engine.block_size, **bounds)
+    held_tokens = (num_blocks - 1) * engine.block_size
     if held_tokens < limits.max_model_len:
         raise ValueError(
             f"max_model_len={limits.max_model_len}: must fit into the KV cache, which holds {held_tokens} tokens "
-            f"({num_blocks} blocks of {block_size}, one of them reserved)"
+            f"({num_blocks} blocks of {engine.block_size}, one of them reserved)"
         )
-
-
-def engine_blocks(spec: SimulationSpec) -> int:
-    """Return the KV blocks of an engine: those it is given, else what the memory holds beside weights and activations.
-
-    Raises:
-        OSError: the model's configuration can't be read.
-        ValueError: not one block fits.
-    """
-    engine = spec.engine
-    if engine.num_blocks is not None:
-        return engine.num_blocks
-    limits = limits_of(engine, spec.hardware)
-    return num_kv_blocks(
-        spec.hardware,
-        engine.block_size,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-    )
+    system = None if engine.system in UPSTREAM else systems.resolve(engine.system)
+    return Resolved(spec, hardware, limits, num_blocks, system)
 
 
 def refused(field: str, value: object, allowed: str) -> ConfigError:

@@ -41,70 +41,57 @@ from vllm_ext.simulation.simulated_copies import SimulatedCopies
 from vllm_ext.systems import build
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-    from vllm_ext.simulation.spec import EngineSpec
+    from vllm_ext.simulation.spec import EngineSpec, Resolved
 
 TIER_KEY = "kv_tier"
 _DTYPES = {1: "fp8", 2: "bfloat16", 4: "float32"}
 
 
-def connector_options(engine: EngineSpec, hardware: HardwareSpec | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def connector_options(resolved: Resolved, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `make_scheduler` is told of a connector: nothing, vLLM's with ``kv_offload``, ours with ``kv_tier``.
 
     Args:
-        engine: The settings.
-        hardware: Says how large a block is.
+        resolved: The settings, and how large a block is.
         options: The engine's, with its system: which form of KV that wants.
 
     Raises:
-        ValueError: (ConfigError included) both are asked for, the hardware is not known, or the host's memory is
-            smaller than one chunk.
+        ValueError: (ConfigError included) both are asked for, or the host's memory is smaller than one chunk.
     """
+    engine, hardware = resolved.spec.engine, resolved.hardware
     tier, offload = tier_config(engine), engine.kv_offload
     records = parse({TIER_KEY: engine.options.get(TIER_KEY, {})}).kv_tier.device_int8_share
-    if tier is None and offload is None:
-        return {"kv_shape": _kv_shape(engine, hardware)} if records and hardware is not None else {}
-    if tier is not None and offload is not None:
-        allowed = "must be left out beside kv_offload, which is vLLM's own connector: an engine has one connector"
-        raise ConfigError(TIER_KEY, engine.options[TIER_KEY], allowed)
-    if hardware is None:
-        asked = "kv_offload" if tier is None else TIER_KEY
-        raise ValueError(f"hardware=None: needed for {asked}, to know the size of a block")
     # KV of all devices is one worker's: as many layers more, each of a device's heads. So a chunk takes the same bytes,
     # records of 8 bits and their padding included, and one simulated worker reports for all: the devices of a group
     # copy side by side and are through together.
-    block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
-    if offload is not None:
-        if records:
-            raise ConfigError(
-                SHARE, records, "must be 0 beside kv_offload, vLLM's own connector, which knows no records"
-            )
-        chunk_bytes = block_bytes * offload.blocks_per_chunk
-        if offload.cpu_bytes < chunk_bytes:
-            raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
-        config = KVTransferConfig(
-            kv_connector="OffloadingConnector",
-            kv_role="kv_both",
-            engine_id="simulated",
-            kv_connector_extra_config={
-                "cpu_bytes_to_use": offload.cpu_bytes,
-                "eviction_policy": offload.policy,
-                "offload_prompt_only": offload.offload_prompt_only,
-                "blocks_per_chunk": offload.blocks_per_chunk,
-            },
-        )
-        return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes)}
-    assert tier is not None
-    config = transfer_config(build(parse(options)).tier(tier))
-    config.engine_id = "simulated"  # vLLM's default is a random number
-    return {"kv_transfer_config": config, "kv_shape": _kv_shape(engine, hardware)}
-
-
-def _kv_shape(engine: EngineSpec, hardware: HardwareSpec) -> KvShape:
-    block_bytes = hardware.kv_bytes_per_block(engine.block_size) * hardware.tensor_parallel
-    layers = hardware.resolve_model().layers * hardware.tensor_parallel
-    dtype = _DTYPES.get(hardware.kv_dtype_bytes, f"of {hardware.kv_dtype_bytes} bytes")
-    return KvShape(block_bytes, layers=layers, dtype=dtype)
+    devices, kv_dtype_bytes = hardware.spec.tensor_parallel, hardware.spec.kv_dtype_bytes
+    block_bytes, layers = hardware.kv_bytes_per_block(engine.block_size) * devices, hardware.model.layers * devices
+    kv_shape = KvShape(block_bytes, layers, _DTYPES.get(kv_dtype_bytes, f"of {kv_dtype_bytes} bytes"))
+    if offload is None:
+        if tier is None:
+            return {"kv_shape": kv_shape} if records else {}
+        config = transfer_config(build(parse(options)).tier(tier))
+        config.engine_id = "simulated"  # vLLM's default is a random number
+        return {"kv_transfer_config": config, "kv_shape": kv_shape}
+    if tier is not None:
+        allowed = "must be left out beside kv_offload, which is vLLM's own connector: an engine has one connector"
+        raise ConfigError(TIER_KEY, engine.options[TIER_KEY], allowed)
+    if records:
+        raise ConfigError(SHARE, records, "must be 0 beside kv_offload, vLLM's own connector, which knows no records")
+    chunk_bytes = block_bytes * offload.blocks_per_chunk
+    if offload.cpu_bytes < chunk_bytes:
+        raise ValueError(f"cpu_bytes={offload.cpu_bytes!r}: must hold at least one chunk of {chunk_bytes} bytes")
+    config = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id="simulated",
+        kv_connector_extra_config={
+            "cpu_bytes_to_use": offload.cpu_bytes,
+            "eviction_policy": offload.policy,
+            "offload_prompt_only": offload.offload_prompt_only,
+            "blocks_per_chunk": offload.blocks_per_chunk,
+        },
+    )
+    return {"kv_transfer_config": config, "kv_shape": KvShape(block_bytes)}
 
 
 def tier_config(engine: EngineSpec) -> KvTierConfig | None:
@@ -122,23 +109,23 @@ def tier_config(engine: EngineSpec) -> KvTierConfig | None:
     return tier if tier.gib else None
 
 
-def build_tier(scheduler: Scheduler, hardware: HardwareSpec, cost: CostSpec) -> Tier:
+def build_tier(scheduler: Scheduler, resolved: Resolved) -> Tier:
     """Return the worker's side for a scheduler whose connector is described by `connector_options`."""
-    connector = worker_side(scheduler)
-    block_bytes, devices = hardware.kv_bytes_per_block(scheduler.cache_config.block_size), hardware.tensor_parallel
-    layers, link = hardware.resolve_model().layers, build_link(hardware, cost)
+    connector, hardware, cost = worker_side(scheduler), resolved.hardware, resolved.spec.cost
+    block_bytes = whole_bytes = hardware.kv_bytes_per_block(scheduler.cache_config.block_size)
+    devices, layers, quantise_s = hardware.spec.tensor_parallel, hardware.model.layers, 0.0
     geometry = getattr(connector.connector_worker.spec, "geometry", None)
     if geometry is not None and geometry.record_bytes:
-        rate = cost.quantise_bytes_per_s
-        copies = SimulatedCopies(
-            link,
-            block_bytes=geometry.chunk_bytes / devices,
-            copies_per_block=layers,
-            quantise_s_per_block=0.0 if rate is None else block_bytes / rate,
-            num_devices=devices,
-        )
-    else:
-        copies = SimulatedCopies(link, block_bytes=block_bytes, copies_per_block=layers, num_devices=devices)
+        block_bytes = geometry.chunk_bytes / devices
+        if cost.quantise_bytes_per_s is not None:
+            quantise_s = whole_bytes / cost.quantise_bytes_per_s
+    copies = SimulatedCopies(
+        build_link(hardware, cost),
+        block_bytes=block_bytes,
+        copies_per_block=layers,
+        quantise_s_per_block=quantise_s,
+        num_devices=devices,
+    )
     return Tier(scheduler, connector, copies, num_layers=layers)
 
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.cost import spec as costs
 from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.cost.spec import HardwareSpec, activation_bytes
-from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, engine_blocks, limits_of
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec, limits_of, resolve
 
 
 def hardware(model: str = "opt-13b", device: str = "a100-40", split: int = 1, **more: object) -> HardwareSpec:
@@ -17,7 +16,7 @@ def hardware(model: str = "opt-13b", device: str = "a100-40", split: int = 1, **
 
 
 def num_kv_blocks(spec: HardwareSpec, block_size: int, *, tokens: int = 2048, seats: int = 256) -> int:
-    return costs.num_kv_blocks(spec, block_size, max_num_batched_tokens=tokens, max_num_seqs=seats)
+    return spec.resolve().num_kv_blocks(block_size, max_num_batched_tokens=tokens, max_num_seqs=seats)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_blocks_of_a_mixture_are_what_all_its_experts_leave() -> None:
 
 def test_blocks_of_latent_attention_hold_compressed_vectors_on_every_device() -> None:
     spec = hardware("deepseek-v3", "h200", 8, kv_memory_bytes=10**10)
-    assert spec.kv_bytes_per_block(64) == 64 * 61 * (512 + 64) * 2
+    assert spec.resolve().kv_bytes_per_block(64) == 64 * 61 * (512 + 64) * 2
     assert num_kv_blocks(spec, 64) == 10**10 // (64 * 70_272)
 
 
@@ -106,10 +105,10 @@ def test_larger_steps_leave_fewer_blocks() -> None:
 def test_an_engine_has_the_blocks_that_its_own_limits_leave(limits: dict[str, int]) -> None:
     engine = EngineSpec(**limits)
     spec = SimulationSpec(engine=engine, hardware=hardware())
-    full = limits_of(engine, hardware())
+    full = limits_of(engine, hardware().resolve())
     expected = num_kv_blocks(hardware(), 16, tokens=full.max_num_batched_tokens, seats=full.max_num_seqs)
-    assert engine_blocks(spec) == expected != num_kv_blocks(hardware(), 16)
-    assert engine_blocks(spec.model_copy(update={"engine": EngineSpec(**limits, num_blocks=7)})) == 7
+    assert resolve(spec).num_blocks == expected != num_kv_blocks(hardware(), 16)
+    assert resolve(spec.model_copy(update={"engine": EngineSpec(**limits, num_blocks=700)})).num_blocks == 700
 
 
 @given(st.floats(0.8, 0.99), st.floats(0.0, 0.01), st.sampled_from([1, 8, 16, 32]))

@@ -19,7 +19,7 @@ PRICES = Coefficients(base_s=4e-3, decode_s=3e-5, prefill_token_s=6e-5, context_
 
 
 def opt_13b() -> CostModel:
-    return build(HardwareSpec(model="opt-13b", device="a100-80"), CostSpec())
+    return build(HardwareSpec(model="opt-13b", device="a100-80").resolve(), CostSpec())
 
 
 def test_features_of_a_step_by_hand() -> None:
@@ -102,7 +102,8 @@ def test_steps_that_all_take_the_same_cost_nothing_but_their_base() -> None:
 
 def test_more_hardware_is_never_slower() -> None:
     batches = [
-        build(HardwareSpec(model="llama-3.1-70b", device="h100", tensor_parallel=split), CostSpec()) for split in (4, 8)
+        build(HardwareSpec(model="llama-3.1-70b", device="h100", tensor_parallel=split).resolve(), CostSpec())
+        for split in (4, 8)
     ]
     times = [runtime_model(cost, LIMITS).step_time_s(StepFeatures(32, 512, 40_000, 2e5)) for cost in batches]
     assert all(more < fewer for fewer, more in pairwise(times))

@@ -51,7 +51,7 @@ def test_cost_fields_that_do_not_belong_are_refused(values: dict[str, Any], mess
 
 
 def test_the_defaults_build_a_roofline_with_the_engines_own_time() -> None:
-    cost = build(HardwareSpec(), CostSpec())
+    cost = build(HardwareSpec().resolve(), CostSpec())
     assert isinstance(cost, Roofline)
     assert cost.host_s(SHAPE) == pytest.approx(541e-6 + 8 * 12.7e-6)
 
@@ -60,7 +60,7 @@ def test_the_defaults_build_a_roofline_with_the_engines_own_time() -> None:
     "slower", [{"gemm_efficiency": 0.2}, {"memory_efficiency": 0.2}, {"attention_efficiency": 0.001}, {"unhidden": 1.0}]
 )
 def test_an_efficiency_given_replaces_the_devices(slower: dict[str, float]) -> None:
-    usual, worse = build(HardwareSpec(), CostSpec()), build(HardwareSpec(), CostSpec(**slower))
+    usual, worse = build(HardwareSpec().resolve(), CostSpec()), build(HardwareSpec().resolve(), CostSpec(**slower))
     assert worse.device_s(SHAPE) > usual.device_s(SHAPE)
 
 
@@ -72,24 +72,24 @@ def test_without_graphs_a_decode_step_waits_for_its_launches() -> None:
 
 def test_fewer_bytes_per_weight_and_kv_element_are_faster() -> None:
     decode = StepShape.of_decodes(4, 2000)
-    whole = build(HardwareSpec(), CostSpec()).device_s(decode)
-    light = build(HardwareSpec(weight_dtype_bytes=1.0), CostSpec()).device_s(decode)
+    whole = build(HardwareSpec().resolve(), CostSpec()).device_s(decode)
+    light = build(HardwareSpec(weight_dtype_bytes=1.0).resolve(), CostSpec()).device_s(decode)
     assert light < 0.7 * whole
-    assert build(HardwareSpec(kv_dtype_bytes=1), CostSpec()).device_s(decode) < whole
+    assert build(HardwareSpec(kv_dtype_bytes=1).resolve(), CostSpec()).device_s(decode) < whole
 
 
 def test_constant_and_fitted_are_built_from_their_fields(tmp_path: Path) -> None:
-    constant = build(HardwareSpec(), CostSpec(kind="constant", step_s=0.5, host_step_s=0.1))
+    constant = build(HardwareSpec().resolve(), CostSpec(kind="constant", step_s=0.5, host_step_s=0.1))
     assert (constant.device_s(SHAPE), constant.host_s(SHAPE)) == (0.5, 0.1)
     path = tmp_path / "cost.json"
     Fitted(StepCurve(base_s=0.25)).save(path)
-    fitted = build(HardwareSpec(), CostSpec(kind="fitted", file=str(path), host_step_s=0.1))
+    fitted = build(HardwareSpec().resolve(), CostSpec(kind="fitted", file=str(path), host_step_s=0.1))
     assert (fitted.device_s(SHAPE), fitted.host_s(SHAPE)) == (0.25, 0.1)
 
 
 def test_a_missing_file_is_an_error_when_it_is_needed(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        build(HardwareSpec(), CostSpec(kind="fitted", file=str(tmp_path / "nowhere.json")))
+        build(HardwareSpec().resolve(), CostSpec(kind="fitted", file=str(tmp_path / "nowhere.json")))
 
 
 def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path) -> None:
               "vocab_size": 500, "max_position_embeddings": 128}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     hardware = HardwareSpec(model=str(tmp_path), device="cpu", weight_dtype_bytes=4, kv_dtype_bytes=4)
-    assert hardware.resolve_model().weight_bytes() == 4 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + (500 + 130) * 64)
-    assert build(hardware, CostSpec()).device_s(SHAPE) > 0
+    assert hardware.resolve().model.weight_bytes() == 4 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + (500 + 130) * 64)
+    assert build(hardware.resolve(), CostSpec()).device_s(SHAPE) > 0
 
 
 def test_a_config_that_is_not_understood_is_refused_with_the_description(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_config_that_is_not_understood_is_refused_with_the_description(tmp_pat
 
 
 def test_a_device_by_its_numbers_costs_what_the_tables_row_with_these_does() -> None:
-    row = replace(HardwareSpec(device="l40s").resolve_device(), link_latency_s=10e-6, gemm_efficiency=0.7)
-    same = HardwareSpec(device="memory=44.98828125,bandwidth=864,flops=362.05,link=31.5").resolve_device()
+    row = replace(HardwareSpec(device="l40s").resolve().device, link_latency_s=10e-6, gemm_efficiency=0.7)
+    same = HardwareSpec(device="memory=44.98828125,bandwidth=864,flops=362.05,link=31.5").resolve().device
     assert replace(same, name=row.name, source=row.source) == row
     described = HardwareSpec(model="llama-3.1-8b", device=same.name)
     assert build(described, CostSpec()).device_s(SHAPE) > 0
@@ -136,11 +136,11 @@ def test_a_wrong_flag_is_one_line_and_status_2(
 
 def test_a_split_the_heads_do_not_allow_is_refused_when_built() -> None:
     with pytest.raises(ValueError, match="tensor_parallel=3: must divide the 40 heads"):
-        build(HardwareSpec(tensor_parallel=3), CostSpec())
+        build(HardwareSpec(tensor_parallel=3).resolve(), CostSpec())
 
 
 def test_the_link_has_the_devices_rate_or_the_one_given() -> None:
     for cost, end in ((CostSpec(copy_overhead_s=0), 1.0), (CostSpec(copy_overhead_s=0, pcie_bytes_per_s=5e9), 5.0)):
-        link = build_link(HardwareSpec(device="a100-40"), cost)
+        link = build_link(HardwareSpec(device="a100-40").resolve(), cost)
         link.submit(0.0, Direction.TO_HOST, 25 * 10**9)
         assert link.next_end_s() == pytest.approx(end)

@@ -23,7 +23,7 @@ from vllm_ext.simulation.recorded import recorder, recording
 from vllm_ext.simulation.recorded.recording import Add, ClientRequest, EngineSettings, Header, Step, Update
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import make_engine
-from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, resolve
 from vllm_ext.simulation.step_shape import CostModel
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def simulate(
     spec = SimulationSpec(
         engine=EngineSpec(max_model_len=256, async_scheduling=depth == 2), record=RecordSpec(token_times=True)
     )
-    engine = make_engine(spec, scheduler, ListWorkload(asked), cost)
+    engine = make_engine(resolve(spec), scheduler, ListWorkload(asked), cost)
     with monkeypatch.context() as patched:
         patched.setattr(recorder, "time", SimpleNamespace(monotonic=engine.clock))
         engine.run()

@@ -12,7 +12,7 @@ from vllm_ext.experiments.experiment import Paper, Variant
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
-from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, engine_blocks
+from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
 from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
@@ -90,8 +90,9 @@ class Panel:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds; vLLM keeps one block for itself."""
-        engine = EngineSpec(block_size=BLOCK_TOKENS)  # its limits don't matter where the KV memory is given
-        return (engine_blocks(SimulationSpec(engine=engine, hardware=self.hardware)) - 1) * BLOCK_TOKENS
+        # What a step needs does not matter where the KV memory is given.
+        blocks = self.hardware.resolve().num_kv_blocks(BLOCK_TOKENS, max_num_batched_tokens=0, max_num_seqs=0)
+        return (blocks - 1) * BLOCK_TOKENS
 
     @property
     def context_tokens(self) -> int:
@@ -101,7 +102,7 @@ class Panel:
     @property
     def cost(self) -> CostModel:
         """How long steps take."""
-        return build_cost(self.hardware, CostSpec())
+        return build_cost(self.hardware.resolve(), CostSpec())
 
     @property
     def pivot_tokens(self) -> int:

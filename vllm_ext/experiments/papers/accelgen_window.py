@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.experiments.runner import RunFailed
-from vllm_ext.simulation.cost.spec import build as build_cost
 from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.run_data import RequestTable, RunData
-from vllm_ext.simulation.spec import SimulationSpec, engine_blocks
+from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.build import build
 
 K = TypeVar("K", bound=Hashable)
@@ -62,16 +61,14 @@ def observe(described: SimulationSpec) -> dict[str, float]:
     Raises:
         RunFailed: a policy raised in some step, so that the run is not of the system that was asked for.
     """
-    from vllm_ext.simulation.run import simulate_parts  # imports vLLM, which a list of reproductions does not need
+    from vllm_ext.simulation.run import simulate  # imports vLLM, which a list of reproductions does not need
 
     window_s = described.max_time_s
     if window_s is None:
         raise ValueError("max_time_s=None: must be the end of the window")
-    run, _ = simulate_parts(
+    run = simulate(
         described.model_copy(update={"max_time_s": None}),
         workload=LeavingAtTheEnd(build(described.workload), window_s),
-        cost=build_cost(described.hardware, described.cost),
-        num_blocks=engine_blocks(described),
     )
     if run.counters.get("policy_fallbacks"):
         raise RunFailed(f"{described.engine.system}: {run.counters['policy_fallbacks']:.0f} steps without a plan")

@@ -88,7 +88,7 @@ class Panel:
         whole = HardwareSpec(model=self.model, device=self.device, tensor_parallel=self.tensor_parallel)
         if self.pipeline == 1:
             return whole
-        model, device = whole.resolve_model(), whole.resolve_device()
+        _, model, device = whole.resolve()
         weights = model.weight_bytes(self.tensor_parallel * self.pipeline)
         other = activation_bytes(model, VLLM_TOKENS, SEATS, self.tensor_parallel)
         free = int(device.memory_bytes * whole.gpu_memory_utilization - weights - other)
@@ -99,7 +99,7 @@ class Panel:
         strict = is_strict(slo)
         if slo in TABLE_3:
             return self.strict_ms if strict else self.relaxed_ms
-        cost = build_cost(self.hardware, CostSpec())
+        cost = build_cost(self.hardware.resolve(), CostSpec())
         decodes = StepShape(32, 32, 32, 32, 32 * 4096, 0, 0.0)
         step_ms = 1000 * (cost.device_s(decodes) + cost.host_s(decodes))
         return float(f"{(5 if strict else 25) * step_ms:.3g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -54,8 +54,8 @@ class HardwareSpec(BaseModel):
     def _device_is_known(cls, name: str) -> str:
         return find_device(name).name
 
-    def resolve_model(self) -> ModelShape:
-        """Return the model's shape with the weights' width as asked for.
+    def resolve(self) -> Hardware:
+        """Look up the model's shape, with the weights' width as asked for, and the device.
 
         Raises:
             OSError: the model's configuration can't be read.
@@ -65,15 +65,60 @@ class HardwareSpec(BaseModel):
         if self.weight_dtype_bytes is not None:
             model = replace(model, weight_bytes_per_parameter=self.weight_dtype_bytes)
         model.check_tensor_parallel(self.tensor_parallel)
-        return model
+        return Hardware(self, model, find_device(self.device))
 
-    def resolve_device(self) -> Device:
-        """Return the device's row, or the one its numbers describe."""
-        return find_device(self.device)
+
+class Hardware(NamedTuple):
+    """What a `HardwareSpec` names."""
+
+    spec: HardwareSpec
+    model: ModelShape
+    device: Device
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of one KV block of ``block_size`` tokens on one device."""
-        return block_size * self.resolve_model().kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
+        return block_size * self.model.kv_bytes_per_token(self.spec.kv_dtype_bytes, self.spec.tensor_parallel)
+
+    def num_kv_blocks(self, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Return the KV blocks of ``block_size`` tokens that each device holds.
+
+        blocks = floor((memory * utilisation - weights - activations) / (block_size * KV bytes per token)), per device;
+        or floor(``kv_memory_bytes`` / block bytes), where the hardware gives it.
+
+        Args:
+            block_size: Tokens of a block, at least 1.
+            max_num_batched_tokens: Tokens of the largest step, for the activations.
+            max_num_seqs: Rows of the largest step that are sampled, for the logits.
+
+        Raises:
+            ValueError: not one block fits; the message says what is missing and over how many devices it would fit.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size!r}: must be at least 1")
+        spec, model, device = self
+        block_bytes, given = self.kv_bytes_per_block(block_size), spec.kv_memory_bytes
+        if given is not None:
+            if given < block_bytes:
+                raise ValueError(f"kv_memory_bytes={given!r}: one block needs {block_bytes} bytes")
+            return given // block_bytes
+        usable = device.memory_bytes * spec.gpu_memory_utilization
+
+        def free(split: int) -> float:
+            reserve = activation_bytes(model, max_num_batched_tokens, max_num_seqs, split)
+            return usable - model.weight_bytes(split) - reserve
+
+        split = spec.tensor_parallel
+        if (found := free(split)) >= block_bytes:
+            return int(found // block_bytes)
+        larger = range(split + 1, _MAX_TENSOR_PARALLEL + 1)
+        enough = next((more for more in larger if model.allows_tensor_parallel(more) and free(more) > 0), None)
+        remedy = f"the smallest tensor_parallel that fits is {enough}" if enough else "no tensor_parallel is enough"
+        raise ValueError(
+            f"{model.name} does not fit on {spec.device} with tensor_parallel={split} and "
+            f"gpu_memory_utilization={spec.gpu_memory_utilization}: {(block_bytes - found) / _GIB:.1f} GiB per device "
+            f"are missing for weights ({model.weight_bytes(split) / _GIB:.1f} GiB), activations and one KV block; "
+            f"{remedy}"
+        )
 
 
 class CostSpec(BaseModel):
@@ -133,78 +178,35 @@ class CostSpec(BaseModel):
         return replace(device, **given)
 
 
-def build(hardware: HardwareSpec, cost: CostSpec) -> CostModel:
+def build(hardware: Hardware, cost: CostSpec) -> CostModel:
     """Return the cost model that is asked for.
 
     Raises:
         OSError: a file that is named can't be read.
-        ValueError: it is damaged, or the model can't be split over the devices.
+        ValueError: it is damaged.
     """
     if cost.kind == "constant":
         return Fitted.constant(cost.step_s, cost.host_step_s)
     if cost.file is not None:
         return Fitted.load(Path(cost.file), cost.host_step_s)
     return Roofline(
-        hardware.resolve_model(),
-        cost.apply(hardware.resolve_device()),
-        hardware.tensor_parallel,
-        kv_dtype_bytes=hardware.kv_dtype_bytes,
+        hardware.model,
+        cost.apply(hardware.device),
+        hardware.spec.tensor_parallel,
+        kv_dtype_bytes=hardware.spec.kv_dtype_bytes,
         host_base_s=cost.host_base_s,
         host_per_request_s=cost.host_per_request_s,
     )
 
 
-def build_link(hardware: HardwareSpec, cost: CostSpec) -> TransferLink:
+def build_link(hardware: Hardware, cost: CostSpec) -> TransferLink:
     """Return the link between each device and the host, idle at time 0.
 
     Every device of a tensor-parallel group has its own and moves its share: submit the bytes of one device, those of
     `ModelShape.kv_bytes_per_token` with ``tensor_parallel``.
     """
-    device = cost.apply(hardware.resolve_device())
+    device = cost.apply(hardware.device)
     return TransferLink(device.pcie_bytes_per_s, cost.pcie_contention_loss, cost.copy_overhead_s)
-
-
-def num_kv_blocks(hardware: HardwareSpec, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-    """Return the KV blocks of ``block_size`` tokens that each device holds.
-
-    blocks = floor((memory * utilisation - weights - activations) / (block_size * KV bytes per token)), per device;
-    or floor(``kv_memory_bytes`` / block bytes), where the hardware gives it.
-
-    Args:
-        hardware: Model, device and how it is split.
-        block_size: Tokens of a block, at least 1.
-        max_num_batched_tokens: Tokens of the largest step, for the activations.
-        max_num_seqs: Rows of the largest step that are sampled, for the logits.
-
-    Raises:
-        OSError: the model's configuration can't be read.
-        ValueError: not one block fits; the message says what is missing and over how many devices it would fit.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size={block_size!r}: must be at least 1")
-    model, given = hardware.resolve_model(), hardware.kv_memory_bytes
-    block_bytes = hardware.kv_bytes_per_block(block_size)
-    if given is not None:
-        if given < block_bytes:
-            raise ValueError(f"kv_memory_bytes={given!r}: one block needs {block_bytes} bytes")
-        return given // block_bytes
-    usable = hardware.resolve_device().memory_bytes * hardware.gpu_memory_utilization
-
-    def free(split: int) -> float:
-        reserve = activation_bytes(model, max_num_batched_tokens, max_num_seqs, split)
-        return usable - model.weight_bytes(split) - reserve
-
-    split = hardware.tensor_parallel
-    if (found := free(split)) >= block_bytes:
-        return int(found // block_bytes)
-    larger = range(split + 1, _MAX_TENSOR_PARALLEL + 1)
-    enough = next((more for more in larger if model.allows_tensor_parallel(more) and free(more) > 0), None)
-    remedy = f"the smallest tensor_parallel that fits is {enough}" if enough else "no tensor_parallel is enough"
-    raise ValueError(
-        f"{model.name} does not fit on {hardware.device} with tensor_parallel={split} and "
-        f"gpu_memory_utilization={hardware.gpu_memory_utilization}: {(block_bytes - found) / _GIB:.1f} GiB per device "
-        f"are missing for weights ({model.weight_bytes(split) / _GIB:.1f} GiB), activations and one KV block; {remedy}"
-    )
 
 
 def activation_bytes(

@@ -22,6 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import KEY
+from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.recorded.recorder import settings
@@ -35,7 +36,6 @@ from vllm_ext.simulation.recorded.recording import (
     Step,
     Update,
 )
-from vllm_ext.simulation.steered import steered
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 END_TOKEN_ID = -1
@@ -134,9 +134,9 @@ def build_scheduler(recorded: EngineSettings) -> Scheduler:
             )
     if recorded.runtime_coefficients is not None:
         pivot = None if recorded.runtime_pivot is None else Pivot(*recorded.runtime_pivot)
-        if (ours := steered(scheduler)) is None:
+        if not isinstance(scheduler, SteeredScheduler):
             raise ReplayError("settings.runtime_coefficients: must be left out for vLLM alone, which has no such model")
-        ours.observer.start_from(RuntimeModel(recorded.runtime_coefficients, pivot))
+        scheduler.observer.start_from(RuntimeModel(recorded.runtime_coefficients, pivot))
     return scheduler
 
 
@@ -170,9 +170,9 @@ class _Player:
         self.scheduler = build_scheduler(recorded)
         self.steps = self.requests = 0
         self._clock = PlaybackClock()
-        self._steered = steered(self.scheduler)
-        if self._steered is not None:
-            self._steered.clock = self._clock
+        self._reads_clock = isinstance(self.scheduler, SteeredScheduler)
+        if self._reads_clock:
+            self.scheduler.clock = self._clock
         self._hasher = block_hasher(recorded.block_size) if recorded.prefix_caching else None
         self._in_flight: dict[int, SchedulerOutput] = {}
 
@@ -197,7 +197,7 @@ class _Player:
             case OtherCall():
                 args = [PauseState[entry.args[0]]] if entry.name == "set_pause_state" else entry.args
                 getattr(self.scheduler, entry.name)(*args)
-        if self._steered is not None:
+        if self._reads_clock:
             self._clock.check_used_up()
 
     def _schedule(self, entry: Step) -> None:

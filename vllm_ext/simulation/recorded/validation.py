@@ -191,17 +191,12 @@ def predict(run: Run, fitted: Fit, req_ids: Sequence[str]) -> Observed:
         RecordingError: the run has gaps, or holds what can't be simulated.
         ValueError: the settings can't be.
     """
-    from vllm_ext.simulation.run import simulate_parts  # imports vLLM
+    from vllm_ext.simulation.run import simulate  # imports vLLM
 
     workload = RecordedWorkload(run, fitted.offsets)
     engine = engine_spec(run.header.settings)
     record = RecordSpec(token_times=True, events=_ALL_EVENTS, decisions=True)
-    data, decisions = simulate_parts(
-        SimulationSpec(engine=engine, record=record),
-        workload=workload,
-        cost=fitted.cost,
-        num_blocks=run.header.settings.num_blocks,
-    )
+    data = simulate(SimulationSpec(engine=engine, record=record), workload=workload, cost=fitted.cost)
     start = run.header.client_start_s - workload.start_s
     rows = dict(zip(data.requests.texts("req_id"), data.requests.token_times, strict=True))
     arrivals = {request.req_id: request.arrival_s for request in run.requests}
@@ -213,7 +208,7 @@ def predict(run: Run, fitted: Fit, req_ids: Sequence[str]) -> Observed:
         shifted = [time - start + fitted.offsets.delivery_s for time in times]
         timelines.append(RequestTimeline(req_id=req_id, arrival_s=arrivals[req_id], token_times_s=shifted))
     steps = data.events.steps if data.events is not None else []
-    busy = [decision for decision in decisions or [] if decision.scheduled]
+    busy = [decision for decision in data.decisions or () if decision.scheduled]
     batches = tuple(
         Batch(step.start_s - start, step.end_s - start, frozenset(req_id for req_id, _ in decision.scheduled))
         for step, decision in zip(steps, busy, strict=True)
