@@ -12,7 +12,7 @@ from vllm_ext.experiments.experiment import Findings
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers import accelgen_figures as figures
 from vllm_ext.experiments.papers import accelgen_window as measure
-from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, RequestTable, RunData
+from vllm_ext.simulation.run_data import RequestRow, RequestTable, RunData
 from vllm_ext.simulation.workloads.build import build
 
 
@@ -61,13 +61,12 @@ def made_table(*rows: tuple[list[float], str]) -> RequestTable:
     table = RequestTable()
     for times, reason in rows:
         gaps = np.diff(times)
-        floats = dict.fromkeys(FLOAT_COLUMNS, np.nan) | {
-            "arrival_s": 0.0, "first_token_s": times[0] if times else np.nan, "finish_s": times[-1] if times else 10.0,
-            "max_gap_s": gaps.max() if len(gaps) else np.nan, "slo_ttft_s": 1.0, "slo_tbt_s": 0.2, "waited_s": 0.0,
-        }  # fmt: skip
-        ints = dict.fromkeys(INT_COLUMNS, 0) | {"output_tokens": len(times), "prompt_tokens": 1}
-        texts = dict.fromkeys(TEXT_COLUMNS, "") | {"tier": "t", "finish_reason": reason}
-        table.append({**floats, **ints, **texts}, array("d", times))
+        row = RequestRow(
+            tier="t", finish_reason=reason, output_tokens=len(times), prompt_tokens=1, arrival_s=0.0,
+            first_token_s=times[0] if times else np.nan, finish_s=times[-1] if times else 10.0,
+            max_gap_s=gaps.max() if len(gaps) else np.nan, slo_ttft_s=1.0, slo_tbt_s=0.2,
+        )  # fmt: skip
+        table.append(row, array("d", times))
     return table
 
 

@@ -142,7 +142,10 @@ def rows(table: RequestTable) -> dict[str, dict[str, Any]]:
 
 def token_times(table: RequestTable) -> dict[str, list[float]]:
     """Moments of all tokens by request id."""
-    return {req_id: list(times or ()) for req_id, times in zip(table.texts("req_id"), table.token_times, strict=True)}
+    return {
+        req_id: list(times or ())
+        for req_id, times in zip(table.column("req_id").tolist(), table.token_times, strict=True)
+    }
 
 
 def fingerprint(data: RunData, decisions: Sequence[Decision]) -> str:

@@ -59,7 +59,7 @@ def test_row_of_a_request_worked_by_hand() -> None:
 
 def test_nobody_predicts_in_vllm_alone() -> None:
     data, _ = simulate([ask("a", extra_args={"osl": 4})])
-    assert data.requests.ints("predicted_tokens").tolist() == [0]
+    assert data.requests.column("predicted_tokens").tolist() == [0]
 
 
 def test_areas_worked_by_hand() -> None:
@@ -122,7 +122,7 @@ def test_preempted_request_decodes_again_after_its_return(depth: int) -> None:
         "preempted": {"prefill", "stop", "length"},
     }
     seen = 0
-    for req_id in data.requests.texts("req_id"):
+    for req_id in data.requests.column("req_id").tolist():
         states = [event.state for event in events(data).requests if event.req_id == req_id]
         seen += states.count("preempted")
         for before, after in itertools.pairwise(states):

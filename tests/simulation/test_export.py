@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from vllm_ext.simulation import export
-from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, TEXT_COLUMNS, GapHistogram, RequestTable, RunData
+from vllm_ext.simulation.run_data import COLUMNS, GapHistogram, RequestTable, RunData
 from vllm_ext.simulation.run_data import TimeSeries as Series
 
 from .test_metrics import Row, make_run
@@ -42,7 +42,7 @@ def run_of(num_rows: int = 5) -> RunData:
 def test_a_row_per_request_has_derived_columns() -> None:
     frame = export.requests_frame(run_of())
     derived = ["scheduling_delay_s", "ttft_s", "e2e_s", "normalised_latency_s_per_token", "slo_met"]
-    assert list(frame.columns) == [*TEXT_COLUMNS, *INT_COLUMNS, *FLOAT_COLUMNS, *derived]
+    assert list(frame.columns) == [*COLUMNS, *derived]
     assert frame["req_id"].tolist() == ["r0", "r1", "r2", "r3", "r4"]
     assert frame["ttft_s"].tolist()[:4] == [2.0, 1.0, 1.0, 1.0]
     assert frame["scheduling_delay_s"].tolist()[:4] == [0.5] * 4

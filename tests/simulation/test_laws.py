@@ -43,7 +43,7 @@ def audited(engine: SimulatedEngine) -> SimulatedEngine:
 def sojourns(collector: Collector) -> float:
     """Sum of the time requests spent with the server, in seconds."""
     table = collector.table
-    return math.fsum(table.floats("finish_s") - table.floats("arrival_s"))
+    return math.fsum(table.column("finish_s") - table.column("arrival_s"))
 
 
 # --- conservation -----------------------------------------------------------------------------------------------------
@@ -60,15 +60,15 @@ def test_books_of_a_crowded_run_balance(depth: int, system: str) -> None:
     asked, options = busy_hour(), {"num_blocks": 14, "system": system, "async_scheduling": depth == 2}
     collector = audited(make_engine(asked, PerTokenCost(), **options)).collector
     table = collector.table
-    assert "abort" in table.texts("finish_reason")
+    assert "abort" in table.column("finish_reason").tolist()
     assert collector.preemptions > 0 or system == "alise"
     assert collector.running_area + collector.waiting_area == pytest.approx(sojourns(collector), rel=1e-12)
-    assert collector.waiting_area == pytest.approx(math.fsum(table.floats("waited_s")), rel=1e-12)
-    assert sorted(table.texts("req_id")) == sorted(request.req_id for request in asked)
+    assert collector.waiting_area == pytest.approx(math.fsum(table.column("waited_s")), rel=1e-12)
+    assert sorted(table.column("req_id").tolist()) == sorted(request.req_id for request in asked)
     for row in table.rows():
         if row["finish_reason"] != "abort":
             assert row["output_tokens"] == min(row["true_output_tokens"], 40, 160 - row["prompt_tokens"])
-    outputs = table.ints("output_tokens")
+    outputs = table.column("output_tokens")
     assert collector.gaps.count == int((outputs - (outputs > 0)).sum())
     data, _ = simulate(asked, PerTokenCost(), **options)
     in_system = data.counters["mean_running_requests"] + data.counters["mean_waiting_requests"]
@@ -112,7 +112,7 @@ def test_preempted_work_is_computed_again(system: str) -> None:
     engine.run()
     collector = engine.collector
     assert sum(lost) > 0
-    assert len(lost) == collector.preemptions == int(collector.table.ints("preemptions").sum())
+    assert len(lost) == collector.preemptions == int(collector.table.column("preemptions").sum())
     wanted = sum(row["prompt_tokens"] + row["output_tokens"] - 1 for row in collector.table.rows())
     assert collector.prefill_tokens + collector.decode_tokens == wanted + sum(lost)
 
@@ -142,7 +142,7 @@ def single_server(arrivals: Any, **options: Any) -> RunData:
 def test_deterministic_queue_never_waits_or_grows_linearly(gap_s: float, wait_s: float) -> None:
     """Every second one goes: where two come in it, number k waits k / 2 s."""
     data = single_server([gap_s * i for i in range(50)])
-    assert data.requests.floats("waited_s").tolist() == [wait_s * i for i in range(50)]
+    assert data.requests.column("waited_s").tolist() == [wait_s * i for i in range(50)]
     assert data.counters["device_busy_s"] == 50
 
 
@@ -163,7 +163,7 @@ def test_poisson_queue_waits_as_long_as_pollaczek_and_khinchine_say() -> None:
     rho, batches, discarded = 0.6, 30, 500
     arrivals = poisson(rho, 12_500)
     data = single_server(arrivals)
-    waits = data.requests.floats("waited_s")
+    waits = data.requests.column("waited_s")
     assert waits == pytest.approx(lindley(arrivals, 1.0), abs=1e-6)
     means = waits[discarded:].reshape(batches, -1).mean(axis=1)
     half_width = 3.0 * means.std(ddof=1) / math.sqrt(batches)
@@ -176,9 +176,9 @@ def test_shortest_first_waits_as_long_as_first_come_when_all_are_equal() -> None
     step times still learns, so that two equal requests may be estimated a hair apart."""
     arrivals = poisson(0.8, 400)
     first_come, shortest = (single_server(arrivals, system=system).requests for system in ("fcfs", "oracle-alise"))
-    starts = [np.sort(table.floats("first_scheduled_s")).tolist() for table in (first_come, shortest)]
+    starts = [np.sort(table.column("first_scheduled_s")).tolist() for table in (first_come, shortest)]
     assert starts[0] == starts[1]
-    waits = [math.fsum(table.floats("waited_s")) for table in (first_come, shortest)]
+    waits = [math.fsum(table.column("waited_s")) for table in (first_come, shortest)]
     assert waits[0] == pytest.approx(waits[1], rel=1e-12)
 
 
@@ -191,7 +191,7 @@ def test_shortest_first_beats_first_come_when_lengths_differ() -> None:
     mean = {}
     for system, options in (("fcfs", {}), ("oracle-alise", {"ordering": {"age_limit_s": 1e6}})):
         found = simulate(asked, system=system, max_num_seqs=1, options=options)[0].requests
-        mean[system] = float(np.mean(found.floats("finish_s") - found.floats("arrival_s")))
+        mean[system] = float(np.mean(found.column("finish_s") - found.column("arrival_s")))
     assert mean["oracle-alise"] < 0.65 * mean["fcfs"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +15,10 @@ from vllm_ext.report.results import Result, Workload
 from vllm_ext.simulation import latency
 from vllm_ext.simulation.metrics import summarise
 from vllm_ext.simulation.run_data import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
     REJECTED,
-    TEXT_COLUMNS,
     UNFINISHED,
     GapHistogram,
+    RequestRow,
     RequestTable,
     RunData,
     TimeSeries,
@@ -60,18 +57,17 @@ def make_run(
             gaps.add(gap_s)
         fields = {name: value for name, value in vars(row).items() if name not in ("tokens_s", "end_s", "scheduled_s")}
         table.append(
-            {
+            RequestRow(
                 **fields,
-                "req_id": f"r{index}",
-                "finish_reason": "stop" if row.tokens_s else "abort",
-                "output_tokens": len(row.tokens_s),
-                "true_output_tokens": max(len(row.tokens_s), 1),
-                "priority": 0,
-                "first_scheduled_s": row.scheduled_s,
-                "first_token_s": row.tokens_s[0] if row.tokens_s else math.nan,
-                "finish_s": row.tokens_s[-1] if row.tokens_s else row.end_s,
-                "max_gap_s": max(between, default=math.nan),
-            }
+                req_id=f"r{index}",
+                finish_reason="stop" if row.tokens_s else "abort",
+                output_tokens=len(row.tokens_s),
+                true_output_tokens=max(len(row.tokens_s), 1),
+                first_scheduled_s=row.scheduled_s,
+                first_token_s=row.tokens_s[0] if row.tokens_s else math.nan,
+                finish_s=row.tokens_s[-1] if row.tokens_s else row.end_s,
+                max_gap_s=max(between, default=math.nan),
+            )
         )
     return RunData(
         label="test",
@@ -279,12 +275,10 @@ class Unserved:
     slo: Slo = NO_SLO
     tier: str = ""
 
-    def row(self) -> dict[str, Any]:
-        texts = dict.fromkeys(TEXT_COLUMNS, "") | {"finish_reason": self.reason, "tier": self.tier}
-        floats = dict.fromkeys(FLOAT_COLUMNS, math.nan)
-        floats |= {name: getattr(self, name) for name in ("arrival_s", "first_token_s", "max_gap_s")}
+    def row(self) -> RequestRow:
+        same = {name: getattr(self, name) for name in ("arrival_s", "first_token_s", "max_gap_s", "tier")}
         slo = {f"slo_{name}": bound for name, bound in asdict(self.slo).items() if bound is not None}
-        return texts | dict.fromkeys(INT_COLUMNS, 0) | floats | slo
+        return RequestRow(finish_reason=self.reason, **same, **slo)
 
 
 MET = Row(arrival_s=0, scheduled_s=0, tokens_s=(1, 10), slo_ttft_s=2, slo_tbt_s=20, slo_e2e_s=20)

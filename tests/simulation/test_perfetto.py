@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from vllm_ext.simulation import perfetto
 from vllm_ext.simulation.perfetto import ENGINE, REQUESTS, write_trace
 from vllm_ext.simulation.run_data import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    TEXT_COLUMNS,
+    COLUMNS,
     Events,
     GapHistogram,
     RequestEvent,
+    RequestRow,
     RequestTable,
     RunData,
     StepEvent,
@@ -101,8 +100,8 @@ ONE_LIFE = [
 
 def test_a_request_is_one_slice_that_holds_a_slice_per_state_in_a_named_lane(tmp_path: Path) -> None:
     run = make_run(ONE_LIFE, [StepEvent(0.0, 1.0, 1, 1, 0, ())])
-    columns = {**dict.fromkeys(FLOAT_COLUMNS, 0.0), **dict.fromkeys(INT_COLUMNS, 7), **dict.fromkeys(TEXT_COLUMNS, "")}
-    run.requests.append({**columns, "req_id": "a", "tier": "gold"})
+    numbers = {name: 7 for name, kind in COLUMNS.items() if kind == "int"}
+    run.requests.append(RequestRow(req_id="a", tier="gold", **numbers))
     trace = trace_of(run, tmp_path)
     found = slices(trace, REQUESTS)
     assert [(s["name"], s["ts"] / 1e6, s["dur"] / 1e6) for s in found] == [

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.run_data import (
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    TEXT_COLUMNS,
-    GapHistogram,
-    RequestTable,
-    TimeSeries,
-)
+from vllm_ext.simulation.run_data import COLUMNS, DERIVED, GapHistogram, RequestRow, RequestTable, TimeSeries
 
 
 def histogram(*gaps_s: float) -> GapHistogram:
@@ -106,17 +100,26 @@ def test_series_for_a_single_sample_is_refused() -> None:
 
 
 def test_table_has_its_rows_and_columns_in_order() -> None:
-    rows: list[dict[str, object]] = [
-        {
-            **{name: f"{name}{index}" for name in TEXT_COLUMNS},
-            **dict.fromkeys(INT_COLUMNS, index),
-            **dict.fromkeys(FLOAT_COLUMNS, index / 4),
-        }
-        for index in range(3)
-    ]
+    values: dict[str, Callable[[int], object]] = {
+        "str": lambda i: f"x{i}",
+        "int": lambda i: i,
+        "float": lambda i: i / 4,
+    }
+    rows = [{name: values[kind](index) for name, kind in COLUMNS.items()} for index in range(3)]
     table = RequestTable()
     for row in rows:
-        table.append({"of no column": 1, **row})
+        table.append(RequestRow(**row))  # type: ignore[arg-type]
     assert [list(row.items()) for row in table.rows()] == [list(row.items()) for row in rows]
-    assert table.texts("tier") == ["tier0", "tier1", "tier2"]
-    assert (table.ints("priority").tolist(), table.floats("finish_s").tolist()) == ([0, 1, 2], [0.0, 0.25, 0.5])
+    for name in COLUMNS:
+        assert table.column(name).tolist() == [row[name] for row in rows]
+
+
+def test_derived_columns_count_from_the_arrival() -> None:
+    table = RequestTable()
+    table.append(RequestRow(arrival_s=1.0, first_scheduled_s=1.25, first_token_s=1.5, finish_s=4.0))
+    table.append(RequestRow(arrival_s=2.0))
+    found = {name: table.column(name) for name in DERIVED}
+    assert {name: column[0] for name, column in found.items()} == {
+        "scheduling_delay_s": 0.25, "ttft_s": 0.5, "e2e_s": 3.0,
+    }  # fmt: skip
+    assert all(np.isnan(column[1]) for column in found.values())

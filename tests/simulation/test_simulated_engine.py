@@ -223,7 +223,7 @@ def test_rejected_request_is_counted_and_its_client_goes_on() -> None:
     data, _ = simulate(workload, DEVICE_BOUND)
     assert data.counters["rejected_requests"] == 1
     assert [(row["req_id"], row["finish_reason"]) for row in data.unserved.rows()] == [("long", "rejected")]
-    assert sorted(data.requests.texts("req_id")) == ["other", "short"]
+    assert sorted(data.requests.column("req_id").tolist()) == ["other", "short"]
     assert workload.ended[0] == ("long", 0.5, [])
     assert rows(data.requests)["short"]["arrival_s"] == 1.5
 

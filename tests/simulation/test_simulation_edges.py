@@ -72,7 +72,7 @@ def test_stop_at_a_moment_counts_what_is_left() -> None:
     """At 10: a has been answered, b runs, c arrived during the last step, d has not come."""
     asked = [ask("a"), ask("b", 5.0, output=60), ask("c", 9.9), ask("d", 10.5), ask("e", 50.0)]
     data, _ = simulate(asked, max_time_s=10.0)
-    assert data.requests.texts("req_id") == ["a"]
+    assert data.requests.column("req_id").tolist() == ["a"]
     assert data.counters["unfinished_requests"] == 2
     assert data.duration_s == 10.0
     left = rows(data.unserved)

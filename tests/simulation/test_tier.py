@@ -165,7 +165,7 @@ def test_preempted_request_gets_its_kv_back_when_it_resumes(async_scheduling: bo
     alone, tiered = serve(both, **options), drained(serve(both, **{**connector, **options}))
     for server in (alone, tiered):
         assert server.collector.preemptions > 0
-        assert set(server.collector.table.ints("output_tokens")) == {70}
+        assert set(server.collector.table.column("output_tokens")) == {70}
     assert tiered.counters["tier_hit_tokens"] >= 64
     saved = alone.collector.prefill_tokens - tiered.collector.prefill_tokens
     assert saved >= tiered.counters["tier_hit_tokens"] - 16
@@ -277,7 +277,7 @@ def test_no_copy_is_torn_and_nothing_is_left_whatever_happens(
     )
     drained(server)
     assert (getattr(server.scheduler, "gaps", None) is not None) == (connector is _gaps)
-    assert sorted(server.collector.table.texts("req_id")) == sorted(req_id for req_id, _, _ in workload.ended)
+    assert sorted(server.collector.table.column("req_id").tolist()) == sorted(req_id for req_id, _, _ in workload.ended)
     finished = [row for row in server.collector.table.rows() if row["finish_reason"] != "abort"]
     assert all(row["output_tokens"] == row["true_output_tokens"] for row in finished)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +20,7 @@ from vllm_ext.simulation.run_data import (
     Events,
     GapHistogram,
     RequestEvent,
+    RequestRow,
     RequestTable,
     StepEvent,
     TimeSeries,
@@ -33,22 +35,35 @@ _STEPS_FORGOTTEN = 4096
 """At a time."""
 
 
-class Live:
-    """A request that has not ended yet; its attributes have the names of the columns of its row."""
+@dataclass(kw_only=True, eq=False, slots=True)
+class Live(RequestRow):
+    """A request that has not ended yet: its row as far as it is known."""
 
-    def __init__(self, request: SimRequest, predicted_tokens: int, token_times: array[float] | None) -> None:
+    request: SimRequest
+    token_times: array[float] | None = None
+    last_token_s: float = math.nan
+    waiting_since_s: float | None = None
+
+    @classmethod
+    def of(cls, request: SimRequest, predicted_tokens: int = 0, token_times: array[float] | None = None) -> Live:
+        """Return a request that has just arrived."""
         slo = request.slo
-        self.request = request
-        self.token_times = token_times
-        self.req_id, self.session_id, self.tier = request.req_id, request.session_id or "", request.tier
-        self.prompt_tokens, self.true_output_tokens = request.prompt_tokens, request.output_tokens
-        self.predicted_tokens, self.priority = predicted_tokens, request.priority
-        self.num_tokens = self.cached_prompt_tokens = self.preemptions = 0
-        self.arrival_s, self.waited_s = request.arrival_s, 0.0
-        self.waiting_since_s: float | None = request.arrival_s
-        self.first_scheduled_s = self.first_token_s = self.last_token_s = self.max_gap_s = math.nan
-        self.slo_ttft_s, self.slo_tbt_s, self.slo_e2e_s = (
-            math.nan if bound is None else bound for bound in (slo.ttft_s, slo.tbt_s, slo.e2e_s)
+        ttft_s, tbt_s, e2e_s = (math.nan if s is None else s for s in (slo.ttft_s, slo.tbt_s, slo.e2e_s))
+        return cls(
+            request=request,
+            token_times=token_times,
+            req_id=request.req_id,
+            session_id=request.session_id or "",
+            tier=request.tier,
+            prompt_tokens=request.prompt_tokens,
+            true_output_tokens=request.output_tokens,
+            predicted_tokens=predicted_tokens,
+            priority=request.priority,
+            arrival_s=request.arrival_s,
+            waiting_since_s=request.arrival_s,
+            slo_ttft_s=ttft_s,
+            slo_tbt_s=tbt_s,
+            slo_e2e_s=e2e_s,
         )
 
 
@@ -93,7 +108,7 @@ class Collector:
     def arrived(self, request: SimRequest, predicted_tokens: int, now_s: float) -> None:
         """A request was handed to the scheduler, which it reached at its arrival or when the engine core looked."""
         times = array("d") if self._keep_times else None
-        self.live[request.req_id] = Live(request, predicted_tokens, times)
+        self.live[request.req_id] = Live.of(request, predicted_tokens, times)
         self.waiting_area += now_s - request.arrival_s  # it waited where the scheduler does not see it
         self._note(request.arrival_s, request.req_id, "waiting")
 
@@ -156,7 +171,7 @@ class Collector:
             if live is None:
                 continue
             if output.new_token_ids:
-                if live.num_tokens:
+                if live.output_tokens:
                     if live.last_token_s == common:
                         gap = common_gap
                         same += 1
@@ -168,7 +183,7 @@ class Collector:
                 else:
                     live.first_token_s = now_s
                     self._note(now_s, output.request_id, "decode")
-                live.num_tokens += len(output.new_token_ids)
+                live.output_tokens += len(output.new_token_ids)
                 live.last_token_s = now_s
                 if live.token_times is not None:
                     live.token_times.append(now_s)
@@ -198,7 +213,7 @@ class Collector:
         live = self.live[req_id]
         steps = slice(first - self._processed_from, end - self._processed_from)
         times = self._processed_s[steps]
-        live.num_tokens += len(times)
+        live.output_tokens += len(times)
         live.last_token_s = times[-1]
         gap = max(self._processed_gaps_s[steps])
         if not gap <= live.max_gap_s:
@@ -213,23 +228,23 @@ class Collector:
         if live.waiting_since_s is not None:
             live.waited_s += now_s - live.waiting_since_s
         self._note(now_s, live.req_id, reason)
-        ended = {"output_tokens": live.num_tokens, "finish_reason": reason, "finish_s": now_s}
-        self.table.append(vars(live) | ended, live.token_times)
+        live.finish_reason, live.finish_s = reason, now_s
+        self.table.append(live, live.token_times)
 
     def rejected(self, request: SimRequest) -> None:
         """The front end refused a request."""
-        self._leave(Live(request, 0, None), REJECTED)
+        self._leave(Live.of(request), REJECTED)
 
     def cut_off(self, now_s: float) -> None:
         """The run ends, whoever is still there."""
         for live in self.live.values():
-            if live.num_tokens:
+            if live.output_tokens:
                 live.max_gap_s = max(now_s - live.last_token_s, 0.0 if math.isnan(live.max_gap_s) else live.max_gap_s)
             self._leave(live, UNFINISHED)
 
     def _leave(self, live: Live, reason: str) -> None:
-        ended = {"output_tokens": live.num_tokens, "finish_reason": reason, "finish_s": math.nan}
-        self.unserved.append(vars(live) | ended, live.token_times)
+        live.finish_reason = reason
+        self.unserved.append(live, live.token_times)
 
     def passed(self, now_s: float) -> None:
         """Time went by until ``now_s`` with the scheduler's state as it is now."""
@@ -279,7 +294,7 @@ class Collector:
             live.waited_s += now_s - live.waiting_since_s
             live.waiting_since_s = None
             self._note(now_s, req_id, "prefill")
-            if self.events is not None and live.num_tokens:
+            if self.events is not None and live.output_tokens:
                 self._resumed.add(req_id)
 
     def _note_resumed(self, outputs: Sequence[EngineCoreOutput], now_s: float) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ext.files import packed, replaced
 from vllm_ext.report import plots
 from vllm_ext.simulation.metrics import met_objectives
-from vllm_ext.simulation.run_data import FLOAT_COLUMNS, INT_COLUMNS, SERIES, TEXT_COLUMNS, RunData, StepEvent
+from vllm_ext.simulation.run_data import COLUMNS, DERIVED, SERIES, RunData, StepEvent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,21 +24,14 @@ _SUFFIXES = (".csv", ".csv.gz", ".parquet")
 def requests_frame(run: RunData) -> pd.DataFrame:
     """Return a row per ended request, in the order of their ends.
 
-    Columns are those of `RequestTable`, and ``scheduling_delay_s``, ``ttft_s``, ``e2e_s``,
-    ``normalised_latency_s_per_token`` and ``slo_met``, which are derived.
+    Columns are `COLUMNS` and `DERIVED`, ``normalised_latency_s_per_token`` and ``slo_met``.
 
     Raises:
         ImportError: pandas is missing.
     """
     table = run.requests
-    frame = _frame({name: table.texts(name) for name in TEXT_COLUMNS}).astype("str")
-    for name in INT_COLUMNS:
-        frame[name] = table.ints(name)
-    for name in FLOAT_COLUMNS:
-        frame[name] = table.floats(name)
-    frame["scheduling_delay_s"] = frame["first_scheduled_s"] - frame["arrival_s"]
-    frame["ttft_s"] = frame["first_token_s"] - frame["arrival_s"]
-    frame["e2e_s"] = frame["finish_s"] - frame["arrival_s"]
+    frame = _frame({name: table.column(name) for name in (*COLUMNS, *DERIVED)})
+    frame = frame.astype({name: "str" for name, kind in COLUMNS.items() if kind == "str"})
     tokens = frame["output_tokens"]
     frame["normalised_latency_s_per_token"] = frame["e2e_s"] / tokens.where(tokens > 0)
     frame["slo_met"] = met_objectives(table, run.finished())["all"]

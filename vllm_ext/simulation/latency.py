@@ -71,10 +71,10 @@ def summarise(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
     if not timelines:
         raise ValueError("timelines: at least one finished request is needed")
     metrics = summarise_columns(
-        arrival_s=np.array([t.arrival_s for t in timelines], dtype=np.float64),
-        first_token_s=np.array([t.token_times_s[0] for t in timelines], dtype=np.float64),
-        finish_s=np.array([t.token_times_s[-1] for t in timelines], dtype=np.float64),
-        output_tokens=np.array([len(t.token_times_s) for t in timelines], dtype=np.int64),
+        np.array([t.arrival_s for t in timelines], dtype=np.float64),
+        np.array([t.token_times_s[0] for t in timelines], dtype=np.float64),
+        np.array([t.token_times_s[-1] for t in timelines], dtype=np.float64),
+        np.array([len(t.token_times_s) for t in timelines], dtype=np.int64),
     )
     gaps_ms = np.concatenate([np.diff(np.asarray(t.token_times_s, dtype=np.float64)) for t in timelines]) * _MS
     if len(gaps_ms):
@@ -83,7 +83,6 @@ def summarise(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
 
 
 def summarise_columns(
-    *,
     arrival_s: NDArray[np.float64],
     first_token_s: NDArray[np.float64],
     finish_s: NDArray[np.float64],

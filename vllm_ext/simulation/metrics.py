@@ -9,15 +9,13 @@ missed the objectives that it could no longer meet, and is left out of the share
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.latency import spread, summarise_columns
 from vllm_ext.simulation.run_data import REJECTED, RequestTable, RunData
-
-__all__ = ["BUCKET_TOKENS", "Constraint", "met_objectives", "summarise"]
 
 _MS = 1000.0
 ON_TIME_TTFT_S, ON_TIME_PER_TOKEN_S = 5.0, 0.2
@@ -37,8 +35,8 @@ def summarise(run: RunData) -> dict[str, float]:
     metrics = {name: value for name, value in run.counters.items() if math.isfinite(value)}
     metrics["requests"] = float(finished.sum())
     metrics["aborted_requests"] = float(len(table) - finished.sum())
-    metrics["output_tokens"] = float(table.ints("output_tokens")[finished].sum())
-    metrics.setdefault("preemptions", float(table.ints("preemptions").sum()))
+    metrics["output_tokens"] = float(table.column("output_tokens")[finished].sum())
+    metrics.setdefault("preemptions", float(table.column("preemptions").sum()))
     metrics.update(_server(run))
     if finished.any():
         metrics.update(_latencies(run, finished))
@@ -49,27 +47,17 @@ def summarise(run: RunData) -> dict[str, float]:
 
 
 def _latencies(run: RunData, finished: NDArray[np.bool_]) -> dict[str, float]:
-    def floats(name: str) -> NDArray[np.float64]:
-        return run.requests.floats(name)[finished]
+    def of(name: str) -> NDArray[Any]:
+        return run.requests.column(name)[finished]
 
-    def ints(name: str) -> NDArray[np.int64]:
-        return run.requests.ints(name)[finished]
-
-    arrival_s, prompt_tokens = floats("arrival_s"), ints("prompt_tokens").sum()
-    metrics = summarise_columns(
-        arrival_s=arrival_s,
-        first_token_s=floats("first_token_s"),
-        finish_s=floats("finish_s"),
-        output_tokens=ints("output_tokens"),
-    )
-    metrics.update(spread("scheduling_delay", floats("first_scheduled_s") - arrival_s, "s", ("mean", "p50", "p99")))
-    metrics.update(spread("waited", floats("waited_s"), "s", ("mean", "p99", "max")))
-    ttft_s, e2e_s = floats("first_token_s") - arrival_s, floats("finish_s") - arrival_s
-    on_time = (ttft_s <= ON_TIME_TTFT_S) & (e2e_s <= ON_TIME_PER_TOKEN_S * ints("output_tokens"))
+    metrics = summarise_columns(*map(of, ("arrival_s", "first_token_s", "finish_s", "output_tokens")))
+    metrics.update(spread("scheduling_delay", of("scheduling_delay_s"), "s", ("mean", "p50", "p99")))
+    metrics.update(spread("waited", of("waited_s"), "s", ("mean", "p99", "max")))
+    on_time = (of("ttft_s") <= ON_TIME_TTFT_S) & (of("e2e_s") <= ON_TIME_PER_TOKEN_S * of("output_tokens"))
     metrics["on_time_fraction"] = float(on_time.mean())
-    metrics["prompt_tokens"] = float(prompt_tokens)
-    metrics["cached_prompt_tokens_fraction"] = float(ints("cached_prompt_tokens").sum() / prompt_tokens)
-    metrics["preempted_requests_fraction"] = float((ints("preemptions") > 0).mean())
+    metrics["prompt_tokens"] = float(of("prompt_tokens").sum())
+    metrics["cached_prompt_tokens_fraction"] = float(of("cached_prompt_tokens").sum() / of("prompt_tokens").sum())
+    metrics["preempted_requests_fraction"] = float((of("preemptions") > 0).mean())
     if run.gaps.count:
         metrics["tbt_mean_ms"] = run.gaps.mean_s * _MS
         for percent in (50, 90, 99):
@@ -85,13 +73,8 @@ def met_objectives(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str
         ``ttft``, ``tbt`` and ``e2e``, and ``all`` of them. An objective that a request does not have is met if it
         finished, as is that of the gaps between tokens where there is one token only.
     """
-    arrival_s, longest_gap_s = table.floats("arrival_s"), table.floats("max_gap_s")
-    taken_s = {
-        "ttft": table.floats("first_token_s") - arrival_s,
-        "tbt": longest_gap_s,
-        "e2e": table.floats("finish_s") - arrival_s,
-    }
-    met = {name: finished & ~(taken > table.floats(f"slo_{name}_s")) for name, taken in taken_s.items()}
+    taken_s = {"ttft": "ttft_s", "tbt": "max_gap_s", "e2e": "e2e_s"}
+    met = {name: finished & ~(table.column(of) > table.column(f"slo_{name}_s")) for name, of in taken_s.items()}
     return {**met, "all": met["ttft"] & met["tbt"] & met["e2e"]}
 
 
@@ -102,14 +85,14 @@ def missed_for_certain(run: RunData) -> dict[str, NDArray[np.bool_]]:
         ``ttft``, ``tbt`` and ``e2e``, and ``all``: any of them. Who was rejected missed all.
     """
     table, now_s = run.unserved, run.duration_s
-    arrival_s, first_token_s = table.floats("arrival_s"), table.floats("first_token_s")
-    rejected = np.array(table.texts("finish_reason"), dtype=np.str_) == REJECTED
+    arrival_s, first_token_s = table.column("arrival_s"), table.column("first_token_s")
+    rejected = table.column("finish_reason") == REJECTED
     taken_s = {
         "ttft": np.where(np.isnan(first_token_s), now_s, first_token_s) - arrival_s,
-        "tbt": table.floats("max_gap_s"),
+        "tbt": table.column("max_gap_s"),
         "e2e": now_s - arrival_s,
     }
-    missed = {name: rejected | (taken > table.floats(f"slo_{name}_s")) for name, taken in taken_s.items()}
+    missed = {name: rejected | (taken > table.column(f"slo_{name}_s")) for name, taken in taken_s.items()}
     return {**missed, "all": missed["ttft"] | missed["tbt"] | missed["e2e"]}
 
 
@@ -117,10 +100,10 @@ def _objectives(run: RunData, finished: NDArray[np.bool_], span_s: float) -> dic
     table, met, missed = run.requests, met_objectives(run.requests, finished), missed_for_certain(run)
     metrics = {}
     for name in ("ttft", "tbt", "e2e"):
-        asked, asked_in_vain = (~np.isnan(one.floats(f"slo_{name}_s")) for one in (table, run.unserved))
+        asked, asked_in_vain = (~np.isnan(one.column(f"slo_{name}_s")) for one in (table, run.unserved))
         if judged := asked.sum() + (missed[name] & asked_in_vain).sum():
             metrics[f"slo_{name}_attainment_fraction"] = float(met[name][asked].sum() / judged)
-    of_tier, of_lost = np.array(table.texts("tier")), np.array(run.unserved.texts("tier"))[missed["all"]]
+    of_tier, of_lost = table.column("tier"), run.unserved.column("tier")[missed["all"]]
     tiers = {f"tier.{tier}.": tier for tier in sorted({*of_tier, *of_lost} - {""})}
     for prefix, tier in {"": None, **tiers}.items():
         rows = np.ones_like(finished) if tier is None else of_tier == tier
@@ -132,7 +115,7 @@ def _objectives(run: RunData, finished: NDArray[np.bool_], span_s: float) -> dic
 
 
 def _goodput(table: RequestTable, good: NDArray[np.bool_], judged: int, span_s: float, prefix: str) -> dict[str, float]:
-    tokens = table.ints("output_tokens")[good].sum()
+    tokens = table.column("output_tokens")[good].sum()
     return {
         f"{prefix}slo_attainment_fraction": float(good.sum() / judged),
         f"{prefix}goodput_requests_per_s": float(good.sum()) / span_s if span_s > 0 else 0.0,
@@ -144,9 +127,8 @@ def _of_tier(table: RequestTable, rows: NDArray[np.bool_], prefix: str) -> dict[
     """Counts and latencies of the finished requests of a tier."""
     metrics = {f"{prefix}requests": float(rows.sum())}
     if rows.any():
-        arrival_s, output_tokens = table.floats("arrival_s"), table.ints("output_tokens")
-        normalised_ms = ((table.floats("finish_s") - arrival_s) * _MS / np.maximum(output_tokens, 1))[rows]
-        ttft_ms = ((table.floats("first_token_s") - arrival_s) * _MS)[rows]
+        normalised_ms = (table.column("e2e_s") * _MS / np.maximum(table.column("output_tokens"), 1))[rows]
+        ttft_ms = (table.column("ttft_s") * _MS)[rows]
         metrics.update(spread(f"{prefix}normalised_latency", normalised_ms, "ms_per_token", ("mean", "p99")))
         metrics.update(spread(f"{prefix}ttft", ttft_ms, "ms", ("mean", "p99")))
     return metrics
@@ -154,10 +136,10 @@ def _of_tier(table: RequestTable, rows: NDArray[np.bool_], prefix: str) -> dict[
 
 def _prediction(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, float]:
     """How good the predicted output lengths of finished requests were; nothing if nobody predicted."""
-    known = finished & (table.ints("predicted_tokens") > 0)
+    known = finished & (table.column("predicted_tokens") > 0)
     if not known.any():
         return {}
-    predicted, true = table.ints("predicted_tokens")[known], table.ints("output_tokens")[known]
+    predicted, true = table.column("predicted_tokens")[known], table.column("output_tokens")[known]
     metrics = {
         "predicted_requests": float(known.sum()),
         "prediction_relative_error_median_fraction": float(np.median(np.abs(predicted - true) / true)),
@@ -177,11 +159,11 @@ def _histories(table: RequestTable, finished: NDArray[np.bool_]) -> dict[str, fl
 
     Each turn's prompt begins with the turn before and its answer, or where the context is full with a part of them.
     """
-    columns = [table.ints(name).tolist() for name in ("prompt_tokens", "output_tokens", "cached_prompt_tokens")]
-    sessions = table.texts("session_id")
+    columns = [table.column(name).tolist() for name in ("prompt_tokens", "output_tokens", "cached_prompt_tokens")]
+    sessions = table.column("session_id").tolist()
     said: dict[str, int] = {}
     history = found = 0
-    for row in np.argsort(table.floats("arrival_s"), kind="stable"):
+    for row in np.argsort(table.column("arrival_s"), kind="stable"):
         if (session := sessions[row]) and finished[row]:
             prompt, output, cached = (column[row] for column in columns)
             before = min(said.get(session, 0), prompt)

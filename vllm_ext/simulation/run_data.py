@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,72 +15,71 @@ _GROWTH = math.log(1.001)
 _SMALLEST_S = 1e-6
 _BINS = int(math.log(1e6 / _SMALLEST_S) / _GROWTH) + 2
 
-FLOAT_COLUMNS = (
-    "arrival_s",
-    "first_scheduled_s",
-    "first_token_s",
-    "finish_s",
-    "max_gap_s",
-    "waited_s",
-    "slo_ttft_s",
-    "slo_tbt_s",
-    "slo_e2e_s",
-)
-"""NaN where there is none: a request that was aborted in the queue was never scheduled and has no token."""
-INT_COLUMNS = (
-    "prompt_tokens",
-    "cached_prompt_tokens",
-    "output_tokens",
-    "true_output_tokens",
-    "predicted_tokens",
-    "preemptions",
-    "priority",
-)
-"""``predicted_tokens`` is 0 where nobody predicted."""
-TEXT_COLUMNS = ("req_id", "session_id", "tier", "finish_reason")
-"""``finish_reason`` is one of vLLM's: ``stop``, ``length``, ``abort``; of `RunData.unserved` one of the next two."""
 REJECTED = "rejected"
 """The front end refused it: its prompt fills the model's context."""
 UNFINISHED = "unfinished"
 """It was being served, or waited, when the run was cut off."""
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
+class RequestRow:
+    """What is kept of a request. Times are seconds from the start of the run; NaN where there is none yet."""
+
+    req_id: str = ""
+    session_id: str = ""
+    tier: str = ""
+    finish_reason: str = ""
+    """One of vLLM's: ``stop``, ``length``, ``abort``; of `RunData.unserved` `REJECTED` or `UNFINISHED`."""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    true_output_tokens: int = 0
+    predicted_tokens: int = 0
+    """0 where nobody predicted."""
+    preemptions: int = 0
+    priority: int = 0
+    arrival_s: float = math.nan
+    first_scheduled_s: float = math.nan
+    first_token_s: float = math.nan
+    finish_s: float = math.nan
+    max_gap_s: float = math.nan
+    waited_s: float = 0.0
+    slo_ttft_s: float = math.nan
+    slo_tbt_s: float = math.nan
+    slo_e2e_s: float = math.nan
+
+
+COLUMNS = {column.name: str(column.type) for column in fields(RequestRow)}
+"""Name -> type of the columns of a table of requests."""
+DERIVED = {"scheduling_delay_s": "first_scheduled_s", "ttft_s": "first_token_s", "e2e_s": "finish_s"}
+"""Columns that are another one, counted from the arrival."""
+
+
 class RequestTable:
-    """One row per request that ended, in the order of their ends. Times are seconds from the start of the run."""
+    """One row per request that ended, in the order of their ends."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, Any] = {
-            **{name: [] for name in TEXT_COLUMNS},
-            **{name: array("q") for name in INT_COLUMNS},
-            **{name: array("d") for name in FLOAT_COLUMNS},
-        }
+        storage: dict[str, Callable[[], Any]] = {"str": list, "int": lambda: array("q"), "float": lambda: array("d")}
+        self._columns = {name: storage[kind]() for name, kind in COLUMNS.items()}
         self.token_times: list[array[float] | None] = []
         """Per row: the time of every token, or None where the run was not told to keep them."""
 
     def __len__(self) -> int:
         return len(self.token_times)
 
-    def append(self, values: Mapping[str, Any], token_times: array[float] | None = None) -> None:
-        """Add a row; all columns must be given, anything else is left out."""
+    def append(self, row: RequestRow, token_times: array[float] | None = None) -> None:
+        """Add a row."""
         for name, column in self._columns.items():
-            column.append(values[name])
+            column.append(getattr(row, name))
         self.token_times.append(token_times)
 
-    def floats(self, name: str) -> NDArray[np.float64]:
-        """Return a copy of a float column, shape [rows]."""
-        return np.array(self._columns[name], dtype=np.float64)
-
-    def ints(self, name: str) -> NDArray[np.int64]:
-        """Return a copy of an integer column, shape [rows]."""
-        return np.array(self._columns[name], dtype=np.int64)
-
-    def texts(self, name: str) -> list[str]:
-        """Return a text column."""
-        found: list[str] = self._columns[name]
-        return found
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a copy of a column of `COLUMNS` or `DERIVED`, shape [rows]."""
+        found = np.array(self._columns[DERIVED.get(name, name)], dtype=COLUMNS[DERIVED.get(name, name)])
+        return found - self.column("arrival_s") if name in DERIVED else found
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield rows as dictionaries with the columns in order: text, whole numbers, floats."""
+        """Yield rows as dictionaries with the columns in order."""
         for values in zip(*self._columns.values(), strict=True):
             yield dict(zip(self._columns, values, strict=True))
 
@@ -254,4 +253,4 @@ class RunData:
 
     def finished(self) -> NDArray[np.bool_]:
         """Return a mask over requests: True where the request ended by itself or at its bound, shape [rows]."""
-        return np.isin(np.array(self.requests.texts("finish_reason"), dtype=np.str_), ("stop", "length"))
+        return np.isin(self.requests.column("finish_reason"), ("stop", "length"))

@@ -294,7 +294,7 @@ class SimulatedEngine:
     def _abort_next(self, now: float) -> None:
         req_id, only_unanswered = self._aborts.pop().payload
         live = self.collector.live.get(req_id)
-        if live is not None and not (only_unanswered and live.num_tokens):
+        if live is not None and not (only_unanswered and live.output_tokens):
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
             self._ended(live, "abort", now)
 
@@ -302,7 +302,7 @@ class SimulatedEngine:
         self.collector.ended(live, reason, now)
         request = live.request
         self._lengths.pop(request.req_id, None)
-        self._plan_follow_ups(request, now, output_ids(live.num_tokens, ended=reason == "stop"))
+        self._plan_follow_ups(request, now, output_ids(live.output_tokens, ended=reason == "stop"))
 
 
 def _report_preemptions(scheduler: Scheduler, collector: Collector, clock: VirtualClock) -> None:

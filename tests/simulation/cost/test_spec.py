@@ -66,7 +66,7 @@ def test_an_efficiency_given_replaces_the_devices(slower: dict[str, float]) -> N
 
 def test_without_graphs_a_decode_step_waits_for_its_launches() -> None:
     decode = StepShape.of_decodes(1, 10)
-    small = HardwareSpec(model="opt-2.7b", device="h200")
+    small = HardwareSpec(model="opt-2.7b", device="h200").resolve()
     assert build(small, CostSpec(cuda_graphs=False)).device_s(decode) > build(small, CostSpec()).device_s(decode)
 
 
@@ -112,7 +112,7 @@ def test_a_device_by_its_numbers_costs_what_the_tables_row_with_these_does() -> 
     same = HardwareSpec(device="memory=44.98828125,bandwidth=864,flops=362.05,link=31.5").resolve().device
     assert replace(same, name=row.name, source=row.source) == row
     described = HardwareSpec(model="llama-3.1-8b", device=same.name)
-    assert build(described, CostSpec()).device_s(SHAPE) > 0
+    assert build(described.resolve(), CostSpec()).device_s(SHAPE) > 0
     assert HardwareSpec.model_validate_json(described.model_dump_json()) == described
 
 

@@ -85,13 +85,13 @@ def measured_of(run: RunData) -> dict[str, float]:
         ``ttft_attainment_fraction`` and ``tbt_attainment_fraction``: of those that arrived, and of those that finished.
     """
     table, finished, span_s, counted = run.requests, run.finished(), run.duration_s, run.counters
-    arrival, ttft, tbt = (table.floats(name) for name in ("arrival_s", "slo_ttft_s", "slo_tbt_s"))
-    taken = table.floats("finish_s") - arrival
+    arrival, ttft, tbt = (table.column(name) for name in ("arrival_s", "slo_ttft_s", "slo_tbt_s"))
+    taken = table.column("finish_s") - arrival
     in_time, delivered = tokens_in_time(table)
-    on_time_first = table.floats("first_token_s") - arrival <= ttft
-    steady = ~(table.floats("max_gap_s") > tbt)
+    on_time_first = table.column("first_token_s") - arrival <= ttft
+    steady = ~(table.column("max_gap_s") > tbt)
     met = finished & on_time_first & steady
-    deadline = finished & (taken <= ttft + (table.ints("output_tokens") - 1) * tbt)
+    deadline = finished & (taken <= ttft + (table.column("output_tokens") - 1) * tbt)
     tokens = counted["prefill_tokens"] + counted["decode_tokens"]
     steps = max(counted["steps"], 1.0)
     found = {
@@ -115,8 +115,8 @@ def measured_of(run: RunData) -> dict[str, float]:
         "preemptions": counted["preemptions"],
         "wall_s_per_step": run.wall_s / steps,
     }
-    tiers = np.array(table.texts("tier"))
-    for tier in sorted(set(table.texts("tier"))):
+    tiers = table.column("tier")
+    for tier in sorted(set(tiers.tolist())):
         mine = tiers == tier
         found[f"{tier}.finished_fraction"] = finished[mine].mean()
         found[f"{tier}.request_attainment_fraction"] = met[mine].mean()
@@ -126,7 +126,7 @@ def measured_of(run: RunData) -> dict[str, float]:
 
 def tokens_in_time(table: RequestTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return how many tokens of each request came in time, and how many came; the run kept their times."""
-    arrival, ttft, tbt = (table.floats(name) for name in ("arrival_s", "slo_ttft_s", "slo_tbt_s"))
+    arrival, ttft, tbt = (table.column(name) for name in ("arrival_s", "slo_ttft_s", "slo_tbt_s"))
     in_time = np.zeros(len(table), dtype=np.int64)
     delivered = np.zeros(len(table), dtype=np.int64)
     for row, kept in enumerate(table.token_times):

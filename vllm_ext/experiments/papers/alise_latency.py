@@ -241,8 +241,8 @@ def fig9(runner: Runner) -> Findings:
 def _middle(runner: Runner, spec: SimulationSpec) -> list[float]:
     """End-to-end latencies in seconds of consecutive requests, by arrival."""
     table = runner.run(spec).requests
-    arrival = table.floats("arrival_s")
-    latency = (table.floats("finish_s") - arrival)[np.argsort(arrival, kind="stable")]
+    arrival = table.column("arrival_s")
+    latency = (table.column("finish_s") - arrival)[np.argsort(arrival, kind="stable")]
     first = max(0, len(latency) // 2 - SAMPLE // 2)
     found: list[float] = latency[first : first + SAMPLE].tolist()
     return found

@@ -198,7 +198,7 @@ def predict(run: Run, fitted: Fit, req_ids: Sequence[str]) -> Observed:
     record = RecordSpec(token_times=True, events=_ALL_EVENTS, decisions=True)
     data = simulate(SimulationSpec(engine=engine, record=record), workload=workload, cost=fitted.cost)
     start = run.header.client_start_s - workload.start_s
-    rows = dict(zip(data.requests.texts("req_id"), data.requests.token_times, strict=True))
+    rows = dict(zip(data.requests.column("req_id").tolist(), data.requests.token_times, strict=True))
     arrivals = {request.req_id: request.arrival_s for request in run.requests}
     timelines = []
     for req_id in req_ids:
