@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext.simulation import run
-from vllm_ext.simulation.decision import Decision
 from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import build_scheduler
-from vllm_ext.simulation.run_data import RequestTable, RunData
+from vllm_ext.simulation.run_data import Decision, RequestTable, RunData
 from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, resolve
 from vllm_ext.simulation.step_shape import StepShape

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.sweep.capacity import Constraint
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
 from vllm_ext.files import replaced
 from vllm_ext.report import common_flags, results
 from vllm_ext.report.count_progress import CountProgress
-from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.spec import SimulationSpec, parse, with_values
 from vllm_ext.simulation.sweep import grid, pools, summary
-from vllm_ext.simulation.sweep.capacity import CapacitySpec, expected_runs
+from vllm_ext.simulation.sweep.capacity import CapacitySpec, Constraint, expected_runs
 from vllm_ext.simulation.sweep.grid import SYSTEM, SweepSpec
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build

@@ -117,6 +117,14 @@ def refusal(error: ValidationError, model: type[BaseModel], *, at: str = "", roo
     return ConfigError(".".join([*filter(None, [at]), *path]), value, allowed, root)
 
 
+def first_problem(error: ValidationError, *, skip: int = 0) -> str:
+    """Return field, message and value of what is wrong first; ``skip`` outer parts of its path are left out."""
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"][skip:]))
+    where = f"field {field!r}: " if field else ""
+    return f"{where}{first['msg'].removeprefix('Value error, ')} (found {first.get('input')!r:.80})"
+
+
 def _below(cause: ConfigError, model: type[BaseModel], path: list[str]) -> list[str]:
     """Return the field of an error below the group that refused it, which may say its own place."""
     inner = _model_at(model, path)

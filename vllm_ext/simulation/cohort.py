@@ -29,7 +29,7 @@ from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.simulation.cohort_copies import HiddenCopies
 from vllm_ext.simulation.cohort_request import CohortRequest, Ticks
 from vllm_ext.simulation.cohort_step import Launch, QuietOutput, limits_less, merged, most_blocks, together
-from vllm_ext.simulation.decision import Decision
+from vllm_ext.simulation.run_data import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID, TokenRunner
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_ext.simulation.decision import Decision
+from vllm_ext.simulation.run_data import Decision
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
 

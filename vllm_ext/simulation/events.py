@@ -1,4 +1,4 @@
-"""Events in virtual time, and the order of those that happen at the same moment."""
+"""Virtual time: its clock, its events, and the order of those that happen at the same moment."""
 
 from __future__ import annotations
 
@@ -68,3 +68,32 @@ class EventQueue:
     def next_time_s(self) -> float | None:
         """Return when the next event happens, or None if none is planned."""
         return self._heap[0].time_s if self._heap else None
+
+
+class VirtualClock:
+    """A clock to hand to schedulers and simulators: call it for the time in seconds.
+
+    Args:
+        start_s: The first reading.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def __call__(self) -> float:
+        """Return the time, in seconds."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; raises ValueError as `advance_to`."""
+        self.advance_to(self._now_s + seconds)
+
+    def advance_to(self, moment_s: float) -> None:
+        """Let time pass until ``moment_s``, exactly.
+
+        Raises:
+            ValueError: that moment is past; the clock never goes back.
+        """
+        if not moment_s >= self._now_s:
+            raise ValueError(f"moment_s={moment_s!r}: it is {self._now_s} s already, a clock never goes back")
+        self._now_s = moment_s

@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_ext.attention.support import chosen_kernel
 from vllm_ext.config import KEY, parse
 from vllm_ext.config.attention import OWN
+from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import FUSED
+from vllm_ext.kernels.kv_quant.format import ITEM_BYTES
+from vllm_ext.kv.int8.geometry import SHARE, with_arenas
 from vllm_ext.kv.partial_prefix.support import WORKERS
-from vllm_ext.simulation.arena import simulated_arena
 from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
 from vllm_ext.systems import build
 
@@ -55,6 +57,8 @@ _HASH_ALGORITHM = "sha256"
 _MAX_POSITIONS = 1 << 20
 _MEMORY_BYTES_PER_S = 1e12
 """Of a device that is not there; nothing that is decided here must depend on how fast this machine is."""
+_LAYERS, _CHANNELS = 32, 1024
+"""Where nothing is known of the model: its layers, and the channels of keys and values of a token in one."""
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -196,6 +200,39 @@ def make_kv_cache_config(num_blocks: int, block_size: int, kv_shape: KvShape | N
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
+def _with_arena(
+    config: KVCacheConfig, share: float, max_model_len: int, *, bytes_per_block: int = 0, layers: int = _LAYERS,
+    dtype: str = "bfloat16", unpacks: bool = True,
+) -> KVCacheConfig:  # fmt: skip
+    """Return the configuration of an engine that keeps a share of its KV memory for records.
+
+    Args:
+        config: One group of full attention, with as many blocks as the memory would hold.
+        share: Of the memory.
+        max_model_len: Tokens of the longest request.
+        bytes_per_block: Of all layers; 0: nothing is known.
+        layers: Of the model.
+        dtype: Of its KV.
+        unpacks: Whether a kernel that knows blocks only may serve.
+
+    Raises:
+        ConfigError: the memory can't be divided so.
+    """
+    (group,) = config.kv_cache_groups
+    block_size, kind = group.kv_cache_spec.block_size, getattr(torch, dtype, None)
+    if kind not in ITEM_BYTES:
+        raise ConfigError(SHARE, share, f"needs KV of 16 or 32 bits, and this model's is {dtype}; use 0")
+    page = (bytes_per_block or layers * block_size * _CHANNELS * ITEM_BYTES[kind]) // layers
+    channels = page // (2 * block_size * ITEM_BYTES[kind])
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=channels, dtype=kind)
+    names = [f"layer.{number}" for number in range(layers)]
+    stride = config.num_blocks * spec.page_size_bytes
+    tensor = KVCacheTensor(layers * stride, names, layer_stride=stride, block_stride=spec.page_size_bytes)
+    whole = replace(config, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+    (divided,) = with_arenas([whole], share, max_model_len, unpacks=unpacks)
+    return divided
+
+
 def make_scheduler(
     scheduler_cls: str | type[Scheduler] | None = None,
     *,
@@ -230,7 +267,7 @@ def make_scheduler(
     kv_cache_config = make_kv_cache_config(config.cache_config.num_gpu_blocks, block_size, kv_shape)
     if share := _int8_share(config.additional_config):
         known = {"unpacks": chosen_kernel(config) != OWN, **({} if kv_shape is None else vars(kv_shape))}
-        kv_cache_config = simulated_arena(kv_cache_config, share, config.model_config.max_model_len, **known)
+        kv_cache_config = _with_arena(kv_cache_config, share, config.model_config.max_model_len, **known)
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     scheduler: Scheduler = cls(
         vllm_config=config,

@@ -1,15 +1,18 @@
-"""What a run leaves behind: one row per request, every gap between tokens, and time series, in bounded memory."""
+"""What a run leaves behind: a row per request, every gap between tokens, time series and decisions."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 _GROWTH = math.log(1.001)
 _SMALLEST_S = 1e-6
@@ -227,6 +230,43 @@ class Events:
             self.dropped += 1
 
 
+class Stalled(RuntimeError):
+    """The loop took its last allowed step and work is still left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one ``schedule()`` decided; equal decisions are indistinguishable to a model runner."""
+
+    scheduled: tuple[tuple[str, int], ...]
+    """(request id, tokens) in scheduling order."""
+    new: tuple[str, ...]
+    resumed: tuple[str, ...]
+    preempted: tuple[str, ...]
+    num_computed_tokens: tuple[int, ...]
+    """Per entry of ``scheduled``: tokens whose KV was there before the step, prefix hits included."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return sum(tokens for _, tokens in self.scheduled)
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, scheduled: Mapping[str, int] | None = None) -> Decision:
+        """Return what a step of vLLM's scheduler decided; only about those with tokens in ``scheduled``, if given."""
+        tokens = output.num_scheduled_tokens if scheduled is None else scheduled
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return cls(
+            scheduled=tuple(tokens.items()),
+            new=tuple(new.req_id for new in output.scheduled_new_reqs),
+            resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
+            preempted=tuple(sorted(output.preempted_req_ids or ())),
+            num_computed_tokens=tuple(computed[r] for r in tokens),
+        )
+
+
 @dataclass(kw_only=True)
 class RunData:
     """Everything measured in one run."""
@@ -241,7 +281,7 @@ class RunData:
     unserved: RequestTable = field(default_factory=RequestTable)
     """Requests that arrived and never ended, as they were at the end of the run. ``finish_s`` is NaN; ``max_gap_s`` has
     the gap since the last token too."""
-    decisions: list[Any] | None = None
+    decisions: list[Decision] | None = None
     """What every step decided, if the run was told to keep it."""
     counters: dict[str, float] = field(default_factory=dict)
     """Totals with units in the names: ``steps``, ``preemptions``, ``prefill_tokens``, ``decode_tokens``, ``idle_s``,

@@ -29,13 +29,12 @@ from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.scheduling.scheduler import SteeredScheduler
 from vllm_ext.simulation.cohort import Cohort
 from vllm_ext.simulation.collector import Collector, Live
-from vllm_ext.simulation.decision import Decision, Stalled
-from vllm_ext.simulation.events import EventKind, EventQueue
+from vllm_ext.simulation.events import EventKind, EventQueue, VirtualClock
 from vllm_ext.simulation.request_factory import RequestFactory, TooLong
 from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.run_data import Decision, Stalled
 from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.token_runner import TokenRunner, output_ids
-from vllm_ext.simulation.virtual_clock import VirtualClock
 
 if TYPE_CHECKING:
     from vllm_ext.simulation.tier import Tier

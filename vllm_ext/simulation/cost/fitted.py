@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from vllm_ext.config.model import first_problem
 from vllm_ext.files import replaced
-from vllm_ext.simulation.problem import first_problem
 from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
 from vllm_ext.step_time.least_squares import FOLDS, checked, robust

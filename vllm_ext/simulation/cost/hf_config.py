@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vllm_ext.config.model import first_problem
 from vllm_ext.simulation.cost.model_shape import Experts, LatentAttention, ModelShape
-from vllm_ext.simulation.problem import first_problem
 
 
 def config_path(name: str) -> Path | None:

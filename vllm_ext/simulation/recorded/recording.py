@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from vllm_ext.simulation.problem import first_problem
+from vllm_ext.config.model import first_problem
 
 
 class RecordingError(ValueError):

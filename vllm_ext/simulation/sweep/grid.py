@@ -9,9 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_ext.simulation.constraint import Constraint
 from vllm_ext.simulation.spec import SimulationSpec, checked, refused, with_values
-from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Metrics, answered, search
+from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Constraint, Metrics, answered, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore

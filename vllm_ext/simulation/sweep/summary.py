@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vllm_ext.files import replaced
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.constraint import Constraint
+from vllm_ext.simulation.sweep.capacity import Constraint
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec
 
 METRIC = "normalised_latency_mean_ms_per_token"
