@@ -100,6 +100,7 @@ def _types(*, mixture: bool = False) -> str:
     return ", ".join(name for name, family in _FAMILIES.items() if family.mixture or not mixture)
 
 
+_FFN = "intermediate_size"
 _ROUTED = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields that say how many experts a layer has."""
 
@@ -195,56 +196,39 @@ class _Config(BaseModel):
             ValueError: a field that this model type needs is missing, or heads or experts do not fit each other.
         """
         family, heads, latent, experts = self._family, self.num_attention_heads, self._latent(), self._experts()
-        positions, tied = self._max_positions(), self.tie_word_embeddings
+        opt, tied = self.model_type == "opt", self.tie_word_embeddings
+        if self.model_type == "falcon":
+            positions, ffn = self.max_position_embeddings or 2048, self.ffn_hidden_size or 4 * self.hidden_size
+            kv_heads = self.num_kv_heads if self.new_decoder_architecture else 1 if self.multi_query else None
+            parallel = self.new_decoder_architecture or self.parallel_attn
+        else:
+            positions, ffn = self._needed("max_position_embeddings"), self._needed("ffn_dim" if opt else _FFN)
+            kv_heads = None if family.latent else self.num_key_value_heads
+            parallel = family.parallel and self.use_parallel_residual
         return ModelShape(
             name=name,
             layers=self.num_hidden_layers,
             hidden=self.hidden_size,
             heads=heads,
-            kv_heads=self._kv_heads(),
+            kv_heads=kv_heads or heads,
             head_dim=self._head_dim(latent),
-            ffn=self._ffn(),
+            ffn=ffn,
             gated=family.gated,
             vocab=self.vocab_size,
             tied_embeddings=family.tied if tied is None else tied,
             max_positions=positions,
-            learned_positions=positions + 2 if self.model_type == "opt" else 0,  # the first two rows are not used
-            parallel_attention=self._parallel_attention(),
+            learned_positions=positions + 2 if opt else 0,  # the first two rows are not used
+            parallel_attention=parallel,
             experts=experts,
             latent=latent,
             weight_bytes_per_parameter=2.0 if (q := self.quantization_config) is None else q.bytes_per_parameter,
             source=f"config.json, model type {self.model_type}",
         )
 
-    def _max_positions(self) -> int:
-        if self.model_type == "falcon":
-            return self.max_position_embeddings or 2048
-        return self._needed("max_position_embeddings")
-
-    def _ffn(self) -> int:
-        if self.model_type == "opt":
-            return self._needed("ffn_dim")
-        if self.model_type == "falcon":
-            return self.ffn_hidden_size or 4 * self.hidden_size
-        return self._needed("intermediate_size")
-
-    def _kv_heads(self) -> int:
-        heads = self.num_attention_heads
-        if self.model_type != "falcon":
-            return heads if self._family.latent else self.num_key_value_heads or heads
-        if self.new_decoder_architecture:
-            return self.num_kv_heads or heads
-        return 1 if self.multi_query else heads
-
     def _head_dim(self, latent: LatentAttention | None) -> int:
         if latent is not None:  # head_dim, where it is given, is that of the rotary part
             return latent.nope_dim + latent.rope_dim
         return self.head_dim or max(1, self.hidden_size // self.num_attention_heads)
-
-    def _parallel_attention(self) -> bool:
-        if self.model_type == "falcon":
-            return self.new_decoder_architecture or self.parallel_attn
-        return self._family.parallel and self.use_parallel_residual
 
     def _experts(self) -> Experts | None:
         field, routed = self._routed()
@@ -254,7 +238,7 @@ class _Config(BaseModel):
             return None
         if not routed:
             raise ValueError(f"the field {' or '.join(_ROUTED)} is missing")
-        width, layers = self.moe_intermediate_size or self._needed("intermediate_size"), self._expert_layers()
+        width, layers = self.moe_intermediate_size or self._needed(_FFN), self._expert_layers()
         shared = self.n_shared_experts * width + self.shared_expert_intermediate_size
         per_token = self._needed("num_experts_per_tok")
         if not layers:
