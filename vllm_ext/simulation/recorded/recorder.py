@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_ext import envs
 from vllm_ext.hooks.patch import Addition, Patch, Undo
+from vllm_ext.simulation.run_data import Decision
 
 UTILITY = "vllm_ext_step_record"
 """Name of the engine core's utility call."""
@@ -72,20 +73,8 @@ class StepRecord:
 
     def step(self, entry: dict[str, Any], output: Any, throttled: bool) -> None:
         """Complete the entry of a ``schedule()``."""
-        cached = output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        scheduled = output.num_scheduled_tokens
-        entry.update(
-            type="step",
-            step=self._num_steps,
-            throttled=throttled,
-            scheduled=tuple(scheduled.items()),
-            computed=tuple(computed[req_id] for req_id in scheduled),
-            new=tuple(new.req_id for new in output.scheduled_new_reqs),
-            resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
-            preempted=tuple(sorted(output.preempted_req_ids or ())),
-        )
+        entry.update(vars(Decision.of(output)), type="step", step=self._num_steps, throttled=throttled)
+        entry["computed"] = entry.pop("num_computed_tokens")
         self._step_numbers[id(output)] = self._num_steps  # its scheduler's loop holds on to it until the update
         self._num_steps += 1
 
@@ -179,25 +168,22 @@ class Recording:
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As the scheduler's; recorded with its arguments."""
-        with self.step_record.call() as entry:
-            if entry is not None:
-                entry.update(type="call", name="reset_prefix_cache", args=[*args, *kwargs.values()])
-            return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        return self._call("reset_prefix_cache", [*args, *kwargs.values()], *args, **kwargs)
 
     def set_pause_state(self, pause_state: Any) -> None:
         """As the scheduler's; recorded with the state's name."""
-        with self.step_record.call() as entry:
-            if entry is not None:
-                entry.update(type="call", name="set_pause_state", args=[pause_state.name])
-            super().set_pause_state(pause_state)  # type: ignore[misc]
+        self._call("set_pause_state", [pause_state.name], pause_state)
 
     def update_predictions(self, rows: Any) -> int:
         """As `SteeredScheduler.update_predictions`; recorded with all rows."""
+        taken: int = self._call("update_predictions", [[list(row) for row in rows]], rows)
+        return taken
+
+    def _call(self, name: str, recorded: list[Any], *args: Any, **kwargs: Any) -> Any:
         with self.step_record.call() as entry:
             if entry is not None:
-                entry.update(type="call", name="update_predictions", args=[[list(row) for row in rows]])
-            taken: int = super().update_predictions(rows)  # type: ignore[misc]
-        return taken
+                entry.update(type="call", name=name, args=recorded)
+            return getattr(super(), name)(*args, **kwargs)
 
 
 def recorded(scheduler_cls: type) -> type:
