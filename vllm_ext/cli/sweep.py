@@ -79,20 +79,20 @@ def _main(args: argparse.Namespace) -> int:
     failed = [one for one in ran if one.outcome.failed]
     for one in failed:
         error = " ".join(str(one.outcome.error).split())
-        print(f"{PROG}: failed: {dict(one.point.values)}: {error}", file=sys.stderr)
+        print(f"{PROG}: failed: {dict(one.values)}: {error}", file=sys.stderr)
     if failed:
         print(f"{PROG}: {len(failed)} failed; {_AGAIN.format(dir=args.dir)}", file=sys.stderr)
     return FAILED if failed or incomplete else 0
 
 
-def _left_out(ran: Sequence[grid.Ran], workload: GeneratedWorkload) -> list[str]:
+def _left_out(ran: Sequence[grid.Point], workload: GeneratedWorkload) -> list[str]:
     """Lines on what the points left out, each once."""
-    finished = ((one.outcome.metrics, one.point.spec) for one in ran if one.outcome.metrics is not None)
+    finished = ((one.outcome.metrics, one.spec) for one in ran if one.outcome.metrics is not None)
     said = (line for metrics, spec in finished for line in left_out.lines([metrics], spec, workload))
     return list(dict.fromkeys(said))
 
 
-def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Ran]) -> None:
+def _plot(args: argparse.Namespace, sweep: SweepSpec, ran: Sequence[grid.Point]) -> None:
     """Draw the metric asked for; else the one of the first constraint in a capacity search, else the latency."""
     usual = summary.METRIC if sweep.capacity is None else Constraint.parse(sweep.constraints[0]).metric
     metric = args.metric or usual

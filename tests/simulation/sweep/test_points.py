@@ -14,7 +14,7 @@ from vllm_ext.config import ConfigError
 from vllm_ext.simulation.spec import SimulationSpec, with_values
 from vllm_ext.simulation.sweep import grid
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, Found
-from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec, expand
+from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Point, SweepSpec, expand
 from vllm_ext.simulation.sweep.points import Plan, run_plans, run_points
 from vllm_ext.simulation.sweep.pools import InProcessPool, Pool, ProcessPool
 from vllm_ext.simulation.sweep.store import NAME, Outcome, PointStore
@@ -25,7 +25,7 @@ SEARCH = {"axes": {SYSTEM: ("fcfs", "alise")}, "constraints": ("latency_ms<=100"
 Evaluate = Callable[[SimulationSpec], dict[str, float]]
 
 
-def swept(folder: Path, pool: Pool | Evaluate, sweep: SweepSpec = SWEEP) -> tuple[list[Ran], list[Any]]:
+def swept(folder: Path, pool: Pool | Evaluate, sweep: SweepSpec = SWEEP) -> tuple[list[Point], list[Any]]:
     """Sweep, in this process with a plain function; return what came out, and system and rate of what was run."""
     ran: list[Any] = []
 
@@ -42,7 +42,7 @@ def content(folder: Path) -> list[tuple[str, ...]]:
     return sqlite3.connect(folder / NAME).execute("select * from runs order by key").fetchall()
 
 
-def latencies(ran: list[Ran]) -> list[float | None]:
+def latencies(ran: list[Point]) -> list[float | None]:
     return [None if one.outcome.metrics is None else one.outcome.metrics["latency_ms"] for one in ran]
 
 
@@ -55,7 +55,7 @@ def at_rates(*rates: float) -> Plan[Outcome]:
 
 def test_outcomes_come_in_the_order_of_the_points(tmp_path: Path, fakes: Any) -> None:
     outcomes, ran = swept(tmp_path, fakes.latency)
-    assert [one.point for one in outcomes] == expand(SWEEP)
+    assert [one.spec for one in outcomes] == [one.spec for one in expand(SWEEP)]
     assert latencies(outcomes) == pytest.approx([100 / 3, 200 / 3, 100, 400 / 3, 20, 40, 60, 80])
     assert ran == [(system, rate) for system in ("fcfs", "alise") for rate in RATES]
 

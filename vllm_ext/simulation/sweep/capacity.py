@@ -168,16 +168,14 @@ def search(
         violated: Returns the constraints that metrics do not meet.
     """
     trials: list[Trial] = []
-    lower: Trial | None = None
-    upper: Trial | None = None
+    lower = upper = None
 
     def attempt(rate: float) -> Generator[float, Metrics, Trial]:
         metrics = yield rate
         trials.append(Trial(rate_per_s=rate, metrics=metrics, violated=tuple(violated(metrics))))
         return trials[-1]
 
-    first = settings.start_per_s or start_per_s
-    rate = min(max(first, settings.min_per_s), settings.max_per_s)
+    rate = min(max(settings.start_per_s or start_per_s, settings.min_per_s), settings.max_per_s)
     while lower is None or upper is None:
         trial = yield from attempt(rate)
         if trial.violated:

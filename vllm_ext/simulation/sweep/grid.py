@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,22 +39,13 @@ class SweepSpec(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One combination of the axes' values and one repeat."""
+    """One combination of the axes' values and one repeat, and what came of it."""
 
     values: Mapping[str, Any]
     """Dotted path -> value, in the order of the axes."""
-    repeat: int
-    """Counted from 0."""
     spec: SimulationSpec
     """What is run; of a capacity search, with the rate that is tried first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ran:
-    """A point and what came of it."""
-
-    point: Point
-    outcome: Outcome
+    outcome: Outcome = field(default_factory=Outcome)
     """Of the run; of a capacity search, of its last run."""
     capacity: Capacity | None = None
     """What was searched; None if a run failed."""
@@ -75,11 +66,11 @@ def expand(sweep: SweepSpec) -> list[Point]:
         spec = with_values(sweep.base, values)
         for repeat in range(sweep.repeats):
             seeded = with_values(spec, {SEED: spec.workload.seed + repeat}) if repeat else spec
-            points.append(Point(values=values, repeat=repeat, spec=checked(seeded)))
+            points.append(Point(values=values, spec=checked(seeded)))
     return points
 
 
-def run(sweep: SweepSpec, store: PointStore, pool: Pool, on_point: OnPoint | None = None) -> list[Ran]:
+def run(sweep: SweepSpec, store: PointStore, pool: Pool, on_point: OnPoint | None = None) -> list[Point]:
     """Run every point that is not stored yet, or search the capacity of every one; searches run side by side.
 
     Returns:
@@ -124,17 +115,17 @@ def _check(sweep: SweepSpec) -> None:
         raise refused("constraints", [], "a capacity search needs at least one, such as tbt_p99_ms<=100")
 
 
-def _run(point: Point) -> Plan[Ran]:
-    return Ran(point=point, outcome=(yield point.spec))
+def _run(point: Point) -> Plan[Point]:
+    return replace(point, outcome=(yield point.spec))
 
 
-def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], list[str]]) -> Plan[Ran]:
+def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], list[str]]) -> Plan[Point]:
     rates = search(settings, point.spec.workload.rate_per_s or 1.0, violated)
     try:
         found = yield from answered(rates, lambda rate: checked(with_values(point.spec, {RATE: rate})), _metrics)
     except _Failed as failed:
-        return Ran(point=point, outcome=Outcome(error=str(failed)))
-    return Ran(point=point, outcome=Outcome(metrics=found.trials[-1].metrics), capacity=found)
+        return replace(point, outcome=Outcome(error=str(failed)))
+    return replace(point, outcome=Outcome(metrics=found.trials[-1].metrics), capacity=found)
 
 
 class _Failed(Exception):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_ext.files import replaced
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.sweep.capacity import Constraint
-from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Ran, SweepSpec
+from vllm_ext.simulation.sweep.grid import RATE, SYSTEM, Point, SweepSpec
 
 METRIC = "normalised_latency_mean_ms_per_token"
 """What is plotted of a grid unless told otherwise."""
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """Means over the repeats, of the metrics that all of them have."""
 
 
-def rows_of(sweep: SweepSpec, ran: Sequence[Ran]) -> list[Row]:
+def rows_of(sweep: SweepSpec, ran: Sequence[Point]) -> list[Row]:
     """Return a row per combination, with ``_min`` and ``_max`` of each metric where it has several repeats.
 
     Of a grid, ``meets`` says whether every run met all constraints; a run that failed meets none. Of a search, there
@@ -59,7 +59,7 @@ def rows_of(sweep: SweepSpec, ran: Sequence[Ran]) -> list[Row]:
     return [_grid_row(group, constraints) for group in groups]
 
 
-def _grid_row(group: Sequence[Ran], constraints: Sequence[Constraint]) -> Row:
+def _grid_row(group: Sequence[Point], constraints: Sequence[Constraint]) -> Row:
     metrics = [one.outcome.metrics for one in group if one.outcome.metrics is not None]
     plain = {**_cells(group), "runs": len(group), "failed": len(group) - len(metrics)}
     if constraints:
@@ -68,7 +68,7 @@ def _grid_row(group: Sequence[Ran], constraints: Sequence[Constraint]) -> Row:
     return Row(plain, _reduced(metrics))
 
 
-def _capacity_row(group: Sequence[Ran]) -> Row:
+def _capacity_row(group: Sequence[Point]) -> Row:
     found = [one.capacity for one in group if one.capacity is not None]
     ends = {name: [end for one in found if (end := getattr(one, name)) is not None] for name in ("lower", "upper")}
     plain = {
@@ -87,8 +87,8 @@ def _capacity_row(group: Sequence[Ran]) -> Row:
     return Row(plain, {f"{end}.{key}": value for end, metrics in reduced.items() for key, value in metrics.items()})
 
 
-def _cells(group: Sequence[Ran]) -> dict[str, Any]:
-    values = group[0].point.values.items()
+def _cells(group: Sequence[Point]) -> dict[str, Any]:
+    values = group[0].values.items()
     return {path: json.dumps(value) if isinstance(value, (dict, list, tuple)) else value for path, value in values}
 
 
@@ -126,7 +126,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         file.write(text.getvalue().encode())
 
 
-def plot(sweep: SweepSpec, ran: Sequence[Ran], metric: str, path: Path) -> bool:
+def plot(sweep: SweepSpec, ran: Sequence[Point], metric: str, path: Path) -> bool:
     """Draw a metric against the rate, or the first axis of numbers, with a line per combination of the other axes.
 
     Returns:
@@ -142,7 +142,7 @@ def plot(sweep: SweepSpec, ran: Sequence[Ran], metric: str, path: Path) -> bool:
     for one in ran:
         trials = [] if one.capacity is None else [(trial.rate_per_s, trial.metrics) for trial in one.capacity.trials]
         if sweep.capacity is None and one.outcome.metrics is not None:
-            trials = [(one.point.values[axis], one.outcome.metrics)]
+            trials = [(one.values[axis], one.outcome.metrics)]
         for x, metrics in trials:
             if metric in metrics:
                 found.setdefault(_label(one, axis), {}).setdefault(x, []).append(metrics[metric])
@@ -169,11 +169,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _label(one: Ran, axis: str) -> str:
+def _label(one: Point, axis: str) -> str:
     """What tells a line from the others: the system, and other axes with their names."""
     parts = [
         str(value) if path == SYSTEM else f"{path.split('.')[-1]}={value}"
-        for path, value in one.point.values.items()
+        for path, value in one.values.items()
         if path != axis
     ]
-    return ", ".join(parts) or one.point.spec.engine.system
+    return ", ".join(parts) or one.spec.engine.system
