@@ -10,7 +10,7 @@ from typing import TypeVar
 from vllm_ext.experiments.grid import Grid, Metrics
 from vllm_ext.simulation.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.sweep.capacity import CapacitySpec, answered, search
+from vllm_ext.simulation.sweep.capacity import CapacitySpec, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -149,8 +149,10 @@ def _one(spec: SimulationSpec, name: str) -> Plan[Metrics]:
 def _searched(
     make: Callable[[float], SimulationSpec], limits: Limits, settings: CapacitySpec, name: str
 ) -> Plan[Sustained]:
-    rates = search(settings, 1.0, lambda metrics: [metric for metric, most in limits.items() if metrics[metric] > most])
-    found = yield from answered(rates, make, lambda rate, outcome: _checked(outcome, f"{name} at {rate:g} requests/s"))
+    def violated(metrics: Metrics) -> list[str]:
+        return [metric for metric, most in limits.items() if metrics[metric] > most]
+
+    found = yield from search(settings, 1.0, violated, lambda rate: _one(make(rate), f"{name} at {rate:g} requests/s"))
     low, high = found.lower, found.upper
     if low is None or high is None:
         said = " and ".join(f"{metric}<={most:g}" for metric, most in limits.items())

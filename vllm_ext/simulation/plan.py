@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from vllm_ext import config, systems
-from vllm_ext.simulation.spec import UPSTREAM, SimulationSpec, checked, with_values
+from vllm_ext.simulation.spec import UPSTREAM, SimulationSpec, checked, policies_of, with_values
 from vllm_ext.simulation.sweep.grid import RATE, SYSTEM
 from vllm_ext.simulation.sweep.points import Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
@@ -225,7 +224,7 @@ def only_orders(spec: SimulationSpec) -> bool:
     engine = spec.engine
     if engine.system in UPSTREAM or "kv_tier" in engine.options:
         return False
-    policies = systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+    policies = policies_of(engine)
     return policies.budget.is_vllms and not policies.gates
 
 

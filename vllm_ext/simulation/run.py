@@ -111,9 +111,7 @@ def make_engine(
                 )
             tile_tokens = device.tile_tokens if spec.cost.kind == "roofline" else DEFAULT_TILE_TOKENS
             scheduler.observer.start_from(runtime_model(cost, resolved.limits, tile_tokens))
-    made = SimulatedEngine(
-        scheduler, workload, cost, collector, make_request=factory, on_progress=progress, tier=collector.tier
-    )
+    made = SimulatedEngine(scheduler, workload, cost, collector, make_request=factory, on_progress=progress)
     if spec.record.decisions:
         made.decisions = []
     return made

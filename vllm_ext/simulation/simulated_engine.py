@@ -37,7 +37,7 @@ from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.simulation.token_runner import TokenRunner, output_ids
 
 if TYPE_CHECKING:
-    from vllm_ext.simulation.tier import Tier
+    pass
 
 IDLE_STEP_S = 1e-3
 """How long the engine core sleeps after a step without tokens, before it looks again, if requests are left."""
@@ -58,10 +58,9 @@ class SimulatedEngine:
         scheduler: Any scheduler of vLLM's interface; its ``clock``, if it has one, becomes the virtual one.
         workload: Who asks for what.
         cost: How long steps take.
-        collector: Keeps the books.
+        collector: Keeps the books; its tier, if it has one, copies KV to the host and back.
         make_request: Turns a workload's request into the scheduler's.
         on_progress: Called now and then with the virtual time and the number of requests that ended.
-        tier: Copies KV to the host and back, if the scheduler has a connector for that.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class SimulatedEngine:
         *,
         make_request: RequestFactory,
         on_progress: Callable[[float, int], None] | None = None,
-        tier: Tier | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = VirtualClock()
@@ -86,7 +84,7 @@ class SimulatedEngine:
         self._depth = 2 if scheduler.scheduler_config.async_scheduling else 1
         self._make_request = make_request
         self._on_progress = on_progress
-        self._tier = tier
+        self._tier = tier = collector.tier
         self._lengths: dict[str, int] = {}
         self._runner = TokenRunner(self._lengths)
         self._cohort = scheduler if isinstance(scheduler, Cohort) else None

@@ -213,6 +213,15 @@ def parse(model: type[Model], data: object) -> Model:
     return made(model, data, root="")
 
 
+def policies_of(engine: EngineSpec) -> systems.Policies:
+    """Return the policies of a system of ours, with the engine's options; oracles are allowed.
+
+    Raises:
+        ConfigError: the system is unknown, or refuses an option.
+    """
+    return systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+
+
 def checked(spec: SimulationSpec) -> SimulationSpec:
     """Return a description whose system and options are known to fit each other.
 
@@ -225,7 +234,7 @@ def checked(spec: SimulationSpec) -> SimulationSpec:
     if engine.system in UPSTREAM:
         return spec.model_copy(update={"engine": engine.model_copy(update={"options": {}})})
     try:
-        systems.build(config.parse({**engine.options, "system": engine.system, "allow_oracle": True}))
+        policies_of(engine)
     except ConfigError as error:
         field, allowed = f"engine.options.{error.field}", error.allowed
         if error.field == "system":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 from hypothesis import given
@@ -13,9 +13,13 @@ from pydantic import ValidationError
 from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Found, Metrics, expected_runs, search
 
 
+def at(rate: float) -> Generator[float, Metrics, Metrics]:
+    return (yield rate)
+
+
 def found(settings: CapacitySpec, latency: Callable[[float], float], start: float = 1.0) -> Capacity:
     """Search the highest rate with a latency of at most 1."""
-    rates = search(settings, start, lambda metrics: [] if metrics["latency"] <= 1 else ["latency<=1"])
+    rates = search(settings, start, lambda metrics: [] if metrics["latency"] <= 1 else ["latency<=1"], at)
     rate = next(rates)
     while True:
         try:
@@ -120,7 +124,7 @@ def test_error_of_a_constraint_ends_the_search() -> None:
     def unknown(metrics: Metrics) -> list[str]:
         raise ValueError("no such metric")
 
-    rates = search(CapacitySpec(), 1.0, unknown)
+    rates = search(CapacitySpec(), 1.0, unknown, at)
     next(rates)
     with pytest.raises(ValueError, match="no such metric"):
         rates.send({})

@@ -21,17 +21,15 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ext.config.model import Flag
 
-if TYPE_CHECKING:
-    from vllm_ext.simulation.spec import SimulationSpec
-    from vllm_ext.simulation.sweep.store import Outcome
-
 Metrics = Mapping[str, float]
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _SYNTAX = re.compile(r"\s*([A-Za-z_][^<>=\s]*)\s*(<=|>=|<|>)\s*([^<>=\s]+)\s*")
 _DIGITS = 6
@@ -158,20 +156,24 @@ class Capacity:
 
 
 def search(
-    settings: CapacitySpec, start_per_s: float, violated: Callable[[Metrics], Sequence[str]]
-) -> Generator[float, Metrics, Capacity]:
-    """Search the capacity: yields a rate, wants the metrics of a run at it, returns what was found.
+    settings: CapacitySpec,
+    start_per_s: float,
+    violated: Callable[[Metrics], Sequence[str]],
+    run: Callable[[float], Generator[Asked, Answer, Metrics]],
+) -> Generator[Asked, Answer, Capacity]:
+    """Search the capacity; yields what the runs ask for, and returns what was found.
 
     Args:
         settings: How to search; its ``start_per_s`` wins over the other.
         start_per_s: Rate tried first; moved between the limits if it lies outside.
         violated: Returns the constraints that metrics do not meet.
+        run: Runs at a rate; what it raises, if the run failed, ends the search.
     """
     trials: list[Trial] = []
     lower = upper = None
 
-    def attempt(rate: float) -> Generator[float, Metrics, Trial]:
-        metrics = yield rate
+    def attempt(rate: float) -> Generator[Asked, Answer, Trial]:
+        metrics = yield from run(rate)
         trials.append(Trial(rate_per_s=rate, metrics=metrics, violated=tuple(violated(metrics))))
         return trials[-1]
 
@@ -202,28 +204,6 @@ def search(
         if rate not in tried and rate <= settings.max_per_s:
             yield from attempt(rate)
     return Capacity(found=Found.BRACKET, lower=lower, upper=upper, trials=tuple(trials))
-
-
-def answered(
-    rates: Generator[float, Metrics, Capacity],
-    make: Callable[[float], SimulationSpec],
-    read: Callable[[float, Outcome], Metrics],
-) -> Generator[SimulationSpec, Outcome, Capacity]:
-    """Run a search to its end: from rates to descriptions, and from outcomes to metrics.
-
-    Args:
-        rates: A `search` that has not begun.
-        make: Describes the run at a rate.
-        read: Takes a rate and the outcome of its run; what it raises, of a run that failed, ends the search.
-    """
-    rate = next(rates)
-    while True:
-        metrics = read(rate, (yield make(rate)))
-        try:
-            rate = rates.send(metrics)
-        except StopIteration as stop:
-            found: Capacity = stop.value
-            return found
 
 
 def expected_runs(settings: CapacitySpec) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.simulation.spec import SimulationSpec, checked, refused, with_values
-from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Constraint, Metrics, answered, search
+from vllm_ext.simulation.sweep.capacity import Capacity, CapacitySpec, Constraint, Metrics, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans
 from vllm_ext.simulation.sweep.pools import Pool
 from vllm_ext.simulation.sweep.store import Outcome, PointStore
@@ -120,9 +120,14 @@ def _run(point: Point) -> Plan[Point]:
 
 
 def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], list[str]]) -> Plan[Point]:
-    rates = search(settings, point.spec.workload.rate_per_s or 1.0, violated)
+    def at(rate: float) -> Plan[Metrics]:
+        outcome = yield checked(with_values(point.spec, {RATE: rate}))
+        if outcome.metrics is None:
+            raise _Failed(f"at {rate:g} requests/s: {outcome.error}")
+        return outcome.metrics
+
     try:
-        found = yield from answered(rates, lambda rate: checked(with_values(point.spec, {RATE: rate})), _metrics)
+        found = yield from search(settings, point.spec.workload.rate_per_s or 1.0, violated, at)
     except _Failed as failed:
         return replace(point, outcome=Outcome(error=str(failed)))
     return replace(point, outcome=Outcome(metrics=found.trials[-1].metrics), capacity=found)
@@ -130,9 +135,3 @@ def _search(settings: CapacitySpec, point: Point, violated: Callable[[Metrics], 
 
 class _Failed(Exception):
     """A run of a search failed."""
-
-
-def _metrics(rate: float, outcome: Outcome) -> Metrics:
-    if outcome.metrics is None:
-        raise _Failed(f"at {rate:g} requests/s: {outcome.error}")
-    return outcome.metrics
