@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_process import CpuClock
 
-from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 
 _PREDICTOR_START_S, _IDLE_S = 180.0, 30.0
 COPIED = {"host_stored_bytes": "vllm:kv_offload_store_bytes", "host_loaded_bytes": "vllm:kv_offload_load_bytes"}

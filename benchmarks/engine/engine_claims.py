@@ -16,7 +16,7 @@ from engine_rows import BASELINE, MEMORY_BOUND, MIXED_SLO, PREEMPTED, UPSTREAM
 from engine_slo import tier_of
 
 from vllm_ext.report.claim import Claim
-from vllm_ext.simulation.latency import RequestTimeline
+from vllm_ext.simulation.measure.latency import RequestTimeline
 
 TTFT, TOKENS = "ttft_p50_ms", "throughput_tokens_per_s"
 RATIOS = {

@@ -39,10 +39,10 @@ from vllm_ext.report.intervals import interval
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.events import VirtualClock
+from vllm_ext.simulation.cost.step_shape import StepShape
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.measure.run_data import Decision
 from vllm_ext.simulation.recorded.forced_length import extra_args
-from vllm_ext.simulation.run_data import Decision
-from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.tiny_model import Style

@@ -54,7 +54,7 @@ from engine_requests import MEASURED
 from vllm_ext import systems, tiny_model
 from vllm_ext.report import results
 from vllm_ext.report.table import Table
-from vllm_ext.simulation import latency
+from vllm_ext.simulation.measure import latency
 from vllm_ext.simulation.recorded import recording
 from vllm_ext.simulation.recorded.recording import ClientRequest, EngineSettings, Header
 

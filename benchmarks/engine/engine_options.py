@@ -13,7 +13,7 @@ import engine_slo
 
 from vllm_ext import datasets
 from vllm_ext.report import common_flags
-from vllm_ext.simulation import synthetic
+from vllm_ext.simulation.workloads import synthetic
 
 Option = tuple[str, Callable[[str], Any], Any, str]
 """Name, type, default and help; a default worth showing is shown."""

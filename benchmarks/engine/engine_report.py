@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.latency import RequestTimeline, summarise
+from vllm_ext.simulation.measure.latency import RequestTimeline, summarise
 
 NORMALISED = "normalised_latency_mean_ms_per_token"
 Reduced = Mapping[tuple[str, float], Mapping[str, float]]

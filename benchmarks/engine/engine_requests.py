@@ -19,8 +19,8 @@ import engine_slo as slo
 import engine_workload as workload
 
 from vllm_ext import datasets
-from vllm_ext.simulation import arrivals, synthetic
 from vllm_ext.simulation.recorded import forced_length
+from vllm_ext.simulation.workloads import arrivals, synthetic
 
 WARMUP_REQUESTS = 3
 MEASURED = "measured"

@@ -24,7 +24,7 @@ from engine_workload import FIRST_ORDINARY_TOKEN, BenchRequest
 
 from vllm_ext.datasets import Dataset, WorkloadRow
 from vllm_ext.simulation.recorded import forced_length
-from vllm_ext.simulation.synthetic import Lengths, LengthShape, UniformLengths
+from vllm_ext.simulation.workloads.synthetic import Lengths, LengthShape, UniformLengths
 
 _SPREAD = 0.25
 """Standard deviation of the logarithm of a request's own factor."""

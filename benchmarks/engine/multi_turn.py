@@ -50,7 +50,7 @@ from engine_report import Cell, WrongOutput, flatten, reduce, timelines
 from vllm_ext import tiny_model
 from vllm_ext.files import replaced, set_aside
 from vllm_ext.report import results
-from vllm_ext.simulation import latency
+from vllm_ext.simulation.measure import latency
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 

@@ -18,7 +18,7 @@ from engine_report import Cell, Reduced, phase_metrics, table
 
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.table import Table
-from vllm_ext.simulation import latency
+from vllm_ext.simulation.measure import latency
 
 P90 = "normalised_latency_p90_ms_per_token"
 COLUMNS = {

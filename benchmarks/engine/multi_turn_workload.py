@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.simulation.workloads.token_ids import END_ID
 

@@ -31,7 +31,7 @@ from vllm_ext import tiny_model
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
-from vllm_ext.simulation import synthetic
+from vllm_ext.simulation.workloads import synthetic
 
 REQUESTS, QUICK_REQUESTS = 600, 120
 WARMUP = 10

@@ -20,11 +20,11 @@ from vllm.v1.request import Request
 from vllm_ext.config.kv_tier import STORES, KvTierConfig
 from vllm_ext.kv.connector.options import transfer_config
 from vllm_ext.simulation.cost.link import TransferLink
-from vllm_ext.simulation.events import VirtualClock
-from vllm_ext.simulation.harness import block_hasher, make_requests, make_scheduler
-from vllm_ext.simulation.simulated_copies import SimulatedCopies
-from vllm_ext.simulation.tier import Tier, worker_side
-from vllm_ext.simulation.token_runner import TokenRunner
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import block_hasher, make_requests, make_scheduler
+from vllm_ext.simulation.engine.simulated_copies import SimulatedCopies
+from vllm_ext.simulation.engine.tier import Tier, worker_side
+from vllm_ext.simulation.engine.token_runner import TokenRunner
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 BASELINE = "upstream"

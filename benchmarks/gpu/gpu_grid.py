@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from gpu_engine import Engine
 
 from vllm_ext.simulation.cost.fitted import Fitted, fit_steps
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
 from vllm_ext.step_time.fit import fit
 from vllm_ext.step_time.runtime import StepFeatures

@@ -39,7 +39,7 @@ from vllm_ext.kv.host.manager import TierManager
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, argument_parser, command, emit
 from vllm_ext.report.table import Table
-from vllm_ext.simulation.harness import block_hasher, make_request
+from vllm_ext.simulation.engine.harness import block_hasher, make_request
 
 CAPACITIES, THOUGHTS = (400, 800, 1600), (0, 600)
 CHUNK, USER, ANSWER = 32, 60, 150

@@ -25,7 +25,7 @@ class Measure:
 
     name: str
     metric: str
-    """As in `vllm_ext.simulation.metrics`."""
+    """As in `vllm_ext.simulation.measure.metrics`."""
     higher: bool = False
     """Whether more is better."""
     points: bool = False

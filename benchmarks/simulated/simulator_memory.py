@@ -10,8 +10,8 @@ from pathlib import Path
 
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.fitted import Fitted
-from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 _CLIENTS = 32
 

@@ -38,7 +38,7 @@ from vllm_ext.report.results import Result, Workload, argument_parser, command, 
 from vllm_ext.report.table import Table
 from vllm_ext.simulation import run as runs
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build as build_workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -20,7 +20,7 @@ class Measure:
 
     name: str
     metric: str
-    """As in `vllm_ext.simulation.metrics`."""
+    """As in `vllm_ext.simulation.measure.metrics`."""
     unit: str
     owner: str = ""
     """The single system whose own measure it is, which `auto` is held to; empty: shown, and held to nothing."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_ext import systems
-from vllm_ext.simulation.latency import RequestTimeline
+from vllm_ext.simulation.measure.latency import RequestTimeline
 
 from .conftest import Letters
 

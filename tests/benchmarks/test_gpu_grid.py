@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_ext.simulation.cost.fitted import Fitted
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
 
 from .fake_gpu_engine import FakeEngine

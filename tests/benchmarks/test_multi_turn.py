@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.config.kv_tier import KvTierConfig
-from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 
 def options(*argv: str) -> Any:

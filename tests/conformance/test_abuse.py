@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from tests.scheduling.loads import Loads
 from tests.scheduling.steering import Loras, Rig, unwatched
 from vllm_ext.contract import Origin
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 SYSTEMS = (
     "fcfs", "fcfs-tuned", "alise", "auto", "accelgen", "sarathi", "past-future", "pensieve", "fair", "fair+alise",

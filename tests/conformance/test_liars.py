@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.scheduling.steering import unwatched
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 STEP_S, SEATS, LOAD = 0.05, 8, 1.15
 AGE_LIMIT_S = 10.0

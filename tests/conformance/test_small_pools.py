@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.parts import PerTokenCost, ask, make_engine
 from tests.support.audit import audit_drained
-from vllm_ext.simulation.requests import SimRequest, Slo
+from vllm_ext.simulation.workloads.requests import SimRequest, Slo
 from vllm_ext.systems import known
 
 SYSTEMS = [name for name in known(unserved=True) if not name.startswith("test-")]

@@ -29,8 +29,8 @@ _BYTES_PER_S = 4e9
 
 def go_by_steps(scheduler: Any) -> None:
     """Give a scheduler of ours a clock that only its steps move, by their tokens."""
-    from vllm_ext.simulation.events import VirtualClock
-    from vllm_ext.simulation.run_data import Decision
+    from vllm_ext.simulation.engine.events import VirtualClock
+    from vllm_ext.simulation.measure.run_data import Decision
 
     clock = VirtualClock(_START_S)
     if scheduler.holding is not None:

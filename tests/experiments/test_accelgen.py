@@ -12,7 +12,7 @@ from vllm_ext.experiments.experiment import Findings
 from vllm_ext.experiments.papers import accelgen as base
 from vllm_ext.experiments.papers import accelgen_figures as figures
 from vllm_ext.experiments.papers import accelgen_window as measure
-from vllm_ext.simulation.run_data import RequestRow, RequestTable, RunData
+from vllm_ext.simulation.measure.run_data import RequestRow, RequestTable, RunData
 from vllm_ext.simulation.workloads.build import build
 
 

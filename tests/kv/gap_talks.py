@@ -16,8 +16,8 @@ from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from vllm_ext.kv.partial_prefix.layout import ATTRIBUTE
 from vllm_ext.kv.partial_prefix.manager import GapManager
-from vllm_ext.simulation.events import VirtualClock
-from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler
 
 BLOCK = 16
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash
 
 from vllm_ext.kv.eviction.free_queue import RetentionQueue
 from vllm_ext.kv.eviction.worth import class_of, middle_of
-from vllm_ext.simulation.events import VirtualClock
+from vllm_ext.simulation.engine.events import VirtualClock
 
 BLOCK = 16
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_runner import RunnerError
-from vllm_ext.simulation.harness import block_hasher, make_request
+from vllm_ext.simulation.engine.harness import block_hasher, make_request
 
 from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, Talks, crowded, words
 

@@ -17,7 +17,7 @@ from vllm_ext.hooks.errors import UpstreamChanged
 from vllm_ext.kv.partial_prefix.manager import can_have_gaps, with_gap_manager
 from vllm_ext.kv.partial_prefix.support import WORKERS, crosses_gaps, obstacle
 from vllm_ext.launch import features, host_memory
-from vllm_ext.simulation.harness import make_kv_cache_config
+from vllm_ext.simulation.engine.harness import make_kv_cache_config
 from vllm_ext.systems import build
 
 

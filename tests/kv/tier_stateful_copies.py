@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, Tra
 from vllm_ext.kv.host.report import WorkerReport
 from vllm_ext.kv.host.worker import TierWorker
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
+from vllm_ext.simulation.engine.simulated_copies import SimulatedCopies, _Transfer
 
 _DELAYS_S = (0.0, 0.0, 0.5, 1.0, 3.0, 10.0, 40.0)
 """Until a copy is through; a step takes about a second. The last is longer than most requests live."""

@@ -17,10 +17,10 @@ from vllm_ext.config.kv_tier import KvTierConfig
 from vllm_ext.contract import Room, Step
 from vllm_ext.kv.connector.options import transfer_config
 from vllm_ext.kv.partial_prefix.layout import layouts_of
-from vllm_ext.simulation.events import VirtualClock
-from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.tier import Tier, worker_side
-from vllm_ext.simulation.token_runner import TokenRunner
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import KvShape, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.engine.tier import Tier, worker_side
+from vllm_ext.simulation.engine.token_runner import TokenRunner
 from vllm_ext.systems import System, register
 from vllm_ext.systems.upstream import Arrival, InOrder
 

@@ -14,8 +14,8 @@ from tests.support.distributions import nine
 from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from vllm_ext.prediction.oracle import true_output_tokens
-from vllm_ext.simulation.events import VirtualClock
-from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler
 
 STEERED = "vllm_ext.scheduling.scheduler.SteeredScheduler"
 

@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 
 from vllm_ext.contract import Rank
 from vllm_ext.scheduling.waiting_table import WaitingTable
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 
 class Ranks:

@@ -15,9 +15,9 @@ from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from tests.support.preempting import PREEMPTING
 from vllm_ext.contract import Admission, Budget, Ordering, Rank, RequestView, Room, Split, Step
-from vllm_ext.simulation.events import VirtualClock
-from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.run_data import Decision
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.measure.run_data import Decision
 from vllm_ext.step_time.profile import Profile, save
 from vllm_ext.systems import System, register
 from vllm_ext.systems.upstream import InOrder

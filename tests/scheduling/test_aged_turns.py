@@ -11,7 +11,7 @@ from vllm.v1.request import Request
 from tests.scheduling.steering import Loras, Rig, unwatched
 from vllm_ext.contract import AgeLimit, Rank
 from vllm_ext.scheduling.aged_turns import AgedTurns
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 LIMIT = {"ordering": {"age_limit_s": 2.0}}
 

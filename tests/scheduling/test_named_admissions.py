@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.support.preempting import PREEMPTING
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems import table
 from vllm_ext.systems.baselines import SkipJoin
 from vllm_ext.systems.past_future import PeakMemory

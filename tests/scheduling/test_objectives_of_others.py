@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 from .steering import Rig, unwatched
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ext.simulation.harness import make_request, make_scheduler
+from vllm_ext.simulation.engine.harness import make_request, make_scheduler
 
 from .steering import Rig
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.config import ConfigError
-from vllm_ext.simulation.harness import make_config, make_kv_cache_config
+from vllm_ext.simulation.engine.harness import make_config, make_kv_cache_config
 
 from .steering import STEERED, Rig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems import table
 
 from .steering import Rig

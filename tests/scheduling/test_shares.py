@@ -16,7 +16,7 @@ from vllm_ext.contract import Origin, Rank
 from vllm_ext.scheduling import shares as shares_module
 from vllm_ext.scheduling.shares import Shares
 from vllm_ext.scheduling.waiting_table import WaitingTable
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 from vllm_ext.systems.fair import TakeTurns
 
 from .steering import Rig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_ext.simulation.cost.spec import HardwareSpec
-from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.measure.metrics import summarise
 from vllm_ext.simulation.run import simulate
 from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.spec import WorkloadSpec

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.contract import Ageing, Rank
 from vllm_ext.scheduling.waiting_table import WaitingTable
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 _AGEING = Ageing(0.5, 1.0)
 _LANE = 2 ** (1 / 8)

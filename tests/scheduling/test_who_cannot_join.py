@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from vllm_ext.simulation.harness import make_request
+from vllm_ext.simulation.engine.harness import make_request
 
 from .loads import Loads
 from .steering import Loras, Rig, unwatched

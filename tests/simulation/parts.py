@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_ext.simulation import run
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.cost.step_shape import StepShape
+from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.measure.run_data import Decision, RequestTable, RunData
 from vllm_ext.simulation.run import build_scheduler
-from vllm_ext.simulation.run_data import Decision, RequestTable, RunData
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, resolve
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 NUM_BLOCKS = 64
 BLOCK_SIZE = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.spec import RecordSpec
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 from .parts import PerTokenCost, busy_hour, crowd, fingerprint, simulate
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from vllm.v1.request import Request
 
 from tests.support.audit import audit, audit_drained
-from vllm_ext.simulation.collector import Collector
-from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.measure.collector import Collector
+from vllm_ext.simulation.measure.run_data import RunData
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, ask, busy_hour, crowd, make_engine, rows, simulate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.simulation.metrics import summarise
+from vllm_ext.simulation.measure.metrics import summarise
 from vllm_ext.simulation.plan import (
     BASELINE,
     CANDIDATES,

@@ -9,8 +9,8 @@ import pytest
 
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
+from vllm_ext.simulation.cost.step_shape import CostModel
 from vllm_ext.simulation.spec import Limits
-from vllm_ext.simulation.step_shape import CostModel
 from vllm_ext.step_time.runtime import DEFAULT, DEFAULT_TILE_TOKENS
 
 from .parts import PerTokenCost, ask, make_engine

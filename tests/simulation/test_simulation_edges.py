@@ -15,11 +15,11 @@ from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from vllm_ext.contract import Admission, Room, Step
 from vllm_ext.simulation import run
-from vllm_ext.simulation.requests import SimRequest, Slo
+from vllm_ext.simulation.engine.simulated_engine import IDLE_STEP_S
+from vllm_ext.simulation.measure.run_data import Decision, Stalled
 from vllm_ext.simulation.run import build_scheduler
-from vllm_ext.simulation.run_data import Decision, Stalled
-from vllm_ext.simulation.simulated_engine import IDLE_STEP_S
 from vllm_ext.simulation.spec import UPSTREAM, EngineSpec, RecordSpec, SimulationSpec
+from vllm_ext.simulation.workloads.requests import SimRequest, Slo
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.systems import System, known, register
 from vllm_ext.systems.alise import RemainingTimeLevels

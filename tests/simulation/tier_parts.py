@@ -11,13 +11,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.audit import audit_drained
 from tests.support.tier_audit import TransferAuditor
-from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.engine.tier import Tier
+from vllm_ext.simulation.measure.collector import Collector
 from vllm_ext.simulation.run import build_scheduler, make_engine
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
 from vllm_ext.simulation.spec import KvOffloadSpec, RecordSpec, SimulationSpec, resolve
-from vllm_ext.simulation.tier import Tier
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 from .parts import ListWorkload, PerTokenCost, SteadyCost, as_workload, ask, engine_spec
 

@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.fake_runner import FakeRunner
-from vllm_ext.simulation.run_data import Decision, Stalled
+from vllm_ext.simulation.measure.run_data import Decision, Stalled
 
 
 @dataclass

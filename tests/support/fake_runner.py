@@ -20,7 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ext.kv.int8.step import Direction, step_of
 from vllm_ext.kv.partial_prefix.layout import ATTRIBUTE, GapLayout
-from vllm_ext.simulation.token_runner import EOS_TOKEN_ID
+from vllm_ext.simulation.engine.token_runner import EOS_TOKEN_ID
 
 FIRST_TOKEN_ID = 16
 """Sampled tokens start here; smaller ids are special."""

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from tests.support.audit import AuditError
 from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.simulation.cost.link import Direction
-from vllm_ext.simulation.token_runner import FILLER_TOKEN_ID
+from vllm_ext.simulation.engine.token_runner import FILLER_TOKEN_ID
 
 _BEING_WRITTEN = b"being written"
 _NOTHING = b""

@@ -15,10 +15,10 @@ from vllm_ext.cli.command import FAILED, Parser, UsageError, guarded, need
 from vllm_ext.report import common_flags, plots, results
 from vllm_ext.report.count_progress import CountProgress
 from vllm_ext.report.table import Table
-from vllm_ext.simulation import export
-from vllm_ext.simulation.metrics import summarise
-from vllm_ext.simulation.perfetto import write_trace
-from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.measure import export
+from vllm_ext.simulation.measure.metrics import summarise
+from vllm_ext.simulation.measure.perfetto import write_trace
+from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec, checked, resolve, with_values
 from vllm_ext.simulation.workloads.build import build
 

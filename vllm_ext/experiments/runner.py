@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vllm_ext.experiments.grid import Grid, Metrics
-from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.sweep.capacity import CapacitySpec, search
 from vllm_ext.simulation.sweep.points import OnPoint, Plan, run_plans

@@ -12,19 +12,19 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.scheduling.scheduler import SteeredScheduler
-from vllm_ext.simulation.cohort import Cohort, with_cohort
-from vllm_ext.simulation.collector import Collector
 from vllm_ext.simulation.cost.profiled import runtime_model
 from vllm_ext.simulation.cost.spec import build as build_cost
-from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_scheduler
-from vllm_ext.simulation.request_factory import RequestFactory
-from vllm_ext.simulation.requests import Workload
-from vllm_ext.simulation.run_data import RunData
-from vllm_ext.simulation.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.cost.step_shape import CostModel
+from vllm_ext.simulation.engine.cohort import Cohort, with_cohort
+from vllm_ext.simulation.engine.harness import SAME_NAMES, block_hasher, make_scheduler
+from vllm_ext.simulation.engine.request_factory import RequestFactory
+from vllm_ext.simulation.engine.simulated_engine import SimulatedEngine
+from vllm_ext.simulation.engine.tier import TIER_KEY, build_tier, connector_options
+from vllm_ext.simulation.measure.collector import Collector
+from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import UPSTREAM, Resolved, SimulationSpec, resolve
-from vllm_ext.simulation.step_shape import CostModel
-from vllm_ext.simulation.tier import TIER_KEY, build_tier, connector_options
 from vllm_ext.simulation.workloads.build import build as build_workload
+from vllm_ext.simulation.workloads.requests import Workload
 from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS
 
 _TOTALS = ("steps", "empty_steps", "contended_steps", "prefill_tokens", "decode_tokens", "preemptions")

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.simulation import export
-from vllm_ext.simulation.metrics import summarise
-from vllm_ext.simulation.run_data import RunData
+from vllm_ext.simulation.measure import export
+from vllm_ext.simulation.measure.metrics import summarise
+from vllm_ext.simulation.measure.run_data import RunData
 from vllm_ext.simulation.spec import SimulationSpec, checked, parse, with_values
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vllm_ext.kv.eviction.free_queue import RetentionQueue
 from vllm_ext.kv.int8.geometry import ArenaGeometry
 from vllm_ext.kv.int8.records import Records
 from vllm_ext.kv.int8.step import Direction, RecordMove, RecordStep
-from vllm_ext.simulation.events import VirtualClock
+from vllm_ext.simulation.engine.events import VirtualClock
 
 BLOCK = 16
 TO_RECORD, TO_BLOCK = Direction.TO_RECORD, Direction.TO_BLOCK

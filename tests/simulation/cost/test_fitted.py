@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ext.simulation.cost.fitted import FitQuality, Fitted, StepCurve, fit_steps
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
 from vllm_ext.step_time.runtime import RuntimeModel, StepFeatures
 

@@ -11,7 +11,7 @@ from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.profiled import Limits, features_of, profile, runtime_model, shapes
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build
-from vllm_ext.simulation.step_shape import CostModel, StepShape
+from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 from vllm_ext.step_time.runtime import Coefficients, StepFeatures
 
 LIMITS = Limits(max_model_len=4096, max_num_seqs=128, max_num_batched_tokens=2048)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_ext.simulation.cost.devices import DEVICES, Device
 from vllm_ext.simulation.cost.models import MODELS
 from vllm_ext.simulation.cost.roofline import Roofline, pivot_tokens
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 
 
 def roofline(model: str, device: str | Device, split: int = 1) -> Roofline:

@@ -16,7 +16,7 @@ from vllm_ext.simulation.cost.fitted import Fitted, StepCurve
 from vllm_ext.simulation.cost.link import Direction
 from vllm_ext.simulation.cost.roofline import Roofline
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, build, build_link
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 
 SHAPE = StepShape.of_decodes(7, 1000).plus(StepShape.of_chunk(513))
 

@@ -18,13 +18,13 @@ from tests.support.engine_loop import EngineLoop
 from tests.support.fake_runner import FakeRunner
 from tests.support.preempting import PREEMPTING
 from vllm_ext.scheduling.scheduler import SteeredScheduler
-from vllm_ext.simulation.harness import block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.cost.step_shape import CostModel
+from vllm_ext.simulation.engine.harness import block_hasher, make_request, make_scheduler
 from vllm_ext.simulation.recorded import recorder, recording
 from vllm_ext.simulation.recorded.recording import Add, ClientRequest, EngineSettings, Header, Step, Update
-from vllm_ext.simulation.requests import SimRequest
 from vllm_ext.simulation.run import make_engine
 from vllm_ext.simulation.spec import EngineSpec, RecordSpec, SimulationSpec, resolve
-from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "upstream-fcfs": {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.simulation.latency import RequestTimeline
+from vllm_ext.simulation.measure.latency import RequestTimeline
 from vllm_ext.simulation.recorded.agreement import (
     Batch,
     aggregate_errors,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.recorded.recording import ClientRequest, RecordingError, Run
 from vllm_ext.simulation.recorded.run import arrival_windows, offsets, timed_steps
-from vllm_ext.simulation.step_shape import StepShape
 
 from .recorded_runs import add, client, header, step, update
 

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.simulation.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.build import GeneratedWorkload, build
+from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 

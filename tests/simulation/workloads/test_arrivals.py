@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.datasets import DatasetError
-from vllm_ext.simulation import arrivals
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.workloads import arrivals
 from vllm_ext.simulation.workloads.build import mean_rate
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 from .parts import jsonl, requests, serve, workload
 

@@ -15,8 +15,8 @@ from vllm_ext.config import SloConfig
 from vllm_ext.contract.objective import resolve
 from vllm_ext.hints import from_extra_args
 from vllm_ext.prediction.oracle import true_output_tokens
-from vllm_ext.simulation.requests import NO_SLO
 from vllm_ext.simulation.workloads.build import mean_error, sigma_of
+from vllm_ext.simulation.workloads.requests import NO_SLO
 from vllm_ext.simulation.workloads.spec import SloTarget
 
 from .parts import jsonl, requests

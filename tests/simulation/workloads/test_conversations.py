@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_ext.simulation.requests import SimRequest, Workload
+from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 from vllm_ext.simulation.workloads.token_ids import output_ids
 
 from .parts import requests, serve, workload

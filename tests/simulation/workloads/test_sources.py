@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from vllm_ext.datasets import DatasetError
-from vllm_ext.simulation import synthetic
-from vllm_ext.simulation.requests import SimRequest
+from vllm_ext.simulation.workloads import synthetic
 from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import SimRequest
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 from .parts import counts, jsonl, lengths, requests, workload

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_ext import datasets
-from vllm_ext.simulation import synthetic
+from vllm_ext.simulation.workloads import synthetic
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 

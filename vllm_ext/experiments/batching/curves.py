@@ -13,7 +13,7 @@ from vllm_ext.cellular.layout import CompiledGraph, compile_graph
 from vllm_ext.cellular.models.base import Model
 from vllm_ext.cellular.scheduler import Batching
 from vllm_ext.experiments.batching.virtual import Arrival, Costs, Served, StepCost, serve
-from vllm_ext.simulation.arrivals import poisson
+from vllm_ext.simulation.workloads.arrivals import poisson
 
 LSTM = StepCost(flat_s=185e-6, knee=64, full_s=784e-6, full=512)
 """A step of an LSTM of hidden size 1024: 185 us up to batches of 64, 784 us at 512 (sections 2.7.2 and 2.7.3)."""

@@ -12,8 +12,8 @@ from vllm_ext.experiments.experiment import Paper, Variant
 from vllm_ext.simulation.cost.roofline import pivot_tokens
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec
 from vllm_ext.simulation.cost.spec import build as build_cost
+from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 from vllm_ext.simulation.spec import RecordSpec, SimulationSpec
-from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.simulation.workloads.build import build
 from vllm_ext.simulation.workloads.spec import MixPart, SloTarget, TierSpec, WorkloadSpec
 from vllm_ext.systems import resolve

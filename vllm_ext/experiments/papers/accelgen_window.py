@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ext.experiments.runner import RunFailed
-from vllm_ext.simulation.requests import SimRequest, Workload
-from vllm_ext.simulation.run_data import RequestTable, RunData
+from vllm_ext.simulation.measure.run_data import RequestTable, RunData
 from vllm_ext.simulation.spec import SimulationSpec
 from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.requests import SimRequest, Workload
 
 K = TypeVar("K", bound=Hashable)
 Observed = Mapping[str, float]

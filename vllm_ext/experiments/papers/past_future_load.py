@@ -18,8 +18,8 @@ from vllm_ext.files import replaced
 from vllm_ext.report.claim import Claim
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.spec import RecordSpec
-from vllm_ext.simulation.synthetic import PRESETS
 from vllm_ext.simulation.workloads.spec import SloTarget, TierSpec
+from vllm_ext.simulation.workloads.synthetic import PRESETS
 
 PUBLISHED = base.past_future(0.05)
 

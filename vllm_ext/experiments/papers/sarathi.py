@@ -14,8 +14,8 @@ from vllm_ext.report.claim import Claim
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.spec import CostSpec, HardwareSpec, activation_bytes
 from vllm_ext.simulation.cost.spec import build as build_cost
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.spec import SimulationSpec
-from vllm_ext.simulation.step_shape import StepShape
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 DIFFERENCES = (

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from vllm_ext.config.model import first_problem
 from vllm_ext.files import replaced
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.step_time import profile as profiles
 from vllm_ext.step_time.least_squares import FOLDS, checked, robust
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from vllm_ext.simulation.cost.roofline import pivot_tokens
+from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 from vllm_ext.simulation.spec import Limits
-from vllm_ext.simulation.step_shape import CostModel, StepShape
 from vllm_ext.step_time.fit import Fit, fit
 from vllm_ext.step_time.profile_loads import MAX_BATCH_TOKENS, OUTPUT_TOKENS, SHORTEST_PROMPT, longest_prompt, plan
 from vllm_ext.step_time.runtime import DEFAULT_TILE_TOKENS, Pivot, RuntimeModel, StepFeatures

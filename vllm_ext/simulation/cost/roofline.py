@@ -24,7 +24,7 @@ import math
 
 from vllm_ext.simulation.cost.devices import Device
 from vllm_ext.simulation.cost.model_shape import Experts, ModelShape
-from vllm_ext.simulation.step_shape import CostModel, StepShape
+from vllm_ext.simulation.cost.step_shape import CostModel, StepShape
 
 _LOGIT_BYTES = 10
 """Traffic per logit: written in 2 bytes, read, written as fp32 and read by the sampler."""

@@ -15,7 +15,7 @@ from vllm_ext.simulation.cost.link import TransferLink
 from vllm_ext.simulation.cost.model_shape import ModelShape
 from vllm_ext.simulation.cost.models import find_model
 from vllm_ext.simulation.cost.roofline import Roofline
-from vllm_ext.simulation.step_shape import CostModel
+from vllm_ext.simulation.cost.step_shape import CostModel
 
 _RUNTIME_BYTES = 512 << 20
 """CUDA context, libraries' workspaces and CUDA graphs of one device: vLLM's start-up log shows some 0.3 to 0.8 GiB."""

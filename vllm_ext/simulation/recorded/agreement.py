@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ext.simulation.latency import RequestTimeline
+from vllm_ext.simulation.measure.latency import RequestTimeline
 
 _MS = 1000.0
 _SHORTEST_S = 1e-6

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_ext import envs
 from vllm_ext.hooks.patch import Addition, Patch, Undo
-from vllm_ext.simulation.run_data import Decision
+from vllm_ext.simulation.measure.run_data import Decision
 
 UTILITY = "vllm_ext_step_record"
 """Name of the engine core's utility call."""

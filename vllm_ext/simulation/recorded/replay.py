@@ -23,7 +23,8 @@ from vllm.v1.request import RequestStatus
 
 from vllm_ext.config import KEY
 from vllm_ext.scheduling.scheduler import SteeredScheduler
-from vllm_ext.simulation.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.engine.harness import SAME_NAMES, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.measure.run_data import Decision
 from vllm_ext.simulation.recorded.recorder import settings
 from vllm_ext.simulation.recorded.recording import (
     Add,
@@ -35,7 +36,6 @@ from vllm_ext.simulation.recorded.recording import (
     Step,
     Update,
 )
-from vllm_ext.simulation.run_data import Decision
 from vllm_ext.step_time.runtime import Pivot, RuntimeModel
 
 END_TOKEN_ID = -1

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.recorded.recording import Add, RecordingError, Run, Step, Update
-from vllm_ext.simulation.requests import SimRequest
-from vllm_ext.simulation.step_shape import StepShape
+from vllm_ext.simulation.workloads.requests import SimRequest
 
 _IDLE_S = 2e-4
 """An engine core that waits for work takes a request at once; by how much a single wake-up may differ."""

@@ -1,7 +1,7 @@
 """The simulator against the real engine: predict a recorded run from its arrivals, and compare with what happened.
 
 A fit takes two things from recorded steps: a cost model (`cost.fitted.fit_steps`) and two constants for what lies
-between a client and the scheduler (`recorded_run.offsets`). A prediction then runs the same scheduler with the same
+between a client and the scheduler (`recorded.run.offsets`). A prediction then runs the same scheduler with the same
 settings in virtual time on the recorded arrivals, prompts and lengths. Nothing else is adjusted.
 
 What is predicted is never what was fitted: the fit comes from another recording, or from the first half of the run in
@@ -26,7 +26,7 @@ from vllm_ext.report.claim import Claim
 from vllm_ext.report.results import Result, Workload, machine, versions
 from vllm_ext.report.table import Table
 from vllm_ext.simulation.cost.fitted import Fitted, fit_steps
-from vllm_ext.simulation.latency import RequestTimeline
+from vllm_ext.simulation.measure.latency import RequestTimeline
 from vllm_ext.simulation.recorded import agreement, recording
 from vllm_ext.simulation.recorded.agreement import Batch, Observed, compare
 from vllm_ext.simulation.recorded.recording import EngineSettings, RecordingError, Run

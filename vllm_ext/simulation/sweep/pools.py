@@ -28,7 +28,7 @@ def simulate_point(spec: SimulationSpec) -> dict[str, float]:
 
     vLLM is imported here: this is called in workers, or where there is but one process.
     """
-    from vllm_ext.simulation.metrics import summarise
+    from vllm_ext.simulation.measure.metrics import summarise
     from vllm_ext.simulation.run import simulate
 
     return {name: value for name, value in summarise(simulate(spec)).items() if math.isfinite(value)}

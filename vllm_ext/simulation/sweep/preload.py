@@ -10,5 +10,5 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import vllm_ext.simulation.metrics  # noqa: E402 - the threads are set before
+import vllm_ext.simulation.measure.metrics  # noqa: E402 - the threads are set before
 import vllm_ext.simulation.run  # noqa: E402, F401 - for those who are forked

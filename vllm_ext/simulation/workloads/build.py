@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from vllm_ext.datasets import DatasetError
 from vllm_ext.hints import MAX_OSL, SLO_KEYS
 from vllm_ext.prediction.oracle import HIDDEN_LENGTH_KEY
-from vllm_ext.simulation import arrivals
-from vllm_ext.simulation.requests import NO_SLO, SimRequest, Slo
-from vllm_ext.simulation.workloads import token_ids
+from vllm_ext.simulation.workloads import arrivals, token_ids
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
+from vllm_ext.simulation.workloads.requests import NO_SLO, SimRequest, Slo
 from vllm_ext.simulation.workloads.sources import Session, Source, Turn, read
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm_ext import datasets
 from vllm_ext.datasets import HASH_BLOCK_TOKENS, DatasetError
 from vllm_ext.prediction.text import estimated_tokens
-from vllm_ext.simulation import synthetic
+from vllm_ext.simulation.workloads import synthetic
 from vllm_ext.simulation.workloads.randomness import Purpose, choices, draws, generator
 from vllm_ext.simulation.workloads.spec import SourceSpec, WorkloadSpec
 

@@ -1,0 +1,1 @@
+"""What a run leaves behind, and the metrics, tables and traces that are made of it."""
