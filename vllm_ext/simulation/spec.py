@@ -165,9 +165,8 @@ def resolve(spec: SimulationSpec) -> Resolved:
     limits = limits_of(engine, hardware)
     num_blocks = engine.num_blocks
     if num_blocks is None:
-        bounds = limits._asdict()
-        del bounds["max_model_len"]
-        num_blocks = hardware.num_kv_blocks(engine.block_size, **bounds)
+        tokens, seats = limits.max_num_batched_tokens, limits.max_num_seqs
+        num_blocks = hardware.num_kv_blocks(engine.block_size, max_num_batched_tokens=tokens, max_num_seqs=seats)
     held_tokens = (num_blocks - 1) * engine.block_size
     if held_tokens < limits.max_model_len:
         raise ValueError(
