@@ -15,7 +15,6 @@ from typing import Any
 
 from vllm_ext import envs
 from vllm_ext.hooks.patch import Addition, Patch, Undo
-from vllm_ext.simulation.measure.run_data import Decision
 
 UTILITY = "vllm_ext_step_record"
 """Name of the engine core's utility call."""
@@ -73,8 +72,20 @@ class StepRecord:
 
     def step(self, entry: dict[str, Any], output: Any, throttled: bool) -> None:
         """Complete the entry of a ``schedule()``."""
-        entry.update(vars(Decision.of(output)), type="step", step=self._num_steps, throttled=throttled)
-        entry["computed"] = entry.pop("num_computed_tokens")
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = output.num_scheduled_tokens
+        entry.update(
+            type="step",
+            step=self._num_steps,
+            throttled=throttled,
+            scheduled=tuple(scheduled.items()),
+            computed=tuple(computed[req_id] for req_id in scheduled),
+            new=tuple(new.req_id for new in output.scheduled_new_reqs),
+            resumed=tuple(r for r in cached.req_ids if r in cached.resumed_req_ids),
+            preempted=tuple(sorted(output.preempted_req_ids or ())),
+        )
         self._step_numbers[id(output)] = self._num_steps  # its scheduler's loop holds on to it until the update
         self._num_steps += 1
 
