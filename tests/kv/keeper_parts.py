@@ -9,12 +9,11 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
+from tests.support.tier_audit import audit_owners
 from vllm_ext.kv.conversations.conversation import Conversation
 from vllm_ext.kv.conversations.keeper import Keeper
 from vllm_ext.kv.eviction.retention import Chain, RetentionCachePolicy
 from vllm_ext.kv.host.manager import TierManager
-
-from .tier_stateful_books import audit_owners
 
 CHUNK = 32
 

@@ -15,7 +15,7 @@ from vllm_ext.kv.conversations.admin import MOST_SHOWN
 from vllm_ext.kv.conversations.conversation import ConversationBook
 from vllm_ext.launch.features import needed_groups
 
-from .tier_stateful_rig import BLOCK_SIZE, Setup, TierRig
+from .tier_rig import BLOCK_SIZE, quiet
 
 TENANT, OTHER = "salt-of-a-tenant", "salt-of-another"
 
@@ -24,12 +24,12 @@ class Engine:
     """An engine whose conversations took a turn of three chunks each, a second apart; the last one holds four."""
 
     def __init__(self, **setup: Any) -> None:
-        self.rig = TierRig(Setup(**{"host_chunks": 40, "num_blocks": 60, "slow": 0.0, **setup}))
+        self.rig = quiet(**{"host_chunks": 40, "num_blocks": 60, **setup})
         for number, (name, salt) in enumerate([("a", None), ("b", TENANT), ("b", OTHER), ("c", None)]):
             first = 100 * (number + 1)
             chunks = 3 + (name == "c")
             self.rig.add(range(first, first + chunks * BLOCK_SIZE), 2, session=name, salt=salt)
-            self.finish()
+            self.rig.settle()
             self.rig.clock.advance(1.0)
 
     def __call__(self, action: str, **arguments: Any) -> dict[str, Any]:
@@ -39,10 +39,6 @@ class Engine:
         assert TENANT not in text
         assert OTHER not in text
         return answer
-
-    def finish(self) -> None:
-        while self.rig.loop.has_work:
-            self.rig.step()
 
     def names(self, cursor: int = 0, limit: int = 10) -> tuple[list[str], int, bool]:
         listed = self("list", cursor=cursor, limit=limit)
@@ -128,7 +124,7 @@ def test_salts_are_told_apart_and_not_shown() -> None:
 def test_an_anonymous_conversation_has_no_name() -> None:
     engine = Engine()
     engine.rig.add(range(700, 700 + 2 * BLOCK_SIZE), 2)
-    engine.finish()
+    engine.rig.settle()
     row = engine("list", cursor=0, limit=10)["conversations"][-1]
     assert row["name"] is None
     for name in ("unnamed-1", "None", ""):
@@ -142,7 +138,7 @@ def test_a_dropped_conversation_is_not_found_again() -> None:
     before = engine("statistics")
     for first, session in ((100, "a"), (400, "c")):
         engine.rig.add(range(first, first + 3 * BLOCK_SIZE + 1), 2, session=session)
-        engine.finish()
+        engine.rig.settle()
     after = engine("statistics")
     assert after["loaded_chunks"] - before["loaded_chunks"] == 3, "those of c"
     assert after["gone_chunks"]["dropped"] == 3

@@ -10,14 +10,13 @@ import pytest
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
+from tests.support.tier_audit import resident
 from vllm_ext.kv.connector.ahead_stores import AheadStores, IdleChunk
 from vllm_ext.kv.connector.prices import Bandwidth
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from vllm_ext.kv.eviction.retention import Chain
 
-from .tier_stateful_books import resident
-from .tier_stateful_copies import BYTES_PER_S
-from .tier_stateful_rig import BLOCK_SIZE, MIN_BLOCKS, Setup, TierRig
+from .tier_rig import BLOCK_SIZE, BYTES_PER_S, MIN_BLOCKS, TierRig, quiet
 
 PROMPT = 8 * BLOCK_SIZE
 CROWDED = MIN_BLOCKS + 2
@@ -27,7 +26,7 @@ ROOMY = 20 * MIN_BLOCKS
 
 def rig(*, num_blocks: int = CROWDED, recompute: float) -> TierRig:
     """An engine that runs two requests; computing a chunk again takes so many times as long as copying it out."""
-    found = TierRig(Setup(store="ahead", slow=0.0, num_blocks=num_blocks, host_chunks=500, max_num_seqs=2))
+    found = quiet(store="ahead", num_blocks=num_blocks, host_chunks=500, max_num_seqs=2)
     found.side.prices.out.observe(BYTES_PER_S, 1.0)
     price(found, lambda end: recompute * found.side.prices.store_s(found.side.prices.chunk_tokens))
     return found

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey
 
+from tests.support.tier_audit import resident
 from vllm_ext.kv.connector.ahead_stores import AheadStores
 from vllm_ext.kv.conversations import branches
 from vllm_ext.kv.conversations.conversation import Conversation, Turn
@@ -18,8 +19,7 @@ from vllm_ext.kv.conversations.conversation import Conversation, Turn
 from .disk_parts import CHUNK_TOKENS
 from .disk_parts import rig as disk_rig
 from .keeper_parts import Tier
-from .tier_stateful_books import resident
-from .tier_stateful_rig import BLOCK_SIZE, MIN_BLOCKS, Setup, TierRig
+from .tier_rig import BLOCK_SIZE, MIN_BLOCKS, TierRig, quiet
 
 OURS = ("retention", "tail", "leading")
 
@@ -152,7 +152,7 @@ def test_clients_that_invent_salts_and_conversations_fill_no_memory(monkeypatch:
 
 def thinking(store: str, **options: Any) -> TierRig:
     """An engine that has learned to keep prompts only."""
-    rig = TierRig(Setup(store=store, slow=0.0, num_blocks=2 * MIN_BLOCKS, host_chunks=400, **options))
+    rig = quiet(store=store, host_chunks=400, **options)
     if store == "ahead":
         rig.side.stores.free_fraction = 0.9
     for number in range(9):
@@ -228,7 +228,7 @@ def test_on_a_full_device_no_generated_chunk_is_copied_while_its_request_runs(mo
 
 
 def test_a_branch_that_is_left_behind_on_the_device_is_not_copied() -> None:
-    rig = TierRig(Setup(store="ahead", slow=0.0, num_blocks=6 * MIN_BLOCKS, host_chunks=400))
+    rig = quiet(store="ahead", num_blocks=6 * MIN_BLOCKS, host_chunks=400)
     rig.side.stores.free_fraction = 0.001
     prompt = list(range(100, 100 + 2 * BLOCK_SIZE))
     req_id = rig.add(prompt, 4 * BLOCK_SIZE, session="c")

@@ -14,7 +14,7 @@ from vllm_ext import hints
 from vllm_ext.hints import HintError, RequestHints
 
 from .keeper_parts import Tier
-from .tier_stateful_rig import Setup, TierRig
+from .tier_rig import quiet
 
 NUM_HINTS = 10_000
 NUM_SERVED = 200
@@ -98,7 +98,7 @@ def test_the_tier_follows_what_is_allowed_and_loses_nothing() -> None:
 
 def test_the_scheduler_counts_what_it_ignores_and_serves_everybody() -> None:
     dice = random.Random(2)
-    rig = TierRig(Setup(slow=0.0, max_num_seqs=32, token_budget=128, num_blocks=80))
+    rig = quiet(max_num_seqs=32, token_budget=128, num_blocks=80)
     bad = 0
     for number in range(NUM_SERVED):
         extra, salt = drawn(dice), dice.choice([None, "s"])

@@ -17,9 +17,8 @@ from vllm_ext.kv.partial_prefix.search import Kept
 from .disk_parts import contents, key, rig
 from .fingerprint import fingerprint
 from .gap_talks import BLOCK, DEPTHS, Talks, words
-from .step_loads_rig import StepRig
-from .test_step_loads_stateful import on_the_host_only, quiet
-from .tier_stateful_driver import STEPS_PER_ENGINE, Walked, draw_setup, live
+from .tier_rig import quiet
+from .tier_walk import STEPS_PER_ENGINE, walk
 
 _LOOKED_AT = 23
 """Of so many look-ups one is compared with all that can be reached before and after: that takes long."""
@@ -30,7 +29,7 @@ class Compared:
 
     def __init__(self, side: Any) -> None:
         self.side = side
-        self.answers: dict[str, int] = {"nothing": 0, "between": 0, "within": 0, "later": 0}
+        self.answers: set[str] = set()
         self._real = side.get_num_new_matched_tokens
         self._count = 0
         side.get_num_new_matched_tokens = self._ask
@@ -47,31 +46,27 @@ class Compared:
         tokens, between = self._real(request, local_tokens, *limit, **named)
         assert peeked == again == (tokens or 0, between and bool(tokens))
         assert can_tell is (tokens is not None)
-        kind = "later" if tokens is None else "between" if between else "within" if tokens else "nothing"
-        self.answers[kind] += 1
+        self.answers.add("later" if tokens is None else "between" if between else "within" if tokens else "nothing")
         return tokens, between
 
 
 @pytest.mark.parametrize(("load", "ways"), [("between", {"between"}), ("in-step", {"within"}), ("auto", {"within"})])
 def test_it_agrees_with_the_real_look_up_whatever_happens(load: str, ways: set[str]) -> None:
     """In engines of all kinds: stores, policies, failures, resets, preemptions, requests that share prefixes."""
-    dice, seen, answers = random.Random(5), Walked(), dict.fromkeys(("nothing", "between", "within", "later"), 0)
-    for engine in range(12):
-        setup = draw_setup(dice, engine, load=load, failing_loads=dice.choice([0.0, 0.3]))
-        rig = StepRig(setup)
-        compared = Compared(rig.side)
-        try:
-            live(rig, dice, STEPS_PER_ENGINE // 4, seen)
-        except Exception as error:
-            error.add_note(f"engine {engine}: {setup}")
-            raise
-        answers = {kind: count + compared.answers[kind] for kind, count in answers.items()}
-    assert {kind for kind, count in answers.items() if count} >= {"nothing", "later", *ways}
+    compared: list[Compared] = []
+    walk(
+        3 * STEPS_PER_ENGINE,
+        5,
+        steps_per_engine=STEPS_PER_ENGINE // 4,
+        watch=lambda rig: compared.append(Compared(rig.side)),
+        load=load,
+    )
+    assert {kind for one in compared for kind in one.answers} >= {"nothing", "later", *ways}
 
 
 def test_a_request_may_bound_what_is_loaded_or_ask_not_to_read() -> None:
     rig = quiet(load="between")
-    on_the_host_only(rig, range(100, 124))
+    rig.leave_on_host(range(100, 124))
     rig.add(range(100, 130), 1)
     request = rig.scheduler.requests["r1"]
     assert rig.side.peek(request, 0) == (24, True)
@@ -87,7 +82,7 @@ def test_a_request_may_bound_what_is_loaded_or_ask_not_to_read() -> None:
 
 def test_no_chunk_behind_the_first_missing_one_is_looked_for() -> None:
     rig = quiet(load="between")
-    on_the_host_only(rig, range(100, 112))
+    rig.leave_on_host(range(100, 112))
     rig.add([*range(100, 112), *range(200, 240)], 1)
     asked: list[Any] = []
     get = rig.side.manager.policy.get
@@ -167,22 +162,7 @@ def test_what_is_kept_behind_gaps_agrees_too(depth: int, seed: int) -> None:
         return tokens
 
     gaps.kept_tokens = compared
-    shared = words(99, 6 * BLOCK)
-    busy: dict[str, str] = {}
-    while len(found) < 150:
-        name = rng.choice("abcd")
-        if name not in busy and len(busy) < 3:
-            if not talks.history.get(name) or len(talks.history[name]) > 300:
-                talks.history[name] = list(shared)
-            busy[name] = talks.say(name, words(rng.randint(0, 10**6), rng.randint(1, 40)), answer=rng.randint(1, 30))
-        for _ in range(rng.randint(1, 8)):
-            talks.step()
-        idle = [block for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None]
-        pool.evict_blocks({block.block_id for block in rng.sample(idle, min(len(idle), rng.randint(0, 3)))})
-        for name in [n for n, req_id in busy.items() if req_id not in talks.scheduler.requests]:
-            talks.answered(name)
-            del busy[name]
-    talks.drain()
+    talks.walk(rng, words(99, 6 * BLOCK), clients=3, lose=1.0)
     assert any(kept.idle_blocks for kept in found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     TransferStats,
 )
 
+from tests.support.tier_audit import resident
 from vllm_ext.kv.connector.statistics import TierAccount
 from vllm_ext.kv.connector.tiered import TierWorkerMetadata
 from vllm_ext.kv.host import tally
 from vllm_ext.kv.host.report import LOAD, STORE, WorkerReport
 
-from .tier_stateful_books import resident
-from .tier_stateful_driver import Walked, _Client, draw_setup
-from .tier_stateful_rig import BLOCK_SIZE, Setup, TierRig
+from .tier_rig import BLOCK_SIZE, Setup, TierRig, quiet
+from .tier_walk import walk
 
 
 def check(rig: TierRig) -> dict[str, Any]:
@@ -54,34 +53,25 @@ def test_how_chunks_are_stored_is_told(store: str, prefix_caching: bool, meant: 
     assert (rig.side.stores is not None) == (meant == "ahead")
 
 
-def settle(rig: TierRig) -> None:
-    """Step until all is over; unlike `TierRig.drain` it leaves the tier as it is."""
-    while rig.loop.has_work:
-        rig.step()
+def test_placed_chunks_are_there_or_gone_for_a_reason() -> None:
+    def check_after_each_step(rig: TierRig) -> None:
+        audit = rig.audit
 
+        def audit_and_check() -> None:
+            audit()
+            gone = check(rig)["gone_chunks"]
+            assert gone["unwritten"] + gone["unreadable"] == rig.side.manager.dropped_chunks
 
-@pytest.mark.parametrize("number", range(12))
-def test_placed_chunks_are_there_or_gone_for_a_reason(number: int) -> None:
-    dice = random.Random(number)
-    rig = TierRig(draw_setup(dice, number))
-    client, seen = _Client(rig, dice), Walked()
-    client._resets = 0.0  # those have a test of their own
-    for _ in range(200):
-        client.act(seen)
-        rig.step()
-        check(rig)
-    settle(rig)
-    state = check(rig)
-    assert state["gone_chunks"]["unwritten"] + state["gone_chunks"]["unreadable"] == rig.side.manager.dropped_chunks
-    assert state["loaded_chunks"] >= 0
-    assert state["host"]["writing_chunks"] == state["host"]["reading_chunks"] == 0, "nothing is under way any more"
+        rig.audit = audit_and_check  # type: ignore[method-assign]
+
+    walk(2_400, 0, steps_per_engine=200, watch=check_after_each_step)
 
 
 def test_a_time_to_live_and_a_hand_are_told_apart() -> None:
-    rig = TierRig(Setup(host_chunks=40, slow=0.0))
+    rig = quiet(host_chunks=40)
     for number, session in enumerate(("a", "b")):
         rig.add(range(100 * (number + 1), 100 * (number + 1) + 3 * BLOCK_SIZE), 2, session=session)
-    settle(rig)
+    rig.settle()
     keeper = rig.side.keeper
     first, second = (keeper.book.find(name)[""] for name in ("a", "b"))
     held = len(first.keys), len(second.keys)
@@ -98,9 +88,9 @@ def test_a_time_to_live_and_a_hand_are_told_apart() -> None:
 
 
 def test_chunks_that_find_no_place_are_refused() -> None:
-    rig = TierRig(Setup(host_chunks=1, slow=0.0))
+    rig = quiet(host_chunks=1)
     rig.add(range(100, 100 + 8 * BLOCK_SIZE), 2)
-    settle(rig)
+    rig.settle()
     state = check(rig)
     assert state["refused_chunks"] > 0
     assert state["host"]["used_chunks"] <= 1
@@ -133,10 +123,10 @@ def test_without_others_to_compute_a_load_holds_the_engine_up() -> None:
     rig = TierRig(Setup(host_chunks=40, prefix_caching=False, slow=0.9))
     tokens = range(100, 100 + 8 * BLOCK_SIZE)
     rig.add(tokens, 2)
-    settle(rig)
+    rig.settle()
     before = rig.scheduler.tier_account.stalled_s
     rig.add(tokens, 2)
-    settle(rig)
+    rig.settle()
     state = check(rig)
     assert state["loaded_chunks"] > 0
     assert state["exposed_s"]["load"] >= rig.scheduler.tier_account.stalled_s
@@ -144,14 +134,14 @@ def test_without_others_to_compute_a_load_holds_the_engine_up() -> None:
     assert idle_s > before
     rig.clock.advance(1000.0)
     rig.add(range(500, 500 + 4 * BLOCK_SIZE), 2)
-    settle(rig)
+    rig.settle()
     assert rig.scheduler.tier_account.stalled_s == idle_s, "an engine without requests does not wait"
 
 
 def test_a_reset_takes_all_chunks() -> None:
-    rig = TierRig(Setup(host_chunks=40, slow=0.0))
+    rig = quiet(host_chunks=40)
     rig.add(range(100, 100 + 6 * BLOCK_SIZE), 2)
-    settle(rig)
+    rig.settle()
     held = check(rig)["host"]["used_chunks"]
     assert rig.scheduler.reset_connector_cache()
     state = check(rig)

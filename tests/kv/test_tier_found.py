@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from vllm_ext.kv.eviction.retention import Chain
 from vllm_ext.kv.host.manager import TierManager
 
-from .tier_stateful_rig import MIN_BLOCKS, Setup, TierRig
-
-
-def key(number: int) -> OffloadKey:
-    return make_offload_key(number.to_bytes(32, "big"), 0)
+from .disk_parts import key
+from .tier_rig import MIN_BLOCKS, quiet
 
 
 def test_what_a_dropped_chunk_followed_can_be_evicted_again() -> None:
@@ -40,14 +37,9 @@ def test_what_a_dropped_chunk_followed_can_be_evicted_again() -> None:
     assert manager.prepare_store([key(3), key(4), key(5)], other) is not None
 
 
-def quiet_rig(**options: object) -> TierRig:
-    """An engine whose copies take no time."""
-    return TierRig(Setup(**{"slow": 0.0, "num_blocks": 2 * MIN_BLOCKS, "host_chunks": 30, **options}))  # type: ignore[arg-type]
-
-
 def test_a_cache_may_be_reset_twice_before_the_next_step() -> None:
     """vLLM's connector asserts that nothing is left to flush, which the first reset leaves to the next step."""
-    rig = quiet_rig()
+    rig = quiet()
     rig.add(range(100, 130), 20)
     while not rig.side._jobs:
         rig.step()
@@ -61,7 +53,7 @@ def test_a_request_that_a_reset_preempts_may_load_in_the_next_step() -> None:
 
     Its chunks are on the host, the device has forgotten them, so that the next step takes them from there.
     """
-    rig = quiet_rig()
+    rig = quiet()
     rig.add(range(100, 130), 20)
     while len(rig.loop.outcomes["r0"].token_ids) < 3 or rig.side._jobs:
         rig.step()
@@ -79,7 +71,7 @@ def test_a_reset_does_not_fail_while_a_load_is_under_way(connector: bool, aborte
 
     So what had been computed with the old weights was found again with the new ones.
     """
-    rig = quiet_rig(slow=0.9, num_blocks=MIN_BLOCKS)
+    rig = quiet(slow=0.9, num_blocks=MIN_BLOCKS)
     rig.add(range(100, 130), 3)
     rig.settle()
     rig.add(range(200, 255), 3)  # takes the device's blocks
@@ -100,7 +92,7 @@ def test_a_reset_that_fails_leaves_nothing_of_the_old_weights() -> None:
 
     They would find what they had computed with the old weights, on the device or on the host, when they go on.
     """
-    rig = quiet_rig(async_scheduling=True)
+    rig = quiet(async_scheduling=True)
     rig.add(range(100, 130), 20)
     while len(rig.loop.outcomes["r0"].token_ids) < 3 or not rig.loop.num_in_flight:
         rig.step()
@@ -115,7 +107,7 @@ def test_a_failed_load_keeps_no_blocks_free_for_a_request_that_holds_none() -> N
     Its request had given back its blocks and waited behind others; those found too few blocks for loads of their own,
     although nothing ran: nobody ever moved again.
     """
-    rig = quiet_rig(failing_loads=1.0, prefix_caching=False)
+    rig = quiet(failing_loads=1.0, prefix_caching=False)
     rig.add(range(100, 130), 3)
     rig.settle()
     rig.add(range(100, 130), 3)
@@ -133,7 +125,7 @@ def test_copies_from_before_a_reset_are_through_before_their_places_are_written_
     But a store that the same step can't do without (its blocks are taken at once) was handed to the worker before the
     wait: into a place of the pool from which a load still read.
     """
-    rig = quiet_rig()
+    rig = quiet()
     calls: list[tuple[str, Any]] = []
     rig.copies.submit_store = lambda job_id, *specs: calls.append(("store", job_id)) or True  # type: ignore[method-assign, func-returns-value]
     rig.copies.wait = lambda job_ids: calls.append(("wait", set(job_ids)))  # type: ignore[method-assign]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
+from vllm_ext.config.kv_tier import AHEAD, AUTO, BETWEEN, IN_STEP, PREFIX_POLICIES, STORES
 
-from .tier_stateful_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
+from .tier_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 
 STEPS_PER_ENGINE = 1_000
 _MOST_LIVE = 9
@@ -31,26 +33,38 @@ class Walked:
     evicted_chunks: int = 0
     dropped_chunks: int = 0
     unsaved_chunks: int = 0
+    step_loads: int = 0
+    failed_step_loads: int = 0
+    spoilt_requests: int = 0
 
 
-def walk(num_steps: int, seed: int, seen: Walked | None = None, **fixed: object) -> Walked:
+def walk(
+    num_steps: int,
+    seed: int,
+    *,
+    steps_per_engine: int = STEPS_PER_ENGINE,
+    watch: Callable[[TierRig], object] = lambda rig: None,
+    **fixed: object,
+) -> Walked:
     """Take so many steps of engine cores, each checked; every engine is drained at its end.
 
     Args:
-        num_steps: At least; an engine takes `STEPS_PER_ENGINE` and what draining it needs.
+        num_steps: At least; an engine takes ``steps_per_engine`` and what draining it needs.
         seed: Of all chance; also says with which engine to begin.
-        seen: What is added to; None: nothing yet.
+        watch: Called with each engine before its first step.
         fixed: Fields of `Setup` that are not to be drawn.
 
     Raises:
         AuditError: (an AssertionError) a check failed; the note names the engine.
     """
-    seen = seen or Walked()
+    seen = Walked()
     dice = random.Random(seed)
     while seen.steps < num_steps:
-        setup = draw_setup(dice, seed * num_steps // STEPS_PER_ENGINE + seen.engines, **fixed)
+        setup = draw_setup(dice, seed * num_steps // steps_per_engine + seen.engines, **fixed)
         try:
-            live(TierRig(setup), dice, min(STEPS_PER_ENGINE, num_steps), seen)
+            rig = TierRig(setup)
+            watch(rig)
+            live(rig, dice, min(steps_per_engine, num_steps), seen)
         except Exception as error:
             error.add_note(f"walk({num_steps}, seed={seed}), engine {seen.engines}: {setup}")
             raise
@@ -63,23 +77,24 @@ def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
     number, store = divmod(number, len(STORES))
     number, policy = divmod(number, len(PREFIX_POLICIES))
     copies_pay = (number + policy) % 2 == 0
-    drawn: dict[str, object] = {
+    drawn: dict[str, Any] = {
         "async_scheduling": bool(asynchronous),
         "store": STORES[store],
+        "load": dice.choice([BETWEEN, BETWEEN, IN_STEP, AUTO]),
         "policy": PREFIX_POLICIES[policy],
         "bits": (16, 8)[number % 2],
         "prefix_caching": dice.random() < 0.8 or STORES[store] == AHEAD,
         "host_chunks": dice.choice([1, 3, 6, 12, 40]),
         "num_blocks": dice.choice([MIN_BLOCKS, MIN_BLOCKS + 3, MIN_BLOCKS + 10, 3 * MIN_BLOCKS]),
-        "max_num_seqs": dice.choice([2, 4, 6]),
+        "max_num_seqs": dice.choice([1, 2, 4, 6]),
         "token_budget": dice.choice([8, 24, 64]),
-        "slow": dice.choice([0.0, 0.2, 0.5, 0.9]),
+        "slow": dice.choice([0.0, 0.2, 0.5, 0.9, 1.0]),
         "failing_stores": dice.choice([0.0, 0.0, 0.1, 0.5]),
         "failing_loads": dice.choice([0.0, 0.0, 0.1, 0.5]),
         "copies_pay": copies_pay,
         "seed": dice.randrange(2**32),
     }
-    return Setup(**{**drawn, **fixed})  # type: ignore[arg-type]
+    return Setup(**{**drawn, **fixed})
 
 
 def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> None:
@@ -100,6 +115,9 @@ def live(rig: TierRig, dice: random.Random, num_steps: int, seen: Walked) -> Non
     seen.hit_tokens += int(counters["tier_hit_tokens"])
     seen.evicted_chunks += int(counters["tier_evicted_chunks"])
     seen.dropped_chunks += int(counters["tier_dropped_chunks"])
+    seen.step_loads += rig.copies.step_loads
+    seen.failed_step_loads += rig.copies.failed_step_loads
+    seen.spoilt_requests += rig.auditor.spoilt_requests
     seen.unsaved_chunks += 0 if rig.side.stores is None else rig.side.stores.unsaved
 
 

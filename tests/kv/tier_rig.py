@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, GPULoadStoreSpec, TransferResult
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.audit import AuditError, audit
 from tests.support.engine_loop import EngineLoop
-from tests.support.tier_audit import TransferAuditor
-from vllm_ext.config.kv_tier import KvTierConfig
+from tests.support.tier_audit import TransferAuditor, audit_quiet, audit_reservations, audit_tier
+from vllm_ext.config.kv_tier import QUANTISED, KvTierConfig
 from vllm_ext.contract import Room, Step
+from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.connector.options import transfer_config
+from vllm_ext.kv.host.report import WorkerReport
+from vllm_ext.kv.host.worker import TierWorker
 from vllm_ext.kv.partial_prefix.layout import layouts_of
-from vllm_ext.simulation.engine.events import VirtualClock
-from vllm_ext.simulation.engine.harness import KvShape, block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.engine.tier import Tier, worker_side
-from vllm_ext.simulation.engine.token_runner import TokenRunner
+from vllm_ext.simulation.cost.link import Direction, TransferLink
+from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
+from vllm_ext.simulation.tier import Tier, worker_side
+from vllm_ext.simulation.token_runner import TokenRunner
+from vllm_ext.simulation.virtual_clock import VirtualClock
 from vllm_ext.systems import System, register
 from vllm_ext.systems.upstream import Arrival, InOrder
-
-from .tier_stateful_books import audit_quiet, audit_reservations, audit_tier
-from .tier_stateful_copies import ChaosCopies
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 """vLLM requires that a single request of the greatest length fits; one block is reserved."""
 _LAYERS, _PAGE_BYTES = 2, 4096
+_BLOCK_BYTES = _LAYERS * _PAGE_BYTES
 _LONGEST_WAIT_STEPS = 400
 """Without a token, though requests are left: longer than any copy takes."""
 _IDLE_S = 1.0
@@ -78,11 +85,100 @@ class Setup:
     seed: int = 0
 
 
+_DELAYS_S = (0.0, 0.0, 0.5, 1.0, 3.0, 10.0, 40.0)
+"""Until a copy is through; a step takes about a second. The last is longer than most requests live."""
+
+BYTES_PER_S = 4e9
+"""What a copy is reported to have moved while it was made, however long it lay in a queue."""
+
+
+class ChaosCopies(SimulatedCopies, TierWorker):
+    """Copies that take as long as dice say, end in any order, and fail; those within a step are through when it ends.
+
+    It is a `TierWorker`, so that the connector asks it what failed; it has no thread.
+    """
+
+    def __init__(self, setup: Setup, auditor: TransferAuditor) -> None:
+        SimulatedCopies.__init__(self, TransferLink(1.0), block_bytes=float(_BLOCK_BYTES))
+        self.auditor = auditor
+        self.failed_jobs = self.step_loads = self.failed_step_loads = self.loaded_in_steps = 0
+        """All but the last, which is in blocks, are jobs."""
+        self.failing = {Direction.TO_HOST: setup.failing_stores, Direction.TO_DEVICE: setup.failing_loads}
+        """Share of jobs that fail."""
+        self._slow = setup.slow
+        self._dice = random.Random(setup.seed)
+        self._ends: dict[int, float] = {}
+        self._specs: dict[int, tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]] = {}
+        self._report = WorkerReport()
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that are not through."""
+        return len(self._begun)
+
+    def load_by_layer(self, jobs: Mapping[int, TransferJob]) -> Any:
+        """Load all at once."""
+        for job_id, job in jobs.items():
+            self.submit_load(job_id, job.src_spec, job.dst_spec)
+            self.failed_step_loads += self._end(job_id, in_step=True)
+            self.loaded_in_steps += len(job.dst_spec.block_ids)
+        self.step_loads += len(jobs)
+        return SimpleNamespace(wait=lambda tensor=None: None, tensors=())
+
+    def take_report(self) -> WorkerReport:
+        """Return what failed since the last time; no time passes here."""
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def next_end_s(self) -> float | None:
+        """Return when the next job will be through; None if there is none."""
+        return min(self._ends.values(), default=None)
+
+    def shutdown(self) -> None:
+        """There is no thread to end."""
+
+    def _submit(self, job_id: int, direction: Direction, device: GPULoadStoreSpec, host: BlockIDsLoadStoreSpec) -> bool:
+        start_s = max(self.host_s, self.stream_s)
+        self._begun[job_id] = _Transfer(start_s, job_id, direction, len(device.block_ids), 1)
+        self._specs[job_id] = device, host
+        slow = self._dice.random() < self._slow
+        self._ends[job_id] = start_s + (self._dice.choice(_DELAYS_S) if slow else 0.0) + self._dice.random() / 8
+        self.auditor.submitted(job_id, direction, device, host)
+        return True
+
+    def _run_until(self, now: float) -> None:
+        through = [job_id for job_id, end_s in self._ends.items() if end_s <= now]
+        self._dice.shuffle(through)
+        for job_id in through:
+            self._end(job_id)
+
+    def _end(self, job_id: int, *, in_step: bool = False) -> bool:
+        """Let a job be through; return whether it failed."""
+        transfer, (device, host) = self._begun.pop(job_id), self._specs.pop(job_id)
+        del self._ends[job_id]
+        lost: list[int] = []
+        if failed := self._dice.random() < self.failing[transfer.direction]:
+            self.failed_jobs += 1
+            lost = self._fail(transfer, device.block_ids.tolist(), host.block_ids.tolist())
+        self.auditor.finished(job_id, lost, in_step=in_step)
+        num_bytes = int(transfer.num_blocks * self.block_bytes)
+        self._results.append(TransferResult(job_id, True, num_bytes, num_bytes / BYTES_PER_S))
+        return failed
+
+    def _fail(self, transfer: _Transfer, blocks: list[int], chunks: list[int]) -> list[int]:
+        """Note a failure as `TierWorker` does; return the blocks of the target that hold nothing."""
+        if transfer.direction is Direction.TO_DEVICE:
+            self._report.chunks.update(chunks)
+            self._report.blocks.update(blocks)
+            self._report.load_jobs.add(transfer.job_id)
+            return blocks
+        broken = [chunk for chunk in chunks if self._dice.random() < 0.5] or chunks
+        self._report.chunks.update(broken)
+        return broken
+
+
 class TierRig:
     """Applies events to an engine with a tier, and checks it after each step."""
-
-    copies_type: type[ChaosCopies] = ChaosCopies
-    auditor_type: type[TransferAuditor] = TransferAuditor
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -94,15 +190,8 @@ class TierRig:
         self.scheduler = self._make_scheduler(setup)
         self.scheduler.clock = self.clock
         self.side: Any = self.scheduler.connector.connector_scheduler
-        self.copies = self.copies_type(
-            random.Random(setup.seed),
-            block_bytes=_LAYERS * _PAGE_BYTES,
-            slow=setup.slow,
-            failing_stores=setup.failing_stores,
-            failing_loads=setup.failing_loads,
-        )
-        self.auditor = self.auditor_type(self.scheduler)
-        self.copies.auditor = self.auditor
+        self.auditor = TransferAuditor(self.scheduler)
+        self.copies = ChaosCopies(setup, self.auditor)
         self.tier = Tier(self.scheduler, worker_side(self.scheduler), self.copies)
         self.tier.use_clock(self.clock)
         if not setup.copies_pay and self.side.stores is not None:
@@ -111,21 +200,15 @@ class TierRig:
         self.steps = self.num_preemptions = 0
         self._waited = 0
         self._live: list[str] = []
-        self._count_preemptions()
+        self._after("_preempt_request", self._count_preemption)
+        self._after("update_from_output", self._forgive_no_more)
 
     @staticmethod
     def _make_scheduler(setup: Setup) -> Any:
-        tier = KvTierConfig(
-            gib=1.0,
-            bits=setup.bits,
-            policy=setup.policy,
-            store=setup.store,
-            load=setup.load,
-        )
+        tier = KvTierConfig(gib=1.0, bits=setup.bits, policy=setup.policy, store=setup.store, load=setup.load)
         config = transfer_config(tier)
-        chunk_bytes = _LAYERS * _PAGE_BYTES
-        if setup.bits == 8:
-            chunk_bytes = _record_bytes() * _LAYERS
+        record = RecordFormat(PageLayout.rows(torch.bfloat16, 1, _PAGE_BYTES // (4 * BLOCK_SIZE), BLOCK_SIZE))
+        chunk_bytes = _LAYERS * (record.record_bytes if setup.bits == QUANTISED else _PAGE_BYTES)
         config.kv_connector_extra_config["cpu_bytes_to_use"] = setup.host_chunks * chunk_bytes
         return make_scheduler(
             "vllm_ext.scheduling.scheduler.SteeredScheduler",
@@ -139,17 +222,25 @@ class TierRig:
             additional_config={"vllm_ext": {"system": setup.system}},
             log_stats=False,
             kv_transfer_config=config,
-            kv_shape=KvShape(_LAYERS * _PAGE_BYTES, layers=_LAYERS, dtype="bfloat16"),
+            kv_shape=KvShape(_BLOCK_BYTES, layers=_LAYERS, dtype="bfloat16"),
         )
 
-    def _count_preemptions(self) -> None:
-        original = self.scheduler._preempt_request
+    def _after(self, method: str, then: Callable[..., None]) -> None:
+        """Let something follow each call of a method of the scheduler's."""
+        original = getattr(self.scheduler, method)
 
-        def preempt(*args: Any, **kwargs: Any) -> None:
-            self.num_preemptions += 1
-            original(*args, **kwargs)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            then(*args)
+            return result
 
-        self.scheduler._preempt_request = preempt
+        setattr(self.scheduler, method, called)
+
+    def _count_preemption(self, *_: Any) -> None:
+        self.num_preemptions += 1
+
+    def _forgive_no_more(self, output: SchedulerOutput, *_: Any) -> None:
+        self.auditor.failed_outputs = [failed for failed in self.auditor.failed_outputs if failed is not output]
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -241,6 +332,12 @@ class TierRig:
             while self.loop.has_work:
                 self.step()
 
+    def leave_on_host(self, prompt: Sequence[int]) -> None:
+        """Compute a prompt, and let the device forget it."""
+        self.add(prompt, 1)
+        self.settle()
+        assert self.reset(running=False, connector=False)
+
     def drain(self) -> None:
         """Step until all is over, empty the tier, and check that nothing is left and nobody was lost.
 
@@ -293,11 +390,6 @@ class _Runner:
         """Said by `EngineLoop`; the auditor knows."""
 
 
-def _record_bytes() -> int:
-    """Bytes of a layer's record in 8 bits; asked of the format, so that the tier holds exactly so many chunks."""
-    import torch
-
-    from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
-
-    channels = _PAGE_BYTES // (2 * BLOCK_SIZE)
-    return RecordFormat(PageLayout.rows(torch.bfloat16, 1, channels // 2, BLOCK_SIZE)).record_bytes
+def quiet(**options: Any) -> TierRig:
+    """An engine whose copies take no time and do not fail."""
+    return TierRig(Setup(**{"slow": 0.0, "num_blocks": 2 * MIN_BLOCKS, "host_chunks": 30, **options}))
