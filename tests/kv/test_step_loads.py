@@ -9,69 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata, TransferJob
 
-from tests.extent import HANG_S
-from vllm_ext.config.errors import ConfigError
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED, KvTierConfig
 from vllm_ext.kv.connector.options import transfer_config
-from vllm_ext.kv.connector.step_loads import TierMetadata
+from vllm_ext.kv.connector.step_loads import TierMetadata, between_s, exposed_s, in_step_is_cheaper
 from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.kv.connector.worker import LayerwiseWorker
 from vllm_ext.kv.host.worker import TierWorker
 
-from .tier_worker_parts import LAYOUT, codec, device, host, random_kv
+from .tier_worker_parts import LAYOUT, SteppedCodec, codec, device, host, random_kv, stepped_worker
 
 LAYERS = 3
 
 
-class SteppedCodec:
-    """Copies nothing; each call waits for its turn, and is noted as (direction, tensor, chunks)."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, list[int]]] = []
-        self.fails: set[tuple[int, int]] = set()
-        """(tensor, chunk)."""
-        self.came = threading.Semaphore(0)
-        self._turns = threading.Semaphore(0)
-
-    def go(self, times: int = 1000) -> None:
-        """Let so many calls through."""
-        self._turns.release(times)
-
-    def store(self, tensor: int, blocks: Any, chunks: Any) -> Any:
-        self._call("store", tensor, chunks.tolist())
-        return torch.ones(len(chunks), dtype=torch.bool).numpy()
-
-    def load(self, tensor: int, chunks: Any, blocks: Any) -> None:
-        self._call("load", tensor, chunks.tolist())
-
-    def _call(self, direction: str, tensor: int, chunks: list[int]) -> None:
-        self.calls.append((direction, tensor, chunks))
-        self.came.release()
-        assert self._turns.acquire(timeout=HANG_S)
-        if any((tensor, chunk) in self.fails for chunk in chunks):
-            raise OSError("injected: no such chunk")
-
-
 @pytest.fixture
 def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
-    copies = SteppedCodec()
-    worker = TierWorker(copies, [range(LAYERS)], chunk_bytes=100)
-    yield copies, worker
-    copies.go()
-    worker.shutdown()
+    yield from stepped_worker(LAYERS)
 
 
 def jobs(*numbers: int) -> dict[int, TransferJob]:
     """Load ``number`` brings the chunk of that number into the block of that number."""
     return {number: TransferJob(f"r{number}", host([number]), device([number])) for number in numbers}
-
-
-def came(copies: SteppedCodec, times: int = 1) -> None:
-    for _ in range(times):
-        assert copies.came.acquire(timeout=HANG_S)
 
 
 # --- the worker -----------------------------------------------------------------------------------------------------
@@ -96,7 +55,7 @@ def test_a_layer_waits_for_itself_only(stepped: tuple[SteppedCodec, TierWorker])
     loads = worker.load_by_layer(jobs(1))
     copies.go(1)
     loads.wait(0)
-    came(copies, 2)  # layer 1 is under way
+    copies.wait_for_calls(2)  # layer 1 is under way
     through = threading.Event()
     waiter = threading.Thread(target=lambda: (loads.wait(1), through.set()))
     waiter.start()
@@ -120,7 +79,7 @@ def test_a_copy_under_way_makes_way_before_its_next_layer(
     submit = {"store": lambda: worker.submit_store(7, device([7]), host([7]))}
     submit["load"] = lambda: worker.submit_load(7, host([7]), device([7]))
     submit[under_way]()
-    came(copies)
+    copies.wait_for_calls()
     worker.submit_store(8, device([8]), host([8]))
     worker.submit_load(9, host([9]), device([9]))
     worker.load_by_layer(jobs(1))
@@ -292,6 +251,63 @@ def test_graphs_of_whole_steps_are_given_up_where_layers_wait(load: str, piecewi
     assert TieredConnector.requires_piecewise_for_cudagraph(extra) is piecewise
 
 
-def test_an_unknown_way_to_load_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kv_tier\.load='soon'.*between.*in-step.*auto"):
-        KvTierConfig(load="soon")
+# --- what a load costs whom, by hand -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load_s", "step_s", "num_layers", "expected"),
+    [
+        (0.4, 4.0, 4, 0.1),  # hidden, but for the first layer's quarter
+        (4.0, 4.0, 4, 1.0),  # layers keep pace: the last one's quarter is there after 4 s, and computes for 1 s
+        (8.0, 4.0, 4, 5.0),  # the link sets the pace: 8 s, then the last layer's 1 s, less the step's own 4 s
+        (2.0, 4.0, 1, 2.0),  # one layer hides nothing
+        (0.0, 4.0, 4, 0.0),
+    ],
+)
+def test_what_a_step_does_not_hide_of_a_load(load_s: float, step_s: float, num_layers: int, expected: float) -> None:
+    assert exposed_s(load_s, step_s, num_layers) == pytest.approx(expected)
+
+
+def test_between_steps_a_request_waits_for_whole_steps_or_where_nothing_runs_for_the_load_only() -> None:
+    assert between_s(0.1, 1.0, others=3) == 2.0
+    assert between_s(2.5, 1.0, others=3) == 4.0
+    assert between_s(2.5, 1.0, others=0) == 2.5
+
+
+def choose(load_s: float, others: int, planned_s: float = 0.0, num_layers: int = 10, behind_s: float = 0.0) -> bool:
+    return in_step_is_cheaper(
+        load_s, planned_s=planned_s, step_s=1.0, num_layers=num_layers, others=others, behind_s=behind_s
+    )
+
+
+@pytest.mark.parametrize("load_s", [0.001, 1.0, 50.0])
+def test_alone_a_request_loads_within_the_step(load_s: float) -> None:
+    assert choose(load_s, others=0)
+
+
+def test_many_do_not_wait_long_for_one() -> None:
+    """1 s of load makes the step 0.1 s longer, for all; between steps the request alone waits for 2 s."""
+    assert choose(1.0, others=18)  # 19 * 0.1 < 2
+    assert not choose(1.0, others=20)  # 21 * 0.1 > 2
+
+
+def test_what_the_step_loads_already_counts() -> None:
+    """Behind 2 s of loads, which make the step 1.1 s longer, another second costs each of the others all of it."""
+    assert choose(1.0, others=1)
+    assert choose(1.0, others=1, planned_s=2.0)  # 2.1 + 1 < 1 + 3
+    assert not choose(1.0, others=2, planned_s=2.0)  # 2.1 + 2 > 1 + 3
+
+
+def test_with_one_layer_loads_are_between_steps_as_soon_as_somebody_waits_long_enough() -> None:
+    assert choose(0.5, others=3, num_layers=1)  # 4 * 0.5 = 2
+    assert not choose(0.5, others=4, num_layers=1)
+
+
+def test_behind_loads_that_nobody_waits_for_a_step_would_wait_for_them_too() -> None:
+    assert exposed_s(0.4, 4.0, 4, behind_s=3.0) == pytest.approx(3.1)
+    assert exposed_s(0.0, 4.0, 4, behind_s=3.0) == 0.0, "a step that loads nothing"
+    assert between_s(0.5, 1.0, others=3, behind_s=0.9) == 2.0, "by the end of the step at hand the link is free"
+    assert between_s(0.5, 1.0, others=3, behind_s=2.5) == 3.0
+    assert between_s(2.5, 1.0, others=0, behind_s=1.5) == 4.0
+    assert choose(1.0, others=18)
+    assert not choose(1.0, others=18, behind_s=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,13 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from tests.extent import HANG_S
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.host.codec import Codec, Ids, QuantisedCodec, RawCodec
 from vllm_ext.kv.host.geometry import TierGeometry
 from vllm_ext.kv.host.layout import PackedPages
+from vllm_ext.kv.host.worker import TierWorker
 
 LAYOUT = PageLayout.transposed_keys(torch.bfloat16, 2, 8, 4)
 
@@ -87,26 +89,44 @@ def host(chunks: Sequence[int]) -> CPULoadStoreSpec:
     return CPULoadStoreSpec(list(chunks))
 
 
-class SlowCodec:
-    """Copies nothing, notes who came, and waits where it is told to."""
+class SteppedCodec:
+    """Copies nothing; each call waits for its turn, and is noted as (direction, tensor, chunks)."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, list[int]]] = []
-        self.may_go = threading.Event()
-        self.came = threading.Event()
-        self.fails: set[int] = set()
+        self.calls: list[tuple[str, int, list[int]]] = []
+        self.fails: set[tuple[int, int]] = set()
+        """(tensor, chunk)."""
         self.unreadable: set[int] = set()
+        self._came = threading.Semaphore(0)
+        self._turns = threading.Semaphore(0)
+
+    def go(self, times: int = 1000) -> None:
+        """Let so many calls through."""
+        self._turns.release(times)
+
+    def wait_for_calls(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert self._came.acquire(timeout=HANG_S)
 
     def store(self, tensor: int, blocks: Ids, chunks: Ids) -> np.ndarray:
-        self._come("store", chunks)
+        self._call("store", tensor, chunks.tolist())
         return np.array([chunk not in self.unreadable for chunk in chunks.tolist()])
 
     def load(self, tensor: int, chunks: Ids, blocks: Ids) -> None:
-        self._come("load", chunks)
+        self._call("load", tensor, chunks.tolist())
 
-    def _come(self, direction: str, chunks: Ids) -> None:
-        self.calls.append((direction, chunks.tolist()))
-        self.came.set()
-        assert self.may_go.wait(10)
-        if self.fails & set(chunks.tolist()):
+    def _call(self, direction: str, tensor: int, chunks: list[int]) -> None:
+        self.calls.append((direction, tensor, chunks))
+        self._came.release()
+        assert self._turns.acquire(timeout=HANG_S)
+        if any((tensor, chunk) in self.fails for chunk in chunks):
             raise OSError("injected: no such chunk")
+
+
+def stepped_worker(layers: int) -> Iterator[tuple[SteppedCodec, TierWorker]]:
+    """A worker of so many tensors whose copies wait for their turns; let go and ended behind the test."""
+    copies = SteppedCodec()
+    worker = TierWorker(copies, [range(layers)], chunk_bytes=100)
+    yield copies, worker
+    copies.go()
+    worker.shutdown()
