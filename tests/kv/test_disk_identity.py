@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.stub import stub
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.disk.identity import MODEL_KEY, model_facts, note_model, weights_facts
 
@@ -22,7 +23,6 @@ def model_folder(path: Path) -> Path:
 
 
 def model_config(path: Path, **changed: Any) -> Any:
-    """Stands for vLLM's ModelConfig."""
     known = {
         "model": str(path),
         "revision": None,
@@ -32,24 +32,25 @@ def model_config(path: Path, **changed: Any) -> Any:
         "multimodal_config": None,
         "compute_hash": lambda: "hash of the configuration",
     }
-    return SimpleNamespace(**{**known, **changed})
+    return stub(known, **changed)
 
 
 def vllm_config(path: Path, **changed: Any) -> Any:
-    """Stands for vLLM's VllmConfig."""
     known = {
         "model_config": model_config(path),
+        "model_config__multimodal_config": None,
         "speculative_config": None,
         "lora_config": None,
-        "parallel_config": SimpleNamespace(nnodes=1),
-        "cache_config": SimpleNamespace(
-            prefix_caching_hash_algo="sha256", cache_dtype="auto", enable_prefix_caching=True
-        ),
-        "load_config": SimpleNamespace(load_format="auto", model_loader_extra_config={}),
-        "attention_config": SimpleNamespace(compute_hash=lambda: "attention"),
-        "kv_transfer_config": SimpleNamespace(kv_connector_extra_config={}),
+        "parallel_config__nnodes": 1,
+        "cache_config__prefix_caching_hash_algo": "sha256",
+        "cache_config__cache_dtype": "auto",
+        "cache_config__enable_prefix_caching": True,
+        "load_config__load_format": "auto",
+        "load_config__model_loader_extra_config": {},
+        "attention_config__compute_hash": lambda: "attention",
+        "kv_transfer_config__kv_connector_extra_config": {},
     }
-    return SimpleNamespace(**{**known, **changed})
+    return stub(known, **changed)
 
 
 def facts(config: Any) -> Any:
@@ -105,28 +106,26 @@ def test_a_draft_model_counts(tmp_path: Path) -> None:
     assert facts(vllm_config(path, speculative_config=drafting)) != facts(vllm_config(path))
 
 
+def images(cache_gb: int) -> dict[str, Any]:
+    """A model that takes images, with so much room for what is made of them."""
+    return {"model_config__multimodal_config": SimpleNamespace(mm_processor_cache_gb=cache_gb)}
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"lora_config": object()}, "not with LoRA"),
-        ({"parallel_config": SimpleNamespace(nnodes=2)}, "on one machine"),
-        ({"hash_algo": "xxhash_cbor"}, "use sha256"),
-        ({"images": 0}, ""),
-        ({"images": 4, "prefix_caching": False}, ""),
-        ({"images": 0, "prefix_caching": False}, "told apart by number only"),
+        ({"parallel_config__nnodes": 2}, "on one machine"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash_cbor"}, "use sha256"),
+        (images(0), ""),
+        ({**images(4), "cache_config__enable_prefix_caching": False}, ""),
+        ({**images(0), "cache_config__enable_prefix_caching": False}, "told apart by number only"),
     ],
 )
 def test_what_a_hash_does_not_tell_apart_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: str
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    changed = dict(changed)
-    images, hash_algo = changed.pop("images", None), changed.pop("hash_algo", "sha256")
-    prefix_caching = changed.pop("prefix_caching", True)
     config = vllm_config(model_folder(tmp_path / "model"), **changed)
-    config.cache_config.prefix_caching_hash_algo = hash_algo
-    config.cache_config.enable_prefix_caching = prefix_caching
-    if images is not None:
-        config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=images)
     with pytest.raises(ConfigError, match=f"kv_tier.disk_dir='/disk': .*{said}") if said else nullcontext():
         note_model(config, "/disk")

@@ -10,6 +10,7 @@ import pytest
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+from tests.support.stub import stub
 from vllm_ext.config import ConfigError, parse
 from vllm_ext.config.kv_tier import AUTO, FUSED, IN_STEP, LEADING, OFF, RETENTION, KvTierConfig
 from vllm_ext.hooks import registry
@@ -21,28 +22,30 @@ from vllm_ext.simulation.engine.harness import make_kv_cache_config
 from vllm_ext.systems import build
 
 
-def engine(**changes: Any) -> Any:
-    """An engine in whose way nothing is, but for the changes: names of parts, then of fields."""
-    mode = SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=changes.get("graphs", "PIECEWISE")))
-    found = SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=None, uses_mrope=False, enable_prompt_embeds=False),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
-            pipeline_parallel_size=1, worker_extension_cls="",
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_match_unit=None),
-        compilation_config=SimpleNamespace(cudagraph_mode=mode),
-        speculative_config=None,
-        use_v2_model_runner=changes.get("v2", False),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"eviction_policy": LEADING}),
-        additional_config={},
-    )  # fmt: skip
-    for part in ("model_config", "parallel_config", "cache_config"):
-        for name, value in changes.get(part, {}).items():
-            assert hasattr(getattr(found, part), name)
-            setattr(getattr(found, part), name, value)
-    found.speculative_config = changes.get("speculative_config")
-    return found
+def engine(**changed: Any) -> Any:
+    """An engine in whose way nothing is, but for what is changed."""
+    defaults = {
+        "model_config__multimodal_config": None,
+        "model_config__uses_mrope": False,
+        "model_config__enable_prompt_embeds": False,
+        "parallel_config__decode_context_parallel_size": 1,
+        "parallel_config__prefill_context_parallel_size": 1,
+        "parallel_config__pipeline_parallel_size": 1,
+        "parallel_config__use_ubatching": False,
+        "parallel_config__worker_extension_cls": "",
+        "cache_config__enable_prefix_caching": True,
+        "cache_config__prefix_match_unit": None,
+        "compilation_config__cudagraph_mode": graphs("PIECEWISE"),
+        "speculative_config": None,
+        "use_v2_model_runner": False,
+        "kv_transfer_config__kv_connector_extra_config": {"eviction_policy": LEADING},
+        "additional_config": {},
+    }
+    return stub(defaults, **changed)
+
+
+def graphs(mixed: str) -> Any:
+    return SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=mixed))
 
 
 def config(**tier: Any) -> Any:
@@ -65,7 +68,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
-    found = engine(v2=v2)
+    found = engine(use_v2_model_runner=v2)
     assert not crosses_gaps(found)
     assert start(found, gib=1)
     assert found.parallel_config.worker_extension_cls == WORKERS[v2]
@@ -76,18 +79,18 @@ def test_workers_are_told_and_the_scheduler_knows_by_that(v2: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"cache_config": {"enable_prefix_caching": False}}, "without prefix caching"),
-        ({"cache_config": {"prefix_match_unit": 8}}, "hashes are finer"),
+        ({"cache_config__enable_prefix_caching": False}, "without prefix caching"),
+        ({"cache_config__prefix_match_unit": 8}, "hashes are finer"),
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
-        ({"model_config": {"multimodal_config": SimpleNamespace(language_model_only=False)}}, "multimodal"),
-        ({"model_config": {"enable_prompt_embeds": True}}, "prompt embeddings"),
-        ({"parallel_config": {"decode_context_parallel_size": 2}}, "context parallelism"),
-        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "context parallelism"),
-        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline parallelism"),
-        ({"parallel_config": {"use_ubatching": True}}, "dual batch overlap"),
-        ({"parallel_config": {"worker_extension_cls": "their.Extension"}}, "worker-extension-cls"),
-        ({"graphs": "FULL"}, "full CUDA graphs"),
+        ({"model_config__uses_mrope": True}, "M-RoPE"),
+        ({"model_config__multimodal_config": SimpleNamespace(language_model_only=False)}, "multimodal"),
+        ({"model_config__enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
+        ({"parallel_config__worker_extension_cls": "their.Extension"}, "worker-extension-cls"),
+        ({"compilation_config__cudagraph_mode": graphs("FULL")}, "full CUDA graphs"),
     ],
 )
 def test_what_is_in_the_way_is_said_and_conversations_shrink_from_their_tails(

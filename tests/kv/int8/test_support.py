@@ -7,37 +7,35 @@ from typing import Any
 
 import pytest
 
+from tests.support.stub import stub
 from vllm_ext.config.errors import ConfigError
 from vllm_ext.kv.int8 import support
 from vllm_ext.kv.int8.support import let_records_be_read, obstacle
-
-
-def engine(**changed: Any) -> Any:
-    """A configuration that can be had, but for what is changed: by ``part__field``."""
-    parts: dict[str, dict[str, Any]] = {
-        "model_config": {"use_mla": False, "is_hybrid": False, "is_attention_free": False},
-        "parallel_config": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
-        "cache_config": {"enable_prefix_caching": True, "cache_dtype": "auto", "prefix_match_unit": None},
-        "attention_config": {"backend": None, "backend_per_kind": {}},
-        "compilation_config": {"cudagraph_mode": graphs("PIECEWISE")},
-    }
-    for name, value in changed.items():
-        part, _, field = name.partition("__")
-        if field:
-            parts[part][field] = value
-    whole = {name: SimpleNamespace(**fields) for name, fields in parts.items()}
-    return SimpleNamespace(
-        **{
-            "kv_transfer_config": None,
-            "speculative_config": None,
-            **whole,
-            **{k: v for k, v in changed.items() if "__" not in k},
-        }
-    )
+from vllm_ext.patches import kv_record_steps
 
 
 def graphs(mixed: str) -> Any:
     return SimpleNamespace(mixed_mode=lambda: SimpleNamespace(name=mixed))
+
+
+def engine(**changed: Any) -> Any:
+    """A configuration that can be had, but for what is changed."""
+    defaults = {
+        "model_config__use_mla": False,
+        "model_config__is_hybrid": False,
+        "model_config__is_attention_free": False,
+        "parallel_config__decode_context_parallel_size": 1,
+        "parallel_config__prefill_context_parallel_size": 1,
+        "cache_config__enable_prefix_caching": True,
+        "cache_config__cache_dtype": "auto",
+        "cache_config__prefix_match_unit": None,
+        "attention_config__backend": None,
+        "attention_config__backend_per_kind": {},
+        "compilation_config__cudagraph_mode": graphs("PIECEWISE"),
+        "kv_transfer_config": None,
+        "speculative_config": None,
+    }
+    return stub(defaults, **changed)
 
 
 REFUSED = {
@@ -106,3 +104,32 @@ def test_records_beside_a_host_tier_are_refused(bits: int) -> None:
     with pytest.raises(ConfigError, match=r"kv_tier\.device_int8_share=0\.3: not beside kv_tier\.gib: ") as caught:
         parse({"kv_tier": {"device_int8_share": 0.3, "gib": 4, "bits": bits}})
     assert "\n" not in str(caught.value)
+
+
+# --- the hook around a worker's steps, which stays in a process when the engine that wanted it is gone --------------
+
+
+def worker(additional_config: dict[str, Any]) -> Any:
+    """Of an engine whose KV memory holds blocks alone."""
+    cache = SimpleNamespace(kv_cache_tensors=[], kv_cache_groups=[])
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(additional_config=additional_config),
+        model_runner=SimpleNamespace(kv_cache_config=cache),
+    )
+
+
+def execute(additional_config: dict[str, Any]) -> Any:
+    (hook,) = kv_record_steps.HOOKS
+    return hook.replacement(lambda _, step: f"ran {step}", worker(additional_config), "step 1")
+
+
+@pytest.mark.parametrize("additional_config", [{}, {"vllm_ext": {"kv_tier": {"device_int8_share": 0.0}}}])
+def test_an_engine_without_records_steps_as_vllm_does_after_one_with_them(additional_config: dict[str, Any]) -> None:
+    """It died in its first step, since its memory has no arena."""
+    assert execute(additional_config) == "ran step 1"
+
+
+def test_an_engine_with_records_and_no_room_for_them_is_refused() -> None:
+    """Its memory was divided where the hook for that was not installed."""
+    with pytest.raises(ConfigError, match="needs an engine core that leaves room for them"):
+        execute({"vllm_ext": {"kv_tier": {"device_int8_share": 0.4}}})
