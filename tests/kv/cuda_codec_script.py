@@ -16,6 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from tests.kernels.comparison import Facts, compare
+from tests.kv.fake_device import TimedDevice
 from vllm_ext.config.kv_tier import LOSSLESS, QUANTISED
 from vllm_ext.kernels.kv_quant.format import PageLayout, RecordFormat
 from vllm_ext.kv.cuda.codec import QuantisedCudaCodec, RawCudaCodec, StagedCodec, pieces_of
@@ -28,32 +29,6 @@ BLOCKS, CHUNKS, LAYERS = 40, 12, 3
 GROUPS = [[0, 1, 2], [0, 2]]
 COUNT = 7
 _GAP = 192
-
-
-class InstantDevice:
-    """Does everything at once, and has no streams."""
-
-    def new_stream(self, *, urgent: bool) -> int:
-        return 0
-
-    def record(self, stream: int | None) -> int:
-        return 0
-
-    def wait(self, stream: int, event: int) -> None:
-        pass
-
-    def launch(self, stream: int, work: object) -> None:
-        assert callable(work)
-        work()
-
-    def is_through(self, event: int) -> bool:
-        return True
-
-    def synchronize(self, event: int) -> None:
-        pass
-
-    def elapsed_s(self, start: int, end: int) -> float:
-        return 1e-3
 
 
 def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Facts:
@@ -73,7 +48,7 @@ def errors(layout: PageLayout, bits: int, device: str, *, together: bool) -> Fac
     codec.prepare(GROUPS)  # writes into a block, as before there is any KV
     for mine, theirs in zip(there, kv, strict=True):
         mine.copy_(theirs)
-    unit: Device = CudaDevice(torch.device("cuda", 0)) if device == "cuda" else InstantDevice()
+    unit: Device = CudaDevice(torch.device("cuda", 0)) if device == "cuda" else TimedDevice()
     transfers = Transfers(unit, codec)
 
     chunks = np.array([5, 6, 7, 2, 9, 0, 1])

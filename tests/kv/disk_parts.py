@@ -186,3 +186,10 @@ def fill(tiers: Rig, *numbers: int) -> None:
         tiers.step()
     tiers.step()
     tiers.manager.on_request_finished(context)
+
+
+def stored(root: Path, *numbers: int, **options: Any) -> list[Path]:
+    """Let a server keep chunks; returns their files."""
+    with rig(root, **options) as tiers:
+        fill(tiers, *numbers)
+        return [tiers.file(number) for number in numbers]

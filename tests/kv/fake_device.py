@@ -10,9 +10,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
+from vllm_ext.config.kv_tier import LOSSLESS
 from vllm_ext.kv.cuda.codec import Buffer, Piece, StagedCodec, StagingSlot
 from vllm_ext.kv.host.geometry import TierGeometry
 
@@ -205,7 +205,7 @@ class TimedDevice:
         return end - start
 
 
-class TimedCodec:
+class TimedCodec(StagedCodec):
     """Copies nothing, and takes the time of a link and of kernels.
 
     Args:
@@ -216,46 +216,20 @@ class TimedCodec:
 
     LINK_BYTES_PER_S = 50e9
     KERNEL_BYTES_PER_S = 1e12
+    _may_refuse = False
 
     def __init__(self, device: TimedDevice, *, chunk_bytes: int = 4 * 2**20, chunks_per_piece: int = 4) -> None:
-        self._device, self._chunk_bytes = device, chunk_bytes
-        self.chunks_per_piece = chunks_per_piece
-        self.piece_bytes = chunks_per_piece * chunk_bytes
+        nowhere = torch.empty(2**14, chunk_bytes, dtype=torch.uint8, device="meta")
+        geometry = TierGeometry(bits=LOSSLESS, chunk_bytes=chunk_bytes, record_bytes=0)
+        super().__init__([nowhere], nowhere, geometry, staging_bytes=chunks_per_piece * chunk_bytes)
+        self._clock = device
         self.sent: list[Piece] = []
 
-    def prepare(self, tensors_of_group: Sequence[Sequence[int]]) -> None:
-        pass
-
-    def new_buffer(self) -> Buffer:
-        return Buffer(*(torch.empty(0),) * 3)
-
-    def new_slots(self, count: int) -> list[StagingSlot]:
-        return [StagingSlot(torch.empty(0), torch.empty(0)) for _ in range(count)]
-
-    def copies(self, piece: Piece) -> int:
-        return 1 + int((np.diff(piece.chunks) != 1).sum())
-
-    def check(self, piece: Piece) -> None:
-        pass
-
-    def fill_in(self, slot: StagingSlot, piece: Piece) -> None:
-        pass
-
     def pack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
-        self._device.spend(self._bytes(piece) / self.KERNEL_BYTES_PER_S)
-
-    def unpack(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
-        self._device.spend(self._bytes(piece) / self.KERNEL_BYTES_PER_S)
+        self._clock.spend(len(piece.chunks) * self._geometry.chunk_bytes / self.KERNEL_BYTES_PER_S)
 
     def send(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
-        self._device.spend(self._bytes(piece) / self.LINK_BYTES_PER_S)
+        self._clock.spend(len(piece.chunks) * self._geometry.chunk_bytes / self.LINK_BYTES_PER_S)
         self.sent.append(piece)
 
-    def fetch(self, piece: Piece, buffer: Buffer, slot: StagingSlot) -> None:
-        self.send(piece, buffer, slot)
-
-    def readable(self, piece: Piece, slot: StagingSlot) -> np.ndarray:
-        return np.ones(len(piece.chunks), np.bool_)
-
-    def _bytes(self, piece: Piece) -> int:
-        return len(piece.chunks) * self._chunk_bytes
+    unpack, fetch = pack, send

@@ -182,11 +182,17 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randint(100, 3000) for _ in range(count)]
 
 
-def crowded(*, answer: int) -> Talks:
-    """One conversation that has lost its leading end, and another that leaves 10 blocks free for so many tokens."""
-    talks = Talks(num_blocks=26, max_num_batched_tokens=512)
+def returning(**options: Any) -> Talks:
+    """A conversation of twelve blocks that has lost its first five."""
+    talks = Talks(**{"num_blocks": 64, "max_num_batched_tokens": 512, **options})
     talks.talk("a", words(1, 12 * BLOCK))
     talks.drop("a", range(5))
+    return talks
+
+
+def crowded(*, answer: int) -> Talks:
+    """One conversation that has lost its leading end, and another that leaves 10 blocks free for so many tokens."""
+    talks = returning(num_blocks=26)
     talks.say("b", words(2, 14 * BLOCK), answer=answer)
     talks.step()
     return talks

@@ -24,7 +24,7 @@ from vllm_ext.kv.disk.files import DiskFiles, check_writable
 from vllm_ext.kv.disk.identity import MODEL_KEY
 from vllm_ext.kv.disk.tier import counter_name
 
-from .disk_parts import Rig, chunk_files, contents, fill, key, rig
+from .disk_parts import Rig, chunk_files, contents, fill, key, rig, stored
 
 SIZE = 100
 
@@ -273,13 +273,6 @@ def test_a_directory_that_cannot_be_written_is_refused_at_start(tmp_path: Path) 
 
 
 # --- with vLLM's reads and writes -----------------------------------------------------------------------------------
-
-
-def stored(root: Path, *numbers: int, **options: Any) -> list[Path]:
-    """Let a server keep chunks; returns their files."""
-    with rig(root, **options) as tiers:
-        fill(tiers, *numbers)
-        return [tiers.file(number) for number in numbers]
 
 
 def counted(tiers: Rig) -> dict[str, float]:

@@ -23,7 +23,7 @@ from vllm_ext.kv.disk import manager as disk_manager
 from vllm_ext.kv.disk import tier as disk_tier
 from vllm_ext.kv.disk.tier import Backlog, DamagedChunk, DiskTier, counter_name
 
-from .disk_parts import FILE_BYTES, chunk_files, contents, fill, key, rig
+from .disk_parts import FILE_BYTES, chunk_files, contents, fill, key, rig, stored
 
 POLICIES = pytest.mark.parametrize("policy", POLICY_NAMES)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -94,8 +94,7 @@ def test_what_cannot_be_brought_back_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, failure: Exception
 ) -> None:
     """The chunks before it are loaded, and it is not asked for again and again."""
-    with rig(tmp_path) as tiers:
-        fill(tiers, 1, 2, 3, 4)
+    stored(tmp_path, 1, 2, 3, 4)
     real = disk_tier.batch_load_block
 
     def failing(paths: list[str], rows: memoryview, offsets: list[int], *args: Any) -> None:
@@ -119,8 +118,7 @@ def test_what_cannot_be_brought_back_is_computed_again(
 @pytest.mark.parametrize("host", [1, 3, 4, 7])
 def test_a_prefix_larger_than_host_memory_is_loaded_as_far_as_it_fits(tmp_path: Path, policy: str, host: int) -> None:
     numbers = range(10)
-    with rig(tmp_path, host=12) as tiers:
-        fill(tiers, *numbers)
+    stored(tmp_path, *numbers, host=12)
     with rig(tmp_path, host=host, policy=policy) as tiers:
         assert tiers.load(tiers.request(*numbers), *numbers) == contents(*numbers[:host])
 
@@ -144,8 +142,7 @@ def test_requests_that_need_the_same_room_do_not_wait_for_ever(tmp_path: Path, p
 
 
 def test_a_chunk_that_is_late_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rig(tmp_path) as tiers:
-        fill(tiers, 1, 2)
+    stored(tmp_path, 1, 2)
     with rig(tmp_path) as tiers:
         with held(monkeypatch, "batch_load_block"):
             context = tiers.request(1, 2)
@@ -192,8 +189,7 @@ def test_a_job_larger_than_what_may_wait_goes_when_nothing_else_does() -> None:
 @POLICIES
 def test_conversations_that_came_from_disk_go_from_their_tails(tmp_path: Path, policy: str) -> None:
     """The retention policy knows the order of what was brought back, too."""
-    with rig(tmp_path) as tiers:
-        fill(tiers, 1, 2, 3, 4)
+    stored(tmp_path, 1, 2, 3, 4)
     with rig(tmp_path, policy=policy) as tiers:
         assert tiers.load(tiers.request(1, 2, 3, 4), 1, 2, 3, 4) == contents(1, 2, 3, 4)
         other = tiers.request(21, 22)
@@ -217,8 +213,7 @@ def test_an_idle_server_deletes_what_was_not_used_for_its_time(tmp_path: Path) -
 
 
 def test_a_quota_that_leaves_no_place_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rig(tmp_path) as tiers:
-        fill(tiers, 1, 2)
+    stored(tmp_path, 1, 2)
     with rig(tmp_path) as tiers:
         monkeypatch.setattr(tiers.manager.host, "_within_quota", lambda *_: [])
         assert tiers.load(tiers.request(1, 2), 1, 2) == []

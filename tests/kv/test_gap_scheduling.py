@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from tests.extent import with_full
 from tests.support.fake_runner import RunnerError
-from vllm_ext.simulation.engine.harness import block_hasher, make_request
+from tests.support.preempting import PREEMPTING
+from vllm_ext.simulation.harness import block_hasher, make_request
 
-from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, Talks, crowded, words
+from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, Talks, crowded, returning, words
 
 
 @DEPTHS
 def test_a_dropped_leading_end_is_computed_with_the_new_prompt_in_one_step(depth: int) -> None:
-    talks = Talks(depth=depth, num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning(depth=depth)
     first, *later = talks.talk("a", words(2, 40))
     # 5 blocks of the gap, the block of the answer that was not full, and the new prompt
     assert first == {"a2": 5 * BLOCK + 4 + 40}
@@ -43,15 +44,6 @@ def test_gaps_are_computed_in_chunks(budget: int, depth: int) -> None:
     assert talks.pool.get_num_free_blocks() == 63
 
 
-def test_a_short_piece_between_gaps_is_used_too() -> None:
-    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", [*range(3), *range(4, 7)])
-    talks.talk("a", words(2, 40))
-    counts = talks.scheduler.gaps.counts
-    assert (counts.requests_by_gaps, counts.tokens_computed, counts.tokens_missing) == ({2: 1}, 6 * BLOCK, 6 * BLOCK)
-
-
 def test_a_request_that_does_not_read_what_is_kept_is_counted_once() -> None:
     talks = crowded(answer=30)
     req_id = talks.say("a", words(3, 40))  # waits: 15 blocks, of which 10 are free
@@ -64,9 +56,7 @@ def test_a_request_that_does_not_read_what_is_kept_is_counted_once() -> None:
 
 
 def test_without_it_all_from_the_first_missing_block_on_is_computed() -> None:
-    talks = Talks(gaps="off", num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning(gaps="off")
     first, *_ = talks.talk("a", words(2, 40))
     assert first == {"a2": 12 * BLOCK + 4 + 40}
     assert talks.scheduler.gaps is None
@@ -84,9 +74,7 @@ def test_the_device_drops_leading_ends_first() -> None:
 
 
 def test_a_twin_reuses_what_the_first_one_computes() -> None:
-    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning()
     talks.history["b"] = talks.history["a"]
     talks.say("a", words(2, 20))
     talks.say("b", words(3, 20))
@@ -153,18 +141,14 @@ def test_who_waits_for_blocks_is_not_looked_up_in_full_each_time(monkeypatch: py
 
 def test_the_runner_would_see_a_block_that_is_not_what_it_is_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a kept block of another conversation, and a jump over a gap that was not computed."""
-    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning()
     probe = make_request("probe", talks.history["a"], hasher=block_hasher(BLOCK))
     kept = talks.pool.get_cached_block(probe.block_hashes[8], [0])
     talks.runner.ledger.slots[kept[0].block_id * BLOCK] = -1  # type: ignore[union-attr]
     with pytest.raises(RunnerError, match="is not that of its own prefix"):
         talks.talk("a", words(2, 40))
 
-    talks = Talks(num_blocks=64, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning()
     monkeypatch.setattr(talks.scheduler.gaps, "layouts", lambda *_: {})
     with pytest.raises(RunnerError, match="is not that of its own prefix"):
         talks.talk("a", words(2, 40))
@@ -202,9 +186,33 @@ def test_a_request_may_have_as_many_gaps_as_rows_are_left() -> None:
 
 
 def test_where_no_row_is_left_the_missing_front_is_computed_in_full() -> None:
-    talks = Talks(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=512)
-    talks.talk("a", words(1, 12 * BLOCK))
-    talks.drop("a", range(5))
+    talks = returning(max_num_seqs=1)
     first, *_ = talks.talk("a", words(2, 40))
     assert first == {"a2": 12 * BLOCK + 4 + 40}
     assert talks.scheduler.gaps.counts.refused == {"rows": 1}
+
+
+@DEPTHS
+@pytest.mark.parametrize("seed", with_full(range(2), range(6)))
+@pytest.mark.parametrize("system", ["fcfs", PREEMPTING, "auto"])
+def test_walk(system: str, seed: int, depth: int) -> None:
+    """Random turns in a pool that is too small, random drops, aborts; every read is checked."""
+    rng = random.Random(seed)
+    budget = rng.choice([24, 48, 96, 512])
+    talks = Talks(
+        system=system,
+        depth=depth,
+        num_blocks=rng.randint(34, 48),
+        max_num_batched_tokens=budget,
+        max_num_seqs=8 if seed % 2 == 0 else 4,
+        max_model_len=448,
+    )
+    shared = words(99, rng.choice([0, 24, 48]))
+    talks.walk(rng, shared, clients=3, lose=0.3)
+    counts = talks.scheduler.gaps.counts
+    assert counts.requests > 3, "the walk went past what it is for"
+    if (system, seed) == (PREEMPTING, 0):
+        assert sum(talks.scheduler.vllm_ext_state()["preemptions"].values()) > 0
+    assert talks.manager.placements == {}
+    assert talks.pool.get_num_free_blocks() == talks.pool.num_gpu_blocks - 1
+    assert talks.scheduler.vllm_ext_state()["fallbacks"] == 0

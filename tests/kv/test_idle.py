@@ -1,7 +1,8 @@
-"""The queue of chunks that only the device holds."""
+"""The queue of chunks that only the device holds, against a plain record of who is where."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,102 +12,75 @@ from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
 from vllm_ext.kv.connector.ahead_stores import IdleChunk, IdleChunks
 
-OWNER = ReqContext("owner")
+BLOCKS = range(8)
 
 
-class Pool:
-    """Blocks that hold what `fill` says."""
+class Queue:
+    """The queue, what the blocks hold, and the chunks that it must know, the one in front that is taken first."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.blocks = [SimpleNamespace(block_hash=None) for _ in range(num_blocks)]
+    def __init__(self) -> None:
+        self.blocks = [SimpleNamespace(block_hash=None) for _ in BLOCKS]
+        pool: Any = self
+        self.idle = IdleChunks(pool)
+        self.known: dict[int, IdleChunk] = {}
 
-    def fill(self, block: int, block_hash: BlockHash | None) -> None:
-        filled = None if block_hash is None else make_block_hash_with_group_id(block_hash, 0)
-        self.blocks[block].block_hash = filled
+    def fill(self, block: int, number: int) -> IdleChunk:
+        found = BlockHash(number.to_bytes(32, "big"))
+        self.blocks[block].block_hash = make_block_hash_with_group_id(found, 0)
+        return IdleChunk(make_offload_key(found, 0), block, found, ReqContext("owner"), 0.0)
 
+    def add(self, block: int, number: int) -> None:
+        """What a block holds from now on is queued behind all others; of what it held before nothing is known."""
+        self.known.pop(block, None)
+        self.known[block] = self.fill(block, number)
+        self.idle.add([self.known[block]])
 
-def chunk(number: int, block: int) -> IdleChunk:
-    block_hash = BlockHash(bytes([number] * 32))
-    return IdleChunk(make_offload_key(block_hash, 0), block, block_hash, OWNER, 0.0)
+    def there(self, chunk: IdleChunk) -> bool:
+        return bool(self.blocks[chunk.block].block_hash == make_block_hash_with_group_id(chunk.hash, 0))
 
+    def taken(self, blocks: list[int]) -> None:
+        """What is taken to be used again is not lost; what is to be overwritten is returned, once."""
+        gone = [self.known.pop(block, None) for block in blocks]
+        assert self.idle.taken(blocks) == [chunk for chunk in gone if chunk is not None and not self.there(chunk)]
 
-@pytest.fixture
-def pool() -> Pool:
-    return Pool(20)
-
-
-@pytest.fixture
-def chunks(pool: Pool) -> list[IdleChunk]:
-    found = [chunk(0, 2), chunk(1, 4), chunk(2, 6)]
-    for one in found:
-        pool.fill(one.block, one.hash)
-    return found
-
-
-@pytest.fixture
-def idle(pool: Any, chunks: list[IdleChunk]) -> IdleChunks:
-    queue = IdleChunks(pool)
-    queue.add(chunks)
-    return queue
-
-
-def test_chunks_come_out_in_the_order_they_came_in_and_once(idle: IdleChunks, chunks: list[IdleChunk]) -> None:
-    assert idle.num_blocks == 3
-    assert list(idle.oldest()) == chunks
-    assert idle.num_blocks == 0
-    assert list(idle.oldest()) == []
+    def oldest(self, count: int) -> None:
+        """Chunks come out in the order in which they came in; what the device forgot is passed over."""
+        chunks = self.idle.oldest()
+        for _ in range(count):
+            expected = None
+            while self.known and expected is None:
+                chunk = self.known.pop(next(iter(self.known)))
+                expected = chunk if self.there(chunk) else None
+            assert next(chunks, None) is expected
 
 
-def test_taking_some_leaves_the_others(idle: IdleChunks, chunks: list[IdleChunk]) -> None:
-    assert next(idle.oldest()) is chunks[0]
-    assert idle.num_blocks == 2
-    assert list(idle.oldest()) == chunks[1:]
+@pytest.mark.parametrize("seed", range(6))
+def test_it_holds_what_was_queued_last_of_each_block(seed: int) -> None:
+    dice, queue = random.Random(seed), Queue()
+    for number in range(500):
+        blocks = dice.sample(BLOCKS, dice.randint(1, 3))
+        action = dice.choice(("add", "add", "add", "again", "overwrite", "forget", "taken", "oldest", "clear"))
+        if action in ("add", "again"):
+            for block in blocks:
+                queue.add(block, block if action == "again" else 100 + number)
+        elif action == "overwrite":
+            queue.fill(blocks[0], 100 + number)
+        elif action == "forget":
+            queue.blocks[blocks[0]].block_hash = None  # vLLM took the block
+        elif action == "taken":
+            queue.taken(blocks)
+        elif action == "oldest":
+            queue.oldest(len(blocks))
+        elif dice.random() < 0.1:
+            queue.known.clear()
+            queue.idle.clear()
+        assert queue.idle.num_blocks == len(queue.known)
+    queue.oldest(len(BLOCKS) + 1)
 
 
-def test_a_chunk_about_to_be_overwritten_is_returned_once(
-    idle: IdleChunks, pool: Pool, chunks: list[IdleChunk]
-) -> None:
-    pool.fill(4, None)  # vLLM took the block, and forgot what it held
-    assert idle.taken([4, 9]) == [chunks[1]]
-    assert idle.taken([4]) == []
-    assert list(idle.oldest()) == [chunks[0], chunks[2]]
-
-
-def test_of_a_chunk_used_again_nothing_is_lost(idle: IdleChunks, chunks: list[IdleChunk]) -> None:
-    assert idle.taken([4]) == []
-    assert list(idle.oldest()) == [chunks[0], chunks[2]]
-
-
-def test_what_the_device_forgot_is_passed_over(idle: IdleChunks, pool: Pool, chunks: list[IdleChunk]) -> None:
-    pool.fill(2, BlockHash(b"other" * 6 + b".."))
-    assert list(idle.oldest()) == chunks[1:]
-    assert idle.num_blocks == 0
-
-
-def test_a_block_that_holds_another_chunk_now_is_its_alone(
-    idle: IdleChunks, pool: Pool, chunks: list[IdleChunk]
-) -> None:
-    newer = chunk(7, 4)
-    pool.fill(newer.block, newer.hash)
-    idle.add([newer])
-    assert idle.num_blocks == 3, "chunk 1 is forgotten"
-    assert list(idle.oldest()) == [chunks[0], chunks[2], newer]
-
-
-def test_a_chunk_queued_again_goes_to_the_end(idle: IdleChunks, chunks: list[IdleChunk]) -> None:
-    idle.add([again := chunk(0, 2)])
-    assert list(idle.oldest()) == [chunks[1], chunks[2], again]
-
-
-def test_the_queue_does_not_grow_with_what_is_queued_again(idle: IdleChunks, chunks: list[IdleChunk]) -> None:
-    for _ in range(1000):
-        idle.add([again := chunk(0, 2)])
-    assert len(idle._queue) < 100
-    assert list(idle.oldest()) == [chunks[1], chunks[2], again]
-
-
-def test_everything_can_be_forgotten(idle: IdleChunks) -> None:
-    idle.clear()
-    assert idle.num_blocks == 0
-    assert list(idle.oldest()) == []
-    assert idle.taken([1, 2, 3]) == []
+def test_the_queue_does_not_grow_with_what_is_queued_again() -> None:
+    queue = Queue()
+    for number in range(1000):
+        queue.add(number % 3, number % 3)
+    assert len(queue.idle._queue) < 100
+    queue.oldest(4)
