@@ -18,52 +18,30 @@ class Waiting(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-class Engine:
-    """Who holds which blocks, and who loads."""
-
-    def __init__(self, held: dict[str, list[int]], loading: list[str]) -> None:
-        self.held = held
-        self.requests: dict[str, Any] = {name: self._request(name) for name in held}
-        self.kv_holding_waiting = [self.requests[name] for name in loading]
-        self.kv_cache_manager = SimpleNamespace(
-            get_block_ids=lambda name: (self.held.get(name, []),),
-            free=lambda request: self.held.pop(request.request_id),
-        )
-        self.failed_recving_kv_req_ids: set[str] = set()
-        self._inflight_prefills: set[Any] = set()
-
-    @staticmethod
-    def _request(name: str) -> Any:
-        return Waiting(
-            request_id=name,
-            status=RequestStatus.WAITING_FOR_REMOTE_KVS,
-            num_computed_tokens=9,
-            is_finished=lambda: False,
-        )
-
-
-class Tier:
-    """Loads within a step, and what was discarded."""
-
-    def __init__(self, step_loads: frozenset[int] = frozenset()) -> None:
-        self.discarded: dict[str, frozenset[int]] = {}
-        self.blocks_of_step_loads = step_loads
-        self.awaited: list[str] = []
-        self.jobs = self
-
-    def wait_for_loads(self, req_ids: Any) -> None:
-        self.awaited += req_ids
-
-
 @pytest.fixture
-def discarded() -> tuple[Engine, Tier]:
-    engine, tier = Engine({"gone": [1, 2, 3], "runs": [7]}, ["gone"]), Tier()
+def discarded() -> tuple[Any, Any]:
+    """An engine that let go of a load into blocks 1 to 3 while somebody else holds block 7, and the tier's books."""
+    held, awaited = {"gone": [1, 2, 3], "runs": [7]}, list[str]()
+    waiting = {"status": RequestStatus.WAITING_FOR_REMOTE_KVS, "num_computed_tokens": 9, "is_finished": lambda: False}
+    requests = {name: Waiting(request_id=name, **waiting) for name in held}
+    engine: Any = SimpleNamespace(
+        held=held,
+        requests=requests,
+        kv_holding_waiting=[requests["gone"]],
+        kv_cache_manager=SimpleNamespace(
+            get_block_ids=lambda name: (held.get(name, []),), free=lambda request: held.pop(request.request_id)
+        ),
+        failed_recving_kv_req_ids=set(),
+        _inflight_prefills=set(),
+    )
+    jobs = SimpleNamespace(wait_for_loads=awaited.extend)
+    tier: Any = SimpleNamespace(discarded={}, blocks_of_step_loads=frozenset(), jobs=jobs)
     discard_loads(engine, tier)
-    assert tier.awaited == ["gone"]
+    assert awaited == ["gone"]
     return engine, tier
 
 
-def test_whoever_has_the_blocks_by_now_is_not_told_that_they_were_not_filled(discarded: tuple[Engine, Tier]) -> None:
+def test_whoever_has_the_blocks_by_now_is_not_told_that_they_were_not_filled(discarded: tuple[Any, Any]) -> None:
     engine, tier = discarded
     engine.held["runs"] += [1, 2]
     report = KVConnectorOutput(invalid_block_ids={1, 2, 3, 7}, finished_recving={"gone"})
@@ -74,7 +52,7 @@ def test_whoever_has_the_blocks_by_now_is_not_told_that_they_were_not_filled(dis
     assert later.invalid_block_ids == {1}, "the load was reported: this is another one"
 
 
-def test_until_a_load_is_reported_nothing_of_it_counts(discarded: tuple[Engine, Tier]) -> None:
+def test_until_a_load_is_reported_nothing_of_it_counts(discarded: tuple[Any, Any]) -> None:
     engine, tier = discarded
     for invalid in ({1}, {2}):  # of one worker after another
         report = KVConnectorOutput(invalid_block_ids=invalid)
@@ -85,7 +63,7 @@ def test_until_a_load_is_reported_nothing_of_it_counts(discarded: tuple[Engine, 
     assert tier.discarded == {}
 
 
-def test_blocks_that_are_loaded_into_again_may_have_failed_again(discarded: tuple[Engine, Tier]) -> None:
+def test_blocks_that_are_loaded_into_again_may_have_failed_again(discarded: tuple[Any, Any]) -> None:
     engine, tier = discarded
     engine.held["next"] = [2]
     engine.kv_holding_waiting = [SimpleNamespace(request_id="next")]

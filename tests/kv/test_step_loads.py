@@ -18,13 +18,13 @@ from vllm_ext.kv.connector.tiered import TieredConnector
 from vllm_ext.kv.connector.worker import LayerwiseWorker
 from vllm_ext.kv.host.worker import TierWorker
 
-from .tier_worker_parts import LAYOUT, SteppedCodec, codec, device, host, random_kv, stepped_worker
+from .tier_worker_parts import LAYOUT, Stepped, codec, device, host, random_kv, stepped_worker
 
 LAYERS = 3
 
 
 @pytest.fixture
-def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
+def stepped() -> Iterator[Stepped]:
     yield from stepped_worker(LAYERS)
 
 
@@ -36,7 +36,7 @@ def jobs(*numbers: int) -> dict[int, TransferJob]:
 # --- the worker -----------------------------------------------------------------------------------------------------
 
 
-def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: Stepped) -> None:
     copies, worker = stepped
     copies.go()
     worker.load_by_layer(jobs(1, 2))
@@ -50,7 +50,7 @@ def test_all_loads_of_a_layer_come_before_those_of_the_next(stepped: tuple[Stepp
     assert all(result.transfer_time > 0 for result in results)
 
 
-def test_a_layer_waits_for_itself_only(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_a_layer_waits_for_itself_only(stepped: Stepped) -> None:
     copies, worker = stepped
     loads = worker.load_by_layer(jobs(1))
     copies.go(1)
@@ -72,28 +72,27 @@ def test_a_layer_waits_for_itself_only(stepped: tuple[SteppedCodec, TierWorker])
 
 
 @pytest.mark.parametrize("under_way", ["store", "load"])
-def test_a_copy_under_way_makes_way_before_its_next_layer(
-    stepped: tuple[SteppedCodec, TierWorker], under_way: str
-) -> None:
+def test_a_copy_makes_way_before_its_next_layer_and_stores_wait_for_loads(stepped: Stepped, under_way: str) -> None:
     copies, worker = stepped
     submit = {"store": lambda: worker.submit_store(7, device([7]), host([7]))}
     submit["load"] = lambda: worker.submit_load(7, host([7]), device([7]))
     submit[under_way]()
     copies.wait_for_calls()
-    worker.submit_store(8, device([8]), host([8]))
+    for job in (8, 10):
+        worker.submit_store(job, device([job]), host([job]))
     worker.submit_load(9, host([9]), device([9]))
     worker.load_by_layer(jobs(1))
     copies.go()
-    worker.wait({1, 7, 8, 9})
+    worker.wait({1, 7, 8, 9, 10})
     expected = [(under_way, 0, [7])]
     expected += [("load", layer, [1]) for layer in range(LAYERS)]
     expected += [(under_way, layer, [7]) for layer in range(1, LAYERS)]
     expected += [("load", layer, [9]) for layer in range(LAYERS)]
-    expected += [("store", layer, [8]) for layer in range(LAYERS)]
+    expected += [("store", layer, [job]) for job in (8, 10) for layer in range(LAYERS)]
     assert copies.calls == expected
 
 
-def test_a_load_that_fails_leaves_the_others_alone(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_a_load_that_fails_leaves_the_others_alone(stepped: Stepped) -> None:
     copies, worker = stepped
     copies.fails = {(1, 2)}
     copies.go()
@@ -146,7 +145,7 @@ def metadata(in_step: set[int], between: set[int] = frozenset()) -> TierMetadata
     return TierMetadata(load_jobs=jobs(*sorted(in_step | between)), store_jobs={}, in_step=frozenset(in_step))
 
 
-def test_loads_of_the_step_are_reported_with_it_and_to_no_request(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_loads_of_the_step_are_reported_with_it_and_to_no_request(stepped: Stepped) -> None:
     copies, worker = stepped
     copies.go()
     side = Side(worker)
@@ -160,7 +159,7 @@ def test_loads_of_the_step_are_reported_with_it_and_to_no_request(stepped: tuple
     assert side.take_doubtful() == set()
 
 
-def test_loads_between_steps_begin_when_the_forward_is_through(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_loads_between_steps_begin_when_the_forward_is_through(stepped: Stepped) -> None:
     copies, worker = stepped
     copies.go()
     side = Side(worker)
@@ -175,7 +174,7 @@ def test_loads_between_steps_begin_when_the_forward_is_through(stepped: tuple[St
     assert [chunks for _, _, chunks in copies.calls] == [[1]] * LAYERS + [[5]] * LAYERS
 
 
-def test_a_step_without_loads_of_its_own_waits_for_nothing(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_a_step_without_loads_of_its_own_waits_for_nothing(stepped: Stepped) -> None:
     copies, worker = stepped
     side = Side(worker)
     side.start_kv_transfers(OffloadingConnectorMetadata(load_jobs=metadata({5}).load_jobs, store_jobs={}))
@@ -187,7 +186,7 @@ def test_a_step_without_loads_of_its_own_waits_for_nothing(stepped: tuple[Steppe
 
 
 def test_layers_that_did_not_wait_make_the_loads_doubtful_and_later_ones_wait_before_the_forward(
-    stepped: tuple[SteppedCodec, TierWorker],
+    stepped: Stepped,
 ) -> None:
     copies, worker = stepped
     copies.go()
@@ -204,7 +203,7 @@ def test_layers_that_did_not_wait_make_the_loads_doubtful_and_later_ones_wait_be
     assert side.take_doubtful() == set()
 
 
-def test_without_a_tensor_for_each_layer_the_first_one_waits_for_all(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_without_a_tensor_for_each_layer_the_first_one_waits_for_all(stepped: Stepped) -> None:
     copies, worker = stepped
     side = Side(worker)
     side._tensor_of = {}

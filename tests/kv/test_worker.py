@@ -20,7 +20,7 @@ from vllm_ext.kv.host.report import WorkerReport
 from vllm_ext.kv.host.worker import TierWorker
 
 from .fake_device import FakeDevice, PlainCodec
-from .tier_worker_parts import LAYOUT, SteppedCodec, codec, device, geometry, host, random_kv, stepped_worker
+from .tier_worker_parts import LAYOUT, Stepped, codec, device, geometry, host, random_kv, stepped_worker
 
 KINDS = pytest.mark.parametrize("kind", ["cpu", "cuda"])
 SIZE = geometry(LOSSLESS)
@@ -143,23 +143,11 @@ def test_eight_bits_need_a_layout() -> None:
 
 
 @pytest.fixture
-def stepped() -> Iterator[tuple[SteppedCodec, TierWorker]]:
+def stepped() -> Iterator[Stepped]:
     yield from stepped_worker(1)
 
 
-def test_loads_go_before_the_stores_that_wait(stepped: tuple[SteppedCodec, TierWorker]) -> None:
-    copies, worker = stepped
-    worker.submit_store(1, device([1]), host([1]))
-    copies.wait_for_calls()
-    for job in (2, 3):
-        worker.submit_store(job, device([job]), host([job]))
-    worker.submit_load(4, host([4]), device([4]))
-    copies.go()
-    worker.wait({1, 2, 3, 4})
-    assert copies.calls == [("store", 0, [1]), ("load", 0, [4]), ("store", 0, [2]), ("store", 0, [3])]
-
-
-def test_waiting_is_for_the_jobs_named_only(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_waiting_is_for_the_jobs_named_only(stepped: Stepped) -> None:
     copies, worker = stepped
     worker.submit_store(1, device([1]), host([1]))
     worker.wait({7, 8})  # never submitted
@@ -173,7 +161,7 @@ def test_waiting_is_for_the_jobs_named_only(stepped: tuple[SteppedCodec, TierWor
     assert done.is_set()
 
 
-def test_a_failed_store_leaves_chunks_that_must_not_be_read(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_a_failed_store_leaves_chunks_that_must_not_be_read(stepped: Stepped) -> None:
     copies, worker = stepped
     copies.go()
     copies.fails, copies.unreadable = {(0, 5)}, {8}
@@ -185,7 +173,7 @@ def test_a_failed_store_leaves_chunks_that_must_not_be_read(stepped: tuple[Stepp
     assert (report.chunks, report.blocks, report.load_jobs) == ({5, 8}, set(), set())
 
 
-def test_a_worker_tells_once_what_took_time(stepped: tuple[SteppedCodec, TierWorker]) -> None:
+def test_a_worker_tells_once_what_took_time(stepped: Stepped) -> None:
     copies, worker = stepped
     worker.submit_store(1, device([1]), host([1]))
     copies.wait_for_calls()

@@ -123,7 +123,10 @@ class SteppedCodec:
             raise OSError("injected: no such chunk")
 
 
-def stepped_worker(layers: int) -> Iterator[tuple[SteppedCodec, TierWorker]]:
+Stepped = tuple[SteppedCodec, TierWorker]
+
+
+def stepped_worker(layers: int) -> Iterator[Stepped]:
     """A worker of so many tensors whose copies wait for their turns; let go and ended behind the test."""
     copies = SteppedCodec()
     worker = TierWorker(copies, [range(layers)], chunk_bytes=100)
