@@ -134,4 +134,4 @@ def test_it_is_found(
     for owner, name, replacement in broken:
         monkeypatch.setattr(owner, name, replacement, raising=False)
     with pytest.raises(AuditError, match=found):
-        walk(_STEPS, 1, **{"load": "between", **options})
+        walk(_STEPS, 1, **options)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ext.config.kv_tier import AHEAD, AUTO, BETWEEN, IN_STEP, PREFIX_POLICIES, STORES
+from vllm_ext.config.kv_tier import AHEAD, PREFIX_POLICIES, STORES
 
 from .tier_rig import MAX_MODEL_LEN, MIN_BLOCKS, Setup, TierRig
 
@@ -80,7 +80,6 @@ def draw_setup(dice: random.Random, number: int, **fixed: object) -> Setup:
     drawn: dict[str, Any] = {
         "async_scheduling": bool(asynchronous),
         "store": STORES[store],
-        "load": dice.choice([BETWEEN, BETWEEN, IN_STEP, AUTO]),
         "policy": PREFIX_POLICIES[policy],
         "bits": (16, 8)[number % 2],
         "prefix_caching": dice.random() < 0.8 or STORES[store] == AHEAD,
