@@ -56,7 +56,7 @@ def test_it_agrees_with_the_real_look_up_whatever_happens(load: str, ways: set[s
     compared: list[Compared] = []
     walk(
         3 * STEPS_PER_ENGINE,
-        5,
+        6,
         steps_per_engine=STEPS_PER_ENGINE // 4,
         watch=lambda rig: compared.append(Compared(rig.side)),
         load=load,
