@@ -10,7 +10,7 @@ import pytest
 from tests.extent import with_full
 from tests.support.fake_runner import RunnerError
 from tests.support.preempting import PREEMPTING
-from vllm_ext.simulation.harness import block_hasher, make_request
+from vllm_ext.simulation.engine.harness import block_hasher, make_request
 
 from .gap_talks import BLOCK, DEPTHS, ONE_GAP_OF_FIVE_BLOCKS, Talks, crowded, returning, words
 

@@ -25,11 +25,11 @@ from vllm_ext.kv.host.report import WorkerReport
 from vllm_ext.kv.host.worker import TierWorker
 from vllm_ext.kv.partial_prefix.layout import layouts_of
 from vllm_ext.simulation.cost.link import Direction, TransferLink
-from vllm_ext.simulation.harness import KvShape, block_hasher, make_request, make_scheduler
-from vllm_ext.simulation.simulated_copies import SimulatedCopies, _Transfer
-from vllm_ext.simulation.tier import Tier, worker_side
-from vllm_ext.simulation.token_runner import TokenRunner
-from vllm_ext.simulation.virtual_clock import VirtualClock
+from vllm_ext.simulation.engine.events import VirtualClock
+from vllm_ext.simulation.engine.harness import KvShape, block_hasher, make_request, make_scheduler
+from vllm_ext.simulation.engine.simulated_copies import SimulatedCopies, _Transfer
+from vllm_ext.simulation.engine.tier import Tier, worker_side
+from vllm_ext.simulation.engine.token_runner import TokenRunner
 from vllm_ext.systems import System, register
 from vllm_ext.systems.upstream import Arrival, InOrder
 
