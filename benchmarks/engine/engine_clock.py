@@ -1,18 +1,18 @@
 """Does `alise` pay on the real engine, when a step takes what the model of a GPU says it takes?
 
 Question: `ordering.py` simulates. Are its gains over vLLM there when vLLM's own engine core, model runner and block
-tables serve the requests, with our plugin as it is installed?
+tables serve the requests, with our plugin as it is installed? And does the simulator, given the same requests, say what
+the engine does?
 
-Method: the real engine serves a tiny model on the CPU, so a step must be soon computed: there are a quarter of the
-blocks that the named GPU has room for, and of lengths like ShareGPT's those above 512 tokens are dropped, not scaled.
-What is left has prompts of about 35 and outputs of about 227 tokens in the mean and is much more alike than ShareGPT,
-which leaves an order less to gain. On a small shared machine wall time is mostly noise near saturation, so the clock is
-another one: each step takes what the cost model of the simulator says of its tokens and contexts, whatever it took
-here. Requests are added when that clock is at their arrival, and lengths are hidden from schedulers. The baseline, the
-row `vLLM tuned`, has a watermark of 5 % and the default budget of 2,048 tokens, which is not tuned. Load 1.0 is what it
-ends per second of a backlog. Every system serves the same requests, seed by seed; the A/A row is the baseline with
+Method: the real engine serves a tiny model on the CPU, so a step must be soon computed: lengths are a quarter of those
+like ShareGPT's, and so are the KV blocks of those that the named GPU has room for. On a small shared machine wall time
+is mostly noise near saturation, so the clock is another one: each step takes what the cost model of the simulator says
+of its tokens and contexts, whatever it took here. Requests are added when that clock is at their arrival, and lengths
+are hidden from schedulers. The baseline, the row `vLLM`, has a watermark of 5 % and a budget of 2,048 tokens; rows with
+256 tokens show what the budget alone brings. Load 1.0 is what the baseline ends per second of a backlog. Every system
+serves the same requests, seed by seed, each seed after the one before it has ended; the A/A row is the baseline with
 other seeds. A value is the baseline's over the system's: above 1 is better; intervals are Student's t over the seeds'
-logarithms.
+logarithms. Beside each row stands the simulator's answer for the same requests, on the same scheduler class.
 
     python benchmarks/engine/engine_clock.py --quick
     python benchmarks/engine/engine_clock.py --out benchmarks/results/engine_clock.json
@@ -26,8 +26,10 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -43,33 +45,87 @@ from vllm_ext.simulation.cost.step_shape import StepShape
 from vllm_ext.simulation.engine.events import VirtualClock
 from vllm_ext.simulation.measure.run_data import Decision
 from vllm_ext.simulation.recorded.forced_length import extra_args
+from vllm_ext.simulation.spec import EngineSpec, SimulationSpec
 from vllm_ext.simulation.workloads.build import build as build_workload
+from vllm_ext.simulation.workloads.requests import SimRequest
 from vllm_ext.simulation.workloads.spec import WorkloadSpec
 from vllm_ext.tiny_model import Style
 from vllm_ext.tiny_model import build as build_model
 
-TUNED, AGAIN = "vLLM tuned", "vLLM tuned, other seeds"
-SYSTEMS: Mapping[str, dict[str, Any]] = {
-    TUNED: {"watermark": 0.05},
-    AGAIN: {"watermark": 0.05},
-    **{name: {"scheduler_cls": name} for name in ("alise", "auto")},
+
+@dataclass(frozen=True)
+class Row:
+    """A way to serve."""
+
+    system: str = ""
+    """Of ours; empty: vLLM alone."""
+    budget: int = 2048
+    other_seeds: int = 0
+    """Added to the seeds."""
+
+    @property
+    def watermark(self) -> float:
+        """Of vLLM alone; ours have reserves of their own."""
+        return 0.0 if self.system else 0.05
+
+
+BASE, AGAIN = "vLLM", "vLLM, other seeds"
+ROWS = {
+    BASE: Row(),
+    AGAIN: Row(other_seeds=1000),
+    "vLLM, 256 tokens": Row(budget=256),
+    "alise": Row("alise"),
+    "alise, 256 tokens": Row("alise", budget=256),
+    "auto": Row("auto"),
 }
-OTHER_SEEDS = 1000
-HARDWARE = HardwareSpec(model="opt-13b", device="a100-40").resolve()
-BLOCK, BUDGET, SEATS, MAX_LEN = 32, 2048, 256, 512
-SCALE = 0.25
-"""Of the KV memory."""
+LOADS = (1.0, 1.2)
+HARDWARE = HardwareSpec(model="opt-13b", device="a100-40")
+SCALE, BLOCK, SEATS, MAX_LEN = 0.25, 32, 256, 512
+"""The first of lengths and of the KV memory."""
+NUM_BLOCKS = int(SCALE * HARDWARE.resolve().num_kv_blocks(BLOCK, max_num_batched_tokens=2048, max_num_seqs=SEATS))
+WARM, BACKLOG_SEED = 60, 999
+"""Requests that have ended before the first seed: there is a history of lengths, as on a server that has run."""
+SLOT_S = 1e5
+"""From the beginning of a seed to that of the next: far more than it takes, so that nothing is left of it."""
+AGREE = {"mean e2e": 0.05, "P99 e2e": 0.1}
+"""How far the simulator may be from the engine."""
 ON_TIME_TTFT_S, ON_TIME_S_PER_TOKEN = 5.0, 0.2
 MEASURES = ("mean e2e", "P99 e2e", "mean normalised", "P50 normalised", "P90 normalised", "mean TTFT", "P90 TTFT")
 Times = dict[str, float]
 
 
-def workload(requests: int, seed: int, rate: float) -> list[Any]:
-    """Return requests with lengths like ShareGPT's and Poisson arrivals."""
-    spec = WorkloadSpec(
-        source="sharegpt-like", num_requests=requests, rate_per_s=rate, seed=seed, max_model_len=MAX_LEN
-    )
-    return list(build_workload(spec).start())
+@dataclass
+class Requests:
+    """Requests of several seeds, one seed after the other; a workload of the simulator."""
+
+    requests: Sequence[SimRequest]
+    name: str = "sharegpt-like, a quarter"
+    rows: int = 0
+    sha256: str = ""
+
+    def start(self) -> Iterator[SimRequest]:
+        """Yield them by arrival."""
+        return iter(self.requests)
+
+    def after(self, *_: object) -> Iterable[SimRequest]:
+        """Nobody comes back."""
+        return ()
+
+
+def requests_of(count: int, seeds: Sequence[int], rate: float) -> Requests:
+    """Return a history, and behind it the requests of each seed, with Poisson arrivals and ids ``SEED-ID``."""
+    found = []
+    for slot, (seed, number, at) in enumerate([(-1, WARM, 1e6), *((seed, count, rate) for seed in seeds)]):
+        spec = WorkloadSpec(
+            source="sharegpt-like", num_requests=number, rate_per_s=at, seed=seed % 1_000_000, max_model_len=MAX_LEN,
+            scale_prompt=SCALE, scale_output=SCALE, over_context="cut",
+        )  # fmt: skip
+        for one in build_workload(spec).start():
+            room = MAX_LEN - one.prompt_tokens
+            found.append(
+                replace(one, req_id=f"{seed}-{one.req_id}", arrival_s=slot * SLOT_S + one.arrival_s, max_tokens=room)
+            )
+    return Requests(found)
 
 
 def shape_of(step: Any) -> StepShape:
@@ -81,7 +137,7 @@ def shape_of(step: Any) -> StepShape:
 class Engine:
     """A real engine in this process, whose time is that of its steps on the hardware."""
 
-    def __init__(self, system: str) -> None:
+    def __init__(self, row: Row) -> None:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_EXT_BENCH_FORCED_LENGTH": "1"}
         from vllm import LLM
 
@@ -92,13 +148,12 @@ class Engine:
             async_scheduling=False,
             max_model_len=MAX_LEN,
             max_num_seqs=SEATS,
-            max_num_batched_tokens=BUDGET,
+            max_num_batched_tokens=row.budget,
             block_size=BLOCK,
-            num_gpu_blocks_override=int(
-                SCALE * HARDWARE.num_kv_blocks(BLOCK, max_num_batched_tokens=BUDGET, max_num_seqs=SEATS)
-            ),
+            num_gpu_blocks_override=NUM_BLOCKS,
             kv_cache_memory_bytes=2**29,
-            **SYSTEMS[system],
+            watermark=row.watermark,
+            **({"scheduler_cls": row.system} if row.system else {}),
         )
         self._engine = llm.llm_engine
         scheduler = self._engine.engine_core.engine_core.scheduler
@@ -106,7 +161,7 @@ class Engine:
         if hasattr(scheduler, "clock"):
             self.clock = VirtualClock(scheduler.clock())  # which it may have seen
             scheduler.clock = self.clock
-        cost, finish = build(HARDWARE, CostSpec()), scheduler.update_from_output
+        cost, finish = build(HARDWARE.resolve(), CostSpec()), scheduler.update_from_output
 
         def timed(step: Any, output: Any) -> Any:
             if step.num_scheduled_tokens:
@@ -116,13 +171,13 @@ class Engine:
 
         scheduler.update_from_output = timed
 
-    def serve(self, requests: Sequence[Any], seed: int) -> dict[str, Times]:
-        """Serve requests to their end; return arrival, first token and end of each, in seconds."""
+    def serve(self, requests: Iterable[SimRequest]) -> dict[str, Times]:
+        """Serve requests to their end; return arrival, first token and end of each, in seconds, and its tokens."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         engine, start = self._engine, self.clock()
-        numbers = np.random.default_rng(seed)
+        numbers = np.random.default_rng(0)
         waiting = sorted(requests, key=lambda one: one.arrival_s)[::-1]
         found: dict[str, Times] = {}
         while waiting or engine.has_unfinished_requests():
@@ -132,15 +187,15 @@ class Engine:
                 one = waiting.pop()
                 sampling = SamplingParams(
                     temperature=0.0,
-                    max_tokens=MAX_LEN - one.prompt_tokens,
+                    max_tokens=one.max_tokens,
                     ignore_eos=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.DELTA,
-                    extra_args=extra_args(min(one.output_tokens, MAX_LEN - one.prompt_tokens)),
+                    extra_args=extra_args(min(one.output_tokens, one.max_tokens)),
                 )
                 prompt = {"prompt_token_ids": numbers.integers(10, 250, one.prompt_tokens).tolist()}
-                engine.add_request(f"{seed}-{one.req_id}", prompt, sampling)
-                found[f"{seed}-{one.req_id}"] = {"arrival": one.arrival_s, "tokens": 0}
+                engine.add_request(one.req_id, prompt, sampling)
+                found[one.req_id] = {"arrival": one.arrival_s, "tokens": 0}
             for output in engine.step():
                 times, now = found[output.request_id], self.clock() - start
                 if count := len(output.outputs[0].token_ids):
@@ -151,28 +206,49 @@ class Engine:
         return found
 
 
+def simulated(row: Row, requests: Requests) -> dict[str, Times]:
+    """Return what the simulator says of the same requests."""
+    from vllm_ext.simulation.run import simulate
+
+    spec = SimulationSpec(
+        engine=EngineSpec(
+            system=row.system or "upstream-fcfs", num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=MAX_LEN,
+            max_num_seqs=SEATS, max_num_batched_tokens=row.budget, watermark=row.watermark, async_scheduling=False,
+        ),
+        hardware=HARDWARE,
+    )  # fmt: skip
+    table = simulate(spec, workload=requests).requests
+    columns = ("arrival_s", "first_token_s", "finish_s", "output_tokens")
+    names = ("arrival", "first", "end", "tokens")
+    rows = zip(*(table.column(name).tolist() for name in columns), strict=True)
+    return {req_id: dict(zip(names, row, strict=True))
+            for req_id, row in zip(table.column("req_id").tolist(), rows, strict=True)}  # fmt: skip
+
+
 def cell(argv: Sequence[str]) -> None:
-    """Serve all seeds by one system, in a process of its own: requests, rate and seeds; write what came of them."""
-    out, system, requests, rate, *seeds = argv
-    engine = Engine(system)
-    engine.serve(workload(60, 99, 1e6), 99)  # so that there is a history of lengths, as on a server that has run
-    found = {}
-    for seed in map(int, seeds):
-        drawn = seed + (OTHER_SEEDS if system == AGAIN else 0)
-        found[seed] = list(engine.serve(workload(int(requests), drawn, float(rate)), drawn).values())
+    """Serve all seeds in one way, in a process of its own, and simulate the same; write what came of them."""
+    out, name, count, rate, *seeds = argv
+    row = ROWS[name]
+    requests = requests_of(int(count), [int(seed) + row.other_seeds for seed in seeds], float(rate))
+    found = {"engine": Engine(row).serve(requests.requests), "simulator": simulated(row, requests)}
     Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 
-def served(system: str, requests: int, rate: float, seeds: Sequence[int]) -> dict[int, list[Times]]:
-    """Return the times of each request by seed.
+def served(name: str, count: int, rate: float, seeds: Sequence[int]) -> dict[str, dict[int, list[Times]]]:
+    """Return the times of each request by seed, of the engine and of the simulator.
 
     Raises:
         CellFailed: the engine did not start, or failed.
     """
     with tempfile.TemporaryDirectory(prefix="engine_clock-") as folder:
         out = Path(folder, "out.json")
-        run(system, [sys.executable, __file__, "--cell", str(out), system, str(requests), str(rate), *map(str, seeds)])
-        return {int(seed): rows for seed, rows in json.loads(out.read_text(encoding="utf-8")).items()}
+        run(name, [sys.executable, __file__, "--cell", str(out), name, str(count), str(rate), *map(str, seeds)])
+        found = json.loads(out.read_text(encoding="utf-8"))
+    shift = ROWS[name].other_seeds
+    return {
+        source: {seed: [row for req_id, row in rows.items() if req_id.startswith(f"{seed + shift}-")] for seed in seeds}
+        for source, rows in found.items()
+    }
 
 
 def measures(rows: Sequence[Times]) -> dict[str, float]:
@@ -201,65 +277,87 @@ def compared(ours: Sequence[float], tuned: Sequence[float]) -> tuple[float, floa
     return found.value, found.low, found.high
 
 
+def saturation(count: int) -> float:
+    """Return the requests/s that the baseline ends of a backlog, between its quarters."""
+    rows = served(BASE, count, 1e6, [BACKLOG_SEED])["engine"][BACKLOG_SEED]
+    ends = sorted(row["end"] for row in rows)
+    early, late = len(ends) // 4, 3 * len(ends) // 4
+    return (late - early) / (ends[late] - ends[early])
+
+
+def over_base(found: Mapping[str, Mapping[int, Times]], name: str, measure: str) -> tuple[float, float, float]:
+    """Return the baseline's over a row's, with its interval."""
+    seeds = found[BASE]
+    return compared([found[name][seed][measure] for seed in seeds], [found[BASE][seed][measure] for seed in seeds])
+
+
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
     parser = argument_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=400, help="of a seed (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1600, help="of a seed (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--load", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--rows", default="; ".join(ROWS), help="semicolon list (default: %(default)s)")
     args = parser.parse_args(argv)
-    if min(args.requests, args.seeds) < 1 or args.load <= 0:
-        parser.error("--requests, --seeds, --load: must be greater than 0")
-    requests, seeds = (100, [0]) if args.quick else (args.requests, list(range(args.seeds)))
-    systems = [TUNED, "alise"] if args.quick else list(SYSTEMS)
-    with CountProgress(1 + len(systems), label="engine_clock", unit="engine") as progress:
-        backlog = sorted(row["end"] for row in served(TUNED, requests, 1e6, [OTHER_SEEDS - 1])[OTHER_SEEDS - 1])
-        early, late = len(backlog) // 4, 3 * len(backlog) // 4
-        capacity = (late - early) / (backlog[late] - backlog[early])
-        rate = float(f"{args.load * capacity:.4g}")
-        found = {}
-        for number, system in enumerate(systems, 1):
-            progress.update(number, system)
-            found[system] = {seed: measures(rows) for seed, rows in served(system, requests, rate, seeds).items()}
-    values: dict[str, dict[str, float]] = {}
-    lines = []
-    for system in systems:
-        mean = {name: float(np.mean([found[system][s][name] for s in seeds])) for name in found[system][seeds[0]]}
-        values[system] = {f"{name}_s": round(value, 4) for name, value in mean.items() if name != "share on time"}
-        values[system]["share on time"] = round(mean["share on time"], 4)
-        if system == TUNED:
-            continue
-        shown = []
-        for name in MEASURES:
-            ratio = compared([found[system][s][name] for s in seeds], [found[TUNED][s][name] for s in seeds])
-            values[system] |= {
-                f"{name}.{key}": round(x, 4) for key, x in zip(("ratio", "low", "high"), ratio, strict=True)
-            }
-            shown.append("{:.2f} [{:.2f}, {:.2f}]".format(*ratio))
-        points = 100 * (mean["share on time"] - values[TUNED]["share on time"])
-        values[system]["share on time.points"] = round(points, 2)
-        lines.append([system, *shown, f"{points:+.0f}"])
-    ours = values.pop("alise")
-    low, high = ours["mean e2e.low"], ours["mean e2e.high"]
-    note = f"mean {ours['mean e2e.ratio']}, interval {low} to {high}"
-    claims = [Claim(name="alise: mean e2e, lower end of the interval", value=low, op=">=", goal=1.0, facts=note)]
+    if min(args.requests, args.seeds) < 1:
+        parser.error("--requests, --seeds: must be greater than 0")
+    count, seeds, loads = (100, [0], LOADS[:1]) if args.quick else (args.requests, list(range(args.seeds)), LOADS)
+    names = [BASE, "alise"] if args.quick else list(dict.fromkeys([BASE, *map(str.strip, args.rows.split(";"))]))
+    if unknown := [name for name in names if name not in ROWS]:
+        parser.error(f"--rows={unknown[0]}: must be among {'; '.join(ROWS)}")
+    with CountProgress(1 + len(names) * len(loads), label="engine_clock", unit="engine") as progress:
+        capacity = saturation(count)
+        flat: dict[str, dict[str, float]] = {name: {} for name in names}
+        claims: list[Claim] = []
+        tables = []
+        for number, load in enumerate(loads):
+            found: dict[str, dict[str, dict[int, Times]]] = {"engine": {}, "simulator": {}}
+            for place, name in enumerate(names, 1):
+                progress.update(number * len(names) + place, f"{name} at {load:g}")
+                for source, rows in served(name, count, float(f"{load * capacity:.4g}"), seeds).items():
+                    found[source][name] = {seed: measures(each) for seed, each in rows.items()}
+            lines = []
+            for name in names:
+                for source, of in found.items():
+                    ratios = {measure: over_base(of, name, measure) for measure in MEASURES}
+                    begin = f"load_{load:g}.{'' if source == 'engine' else 'simulated '}"
+                    for measure, ends in ratios.items():
+                        flat[name][f"{begin}{measure}_s"] = fmean(one[measure] for one in of[name].values())
+                        if name != BASE:
+                            named = zip(("ratio", "low", "high"), ends, strict=True)
+                            flat[name] |= {f"{begin}{measure}.{end}": value for end, value in named}
+                    flat[name][f"{begin}on_time_fraction"] = fmean(one["share on time"] for one in of[name].values())
+                    lines.append([name, source, *("{:.2f} [{:.2f}, {:.2f}]".format(*ends) for ends in ratios.values())])
+                claims += agreement(flat[name], name, load)
+            tables.append(Table(["vLLM's over", "", *MEASURES], lines, title=f"at load {load:g}"))
+    flat = {name: {key: float(f"{value:.5g}") for key, value in each.items()} for name, each in flat.items()}
     config = {
-        "hardware": HARDWARE.spec.model_dump(), "requests": requests, "seeds": seeds, "load": args.load,
-        "saturation_requests_per_s": round(capacity, 4), "systems": systems,
+        "hardware": HARDWARE.model_dump(), "requests": count, "seeds": seeds, "loads": loads, "rows": names,
+        "saturation_requests_per_s": round(capacity, 4), "num_blocks": NUM_BLOCKS, "scale": SCALE,
     }  # fmt: skip
     result = Result(
         name="engine_clock",
         command=command(argv, __file__),
         config=config,
         seed=args.seed,
-        workload=Workload(
-            name="sharegpt-like", rows=requests, sha256=hashlib.sha256(repr(config).encode()).hexdigest()
-        ),
-        metrics=ours,
-        baselines=values,
+        workload=Workload(name=Requests.name, rows=count, sha256=hashlib.sha256(repr(config).encode()).hexdigest()),
+        metrics=flat["alise"] if "alise" in flat else flat[BASE],
+        baselines={name: each for name, each in flat.items() if name != "alise"},
         claims=claims,
     )
-    emit(result, [Table(["over vLLM", *MEASURES, "on time, points"], lines)], args.out)
+    emit(result, tables, args.out)
+
+
+def agreement(found: Mapping[str, float], name: str, load: float) -> Iterator[Claim]:
+    """Hold the simulator to the engine, in what it says of a row."""
+    for measure, most in AGREE.items():
+        real, said = (found[f"load_{load:g}.{source}{measure}_s"] for source in ("", "simulated "))
+        yield Claim(
+            name=f"{name} at {load:g}: {measure}, the simulator's distance from the engine",
+            value=round(abs(said / real - 1), 4),
+            op="<=",
+            goal=most,
+            facts=f"simulator {said:.4g} s, engine {real:.4g} s",
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,11 @@ import importlib
 import math
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
+
+from vllm_ext.simulation.workloads.build import build
+from vllm_ext.simulation.workloads.spec import WorkloadSpec
 
 
 @pytest.fixture
@@ -48,3 +52,40 @@ def test_above_1_is_better_and_one_seed_has_no_interval(benchmark: ModuleType) -
     assert middle == pytest.approx(4.0)
     assert math.log(high / middle) == pytest.approx(12.706 * math.log(4) / 2, rel=1e-3)  # t of 1 degree of freedom
     assert low * high == pytest.approx(16.0)
+
+
+def test_lengths_are_scaled_and_not_made_alike(benchmark: ModuleType) -> None:
+    """Dropping what is long, as an earlier version did, halves the dispersion of what a request holds for how long."""
+    full = WorkloadSpec(source="sharegpt-like", num_requests=2000, rate_per_s=1.0, max_model_len=4096)
+    held = []
+    for requests in (benchmark.requests_of(2000, [0], 1.0).requests[benchmark.WARM :], [*build(full).start()]):
+        lengths = np.array([(one.prompt_tokens, one.output_tokens) for one in requests], dtype=float)
+        kv_time = lengths[:, 1] * (lengths[:, 0] + lengths[:, 1] / 2)
+        held.append((lengths[:, 1].mean(), kv_time.std() / kv_time.mean()))
+    (mean, spread), (full_mean, full_spread) = held
+    assert mean / full_mean == pytest.approx(benchmark.SCALE, rel=0.1)
+    assert spread == pytest.approx(full_spread, rel=0.2)
+
+
+def test_seeds_come_one_after_the_other_behind_a_history(benchmark: ModuleType) -> None:
+    requests = benchmark.requests_of(5, [3, 1003], 2.0).requests
+    assert len({one.req_id for one in requests}) == len(requests) == benchmark.WARM + 10
+    slots = [int(one.arrival_s // benchmark.SLOT_S) for one in requests]
+    assert slots == [0] * benchmark.WARM + [1] * 5 + [2] * 5
+    assert [one.req_id.partition("-")[0] for one in requests[benchmark.WARM :]] == ["3"] * 5 + ["1003"] * 5
+    assert all(one.prompt_tokens + one.max_tokens == benchmark.MAX_LEN for one in requests)
+
+
+def test_the_simulator_serves_the_same_requests_and_is_held_to_the_engine(benchmark: ModuleType) -> None:
+    requests = benchmark.requests_of(20, [0], 5.0)
+    found = benchmark.simulated(benchmark.ROWS["alise"], requests)
+    assert {one.req_id: min(one.output_tokens, one.max_tokens) for one in requests.requests} == {
+        req_id: row["tokens"] for req_id, row in found.items()
+    }
+    assert all(row["arrival"] <= row["first"] <= row["end"] for row in found.values())
+    values = {"load_1.mean e2e_s": 2.0, "load_1.simulated mean e2e_s": 2.2}
+    values |= {"load_1.P99 e2e_s": 10.0, "load_1.simulated P99 e2e_s": 10.9}
+    assert [(claim.value, claim.met) for claim in benchmark.agreement(values, "alise", 1.0)] == [
+        (0.1, False),
+        (0.09, True),
+    ]
