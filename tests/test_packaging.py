@@ -143,7 +143,7 @@ def test_installed_wheel_lists_and_runs_reproductions(installed: Path, tmp_path:
     assert json.loads(printed.splitlines()[-1]) == result
     assert (result["name"], result["config"]["quick"]) == (CHEAPEST_STUDY, True)
     assert result["metrics"]
-    assert all(claim["ours"] > 0 for claim in result["config"]["claims"])
+    assert all(claim["value"] > 0 for claim in result["claims"])
     assert "commit" not in result["versions"], "the package runs from no checkout"
 
 

@@ -98,7 +98,7 @@ def test_gap_of_a_preempted_request_counts_until_the_run_is_cut_off() -> None:
     engine = make_engine(crowd(), num_blocks=14)
     engine.run(25.0)
     left = rows(engine.collector.unserved)
-    open_s = {name: 25.0 - live.last_token_s for name, live in engine.collector.live.items() if live.num_tokens}
+    open_s = {name: 25.0 - live.last_token_s for name, live in engine.collector.live.items() if live.output_tokens}
     assert max(open_s.values()) > 1.0, "somebody lost its KV and waits"
     assert all(left[name]["max_gap_s"] >= gap_s for name, gap_s in open_s.items())
 
