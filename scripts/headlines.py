@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from result_file import Result, Unshown
 
+from vllm_ext.report.provenance import RESULTS
+
 AGAIN = "upstream tuned, other seeds"
 """The A/A row of benchmarks/simulated/ordering.py."""
 
@@ -54,7 +56,9 @@ def step_cost(root: Path) -> Headline:
     def worst(system: str, batch: int = running) -> float:
         start = f"{system}_{batch}_running_"
         found = [value for key, value in result.metrics.items() if key.startswith(start) and key.endswith("_ratio")]
-        return max(found or [result.value(system, "ratio")])
+        if not found:
+            raise Unshown(f"{RESULTS / result.name} has no metric {start}*_ratio: measure it again ({result.command})")
+        return max(found)
 
     def shown(system: str) -> str:
         key = f"{system}_{running}_running_{{}}_waiting_ratio"
@@ -117,7 +121,7 @@ def objectives(root: Path) -> str:
 
 def _check_still_none(result: Result, system: str, effect: float, noise: float) -> None:
     if effect > noise:
-        raise Unshown(f"{result.name} ranks {system} now: make it a headline in scripts/headlines.py")
+        raise Unshown(f"{RESULTS / result.name} ranks {system} now: make it a headline in scripts/headlines.py")
 
 
 HEADLINES = (preemptions, step_cost)

@@ -48,9 +48,10 @@ class Result:
         """
         baseline = self.data.get("baselines", {}).get(row, {})
         found = baseline.get(metric, self.metrics.get(f"{row}.{metric}", default))
-        if found is None:
+        if isinstance(found, bool) or not isinstance(found, int | float):
             raise Unshown(
-                f"{RESULTS / self.name} has no metric {metric!r} of {row!r}: measure it again ({self.command})"
+                f"{RESULTS / self.name} has no metric {metric!r} of {row!r}: measure it again "
+                f"({self.command or 'no command recorded'}), or choose another headline in scripts/headlines.py"
             )
         return float(found)
 
@@ -79,5 +80,7 @@ class Result:
             Unshown: it is not larger than the distance of an A/A pair.
         """
         if effect <= noise:
-            raise Unshown(f"{RESULTS / self.name} ranks nothing: the effect is {effect:.4g}, and its A/A pair differs "
-                          f"by {noise:.4g}; measure with more repeats, or show another one")  # fmt: skip
+            raise Unshown(
+                f"{RESULTS / self.name} ranks nothing: the effect is {effect:.4g}, and its A/A pair differs by "
+                f"{noise:.4g}; measure with more repeats, or choose another headline in scripts/headlines.py"
+            )

@@ -52,13 +52,14 @@ def _cells(result: Result, row: str, at: str, columns: Columns) -> list[str]:
 def latency(root: Path) -> str:
     """Mean normalised latency by load and system, and over vLLM's."""
     result, mean = Result(root, "engine_compare.json"), "normalised_latency_mean"
+
+    def cell(system: str, at: str) -> str:
+        value = f"{result.value(system, f'{at}.{mean}_ms_per_token'):.3g}"
+        return value if system == "upstream-fcfs" else f"{value} ({result.value(system, f'{at}.{mean}_ratio'):.2f})"
+
     systems = list(result.setting("systems"))
-    rows = []
-    for load in sorted(result.setting("loads")):
-        values = [result.value(one, f"load_{load:g}.{mean}_ms_per_token") for one in systems]
-        ratios = [result.value(one, f"load_{load:g}.{mean}_ratio") for one in systems[1:]]
-        over = ["", *(f" ({ratio:.2f})" for ratio in ratios)]
-        rows.append([f"{load:g}", *(f"{value:.3g}{ratio}" for value, ratio in zip(values, over, strict=True))])
+    loads = sorted(result.setting("loads"))
+    rows = [[f"{load:g}", *(cell(system, f"load_{load:g}") for system in systems)] for load in loads]
     return Table(["load", *(_BASELINES.get(one, f"`{one}`") for one in systems)], rows).markdown()
 
 
@@ -130,9 +131,11 @@ def ablation(root: Path) -> str:
                 row, prefix = (name, f"{at}.{name}.") if name == upstream else (f"{at}.{name}", "")
                 names = ("history_found_fraction", "e2e_mean_ms", "e2e_p99_ms", "ttft_mean_ms")
                 found, mean, p99, ttft = (result.value(row, prefix + metric) for metric in names)
-                pair = f"{at}: {name} over {base}"
-                ends = [result.value(pair, f"e2e_mean_ms_ratio{end}", default=1.0) for end in ("", "_low", "_high")]
-                ratio = "1" if name == base else "{:.3f} ({:.3f} to {:.3f})".format(*ends)
+                ratio = "1"
+                if name != base:
+                    pair = f"{at}: {name} over {base}"
+                    ends = [result.value(pair, f"e2e_mean_ms_ratio{end}") for end in ("", "_low", "_high")]
+                    ratio = "{:.3f} ({:.3f} to {:.3f})".format(*ends)
                 seconds = [f"{mean / 1000:.2f}", ratio, f"{p99 / 1000:.1f}", f"{ttft:.0f}"]
                 rows.append([at, shown, f"{100 * found:.1f} %", *seconds])
     header = ["", "", "histories found", "mean end-to-end, s", "over `pensieve`'s", "P99, s", "mean TTFT, ms"]

@@ -59,7 +59,6 @@ def main(argv: Sequence[str], root: Path = Path()) -> int:
         print(error, file=sys.stderr)
         return 1
     digest = hashlib.sha256(data).hexdigest()
-    out.parent.mkdir(parents=True, exist_ok=True)
     for path, content in ((out, data), (out.with_name(f"{out.name}.sha256"), f"{digest}  {out.name}\n".encode())):
         with replaced(path) as file:
             file.write(content)

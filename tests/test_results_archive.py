@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
+import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import results_archive
+
 from vllm_ext.report import kept_result
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "results_archive.py"
 RESULT: dict[str, Any] = {"name": "x", "metrics": {"ttft_mean_ms": 1.23456789}, "claims": [], "details": {"all": [1]}}
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_archive", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -36,9 +28,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_archive_has_kept_and_full_results_and_its_checksum(script: ModuleType, checkout: Path) -> None:
+def test_the_archive_has_kept_and_full_results_and_its_checksum(checkout: Path) -> None:
     out = checkout / "dist" / "r.tar.gz"
-    assert script.main([str(out)], checkout) == 0
+    assert results_archive.main([str(out)], checkout) == 0
     digest, name = (checkout / "dist" / "r.tar.gz.sha256").read_text().split()
     assert (digest, name) == (hashlib.sha256(out.read_bytes()).hexdigest(), "r.tar.gz")
     with tarfile.open(out) as archive:
@@ -49,24 +41,22 @@ def test_the_archive_has_kept_and_full_results_and_its_checksum(script: ModuleTy
     assert sorted(names) == ["results/full/repro/x.json", "results/repro/x-curve.png", "results/repro/x.json"]
 
 
-def test_the_same_files_give_the_same_bytes(script: ModuleType, checkout: Path) -> None:
-    first = script.packed(checkout)
+def test_the_same_files_give_the_same_bytes(checkout: Path) -> None:
+    first = results_archive.packed(checkout)
     for path in checkout.rglob("*.json"):
         path.touch()
-    assert script.packed(checkout) == first
+    assert results_archive.packed(checkout) == first
 
 
-def test_a_full_result_of_another_run_is_refused(
-    script: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_result_of_another_run_is_refused(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = checkout / "benchmarks" / "results" / "full" / "repro" / "x.json"
     full.write_text(json.dumps(RESULT | {"metrics": {"ttft_mean_ms": 2.0}}))
-    assert script.main([str(checkout / "r.tar.gz")], checkout) == 1
+    assert results_archive.main([str(checkout / "r.tar.gz")], checkout) == 1
     said = "benchmarks/results/full/repro/x.json: is not the result in benchmarks/results/repro/x.json; delete it\n"
     assert capsys.readouterr().err == said
     assert not (checkout / "r.tar.gz").exists()
 
 
-def test_a_folder_without_results_is_refused(script: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no result; run this in a checkout"):
-        script.packed(tmp_path)
+        results_archive.packed(tmp_path)

@@ -29,3 +29,7 @@ def test_markdown_has_the_same_cells() -> None:
 def test_a_table_without_rows_is_its_header() -> None:
     assert str(Table(["a", "bc"], [])) == "a  bc\n-  --"
     assert Table(["a", ""], []).markdown() == "| a | |\n|---|---|\n"
+
+
+def test_empty_cells_beside_each_other_look_as_one_alone() -> None:
+    assert Table(["", "", ""], []).markdown() == "| | | |\n|---|---|---|\n"

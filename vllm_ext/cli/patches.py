@@ -13,6 +13,7 @@ from vllm_ext.hooks.errors import installed_vllm
 from vllm_ext.hooks.patch import Hook
 from vllm_ext.hooks.registry import HookStatus
 from vllm_ext.report import common_flags
+from vllm_ext.report.table import Table
 
 _HEAD = """# Hooks into vLLM
 
@@ -87,10 +88,9 @@ def _section(group: str, hooks: Sequence[Hook]) -> str:
         f"- without it: {breaks_without}",
         f"- can go when {remove_when}",
         f"- to run without it, leave out {leave_out}\n",
-        "| | of `vllm.` | why | verified with vLLM |",
-        "|---|---|---|---|",
     ]
-    for hook in hooks:
-        target = hook.target.removeprefix("vllm.")
-        rows.append(f"| {hook.kind} | `{target}` | {hook.why} | {', '.join(hook.versions) or 'any'} |")
-    return "\n".join(rows) + "\n"
+    facts = [
+        (hook.kind, f"`{hook.target.removeprefix('vllm.')}`", hook.why, ", ".join(hook.versions) or "any")
+        for hook in hooks
+    ]
+    return "\n".join([*rows, Table(["", "of `vllm.`", "why", "verified with vLLM"], facts).markdown()])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
-_HOLDS = {"<=": float.__le__, ">=": float.__ge__, "<": float.__lt__, ">": float.__gt__}
+COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+"""How a value may stand to a bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,13 @@ class Claim:
     """Whether a paper is known by this figure."""
 
     def __post_init__(self) -> None:
-        if self.op not in _HOLDS:
-            raise ValueError(f"op={self.op!r} of claim {self.name}: must be one of {', '.join(_HOLDS)}")
+        if self.op not in COMPARISONS:
+            raise ValueError(f"op={self.op!r} of claim {self.name}: must be one of {', '.join(COMPARISONS)}")
 
     @property
     def met(self) -> bool:
         """Whether the comparison holds; a value that is not a number meets no goal."""
-        return bool(_HOLDS[self.op](float(self.value), float(self.goal)))
+        return bool(COMPARISONS[self.op](float(self.value), float(self.goal)))
 
     @property
     def note(self) -> str:

@@ -32,7 +32,7 @@ class Table:
 
     def markdown(self) -> str:
         """Return Markdown; every line ends in a newline."""
-        first, *others = (f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in self._cells())
+        first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in self._cells())
         return "".join([first, "|" + "---|" * len(self.header) + "\n", *others])
 
     def _cells(self) -> list[list[str]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -35,9 +35,6 @@ from vllm_ext.simulation.engine.token_runner import TokenRunner, output_ids
 from vllm_ext.simulation.measure.collector import Collector, Live
 from vllm_ext.simulation.measure.run_data import Decision, Stalled
 from vllm_ext.simulation.workloads.requests import SimRequest, Workload
-
-if TYPE_CHECKING:
-    pass
 
 IDLE_STEP_S = 1e-3
 """How long the engine core sleeps after a step without tokens, before it looks again, if requests are left."""

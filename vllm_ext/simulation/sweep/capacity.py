@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ext.config.model import Flag
+from vllm_ext.report.claim import COMPARISONS
 
 Metrics = Mapping[str, float]
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
-_COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 _SYNTAX = re.compile(r"\s*([A-Za-z_][^<>=\s]*)\s*(<=|>=|<|>)\s*([^<>=\s]+)\s*")
 _DIGITS = 6
 """Significant digits of a rate: the same on every machine, and fit to be read."""
@@ -59,7 +58,7 @@ class Constraint:
             if match is not None and math.isfinite(limit := float(match[3])):
                 return cls(metric=match[1], op=match[2], limit=limit)
         raise ValueError(
-            f"constraint={text!r}: must be a metric, one of {', '.join(_COMPARE)}, and a finite number, "
+            f"constraint={text!r}: must be a metric, one of {', '.join(COMPARISONS)}, and a finite number, "
             "as in 'tbt_p99_ms<=100'"
         )
 
@@ -70,7 +69,7 @@ class Constraint:
             ValueError: requests finished, but the metrics don't have this one.
         """
         if self.metric in metrics:
-            return bool(_COMPARE[self.op](metrics[self.metric], self.limit))
+            return bool(COMPARISONS[self.op](metrics[self.metric], self.limit))
         if not metrics.get("requests"):
             return False
         near = get_close_matches(self.metric, metrics, n=3) or sorted(metrics)
